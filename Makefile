@@ -1,0 +1,34 @@
+# make install   .venv with the package and what its tests need
+# make test      the tests
+# make train     the main job: a small LLaMA on long sequences, ARGS="..." for its options
+# make check     ruff and mypy, as CI runs them
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BMTRAIN := bmtrain==1.0.1
+
+.PHONY: install test train check clean
+
+install: $(VENV)/installed
+
+$(VENV)/installed: setup.py constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt "torch>=2.11" "numpy>=1.26" setuptools
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	$(BIN)/python -m bmburst.runtime.install_bmtrain
+	touch $@
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+train: install
+	$(BIN)/bmburst train $(ARGS)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Attention over a split sequence: decide, then obey the schedule."""

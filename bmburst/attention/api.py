@@ -1,0 +1,126 @@
+"""`burst_attention`: exact attention over a sequence split over ranks."""
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from bmburst.attention.call import AttentionOptions, decide
+from bmburst.attention.function import RingAttention
+from bmburst.comm.checks import Checked
+from bmburst.comm.groups import communicator
+from bmburst.mesh import current_mesh
+
+
+@overload
+def burst_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: str = ...,
+    layout: str = ...,
+    length: int | None = ...,
+    group: object = ...,
+    scale: float | None = ...,
+    kernel: str = ...,
+    strategy: str = ...,
+    transport: str = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def burst_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: str = ...,
+    layout: str = ...,
+    length: int | None = ...,
+    group: object = ...,
+    scale: float | None = ...,
+    kernel: str = ...,
+    strategy: str = ...,
+    transport: str = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def burst_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: str = "causal",
+    layout: str = "zigzag",
+    length: int | None = None,
+    group: object = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    strategy: str = "auto",
+    transport: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return exact softmax attention of this rank's queries over the whole sequence.
+
+    Every rank of the group calls it with its own tokens, in the layout's order (`bmburst.shard` cuts them), with equal
+    shapes. A rank needs memory for its local tokens only, never for the whole sequence. Gradients are those of a
+    loss that is the sum of the ranks' losses.
+
+    Args:
+        q: `[batch, local_tokens, heads, head_dim]`, any float dtype, any strides.
+        k: `[batch, local_tokens, kv_heads, head_dim]`; heads is a multiple of kv_heads (GQA, MQA). Never expanded.
+        v: Shaped as k.
+        mask: "causal" or "full", in global positions.
+        layout: "contiguous", "zigzag" or "striped": which global positions the local tokens are.
+        length: Real tokens of the whole sequence; later ones are padding: never attended to, zero output, zero
+            gradient. Default: all of them are real.
+        group: A `torch.distributed` process group, a `bmt.nccl` communicator, or None for the current mesh's sequence
+            group or else the world.
+        scale: Factor on the scores; default `head_dim ** -0.5`.
+        kernel: "auto", "reference" (plain torch, any dtype), "cpu" (torch's flash kernel for CPUs) or "torch"
+            (FlashAttention-2 inside torch).
+        strategy: What moves in backward: "kv" (keys and values), "burst" (queries and their gradients), or "auto", the
+            fewer bytes.
+        transport: "auto", or "gloo" or "nccl" to insist on what moves the tensors.
+        deterministic: Whether repeated calls must give the same bits in backward too.
+        return_lse: Whether to return also the log-sum-exp.
+
+    Returns:
+        The output, shaped and typed as q; with `return_lse` also the log-sum-exp of the scaled scores in nats,
+        `[batch, heads, local_tokens]`, fp32 or wider. Both are differentiable. Rows that see no key give zero and -inf.
+
+    Raises:
+        UserError: A value is unknown, shapes or dtypes cannot work, or the ranks of the group disagree.
+
+    Source: BurstAttention, arXiv:2403.09347.
+    """
+    options = AttentionOptions(
+        mask=mask,
+        layout=layout,
+        length=length,
+        scale=scale,
+        kernel=kernel,
+        strategy=strategy,
+        transport=transport,
+        deterministic=deterministic,
+    )
+    out, lse = attend(q, k, v, group, options)
+    return (out, lse) if return_lse else out
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, group: object, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp; see `burst_attention`."""
+    call = decide(resolve_group(group), q, k, v, options)
+    out, lse = RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def resolve_group(group: object) -> Checked:
+    """Return the communicator of `group`, or for None that of the current mesh's sequence group or else the world."""
+    mesh = current_mesh()
+    return mesh.sequence if group is None and mesh is not None else communicator(group)

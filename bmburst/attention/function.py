@@ -1,0 +1,43 @@
+"""The ring as one differentiable function."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bmburst.attention.call import AttentionCall
+from bmburst.attention.ring import ring_backward, ring_forward
+from bmburst.recompute import keep
+from bmburst_ops.flash import ReferenceKernel
+from bmburst_ops.merge import row_dots
+
+
+class RingAttention(torch.autograd.Function):
+    """`(q, k, v, call) -> (out, lse)`; see `burst_attention`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """Run the ring, or inside a checkpoint's recomputation return what it gave."""
+        out, lse = keep(lambda: tuple(ring_forward(call, q, k, v)))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the ring of gradients."""
+        q, k, v, out, lse = ctx.saved_tensors
+        call: AttentionCall = ctx.call
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
+        delta = row_dots(grad_out, out)
+        kernel = call.kernel
+        if grad_lse is not None:
+            # dS = P * (dO V^T - delta + dlse): the gradient of the log-sum-exp is a smaller delta. It may be non-zero
+            # where dO is zero, which the surrogate output cannot express.
+            delta = delta - grad_lse.to(delta.dtype)
+            kernel = kernel if kernel.takes_delta else ReferenceKernel()
+        grads = ring_backward(call, kernel, grad_out, q, k, v, lse, delta)
+        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None

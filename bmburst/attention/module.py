@@ -1,0 +1,43 @@
+"""BurstAttention as a BMTrain module."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import bmtrain as bmt
+from torch import Tensor
+
+from bmburst.attention.api import attend
+from bmburst.attention.call import AttentionOptions
+
+
+class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+    """Exact attention over a sequence split over ranks; it has no parameters.
+
+    Args:
+        group: See `burst_attention`; None is looked up at each call.
+        options: The keyword arguments of `burst_attention`, except `length` and `return_lse`.
+    """
+
+    def __init__(self, *, group: object = None, **options: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.options = AttentionOptions(**options)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, length: int | None = None) -> Tensor:
+        """Return attention's output.
+
+        Args:
+            q: `[batch, local_tokens, heads, head_dim]`.
+            k: `[batch, local_tokens, kv_heads, head_dim]`.
+            v: Shaped as k.
+            length: Real tokens of the whole sequence. Positional: BMTrain's blocks drop late keywords.
+
+        Returns:
+            Shaped and typed as q.
+        """
+        options = self.options if length is None else replace(self.options, length=length)
+        return attend(q, k, v, self.group, options)[0]
+
+    def extra_repr(self) -> str:
+        """Show the options in `print(model)`."""
+        return ", ".join(f"{f.name}={getattr(self.options, f.name)!r}" for f in fields(self.options))

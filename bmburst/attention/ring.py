@@ -1,0 +1,120 @@
+"""The ring, forward and backward: blocks visit, tiles are computed, gradients follow one step behind."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from bmburst.attention.call import AttentionCall
+from bmburst.comm.protocol import Communicator
+from bmburst.schedule import Schedule, Step, Tile
+from bmburst_ops.flash import Gradients, Kernel, Partial
+from bmburst_ops.merge import accumulation_dtype, merge_partials_
+
+
+def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    """Return attention of this rank's queries over the whole sequence: keys and values travel (arXiv:2310.01889).
+
+    The output is in q's dtype, the log-sum-exp in fp32 or wider. Padding rows give zero and `-inf`.
+    """
+    dtype = accumulation_dtype(q.dtype)
+    out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype, device=q.device)
+    for step, (keys, values) in visits(call.comm, call.schedule("kv"), k, v):
+        for tile in step.tiles:
+            rows, columns = tile.queries.slice, tile.keys.slice
+            part = call.kernel.forward(
+                q[:, rows], keys[:, columns], values[:, columns], causal=tile.causal, scale=call.scale
+            )
+            merge_partials_(out[:, rows], lse[:, :, rows], *part)
+    return Partial(out.to(q.dtype), lse)
+
+
+def ring_backward(
+    call: AttentionCall, kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
+) -> Gradients:
+    """Return the gradients of this rank's q, k and v, accumulated in fp32 or wider.
+
+    What travels is decided by bytes: K and V with dK and dV behind them, or Q, dO, log-sum-exp and delta with dQ behind
+    them (BurstAttention, arXiv:2403.09347, algorithm 2).
+    """
+    dtype = accumulation_dtype(q.dtype)
+
+    def zeros(like: Tensor) -> Tensor:
+        return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+    def tile_gradients(tile: Tile, query_side: tuple[Tensor, ...], key_side: tuple[Tensor, ...]) -> Gradients:
+        rows, columns = tile.queries.slice, tile.keys.slice
+        queries, grads, tile_lse, tile_delta = query_side
+        keys, values = key_side
+        return kernel.backward(
+            grads[:, rows],
+            queries[:, rows],
+            keys[:, columns],
+            values[:, columns],
+            tile_lse[:, :, rows].contiguous(),
+            tile_delta[:, :, rows],
+            causal=tile.causal,
+            scale=call.scale,
+            deterministic=call.deterministic,
+        )
+
+    grad_q, grad_k, grad_v = zeros(q), zeros(k), zeros(v)
+
+    def keys_visit(step: Step, guests: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        guest_grads = zeros(k), zeros(v)
+        for tile in step.tiles:
+            grads = tile_gradients(tile, (q, grad_out, lse, delta), guests)
+            grad_q[:, tile.queries.slice] += grads.q
+            guest_grads[0][:, tile.keys.slice] += grads.k
+            guest_grads[1][:, tile.keys.slice] += grads.v
+        return guest_grads
+
+    def queries_visit(step: Step, guests: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        guest_grad = zeros(q)
+        for tile in step.tiles:
+            grads = tile_gradients(tile, guests, (k, v))
+            guest_grad[:, tile.queries.slice] += grads.q
+            grad_k[:, tile.keys.slice] += grads.k
+            grad_v[:, tile.keys.slice] += grads.v
+        return (guest_grad,)
+
+    if call.backward_travellers == "kv":
+        grad_k, grad_v = _carry_home(call.comm, call.schedule("kv"), (k, v), keys_visit)
+    else:
+        (grad_q,) = _carry_home(call.comm, call.schedule("q"), (q, grad_out, lse, delta), queries_visit)
+    return Gradients(grad_q, grad_k, grad_v)
+
+
+def visits(comm: Communicator, schedule: Schedule, *held: Tensor) -> Iterator[tuple[Step, tuple[Tensor, ...]]]:
+    """Yield each step with its owner's tensors as they pass by, our own first.
+
+    The next hop is under way while the caller works on this one.
+    """
+    for step in schedule.steps:
+        is_last = step is schedule.steps[-1]
+        arriving = None if is_last else comm.ring(*held)
+        yield step, held
+        if arriving is not None:
+            held = arriving.wait()
+
+
+def _carry_home(
+    comm: Communicator,
+    schedule: Schedule,
+    guests: tuple[Tensor, ...],
+    work: Callable[[Step, tuple[Tensor, ...]], tuple[Tensor, ...]],
+) -> tuple[Tensor, ...]:
+    """Let guests visit; send what `work` gives for them after them, one step behind, until it is home.
+
+    A guest's gradients leave a rank as its next host still computes; when they arrive, the host's share is added.
+    """
+    returning = None
+    for step, held in visits(comm, schedule, *guests):
+        shares = work(step, held)
+        if returning is not None:
+            for share, carried in zip(shares, returning.wait(), strict=True):
+                share += carried
+        returning = comm.ring(*shares)
+    assert returning is not None  # a schedule has at least one step
+    return returning.wait()

@@ -1,0 +1,129 @@
+"""From what a program has (a process group, BMTrain's communicator, a mesh, nothing) to a communicator."""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bmburst.comm.checks import Checked
+from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.process_group import ProcessGroupCommunicator
+from bmburst.comm.protocol import Communicator
+from bmburst.errors import UserError
+
+Split = Callable[[Sequence[Sequence[int]]], Checked]
+"""From the global ranks of every group of a partition to the communicator of this rank's group."""
+
+
+def communicator(group: object) -> Checked:
+    """Return the communicator of a group.
+
+    Args:
+        group: A `torch.distributed` process group, a `bmtrain.nccl` communicator, a `Communicator`, or None for the
+            world: BMTrain's if it was started, else torch.distributed's default group, else this process alone.
+
+    Raises:
+        UserError: It is none of these, or this rank is not in it.
+    """
+    if group is None:
+        group = _world()
+    if isinstance(group, Checked):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UserError("this rank is not in the given process group\ncall this only on the ranks that the group holds")
+    if isinstance(group, dist.ProcessGroup):
+        if dist.get_rank(group) < 0:
+            raise UserError(
+                f"rank {dist.get_rank()} is not in the given process group {dist.get_process_group_ranks(group)}\n"
+                "call this only on the ranks that the group holds"
+            )
+        return _checked(ProcessGroupCommunicator(group))
+    nccl = sys.modules.get("bmtrain.nccl")
+    if nccl is not None and isinstance(group, nccl.NCCLCommunicator):
+        return _over_bmtrain(group)
+    if isinstance(group, Communicator):
+        return _checked(group)
+    raise UserError(
+        f"group must be a torch.distributed process group, a bmt.nccl communicator or None, got {type(group).__name__}"
+    )
+
+
+def bmtrain_groups() -> tuple[Checked, Split]:
+    """Return BMTrain's world and a way to split it. Every rank must call the split with the same partition.
+
+    Raises:
+        UserError: BMTrain was not started.
+    """
+    config = _bmtrain_config()
+    if config is None:
+        raise UserError("BMTrain is not running\ncall bmburst.start() (or bmtrain.init_distributed()) first")
+    world = _over_bmtrain(config["comm"])
+
+    def split(groups: Sequence[Sequence[int]]) -> Checked:
+        from bmtrain import nccl
+        from bmtrain.store import allgather_objects
+
+        if len(groups) == 1:
+            return world
+        mine = _group_of(world.rank, groups)
+        # Every rank makes an id, the first of each group's is used: ids travel by BMTrain's own object exchange.
+        ids = allgather_objects(nccl.getUniqueId() if mine[0] == world.rank else b"")
+        return _over_bmtrain(nccl.commInitRank(ids[mine[0]], len(mine), mine.index(world.rank)))
+
+    return world, split
+
+
+def process_groups() -> tuple[Checked, Split]:
+    """Return torch.distributed's world and a way to split it. Every rank must call the split with the same partition.
+
+    Raises:
+        UserError: No process group was initialised.
+    """
+    if not dist.is_initialized():
+        raise UserError("torch.distributed is not initialised\ncall torch.distributed.init_process_group(...) first")
+    world = communicator(dist.group.WORLD)
+
+    def split(groups: Sequence[Sequence[int]]) -> Checked:
+        if len(groups) == 1:
+            return world
+        made = [dist.new_group(list(ranks)) for ranks in groups]  # each rank makes every group, in one order
+        return communicator(made[groups.index(_group_of(world.rank, groups))])
+
+    return world, split
+
+
+def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
+    return next(ranks for ranks in groups if rank in ranks)
+
+
+def _world() -> object:
+    config = _bmtrain_config()
+    if config is not None:
+        return config["comm"]
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return LocalCommunicator(0, [[Wire()]])
+
+
+def _bmtrain_config() -> dict[str, Any] | None:
+    """BMTrain's own state, if this program imported and started it. Never imports it."""
+    module = sys.modules.get("bmtrain.global_var")
+    return module.config if module is not None and module.config.get("initialized") else None
+
+
+# One communicator for a handle, however often attention is called with it: each owns a stream.
+@lru_cache(maxsize=64)
+def _over_bmtrain(handle: object) -> Checked:
+    from bmburst.comm.bmtrain_nccl import BMTrainCommunicator
+
+    return _checked(BMTrainCommunicator(handle, on_host=not torch.cuda.is_available()))
+
+
+def _checked(inner: Communicator) -> Checked:
+    on_gpu = inner.transport == "nccl"
+    checked = Checked(inner, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+    checked.active = not on_gpu
+    return checked

@@ -1,0 +1,105 @@
+"""Every rank of a group in one process: a thread each, a queue for each wire. Tests of many ranks take milliseconds."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from bmburst.comm.checks import Checked
+from bmburst.comm.protocol import Transfer
+from bmburst.errors import UserError
+
+T = TypeVar("T")
+_SECONDS = 60.0
+
+
+class Wire:
+    """Messages from one rank to another, each under the number of the call that sent it."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[int, tuple[Tensor, ...]]] = SimpleQueue()
+        self._early: dict[int, tuple[Tensor, ...]] = {}
+
+    def put(self, call: int, tensors: Sequence[Tensor]) -> None:
+        """Send copies of `tensors`."""
+        copies = tuple(t.detach().clone(memory_format=torch.contiguous_format) for t in tensors)
+        self._queue.put((call, copies))
+
+    def get(self, call: int) -> tuple[Tensor, ...]:
+        """Return what the peer's call of that number sent; calls may be waited for in any order."""
+        while call not in self._early:
+            try:
+                number, tensors = self._queue.get(timeout=_SECONDS)
+            except Empty:
+                raise UserError(
+                    f"no message from another rank for {_SECONDS:.0f} s: it failed or skipped a call"
+                ) from None
+            self._early[number] = tensors
+        return self._early.pop(call)
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    call: int
+    wires: Sequence[Wire]
+    finish: Callable[[list[tuple[Tensor, ...]]], tuple[Tensor, ...]]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.finish([wire.get(self.call) for wire in self.wires])
+
+
+class LocalCommunicator:
+    """`Communicator` between threads of one process, on the CPU."""
+
+    transport = "threads"
+
+    def __init__(self, rank: int, wires: Sequence[Sequence[Wire]]) -> None:
+        self.rank, self.size = rank, len(wires)
+        self._to = wires[rank]
+        self._from = [row[rank] for row in wires]
+        self._calls = count()
+
+    def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
+        """See `Communicator.ring`."""
+        call = next(self._calls)
+        self._to[(self.rank + shift) % self.size].put(call, tensors)
+        return _Received(call, [self._from[(self.rank - shift) % self.size]], lambda messages: messages[0])
+
+    def all_to_all(self, tensor: Tensor) -> Transfer:
+        """See `Communicator.all_to_all`."""
+        return self._exchange(list(tensor), lambda parts: torch.stack(parts))
+
+    def all_gather(self, tensor: Tensor) -> Transfer:
+        """See `Communicator.all_gather`."""
+        return self._exchange([tensor] * self.size, lambda parts: torch.stack(parts))
+
+    def reduce_scatter(self, tensor: Tensor) -> Transfer:
+        """See `Communicator.reduce_scatter`."""
+        return self._exchange(list(tensor), lambda parts: torch.stack(parts).sum(0, dtype=tensor.dtype))
+
+    def all_reduce(self, tensor: Tensor) -> Transfer:
+        """See `Communicator.all_reduce`."""
+        return self._exchange([tensor] * self.size, lambda parts: torch.stack(parts).sum(0, dtype=tensor.dtype))
+
+    def _exchange(self, parts: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Transfer:
+        call = next(self._calls)
+        for wire, part in zip(self._to, parts, strict=True):
+            wire.put(call, (part,))
+        return _Received(call, self._from, lambda messages: (join([message[0] for message in messages]),))
+
+
+def run_ranks(size: int, body: Callable[..., T], *args: object) -> list[T]:
+    """Call `body(communicator, *args)` on `size` ranks, a thread each, and return what each gave.
+
+    Raises:
+        Exception: The first failure of any rank, after all of them ended.
+    """
+    wires = [[Wire() for _ in range(size)] for _ in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [Checked(LocalCommunicator(rank, wires), torch.device("cpu")) for rank in range(size)]
+        return [future.result() for future in [pool.submit(body, rank, *args) for rank in ranks]]

@@ -1,0 +1,58 @@
+"""What attention and the trainer ask of the network: a few verbs, no backend names."""
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+class Transfer(Protocol):
+    """A communication in flight."""
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Order the current stream after the transfer and return what arrived. On a GPU the host does not block."""
+        ...
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """A group of ranks that exchange tensors.
+
+    Every rank calls the same verbs in the same order with the same shapes and dtypes. Tensors may be views of any
+    strides; they may be read but not written until `wait`. What arrives is contiguous and owned by the receiver. A
+    group of one returns what it was given, without a copy.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Position in this group, in [0, size). Not the global rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        ...
+
+    @property
+    def transport(self) -> str:
+        """What moves the bytes: "gloo", "nccl" or "threads"."""
+        ...
+
+    def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
+        """Pass `tensors` to rank + shift; receive those of rank - shift, in the same shapes and dtypes."""
+        ...
+
+    def all_to_all(self, tensor: Tensor) -> Transfer:
+        """Send `tensor[r]` to rank r; receive `[size, ...]` whose item r came from rank r."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> Transfer:
+        """Receive `[size, *tensor.shape]`, every rank's tensor in rank order."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor) -> Transfer:
+        """Receive the sum over ranks of `tensor[rank]`; `tensor` is `[size, ...]`. Summed in the tensor's dtype."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Transfer:
+        """Receive the sum over ranks of `tensor`, in its dtype; the tensor itself is left alone."""
+        ...

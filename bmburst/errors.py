@@ -1,0 +1,26 @@
+"""Bad input: one clear message, exit status 2, never a traceback from deep inside."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """What the user gave cannot work.
+
+    The message is at most three lines: the value, what is allowed, and what to do. The command line prints it
+    as it stands and exits with status 2.
+    """
+
+
+def unknown(kind: str, value: object, known: Iterable[str]) -> UserError:
+    """Return the error for a name that is none of the known ones, with the nearest of them.
+
+    Args:
+        kind: What the name names, for example "layout".
+        value: What was given.
+        known: Every name that would have worked.
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    return UserError(f"unknown {kind} '{value}'{hint}\nknown: {', '.join(names)}")

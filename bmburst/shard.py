@@ -1,0 +1,218 @@
+"""Cutting a sequence over ranks and putting it together again. Nothing else in the package cuts one."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmburst.attention.api import resolve_group
+from bmburst.comm.checks import Checked, describe
+from bmburst.errors import UserError
+from bmburst.layout import Layout, make_layout, padded_layout, real_tokens
+
+IGNORE_INDEX = -100
+"""The label of a token that has none: padding, and the last token of a sequence."""
+
+
+class ShardedBatch(NamedTuple):
+    """One rank's part of a batch, each `[batch, local_tokens]` int64."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceShard:
+    """One rank's part of sequences of `length` tokens: padding, order, labels, positions, and the inverse.
+
+    Labels are shifted before the cut, so that the last local token of a run has the first token of another rank's run
+    as its label. Loss weights stay global: every valid label of the whole batch counts the same
+    (`bmburst.loss.global_mean`).
+
+    Attributes:
+        length: Real tokens of a sequence, over all ranks; any number of at least one a rank.
+        layout: Which rank holds which positions, padding included.
+        rank: This rank in its sequence group.
+    """
+
+    length: int
+    layout: Layout
+    rank: int
+
+    @classmethod
+    def cut(cls, length: int, *, layout: str, size: int, rank: int) -> "SequenceShard":
+        """Return the shard of `rank` among `size`, with as little padding as the layout allows.
+
+        Raises:
+            UserError: The layout is unknown, or there are fewer tokens than ranks.
+        """
+        return cls(length, padded_layout(layout, size, length), rank)
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of every rank, padding included."""
+        return self.layout.tokens
+
+    @property
+    def real_tokens(self) -> int:
+        """This rank's tokens that are not padding; they are its first ones."""
+        return real_tokens(self.layout, self.rank, self.length)
+
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the global position of each local token, `[local_tokens]` int64; padding stands from `length` on."""
+        runs = self.layout.runs(self.rank)
+        return torch.cat(
+            [torch.arange(run.tokens, dtype=torch.int64, device=device) * run.stride + run.start for run in runs]
+        )
+
+    def take(self, x: Tensor, dim: int = 1, pad_value: float = 0) -> Tensor:
+        """Return this rank's tokens of a whole tensor: dimension `dim` goes from `length` to `local_tokens`."""
+        if x.shape[dim] != self.length:
+            raise UserError(f"dimension {dim} must hold the sequence's {self.length} tokens, got shape {list(x.shape)}")
+        return _take(x, self.layout, self.rank, dim, pad_value)
+
+    def batch(self, tokens: Tensor, labels: Tensor | None = None) -> ShardedBatch:
+        """Return this rank's part of whole sequences.
+
+        Args:
+            tokens: Token ids `[batch, length]`.
+            labels: Label of each token, `[batch, length]`, `IGNORE_INDEX` where there is none. Default: each token's
+                label is the token after it; the last has none.
+        """
+        if labels is None:
+            labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
+        positions = self.positions(tokens.device).expand(tokens.shape[0], -1)
+        return ShardedBatch(self.take(tokens), self.take(labels, pad_value=IGNORE_INDEX), positions)
+
+    def join(self, parts: Tensor, dim: int = 1) -> Tensor:
+        """Return the whole tensor without padding.
+
+        Args:
+            parts: `[size, ...]`, every rank's tensor in rank order; `dim` counts without the first dimension.
+            dim: The dimension of `local_tokens` in each part.
+        """
+        return _join(parts, self.layout, self.length, dim)
+
+
+def shard(x: Tensor, dim: int = 1, layout: str = "zigzag", group: object = None, pad_value: float = 0) -> Tensor:
+    """Return this rank's part of a tensor that every rank holds whole.
+
+    Args:
+        x: Any dtype; dimension `dim` is the sequence, of any length of at least one token a rank.
+        dim: The sequence dimension.
+        layout: "contiguous", "zigzag" or "striped".
+        group: As in `burst_attention`.
+        pad_value: What the padding at the end of the sequence holds.
+
+    Returns:
+        `x` with `local_tokens` in dimension `dim`: equal on all ranks, `ceil(length / size)`, rounded up to an even
+        number for zigzag. Its backward puts this rank's gradient in its places and zero elsewhere: the gradient of an
+        objective that is the sum of the ranks' losses is the sum of the ranks' gradients of `x`.
+
+    Raises:
+        UserError: The layout is unknown, or there are fewer tokens than ranks.
+    """
+    comm = resolve_group(group)
+    dim = _dimension(x, dim)
+    cut = SequenceShard.cut(x.shape[dim], layout=layout, size=comm.size, rank=comm.rank)
+    comm.agree("shard", f"{describe(x)} dim={dim} layout={layout}")
+    part: Tensor = _Shard.apply(x, cut, dim, pad_value)  # type: ignore[no-untyped-call]
+    return part
+
+
+def unshard(
+    x_local: Tensor, dim: int = 1, layout: str = "zigzag", group: object = None, length: int | None = None
+) -> Tensor:
+    """Return the whole tensor on every rank: the exact inverse of `shard`.
+
+    Args:
+        x_local: This rank's part, of equal shape on all ranks.
+        dim: The sequence dimension.
+        layout: The one it was cut by.
+        group: As in `burst_attention`.
+        length: Real tokens of the sequence; what lies behind is padding and dropped. Default: none is padding.
+
+    Returns:
+        `x_local` with `length` in dimension `dim`. Its backward sums the gradients of all ranks and takes this rank's
+        part.
+
+    Raises:
+        UserError: The layout is unknown, or the length does not fit the local tokens.
+    """
+    comm = resolve_group(group)
+    dim = _dimension(x_local, dim)
+    whole = make_layout(layout, comm.size, x_local.shape[dim])
+    length = whole.size * whole.tokens if length is None else length
+    if not 0 < length <= whole.size * whole.tokens:
+        raise UserError(
+            f"length is {length}, but {comm.size} ranks x {whole.tokens} local tokens hold at most "
+            f"{whole.size * whole.tokens}"
+        )
+    comm.agree("unshard", f"{describe(x_local)} dim={dim} layout={layout} length={length}")
+    cut = SequenceShard(length, whole, comm.rank)
+    joined: Tensor = _Unshard.apply(x_local, cut, dim, comm)  # type: ignore[no-untyped-call]
+    return joined
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: SequenceShard, dim: int, pad_value: float) -> Tensor:
+        ctx.cut, ctx.dim, ctx.shape = cut, dim, x.shape
+        return cut.take(x, dim, pad_value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _put(grad.new_zeros(ctx.shape), grad, ctx.cut.layout, ctx.cut.rank, ctx.dim), None, None, None
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_local: Tensor, cut: SequenceShard, dim: int, comm: Checked) -> Tensor:
+        ctx.cut, ctx.dim, ctx.comm = cut, dim, comm
+        (parts,) = comm.all_gather(x_local).wait()
+        return cut.join(parts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        layout: Layout = ctx.cut.layout
+        parts = torch.stack([_take(grad, layout, rank, ctx.dim, 0) for rank in range(layout.size)])
+        (summed,) = ctx.comm.reduce_scatter(parts).wait()
+        return summed, None, None, None
+
+
+def _dimension(x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise UserError(f"dim {dim} is not a dimension of a tensor of shape {list(x.shape)}")
+    return dim % x.dim()
+
+
+def _take(x: Tensor, layout: Layout, rank: int, dim: int, pad_value: float) -> Tensor:
+    length, parts = x.shape[dim], []
+    for run in layout.runs(rank):
+        real = run.real(length)
+        indices = slice(run.start, run.start + run.stride * real, run.stride) if real else slice(0, 0)
+        parts.append(x[(slice(None),) * dim + (indices,)])
+        if real < run.tokens:
+            parts.append(x.new_full((*x.shape[:dim], run.tokens - real, *x.shape[dim + 1 :]), pad_value))
+    return torch.cat(parts, dim)
+
+
+def _put(whole: Tensor, part: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
+    """Write a rank's real tokens to their places in `whole`."""
+    before, length = (slice(None),) * dim, whole.shape[dim]
+    for run in layout.runs(rank):
+        real = run.real(length)
+        if real:
+            places = slice(run.start, run.start + run.stride * real, run.stride)
+            whole[(*before, places)] = part[(*before, slice(run.offset, run.offset + real))]
+    return whole
+
+
+def _join(parts: Tensor, layout: Layout, length: int, dim: int) -> Tensor:
+    shape = parts.shape[1:]
+    whole = parts.new_empty((*shape[:dim], length, *shape[dim + 1 :]))
+    for rank, part in enumerate(parts):
+        _put(whole, part, layout, rank, dim)
+    return whole

@@ -1,0 +1,7 @@
+"""Attention of one tile on one device: one file a backend, and the table that picks."""
+
+from bmburst_ops.flash.kernel import Gradients, Kernel, Partial
+from bmburst_ops.flash.reference import ReferenceKernel
+from bmburst_ops.flash.select import NAMES, select_kernel
+
+__all__ = ["NAMES", "Gradients", "Kernel", "Partial", "ReferenceKernel", "select_kernel"]

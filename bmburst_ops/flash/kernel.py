@@ -1,0 +1,70 @@
+"""What every attention kernel is to the rest of the package: one tile on one device."""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Partial(NamedTuple):
+    """Attention of one tile: `out` `[batch, queries, heads, head_dim]`, `lse` `[batch, heads, queries]` in nats."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of one tile, shaped as q, k and v."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Kernel(Protocol):
+    """Attention of one tile with its log-sum-exp, forward and backward.
+
+    Shapes: q `[batch, queries, heads, head_dim]`; k, v `[batch, keys, kv_heads, head_dim]` with heads a multiple of
+    kv_heads (query head h reads KV head `h // (heads / kv_heads)`); any strides. A causal tile has at least as many
+    keys as queries and is bottom-right aligned: the last query sees the last key.
+    """
+
+    name: str
+    takes_delta: bool
+    """Whether backward uses delta as given. If not, it goes through `surrogate_out`, which cannot express a non-zero
+    delta in a row whose dO is zero."""
+
+    def refusal(self, q: Tensor, k: Tensor) -> str | None:
+        """Return why the kernel cannot take these inputs on this machine, as a phrase, or None."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Partial:
+        """Return the tile's output, in q's dtype or wider, and its log-sum-exp, in fp32 or wider."""
+        ...
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        deterministic: bool,
+    ) -> Gradients:
+        """Return the tile's gradients.
+
+        Args:
+            grad_out: dO of the whole attention, shaped as q.
+            q: Queries.
+            k: Keys.
+            v: Values.
+            lse: Global log-sum-exp, over all keys and not only the tile's.
+            delta: Global rowsum(dO * O), shaped as lse.
+            causal: Whether the tile is causal.
+            scale: Factor on the scores.
+            deterministic: Whether repeated calls must give the same bits.
+        """
+        ...

@@ -1,0 +1,69 @@
+"""FlashAttention-2 as torch ships it for NVIDIA GPUs, with its log-sum-exp."""
+
+import torch
+from torch import Tensor
+
+from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.merge import surrogate_out
+
+
+class TorchKernel:
+    """`Kernel` over `aten._flash_attention_forward`: fp16 and bf16, Ampere or newer, head dim up to 256."""
+
+    name = "torch"
+    takes_delta = False
+
+    def refusal(self, q: Tensor, k: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        del k
+        if q.device.type != "cuda":
+            return f"runs on NVIDIA GPUs only, and the tensors are on {q.device}"
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            return f"takes float16 and bfloat16 only, got {q.dtype}"
+        if q.shape[-1] % 8 or q.shape[-1] > 256:
+            return f"takes head dims that are multiples of 8 up to 256, got {q.shape[-1]}"
+        if torch.cuda.get_device_capability(q.device) < (8, 0):
+            return f"needs Ampere or newer, got {torch.cuda.get_device_name(q.device)}"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Partial:
+        """See `Kernel.forward`."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+        )
+        return Partial(out, lse)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        deterministic: bool,
+    ) -> Gradients:
+        """See `Kernel.backward`."""
+        del deterministic  # torch reads its own switch, torch.use_deterministic_algorithms
+        unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state of a dropout that is zero
+        gradients = torch.ops.aten._flash_attention_backward(
+            grad_out,
+            q,
+            k,
+            v,
+            surrogate_out(grad_out, delta),
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            causal,
+            unused,
+            unused,
+            scale=scale,
+        )
+        return Gradients(*gradients)

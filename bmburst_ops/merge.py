@@ -1,0 +1,67 @@
+"""Partial attention results and their log-sum-exp: the arithmetic that joins tiles. Plain torch."""
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which results of inputs of `dtype` are accumulated: fp32, or wider if the input is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge_partials_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a tile's attention into a running one, in place, as if they shared one softmax.
+
+    Args:
+        out: Running output `[batch, queries, heads, head_dim]`, fp32 or wider. Overwritten.
+        lse: Running log-sum-exp of the scaled scores `[batch, heads, queries]` in nats, fp32 or wider; `-inf` where a
+            query has seen no key. Overwritten.
+        part: The tile's output, shaped as `out`, any float dtype.
+        part_lse: The tile's log-sum-exp, shaped as `lse`.
+
+    Source: Milakov & Gimelshein 2018, arXiv:1805.02867, section 3.1. Weights are `exp(lse - total)` with
+        `total = logaddexp(lse, part_lse)`: `log(1 + exp(a - b))` would overflow fp32 once a - b > 88.
+    """
+    total = torch.logaddexp(lse, part_lse)
+    # Where neither side has seen a key both are -inf and -inf - -inf is NaN: any finite peak gives weights of zero.
+    peak = total.masked_fill(total == -torch.inf, 0.0)
+    out.mul_(_by_query(torch.exp(lse - peak)))
+    out.addcmul_(part.to(out.dtype), _by_query(torch.exp(part_lse - peak)))
+    lse.copy_(total)
+
+
+def row_dots(grad_out: Tensor, out: Tensor) -> Tensor:
+    """Return delta = rowsum(dO * O), `[batch, heads, queries]`, in fp32 or wider.
+
+    Args:
+        grad_out: dO, `[batch, queries, heads, head_dim]`.
+        out: O, the same shape.
+
+    Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, line 4.
+    """
+    dtype = accumulation_dtype(grad_out.dtype)
+    return (grad_out.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()
+
+
+def surrogate_out(grad_out: Tensor, delta: Tensor) -> Tensor:
+    """Return O' with rowsum(dO * O') = delta, for kernels that take O and compute delta themselves.
+
+    O' = dO * delta / |dO|^2, zero where dO is zero. It is built where it is used and never sent. Delta then never
+    passes through an O rounded to 16 bits, so gradients are at least as accurate as with the real O.
+
+    Args:
+        grad_out: dO, `[batch, queries, heads, head_dim]`.
+        delta: rowsum(dO * O), `[batch, heads, queries]`, fp32 or wider; zero where dO is zero.
+
+    Returns:
+        O', shaped and typed as dO.
+    """
+    wide = grad_out.to(delta.dtype)
+    squared = wide.square().sum(-1)
+    factor = delta.transpose(1, 2) / squared.masked_fill(squared == 0, 1.0)
+    return (wide * factor[..., None]).to(grad_out.dtype)
+
+
+def _by_query(statistic: Tensor) -> Tensor:
+    """`[batch, heads, queries]` to `[batch, queries, heads, 1]`."""
+    return statistic.transpose(1, 2)[..., None]

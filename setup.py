@@ -1,0 +1,49 @@
+"""bmburst's package description; the Makefile and the README say how BMTrain itself is installed."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "bmburst" / "__init__.py").read_text())
+assert VERSION
+
+# bmtrain and model-center are not dependencies: they would pull nvidia-nccl-cu11, whose files overwrite those of torch's
+# own NCCL and break `import torch`. They are installed with --no-deps (`make install`, `bmburst doctor`).
+TEST = ["pytest>=8", "hypothesis>=6.100", "transformers>=4.57"]
+
+setup(
+    name="bmburst",
+    version=VERSION.group(1),
+    description="Exact training on sequences longer than one GPU holds: BurstAttention on BMTrain",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["bmburst*", "bmburst_ops*", "model_center_ext*"]),
+    package_data={"bmburst": ["py.typed"], "bmburst_ops": ["py.typed"]},
+    python_requires=">=3.11",
+    install_requires=[
+        "torch>=2.11",
+        "numpy>=1.26",
+        "safetensors>=0.5",
+        "tokenizers>=0.20",
+        "PyYAML>=6",
+        "tqdm>=4.66",
+        "matplotlib>=3.8",
+        "tensorboard>=2.16",
+    ],
+    extras_require={
+        "gpu": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],
+        "test": TEST,
+        "dev": [*TEST, "ruff>=0.15", "mypy>=1.18", "types-PyYAML", "pre-commit>=4"],
+        "model-center": ["transformers>=4.57", "jieba", "six", "sentencepiece", "requests"],
+    },
+    entry_points={"console_scripts": ["bmburst=bmburst.cli:main"]},
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+    ],
+)

@@ -1,0 +1,30 @@
+"""Attention in one piece, written as its definition: what a split sequence must equal."""
+
+import torch
+
+
+def attention(q, k, v, mask, scale=None):
+    """q `[batch, tokens, heads, head_dim]`, k and v with their own heads -> out, lse `[batch, heads, tokens]`."""
+    group = q.shape[2] // k.shape[2]
+    keys, values = (t.repeat_interleave(group, dim=2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask == "causal":
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values), scores.logsumexp(-1)
+
+
+def draw(seed, batch, tokens, heads, kv_heads, head_dim, dtype=torch.float64, spread=1.0):
+    """Return q, k, v, dO and dLSE of a whole sequence, in fp64 values that `dtype` represents exactly."""
+    rng = torch.Generator().manual_seed(seed)
+    shapes = [(batch, tokens, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)] + [(batch, heads, tokens)]
+    q, k, v, grad, grad_lse = (torch.randn(s, generator=rng, dtype=torch.float64) for s in shapes)
+    return tuple(t.to(dtype).double() for t in (q * spread, k * spread, v, grad, grad_lse))
+
+
+def reference(q, k, v, grad, mask, grad_lse=None, scale=None):
+    """Return out, lse, dq, dk, dv of the definition in the inputs' dtype."""
+    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
+    out, lse = attention(q, k, v, mask, scale)
+    objective = (out * grad).sum() + (0 if grad_lse is None else (lse * grad_lse).sum())
+    return out.detach(), lse.detach(), *torch.autograd.grad(objective, (q, k, v))

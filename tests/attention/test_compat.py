@@ -1,0 +1,47 @@
+"""Programs written for Burst-Attention run with the import changed: same names, same argument order."""
+
+import pytest
+import torch
+
+from bmburst import OpBurstAttn, burst_attn_func, burst_attn_func_striped, shard
+from bmburst.comm.local import run_ranks
+from bmburst.errors import UserError
+from tests.attention.oracle import draw, reference
+
+
+@pytest.mark.parametrize(
+    ("function", "layout"),
+    [(burst_attn_func, "zigzag"), (burst_attn_func_striped, "striped"), (OpBurstAttn.apply, "zigzag")],
+)
+@pytest.mark.parametrize("flash", ["cuda", "triton", None])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("optimize", [True, False])
+def test_by_position(function, layout, flash, causal, optimize):
+    whole = draw(0, 2, 16, 4, 2, 8)
+    out, _, *grads = reference(*whole[:4], "causal" if causal else "full", scale=0.3)
+
+    def body(comm):
+        order = layout if causal else "contiguous"
+        q, k, v, grad = (shard(t, layout=order, group=comm).clone().requires_grad_() for t in whole[:4])
+        heads_first = (t.transpose(1, 2) for t in (q, k, v)) if flash is None else (q, k, v)
+        ours = function(*heads_first, 0.3, flash, causal, optimize, False, comm, [None, None])
+        ours = ours.transpose(1, 2) if flash is None else ours
+        torch.testing.assert_close(ours, shard(out, layout=order, group=comm))
+        got = torch.autograd.grad(ours, (q, k, v), grad.detach())
+        for mine, wanted in zip(got, grads, strict=True):
+            torch.testing.assert_close(mine, shard(wanted, layout=order, group=comm))
+
+    run_ranks(2, body)
+
+
+def test_by_keyword_and_unknown_flash():
+    def body(comm):
+        q = torch.randn(1, 4, 2, 8)
+        by_name = burst_attn_func(
+            q, q, q, softmax_scale=None, flash="cuda", causal=True, optimize_bwd_comm=True, process_group=comm
+        )
+        assert torch.equal(by_name, OpBurstAttn.apply(q, q, q, None, "cuda", True, True, False, comm))
+        with pytest.raises(UserError, match="unknown flash 'cudaa'; did you mean 'cuda'"):
+            burst_attn_func(q, q, q, flash="cudaa", process_group=comm)
+
+    run_ranks(2, body)

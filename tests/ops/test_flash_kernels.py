@@ -1,0 +1,103 @@
+"""Every kernel computes tiles as the reference does: rectangles, GQA, a global log-sum-exp and delta in backward."""
+
+import pytest
+import torch
+
+from bmburst_ops.errors import KernelError
+from bmburst_ops.flash import ReferenceKernel, select_kernel
+from bmburst_ops.flash.select import KERNELS
+from bmburst_ops.merge import merge_partials_, row_dots, surrogate_out
+from tests.attention.oracle import attention, draw
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RUNNABLE = [kernel for kernel in KERNELS if (kernel.name != "cpu" if DEVICE == "cuda" else kernel.name != "torch")]
+
+
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    ("rows", "columns", "causal"), [(7, 7, True), (5, 12, True), (6, 5, False), (1, 9, True), (700, 700, True)]
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
+def test_tile_equals_the_definition(kernel, rows, columns, causal, heads, kv_heads):
+    dtype = torch.bfloat16 if kernel.name == "torch" else torch.float64
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-9, "atol": 1e-9}
+    _, k, v, _, _ = draw(0, 2, columns, heads, kv_heads, 16, dtype)
+    q, _, _, grad, _ = draw(1, 2, rows, heads, kv_heads, 16, dtype)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*leaves, "causal" if causal else "full", 0.2)
+    expected = torch.autograd.grad(out, leaves, grad)
+
+    q, k, v, grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
+    assert kernel.refusal(q, k) is None
+    part = kernel.forward(q, k, v, causal=causal, scale=0.2)
+    torch.testing.assert_close(part.out.double().cpu(), out.detach(), **tolerance)
+    torch.testing.assert_close(part.lse.double().cpu(), lse.detach(), rtol=1e-3, atol=1e-3)
+    delta = row_dots(grad, part.out)
+    gradients = kernel.backward(grad, q, k, v, part.lse, delta, causal=causal, scale=0.2, deterministic=False)
+    for ours, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours.double().cpu(), wanted, **tolerance)
+
+
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda kernel: kernel.name)
+def test_tiles_of_one_softmax_add_up(kernel):
+    """Two halves of the keys, merged; their gradients, from the merged log-sum-exp and delta, add up to the whole's."""
+    dtype = torch.bfloat16 if kernel.name == "torch" else torch.float64
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-9, "atol": 1e-9}
+    q, k, v, grad, _ = draw(0, 1, 24, 4, 2, 16, dtype)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    whole, whole_lse = attention(*leaves, "full", 0.25)
+    expected = torch.autograd.grad(whole, leaves, grad)
+
+    q, k, v, grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
+    wide = torch.promote_types(dtype, torch.float32)
+    out, lse = torch.zeros_like(q, dtype=wide), torch.full((1, 4, 24), -torch.inf, dtype=wide, device=DEVICE)
+    halves = [slice(0, 9), slice(9, None)]
+    for half in halves:
+        merge_partials_(out, lse, *kernel.forward(q, k[:, half], v[:, half], causal=False, scale=0.25))
+    torch.testing.assert_close(lse.double().cpu(), whole_lse.detach(), rtol=1e-3, atol=1e-3)
+    delta = row_dots(grad, out)
+    parts = [
+        kernel.backward(grad, q, k[:, h], v[:, h], lse, delta, causal=False, scale=0.25, deterministic=False)
+        for h in halves
+    ]
+    joined = (parts[0].q.double() + parts[1].q.double(), *(torch.cat([p[i] for p in parts], 1) for i in (1, 2)))
+    for ours, wanted in zip(joined, expected, strict=True):
+        torch.testing.assert_close(ours.double().cpu(), wanted, **tolerance)
+
+
+@pytest.mark.parametrize("gap", [0.0, 10.0, 100.0, -100.0])
+def test_merge_survives_empty_rows_and_large_gaps(gap):
+    rng = torch.Generator().manual_seed(0)
+    out, part = (torch.randn(2, 5, 3, 8, generator=rng) for _ in range(2))
+    lse, part_lse = (torch.randn(2, 3, 5, generator=rng) for _ in range(2))
+    part_lse += gap
+    for row, (mine, other) in enumerate([(True, False), (False, True), (True, True)]):
+        if mine:
+            lse[:, :, row], out[:, row] = -torch.inf, 0
+        if other:
+            part_lse[:, :, row], part[:, row] = -torch.inf, 0
+    total = torch.logaddexp(lse.double(), part_lse.double())
+    weights = [(x.double() - total.clamp(min=-1e300)).exp().transpose(1, 2)[..., None] for x in (lse, part_lse)]
+    expected = out.double() * weights[0] + part.double() * weights[1]
+    merge_partials_(out, lse, part, part_lse)
+    torch.testing.assert_close(out, expected.float())
+    torch.testing.assert_close(lse, total.float())
+
+
+def test_surrogate_has_the_delta_and_is_zero_where_grad_is():
+    _, _, _, grad, delta = draw(0, 2, 9, 3, 3, 16)
+    grad[:, 4] = 0
+    delta[:, :, 4] = 0
+    surrogate = surrogate_out(grad, delta)
+    torch.testing.assert_close(row_dots(grad, surrogate), delta)
+    assert not surrogate[:, 4].any()
+
+
+def test_selection_refuses_with_a_reason():
+    q = torch.zeros(1, 4, 2, 16)
+    assert select_kernel("auto", q, q).name == "cpu"
+    assert isinstance(select_kernel("reference", q, q), ReferenceKernel)
+    with pytest.raises(KernelError, match=r"unknown kernel 'refrence'; did you mean 'reference'"):
+        select_kernel("refrence", q, q)
+    with pytest.raises(KernelError, match="kernel 'torch' runs on NVIDIA GPUs only, and the tensors are on cpu"):
+        select_kernel("torch", q, q)

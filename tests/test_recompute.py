@@ -1,0 +1,150 @@
+"""Checkpointing drops activations, keeps attention, and never mixes up calls."""
+
+import pytest
+import torch
+
+import bmburst
+from bmburst.attention import function
+from bmburst.comm.local import run_ranks
+from bmburst.errors import UserError
+from bmburst.recompute import POLICIES, checkpoint
+
+
+class Layer(torch.nn.Module):
+    """Projection, attention twice, projection: two calls of attention in one checkpoint."""
+
+    def __init__(self, comm, seed):
+        super().__init__()
+        self.comm = comm
+        rng = torch.Generator().manual_seed(seed)
+        self.qkv = torch.nn.Parameter(torch.randn(3 * 16, 16, generator=rng, dtype=torch.float64) / 4)
+        self.out = torch.nn.Parameter(torch.randn(16, 16, generator=rng, dtype=torch.float64) / 4)
+
+    def forward(self, x):
+        for _ in range(2):
+            q, k, v = (t.unflatten(-1, (2, 8)) for t in (x @ self.qkv.T).split(16, -1))
+            x = x + bmburst.burst_attention(q, k, v, group=self.comm).flatten(-2) @ self.out.T
+        return torch.tanh(x)
+
+
+def inputs(comm, seed):
+    whole = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return bmburst.shard(whole, group=comm)
+
+
+@pytest.fixture
+def forward_calls(monkeypatch):
+    calls = []
+    original = function.ring_forward
+    monkeypatch.setattr(
+        function, "ring_forward", lambda call, *args: calls.append(call.comm.rank) or original(call, *args)
+    )
+    return calls
+
+
+@pytest.mark.parametrize(("policy", "rings"), [("none", 2), ("block", 4), ("block-keep-attention", 2)])
+def test_same_gradients_and_the_ring_runs_as_often_as_it_must(policy, rings, forward_calls):
+    def body(comm):
+        layer = Layer(comm, 0)
+        x = inputs(comm, 1).requires_grad_()
+        checkpoint(policy, layer, x).square().sum().backward()
+        return [x.grad, *(p.grad for p in layer.parameters())]
+
+    expected = run_ranks(2, _plain)
+    forward_calls.clear()
+    got = run_ranks(2, body)
+    assert len(forward_calls) == 2 * rings
+    for ours, wanted in zip(got, expected, strict=True):
+        for a, b in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def _plain(comm):
+    layer = Layer(comm, 0)
+    x = inputs(comm, 1).requires_grad_()
+    layer(x).square().sum().backward()
+    return [x.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_calls_are_never_mixed_up(policy):
+    """Two models, microbatches in flight, an eval, a no_grad and an exception between them, backward in any order."""
+
+    def body(comm):
+        layers = [Layer(comm, 0), Layer(comm, 7)]
+        batches = [inputs(comm, seed) for seed in (1, 2, 3)]
+        plain = [layer(x).square().sum() for layer in layers for x in batches]
+        expected = [
+            torch.autograd.grad(loss, layer.parameters())
+            for loss, layer in zip(plain, [layers[0]] * 3 + [layers[1]] * 3, strict=True)
+        ]
+
+        losses = []
+        for layer in layers:
+            for x in batches:
+                losses.append(checkpoint(policy, layer, x.requires_grad_()).square().sum())
+                with torch.no_grad():
+                    checkpoint(policy, layer, x * 3)
+                checkpoint(policy, layer.eval(), x * 5)  # a forward that never sees a backward
+                with pytest.raises(RuntimeError, match="on purpose"):
+                    checkpoint(policy, _fails, layer, x * 7)
+        owners = [layers[0]] * 3 + [layers[1]] * 3
+        for i in (4, 0, 5, 2, 1, 3):
+            got = torch.autograd.grad(losses[i], owners[i].parameters())
+            for a, b in zip(got, expected[i], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+    run_ranks(2, body)
+
+
+def _fails(layer, x):
+    layer(x)
+    raise RuntimeError("on purpose")
+
+
+def test_gradients_add_up_over_microbatches():
+    def body(comm):
+        totals = []
+        for policy in POLICIES:
+            layer = Layer(comm, 0)
+            for seed in (1, 2):
+                checkpoint(policy, layer, inputs(comm, seed).requires_grad_()).square().sum().backward()
+            totals.append([p.grad for p in layer.parameters()])
+        for other in totals[1:]:
+            for a, b in zip(other, totals[0], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+    run_ranks(2, body)
+
+
+def test_keeps_what_it_says_and_no_more():
+    """Bytes that live between forward and backward, by policy."""
+
+    def body(comm):
+        layer, x = Layer(comm, 0), inputs(comm, 1).requires_grad_()
+        kept = {}
+        for policy in POLICIES:
+            saved = _Saved()
+            with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+                checkpoint(policy, layer, x)
+            kept[policy] = saved.elements
+        assert kept["block"] <= kept["none"] / 10
+        assert kept["block-keep-attention"] <= kept["none"] / 10
+
+    run_ranks(1, body)
+
+
+class _Saved:
+    elements = 0
+
+    def pack(self, tensor):
+        self.elements += tensor.numel()
+        return tensor
+
+    def unpack(self, tensor):
+        return tensor
+
+
+def test_unknown_policy():
+    with pytest.raises(UserError, match="unknown recompute policy 'blocks'; did you mean 'block'"):
+        checkpoint("blocks", torch.tanh, torch.zeros(1))
