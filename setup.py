@@ -9,8 +9,8 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "bmburst" / "__init__.py").read_text())
 assert VERSION
 
-# bmtrain and model-center are not dependencies: they would pull nvidia-nccl-cu11, whose files overwrite those of torch's
-# own NCCL and break `import torch`. They are installed with --no-deps (`make install`, `bmburst doctor`).
+# bmtrain and model-center are not dependencies: they would pull nvidia-nccl-cu11, whose files overwrite those of
+# torch's own NCCL and break `import torch`. They are installed with --no-deps (`make install`, `bmburst doctor`).
 TEST = ["pytest>=8", "hypothesis>=6.100", "transformers>=4.57"]
 
 setup(

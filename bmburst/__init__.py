@@ -1,13 +1,21 @@
-"""bmburst: exact training on sequences longer than one GPU holds, with BurstAttention on BMTrain."""
+"""bmburst: exact training on sequences longer than one GPU holds, with BurstAttention on BMTrain.
 
-from typing import Any
+Names are imported when they are first used: the command line's help needs no torch, and what needs BMTrain must not
+import it before the runtime is in place.
+"""
 
-from bmburst.attention.api import burst_attention
-from bmburst.attention.compat import OpBurstAttn, burst_attn_func, burst_attn_func_striped
-from bmburst.comm.groups import communicator
-from bmburst.errors import UserError
-from bmburst.mesh import Mesh, MeshShape
-from bmburst.shard import SequenceShard, ShardedBatch, shard, unshard
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bmburst.attention.api import burst_attention
+    from bmburst.attention.compat import OpBurstAttn, burst_attn_func, burst_attn_func_striped
+    from bmburst.attention.module import BurstAttention
+    from bmburst.comm.groups import communicator
+    from bmburst.errors import UserError
+    from bmburst.mesh import Mesh, MeshShape
+    from bmburst.runtime import start
+    from bmburst.sequence import SequenceShard, ShardedBatch, shard, unshard
 
 __version__ = "0.1.0"
 
@@ -28,15 +36,31 @@ __all__ = [
     "unshard",
 ]
 
+_HOMES = {
+    "BurstAttention": "attention.module",
+    "Mesh": "mesh",
+    "MeshShape": "mesh",
+    "OpBurstAttn": "attention.compat",
+    "SequenceShard": "sequence",
+    "ShardedBatch": "sequence",
+    "UserError": "errors",
+    "burst_attention": "attention.api",
+    "burst_attn_func": "attention.compat",
+    "burst_attn_func_striped": "attention.compat",
+    "communicator": "comm.groups",
+    "shard": "sequence",
+    "start": "runtime",
+    "unshard": "sequence",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Import what needs BMTrain when it is asked for: the host runtime must be in place before `import bmtrain`."""
-    if name == "BurstAttention":
-        from bmburst.attention.module import BurstAttention
+    """Import a public name from where it lives."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'bmburst' has no attribute {name!r}")
+    return getattr(import_module(f"bmburst.{_HOMES[name]}"), name)
 
-        return BurstAttention
-    if name == "start":
-        from bmburst.runtime import start
 
-        return start
-    raise AttributeError(f"module 'bmburst' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    """Show the public names to completion."""
+    return sorted({*globals(), *__all__})

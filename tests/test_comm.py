@@ -14,16 +14,17 @@ from tests.distributed.processes import run_processes
 SIZES = [1, 2, 3, 4]
 
 
-def verbs(comm):
+def verbs(comm, device="cpu"):
     """Checks each verb against what it means; tensors are views with strides, offsets and odd shapes."""
     rank, size = comm.rank, comm.size
 
     def of(source):  # what rank `source` holds: a transposed slice, not contiguous
-        return torch.arange(60.0).reshape(3, 4, 5).add(1000 * source)[:, 1:, ::2].transpose(0, 1)
+        values = torch.arange(60.0, device=device).reshape(3, 4, 5)
+        return values.add(1000 * source)[:, 1:, ::2].transpose(0, 1)
 
     mine = of(rank)
     for shift in (1, -1, 2):
-        passed = comm.ring(mine, mine[0].to(torch.bfloat16), torch.tensor(rank), shift=shift)
+        passed = comm.ring(mine, mine[0].to(torch.bfloat16), torch.tensor(rank, device=device), shift=shift)
         later = comm.ring(mine + 0.5)  # two in flight
         a, b, c = passed.wait()
         source = (rank - shift) % size
@@ -39,7 +40,7 @@ def verbs(comm):
 
     (got,) = comm.all_gather(mine).wait()
     assert torch.equal(got, torch.stack([of(r) for r in range(size)]))
-    (got,) = comm.all_gather(torch.tensor(7 + rank)).wait()
+    (got,) = comm.all_gather(torch.tensor(7 + rank, device=device)).wait()
     assert got.tolist() == [7 + r for r in range(size)]
 
     (got,) = comm.reduce_scatter(rows).wait()

@@ -8,19 +8,22 @@ from torch import Tensor
 
 from bmburst.attention.api import attend
 from bmburst.attention.call import AttentionOptions
+from bmburst.mesh import current_mesh
 
 
 class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
     """Exact attention over a sequence split over ranks; it has no parameters.
 
     Args:
-        group: See `burst_attention`; None is looked up at each call.
+        group: See `burst_attention`; None takes the mesh that is current now, else the world at each call.
         options: The keyword arguments of `burst_attention`, except `length` and `return_lse`.
     """
 
     def __init__(self, *, group: object = None, **options: Any) -> None:
         super().__init__()
-        self.group = group
+        mesh = current_mesh()
+        # A current mesh is looked up now: on a GPU blocks are recomputed in autograd's thread, where none is current.
+        self.group = mesh.sequence if group is None and mesh is not None else group
         self.options = AttentionOptions(**options)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, length: int | None = None) -> Tensor:

@@ -10,9 +10,7 @@ from bmburst.attention.api import resolve_group
 from bmburst.comm.checks import Checked, describe
 from bmburst.errors import UserError
 from bmburst.layout import Layout, make_layout, padded_layout, real_tokens
-
-IGNORE_INDEX = -100
-"""The label of a token that has none: padding, and the last token of a sequence."""
+from bmburst_ops.constants import IGNORE_INDEX
 
 
 class ShardedBatch(NamedTuple):

@@ -1,0 +1,5 @@
+"""The LLaMA block zoo: configuration, presets, and the parts of the model on BMTrain.
+
+`config` and `presets` are plain data. The other modules define BMTrain classes and are imported only where the runtime
+was started (`bmburst.runtime.start`), because on a machine without CUDA it must be in place before BMTrain.
+"""

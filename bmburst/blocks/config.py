@@ -1,0 +1,229 @@
+"""Shape of a LLaMA model, as plain data, and its exchange with Hugging Face's config.json. Imports no torch."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from bmburst.config import check_fields, field
+from bmburst.errors import UserError, unknown
+
+ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
+# Hugging Face's own defaults, used where a config.json leaves the key out.
+_HF_NORM_EPS, _HF_INIT_STD, _HF_ROPE_THETA, _HF_MAX_POSITIONS = 1e-6, 0.02, 10000.0, 2048
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary positions are stretched beyond the length that a model was trained on.
+
+    "linear" divides positions by the factor (arXiv:2306.15595), "dynamic" grows the base with the length (NTK),
+    "yarn" mixes both by frequency (arXiv:2309.00071), "llama3" is Llama 3.1's own mix.
+    """
+
+    kind: Literal["linear", "dynamic", "yarn", "llama3"] = field("Method of scaling.")
+    factor: float = field("New length over the length trained on.", unit="times", minimum=1)
+    original_max_position_embeddings: int | None = field(
+        "Length that the model was trained on; dynamic takes max_position_embeddings where it is none.",
+        default=None,
+        unit="tokens",
+        minimum=1,
+    )
+    low_freq_factor: float = field(
+        "llama3: wavelengths above original length / this are divided by the factor.", default=1.0, above=0
+    )
+    high_freq_factor: float = field("llama3: wavelengths below original length / this are kept.", default=4.0, above=0)
+    beta_fast: float = field("yarn: dimensions that rotate more often are kept.", default=32.0, unit="turns", above=0)
+    beta_slow: float = field(
+        "yarn: dimensions that rotate less often are divided by the factor.", default=1.0, unit="turns", above=0
+    )
+    attention_factor: float | None = field(
+        "yarn: factor on cosine and sine.", default=None, default_text="0.1 ln(factor) + 1", above=0
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.kind in ("yarn", "llama3") and self.original_max_position_embeddings is None:
+            raise UserError(
+                f"rope_scaling of kind {self.kind} needs original_max_position_embeddings\n"
+                "fix: give the length in tokens that the model was trained on, for example 8192"
+            )
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise UserError(
+                f"rope_scaling.high_freq_factor {self.high_freq_factor:g} is not above low_freq_factor "
+                f"{self.low_freq_factor:g}\nfix: for example low_freq_factor 1 and high_freq_factor 4"
+            )
+        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
+            raise UserError(
+                f"rope_scaling.beta_fast {self.beta_fast:g} is not above beta_slow {self.beta_slow:g}\n"
+                "fix: for example beta_fast 32 and beta_slow 1"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Shape of a LLaMA-family model. Weights are `[out_features, in_features]`, none has a bias."""
+
+    vocab_size: int = field("Rows of the embedding and of the head.", unit="token ids", minimum=1)
+    hidden_size: int = field("Width of the residual stream.", unit="features", minimum=1)
+    intermediate_size: int = field("Width inside the gated MLP.", unit="features", minimum=1)
+    num_layers: int = field("Blocks.", unit="layers", minimum=1)
+    num_heads: int = field("Query heads.", unit="heads", minimum=1)
+    num_kv_heads: int = field("Key and value heads; divides num_heads.", unit="heads", minimum=1)
+    # DEVIATION from keeping what was given: 0 is replaced at once, so that every reader sees the width in use.
+    head_dim: int = field(
+        "Width of a head, even.", default=0, default_text="hidden_size / num_heads", unit="features", minimum=0
+    )
+    rope_theta: float = field("Base of the rotary frequencies.", default=10000.0, above=1)
+    rope_scaling: RopeScaling | None = field("Scaling of rotary positions.", default=None)  # noqa: RUF009
+    norm_eps: float = field("Added to the mean square in RMSNorm.", default=1e-5, above=0)
+    tie_embeddings: bool = field("Whether the head is the embedding, transposed.", default=False)
+    init_std: float = field("Standard deviation of fresh weights.", default=0.02, above=0)
+    max_position_embeddings: int = field("Longest sequence meant for it.", default=4096, unit="tokens", minimum=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.head_dim == 0:
+            if self.hidden_size % self.num_heads:
+                raise UserError(
+                    f"hidden_size {self.hidden_size} does not divide by num_heads {self.num_heads}\n"
+                    "fix: change one of them, or give head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        if self.num_heads % self.num_kv_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise UserError(
+                f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}\n"
+                f"allowed: {', '.join(map(str, divisors))}"
+            )
+        if self.head_dim % 2:
+            raise UserError(
+                f"head_dim {self.head_dim} is odd, and rotary embedding turns pairs\n"
+                "fix: an even head_dim, given or as hidden_size / num_heads"
+            )
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trained numbers, a tied head counted once."""
+        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * query + 2 * kv)
+        block = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return tables + self.num_layers * block + self.hidden_size
+
+    @classmethod
+    def from_hugging_face(cls, values: Mapping[str, Any]) -> "LlamaConfig":
+        """Return the configuration that a Hugging Face LLaMA's config.json describes.
+
+        Reads `rope_scaling` with "type" or "rope_type" (transformers 4) and `rope_parameters` (transformers 5).
+
+        Raises:
+            UserError: A key is missing, or the model has a part that this LLaMA does not have.
+        """
+        _refuse_foreign(values)
+        required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        missing = [key for key in required if values.get(key) is None]
+        if missing:
+            raise UserError(f"config.json of a Hugging Face LLaMA lacks {', '.join(missing)}\nfix: add the keys")
+        rope = {**(values.get("rope_parameters") or {}), **(values.get("rope_scaling") or {})}
+        max_positions = values.get("max_position_embeddings") or _HF_MAX_POSITIONS
+        return cls(
+            vocab_size=values["vocab_size"],
+            hidden_size=values["hidden_size"],
+            intermediate_size=values["intermediate_size"],
+            num_layers=values["num_hidden_layers"],
+            num_heads=values["num_attention_heads"],
+            num_kv_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
+            head_dim=values.get("head_dim") or 0,
+            rope_theta=rope.get("rope_theta") or values.get("rope_theta") or _HF_ROPE_THETA,
+            rope_scaling=_read_rope(rope, max_positions),
+            norm_eps=values.get("rms_norm_eps", _HF_NORM_EPS),
+            tie_embeddings=values.get("tie_word_embeddings", False),
+            init_std=values.get("initializer_range", _HF_INIT_STD),
+            max_position_embeddings=max_positions,
+        )
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Return the config.json of the same model for Hugging Face transformers, versions 4 and 5."""
+        rope = _write_rope(self.rope_scaling)
+        max_positions = self.max_position_embeddings
+        if self.rope_scaling is not None and self.rope_scaling.kind == "dynamic":
+            # transformers takes max_position_embeddings for the length that dynamic scaling starts from.
+            max_positions = self.rope_scaling.original_max_position_embeddings or max_positions
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_dropout": 0.0,
+            "rms_norm_eps": self.norm_eps,
+            "initializer_range": self.init_std,
+            "max_position_embeddings": max_positions,
+            "tie_word_embeddings": self.tie_embeddings,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": rope,
+            "rope_parameters": {"rope_type": "default", **(rope or {}), "rope_theta": self.rope_theta},
+        }
+
+
+def _refuse_foreign(values: Mapping[str, Any]) -> None:
+    if values.get("model_type") != "llama":
+        raise UserError(
+            f"model_type {values.get('model_type')!r} is not a LLaMA\n"
+            "allowed: a directory whose config.json has model_type 'llama'"
+        )
+    plain: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
+    for key, allowed in plain.items():
+        if values.get(key, allowed) != allowed:
+            raise UserError(f"{key} {values[key]!r} is not supported\nallowed: {allowed!r}, as in Meta's LLaMA models")
+    if values.get("quantization_config"):
+        raise UserError("the weights are quantized (quantization_config)\nfix: give the unquantized model")
+
+
+def _read_rope(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise UserError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported\nallowed: 1.0")
+    if kind == "default":
+        return None
+    if kind not in ROPE_KINDS:
+        raise unknown("rope_type", kind, (*ROPE_KINDS, "default"))
+    if rope.get("truncate", True) is False:
+        raise UserError("rope_scaling's truncate false is not supported\nallowed: true")
+    known = {declared.name for declared in dataclasses.fields(RopeScaling)} - {"kind"}
+    given: dict[str, Any] = {"kind": kind, **{key: rope[key] for key in known if rope.get(key) is not None}}
+    if "factor" not in given:
+        raise UserError(f"rope_scaling of rope_type {kind} lacks factor\nfix: add it, for example 8.0")
+    if kind in ("yarn", "llama3"):
+        given.setdefault("original_max_position_embeddings", max_positions)
+    if kind == "yarn" and rope.get("mscale") and rope.get("mscale_all_dim") and "attention_factor" not in given:
+        given["attention_factor"] = _yarn_scale(given["factor"], rope["mscale"]) / _yarn_scale(
+            given["factor"], rope["mscale_all_dim"]
+        )
+    return RopeScaling(**given)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _write_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """Return only the keys that transformers expects for the kind: it warns about any other."""
+    if scaling is None:
+        return None
+    keys = {
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+        "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    }[scaling.kind]
+    values = {key: getattr(scaling, key) for key in keys}
+    return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}

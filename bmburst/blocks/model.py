@@ -1,0 +1,167 @@
+"""LLaMA on BMTrain: the whole model, on this rank's part of the sequence."""
+
+from functools import partial
+
+import bmtrain as bmt
+import torch
+from torch import Tensor
+
+from bmburst.attention.module import BurstAttention
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.initialization import initialize
+from bmburst.blocks.layers import RMSNorm, Table
+from bmburst.blocks.rope import rotary_tables
+from bmburst.blocks.transformer import AttentionFactory, TransformerBlock
+from bmburst.errors import UserError, unknown
+from bmburst.loss import DEFAULT_CHUNK, require_ids, token_loss_sum
+from bmburst.mesh import current_mesh
+from bmburst.recompute import POLICIES
+
+
+class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+    """Embedding, blocks and last norm: what Hugging Face calls `model`."""
+
+    def __init__(
+        self, config: LlamaConfig, attention: AttentionFactory, dtype: torch.dtype, recompute: str, zero_level: int
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = bmt.TransformerBlockList(
+            [
+                # Recomputation is ours (bmburst.recompute): BMTrain's would run the ring a second time.
+                bmt.Block(
+                    TransformerBlock(config, attention, dtype, recompute), use_checkpoint=False, zero_level=zero_level
+                )
+                for _ in range(config.num_layers)
+            ]
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+
+    def forward(self, tokens: Tensor, positions: Tensor, length: int | None, embedding: Tensor) -> Tensor:
+        """See `Llama.forward`; `embedding` is the gathered table."""
+        cos, sin = rotary_tables(self.config, positions, length, embedding.dtype)
+        hidden = torch.nn.functional.embedding(tokens, embedding)
+        hidden = self.layers(hidden, cos, sin, length)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+    """LLaMA with its language model head. Parameters are named as Hugging Face names them.
+
+    Every rank of the world builds it with the same arguments and calls the same methods in the same order.
+
+    Args:
+        config: The shape.
+        attention: Makes one block's attention; by default causal `BurstAttention` over the mesh that is current now.
+            To choose, pass for example `functools.partial(BurstAttention, layout="striped", group=mesh.sequence)`.
+        dtype: Of weights and activations.
+        recompute: Policy of `bmburst.recompute`: "none", "block" or "block-keep-attention".
+        zero_level: 2 or 3, BMTrain's.
+        seed: Of the fresh weights; they do not depend on the number of ranks. None leaves them undefined, for a
+            caller that loads them.
+        loss_chunk: Tokens whose logits exist at one time in `loss`.
+
+    Raises:
+        UserError: An option has an unknown value.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        attention: AttentionFactory | None = None,
+        dtype: torch.dtype = torch.float32,
+        recompute: str = "none",
+        zero_level: int = 3,
+        seed: int | None = 0,
+        loss_chunk: int = DEFAULT_CHUNK,
+    ) -> None:
+        super().__init__()
+        if recompute not in POLICIES:
+            raise unknown("recompute policy", recompute, POLICIES)
+        if zero_level not in (2, 3):
+            raise UserError(f"zero_level {zero_level} is unknown\nknown: 2, 3")
+        if loss_chunk < 1:
+            raise UserError(f"loss_chunk {loss_chunk} is not positive\nfix: the tokens of a chunk, for example 1024")
+        self.config = config
+        self.loss_chunk = loss_chunk
+        self._checked_on_device = False
+        self.model = LlamaModel(
+            config, attention or partial(BurstAttention, mask="causal"), dtype, recompute, zero_level
+        )
+        if not config.tie_embeddings:
+            self.lm_head = Table(config.vocab_size, config.hidden_size, dtype=dtype)
+        if seed is not None:
+            initialize(self, config, seed)
+
+    def forward(self, tokens: Tensor, positions: Tensor, length: int | None = None) -> Tensor:
+        """Return what the last norm gives for this rank's tokens, `[batch, tokens, hidden_size]`.
+
+        Args:
+            tokens: `[batch, tokens]` int64, this rank's part.
+            positions: `[batch, tokens]` int64, of each token in the whole sequence.
+            length: Real tokens of the whole sequence over all ranks, where padding follows them; None if all are real.
+
+        Raises:
+            UserError: A token id is out of range. Looked at always on a CPU, in the first pass on a GPU.
+        """
+        return self._hidden(tokens, positions, length, self.model.embed_tokens.weight)
+
+    def logits(self, tokens: Tensor, positions: Tensor, length: int | None = None) -> Tensor:
+        """Return the logits of every token, `[batch, tokens, vocab_size]`: for short inputs. See `forward`."""
+        embedding = self.model.embed_tokens.weight
+        hidden = self._hidden(tokens, positions, length, embedding)
+        return torch.nn.functional.linear(hidden, self._head(embedding))
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[..., vocab_size]` of hidden states that `forward` gave: for a few tokens."""
+        table = self.model.embed_tokens if self.config.tie_embeddings else self.lm_head
+        return torch.nn.functional.linear(hidden, table.weight)
+
+    def loss(self, tokens: Tensor, positions: Tensor, labels: Tensor, length: int | None = None) -> Tensor:
+        """Return the sum of this rank's token losses in nats, a scalar in fp32 or wider.
+
+        `bmburst.loss.global_mean` makes of it what BMTrain's `OptimManager.backward` is given.
+
+        Args:
+            tokens: See `forward`, as `positions` and `length`.
+            positions: See `forward`.
+            labels: `[batch, tokens]` int64, the token that follows each; `bmburst.loss.IGNORE_INDEX` for no loss.
+            length: See `forward`.
+
+        Raises:
+            UserError: A token id or label is out of range.
+        """
+        first = not self._checked_on_device
+        embedding = self.model.embed_tokens.weight
+        hidden = self._hidden(tokens, positions, length, embedding)
+        head = self._head(embedding)
+        return token_loss_sum(hidden, head, labels, chunk=self.loss_chunk, check=first or not labels.is_cuda)
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, length: int | None, embedding: Tensor) -> Tensor:
+        if tokens.shape != positions.shape or tokens.dim() != 2:
+            raise UserError(
+                f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)} do not fit\n"
+                "allowed: both [batch, tokens]"
+            )
+        if not (tokens.is_cuda and self._checked_on_device):
+            require_ids("token id", tokens, self.config.vocab_size)
+            self._checked_on_device = True
+        hidden: Tensor = self.model(tokens, positions, length, embedding)
+        return hidden
+
+    def _head(self, embedding: Tensor) -> Tensor:
+        """Return the head's weight: gathered here, or the embedding gathered before, so that it is gathered once."""
+        if self.config.tie_embeddings:
+            return embedding
+        weight: Tensor = self.lm_head.weight
+        return weight
+
+
+def _default_attention() -> AttentionFactory:
+    # The mesh is looked up here and not at each call: on a GPU blocks are recomputed in autograd's own thread, where no
+    # mesh is current.
+    mesh = current_mesh()
+    return partial(BurstAttention, group=None if mesh is None else mesh.sequence)

@@ -1,0 +1,135 @@
+"""The command line: finds the command, turns bad input into one message and an exit status.
+
+Every command is a module `bmburst/cli/<command>.py` with `HELP` (what it does), `configure(parser)` and `run(args)`,
+imported only when it is called, so that `bmburst --help` takes milliseconds.
+"""
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NoReturn
+
+from bmburst import __version__
+from bmburst.config import FieldHelpFormatter, nearest_name
+from bmburst.errors import UserError
+
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "train": "train a LLaMA on long sequences, from text to a saved checkpoint",
+        "eval": "loss, bits per byte and perplexity of a checkpoint on held-out text",
+        "launch": "start any BMTrain script on all ranks and watch over them",
+        "doctor": "what is installed and usable here, and the command that fixes the rest",
+        "check": "run a configuration on N ranks and on one, and compare every tensor",
+        "data": "turn text into a token file",
+        "build-bmtrain": "build BMTrain's source package for this Python and CUDA",
+    }
+)
+_INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
+# Set in a rank by the launcher, which shows the first rank's error once for all of them.
+_LAUNCHED = "BMBURST_LAUNCH_FOLDER"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser without abbreviations, whose errors are UserErrors that name the nearest option."""
+
+    def __init__(self, *, prog: str, description: str) -> None:
+        super().__init__(
+            prog=prog, description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter, add_help=True
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print.
+
+        Raises:
+            UserError: Always.
+        """
+        raise UserError(f"{message}\nfix: {self.prog} --help lists every option")
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Return the parsed arguments.
+
+        Raises:
+            UserError: An option or argument is unknown, or an option lacks its value.
+        """
+        args, rest = self.parse_known_args(list(argv))
+        if rest:
+            raise self._unexpected(rest[0].partition("=")[0])
+        return args
+
+    def _unexpected(self, word: str) -> UserError:
+        if not word.startswith("-") or word == "--":
+            return UserError(f"unexpected argument '{word}'\nfix: {self.prog} --help lists every option")
+        known: dict[str, str] = {}
+        for option in self._option_string_actions:
+            if option.startswith("--"):
+                # Of two spellings the first one is shown, as in help.
+                known.setdefault(option[2:].replace("-", "_"), option)
+        near = nearest_name(word.lstrip("-"), known)
+        hint = f"; did you mean '{known[near]}'?" if near else ""
+        return UserError(f"unknown option '{word}'{hint}\nfix: {self.prog} --help lists every option")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 2 for bad input, 130 for Ctrl-C, else the command's own.
+
+    Args:
+        argv: Arguments without the program's name; `sys.argv[1:]` where none are given.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words[0] if words else ""
+    try:
+        if command in ("-h", "--help"):
+            print(_overview(), flush=True)
+            return 0
+        if command == "--version":
+            print(f"bmburst {__version__}", flush=True)
+            return 0
+        if command not in COMMANDS:
+            raise _unknown_command(command)
+        return _run(command, words[1:])
+    except UserError as error:
+        if _LAUNCHED in os.environ:
+            raise
+        name = f"bmburst {command}" if command in COMMANDS else "bmburst"
+        print(f"{name}: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output, for example head, has gone. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+
+
+def _run(command: str, words: Sequence[str]) -> int:
+    module = importlib.import_module(f"bmburst.cli.{command.replace('-', '_')}")
+    parser = CommandParser(prog=f"bmburst {command}", description=module.HELP)
+    module.configure(parser)
+    try:
+        args = parser.read(words)
+    except SystemExit as stop:  # --help has printed
+        sys.stdout.flush()
+        return int(stop.code or 0)
+    status = module.run(args)
+    sys.stdout.flush()
+    return int(status)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
+    usage = "usage: bmburst COMMAND [OPTIONS]\n\nTrain on sequences longer than one GPU holds, exactly.\n\ncommands:\n"
+    return usage + "\n".join(rows) + "\n\nbmburst COMMAND --help lists the command's options. bmburst --version"
+
+
+def _unknown_command(command: str) -> UserError:
+    listed = ", ".join(COMMANDS)
+    if not command:
+        return UserError(f"no command was given\ncommands: {listed}\nfix: bmburst train, or bmburst --help")
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    return UserError(f"unknown command '{command}'{hint}\ncommands: {listed}")

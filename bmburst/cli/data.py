@@ -1,0 +1,61 @@
+"""`bmburst data`: text files, JSONL and directories to a token file."""
+
+import argparse
+import sys
+from pathlib import Path
+
+HELP = "tokenize text files, JSONL and directories into one token file"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Tokenize text into a memory-mapped token file, which `bmburst train --data FILE` and "
+        "`bmburst eval --data FILE` take as it is."
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="text files (one document each), .jsonl and .ndjson files (one a line), directories (searched to the "
+        "bottom), or 'stdlib' for the source files of Python's standard library",
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the token file to write")
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="'bytes', a tokenizer.json, a directory that holds one, or a Hugging Face name (default: bytes)",
+    )
+    parser.add_argument(
+        "--text-field",
+        default="text",
+        metavar="FIELD",
+        help="the field of a JSONL line that holds the text (default: text)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the token file and say what is in it."""
+    from bmburst.data.corpus import tokenize
+    from bmburst.data.sources import find_sources
+    from bmburst.data.tokenizer import load_tokenizer
+
+    skipped: list[str] = []
+    tokenizer = load_tokenizer(args.tokenizer)
+    file = tokenize(
+        find_sources(args.input),
+        tokenizer,
+        args.output,
+        text_field=args.text_field,
+        progress=True,
+        on_skip=skipped.append,
+    )
+    for line in skipped:
+        print(f"left out: {line}", file=sys.stderr)
+    print(
+        f"{file.path}: {file.document_count:,} documents, {file.token_count:,} tokens of '{file.tokenizer_name}' "
+        f"({file.tokens.dtype.name}), {file.text_bytes:,} bytes of text"
+    )
+    return 0

@@ -1,0 +1,100 @@
+"""`bmburst eval`: settles what to evaluate, starts the ranks, and in each of them evaluates."""
+
+import argparse
+import os
+from collections.abc import Mapping
+
+from bmburst.config import add_options, build, given_options, option_name, read_layer, to_dict
+from bmburst.errors import UserError
+from bmburst.train.eval_config import EvalConfig
+from bmburst.train.resolve import check_data_path
+
+HELP = "Print loss, bits per byte and perplexity of a checkpoint on held-out text."
+_SHORT: Mapping[str, str] = {}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add an option for every field of EvalConfig."""
+    parser.usage = "bmburst eval --checkpoint DIR --data FILE [--sequence-length N] [--FIELD VALUE ...]"
+    add_options(parser, EvalConfig, short=_SHORT, titles={"": "evaluation"})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, and return the exit status.
+
+    Raises:
+        UserError: Something given cannot work.
+    """
+    try:
+        config = settle(args, world_size=int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None)
+    except UserError:
+        # Every rank finds the same, and torchrun would show it once for each.
+        if os.environ.get("RANK", "0") != "0" and "BMBURST_LAUNCH_FOLDER" not in os.environ:
+            return 2
+        raise
+    if "RANK" in os.environ:
+        from bmburst.train.evaluate import run as evaluate
+
+        measured = evaluate(config)
+        if os.environ["RANK"] == "0":
+            print(
+                f"loss           {measured.loss:.4f} nats per token\n"
+                f"bits per byte  {measured.bits_per_byte:.4f}\n"
+                f"perplexity     {measured.perplexity:.4f}\n"
+                f"tokens         {measured.tokens:,}"
+            )
+        return 0
+
+    # Before ranks start: whether there are weights at all.
+    from bmburst.train.evaluate import find_model
+
+    find_model(config)
+
+    from bmburst.runtime.launch import LaunchSpec, launch
+
+    options = [
+        word
+        for name, value in to_dict(config).items()
+        if value is not None
+        for word in (option_name(name, _SHORT), str(value))
+    ]
+    spec = LaunchSpec(nproc=config.nproc or 1, hang_timeout=config.hang_timeout)
+    return launch(spec, ["-m", "bmburst", "eval", *options])
+
+
+def settle(args: argparse.Namespace, world_size: int | None = None) -> EvalConfig:
+    """Return the configuration, with the number of ranks settled.
+
+    Args:
+        args: Parsed options.
+        world_size: Ranks there are; None before they are started.
+
+    Raises:
+        UserError: A value is wrong, a file is missing, or a rank would have no token.
+    """
+    values = read_layer(EvalConfig, given_options(args, EvalConfig), "")
+    config = build(EvalConfig, values)
+    if not config.checkpoint.is_dir():
+        raise UserError(
+            f"checkpoint {config.checkpoint}: no such directory\n"
+            "allowed: a checkpoint, a run folder, or a directory of a Hugging Face LLaMA"
+        )
+    check_data_path(config.data)
+    nproc = world_size or _ranks_to_start(config.nproc)
+    if config.sequence_length < nproc:
+        raise UserError(
+            f"sequence_length {config.sequence_length} leaves some of {nproc} ranks without a token\n"
+            f"allowed: at least {nproc}\nfix: a longer --sequence-length or a smaller --nproc"
+        )
+    return build(EvalConfig, {**values, "nproc": nproc})
+
+
+def _ranks_to_start(asked: int | None) -> int:
+    import torch
+
+    from bmburst.runtime.launch.spec import require_devices
+
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    nproc = asked or devices or 2
+    require_devices(nproc, devices)
+    return nproc

@@ -1,0 +1,97 @@
+"""`bmburst launch`: start any BMTrain script on all ranks of this node."""
+
+import argparse
+import os
+from typing import Any
+
+from bmburst.errors import UserError
+
+HELP = (
+    "Start a BMTrain script on N ranks, as BMTrain expects (torchrun underneath), and watch over them: Ctrl-C ends "
+    "all, the first rank's error is shown once and ends the others, ranks end with their launcher, and a rank that "
+    "takes no optimizer step for --hang-timeout seconds ends the run with the place where it stood."
+)
+_USAGE = "bmburst launch [OPTIONS] -- SCRIPT ARGS\n       bmburst launch [OPTIONS] -- -m MODULE ARGS"
+_EPILOG = (
+    "In a SLURM step that srun started on several nodes, --nnodes, --node-rank, --master-addr and --master-port are "
+    "read from SLURM's variables: srun --ntasks-per-node=1 bmburst launch --nproc 8 -- SCRIPT. "
+    "OMP_NUM_THREADS and NCCL variables that are set are left as they are. "
+    "Without CUDA, an installed BMTrain runs on the CPU (host runtime). "
+    "Exit status: the script's own; 1 after an error in a rank, 2 for bad input, 130 after Ctrl-C."
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options and the command to run."""
+    from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_PORT
+
+    parser.usage, parser.epilog = _USAGE, _EPILOG
+    add = parser.add_argument
+    add("--nproc", type=int, metavar="N", help="ranks on this node (default: its GPUs, or 1 without CUDA)")
+    add("--nnodes", type=int, metavar="N", help="nodes; start this command on each of them (default: 1)")
+    add("--node-rank", type=int, metavar="R", help="number of this node, from 0 (default: 0)")
+    add("--master-addr", metavar="HOST", help="host name or address of node 0")
+    add("--master-port", type=int, metavar="P", help=f"port on node 0 (default: a free one; {DEFAULT_PORT} with nodes)")
+    add(
+        "--hang-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=DEFAULT_HANG_TIMEOUT,
+        help=f"end the run when a rank makes no progress for so long; 0: never (default: {DEFAULT_HANG_TIMEOUT:g})",
+    )
+    add("--no-host-runtime", action="store_true", help="without CUDA, leave torch and bmtrain as they are")
+    add("--dry-run", action="store_true", help="print the settings and the torchrun command, and start nothing")
+    add("command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS", help="Python script, or -m MODULE, to run")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the ranks and return the exit status.
+
+    Raises:
+        UserError: The arguments cannot work here.
+    """
+    from bmburst.runtime.launch import LaunchSpec, launch
+    from bmburst.runtime.launch.run import plan
+
+    command = script_command(args.command)
+    spec = LaunchSpec(
+        nproc=_default_nproc() if args.nproc is None else args.nproc,
+        hang_timeout=args.hang_timeout,
+        host_runtime=not args.no_host_runtime,
+        **placement(args),
+    )
+    if args.dry_run:
+        print(plan(spec, command))
+        return 0
+    return launch(spec, command)
+
+
+def script_command(words: list[str]) -> list[str]:
+    """Return what stands after the `--`.
+
+    Raises:
+        UserError: There is no `--`: the script's options could not be told from the launcher's.
+    """
+    if words and words[0] != "--":
+        raise UserError(
+            f"'{words[0]}' stands where the options end, without a --\nuse: bmburst launch --nproc 2 -- {words[0]} ..."
+        )
+    return words[1:]
+
+
+def placement(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of LaunchSpec that say where this node stands: given ones first, then SLURM's."""
+    from bmburst.runtime.launch.slurm import read_step
+
+    names = ("nnodes", "node_rank", "master_addr", "master_port")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    step = None if "nnodes" in given else read_step(os.environ)
+    if step is None:
+        return given
+    return {name: getattr(step, name) for name in (*names, "job")} | given
+
+
+def _default_nproc() -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 1

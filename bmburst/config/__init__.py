@@ -1,0 +1,23 @@
+"""Configuration: nested frozen dataclasses, to and from JSON, YAML and the command line. No torch, no ranks."""
+
+from bmburst.config.command_line import FieldHelpFormatter, add_options, given_options, option_name
+from bmburst.config.fields import check_fields, field
+from bmburst.config.files import read_config_file, write_json
+from bmburst.config.tree import build, leaves, nearest_name, overlay, read_layer, to_dict
+
+__all__ = [
+    "FieldHelpFormatter",
+    "add_options",
+    "build",
+    "check_fields",
+    "field",
+    "given_options",
+    "leaves",
+    "nearest_name",
+    "option_name",
+    "overlay",
+    "read_config_file",
+    "read_layer",
+    "to_dict",
+    "write_json",
+]

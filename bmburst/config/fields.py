@@ -1,0 +1,243 @@
+"""One field of a configuration: its help, unit and bounds, and what a value given for it must be.
+
+A field is declared with `field(...)` beside its type. The same declaration serves the help text, the command line,
+the reader of configuration files and the check of values given from Python.
+"""
+
+import dataclasses
+import math
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bmburst.errors import UserError, unknown
+
+_SPEC = "bmburst.field"
+_TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldSpec:
+    """What a field means and which values it takes.
+
+    Attributes:
+        help: What the field decides, in one line.
+        unit: Unit of the value, for example "tokens"; empty where there is none.
+        default_text: What stands for the default in help where the value is found out later; empty to show the value.
+        minimum: Smallest value allowed.
+        above: Every value must be larger than this.
+        maximum: Largest value allowed.
+        below: Every value must be smaller than this.
+    """
+
+    help: str
+    unit: str = ""
+    default_text: str = ""
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+
+    def bounds(self) -> str:
+        """Return the bounds as words, for example "at least 1"; empty where there are none."""
+        words = (
+            ("at least", self.minimum),
+            ("above", self.above),
+            ("at most", self.maximum),
+            ("below", self.below),
+        )
+        return " and ".join(f"{word} {number_text(bound)}" for word, bound in words if bound is not None)
+
+    def admits(self, value: float) -> bool:
+        """Return whether a number lies within the bounds."""
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.below is None or value < self.below)
+        )
+
+
+def field(
+    help: str,
+    *,
+    default: Any = dataclasses.MISSING,
+    factory: Callable[[], Any] | None = None,
+    unit: str = "",
+    default_text: str = "",
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Declare a field of a configuration dataclass. Without `default` or `factory` it must be given.
+
+    The arguments are those of `FieldSpec`. Returns what `dataclasses.field` returns.
+    """
+    spec = FieldSpec(
+        help=help, unit=unit, default_text=default_text, minimum=minimum, above=above, maximum=maximum, below=below
+    )
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata={_SPEC: spec})
+    return dataclasses.field(default=default, metadata={_SPEC: spec})
+
+
+def spec_of(declared: "dataclasses.Field[Any]") -> FieldSpec:
+    """Return the declaration of a dataclass field, an empty one where it was not made with `field`."""
+    spec = declared.metadata.get(_SPEC)
+    return spec if isinstance(spec, FieldSpec) else FieldSpec(help="")
+
+
+def optional_part(annotation: Any) -> tuple[Any, bool]:
+    """Return the type without `| None`, and whether None was allowed."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        rest = [part for part in typing.get_args(annotation) if part is not type(None)]
+        if len(rest) == 1:
+            return rest[0], True
+    return annotation, False
+
+
+def is_none(value: object) -> bool:
+    """Return whether a given value means none: None, or the text for it."""
+    return value is None or (isinstance(value, str) and value.lower() in _NONE)
+
+
+def number_text(value: float) -> str:
+    """Return a number as a user would write it: 4294967295, 1e-08, 0.95."""
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else f"{value:g}"
+
+
+def shown(value: object) -> str:
+    """Return a value for a message, at most 60 characters of it."""
+    # Not repr: a YAML file of a few lines can hold lists of lists that would take hours to write out.
+    brief = reprlib.Repr()
+    brief.maxlevel, brief.maxstring, brief.maxother = 2, 60, 60
+    text = brief.repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def describe(annotation: Any, spec: FieldSpec) -> str:
+    """Return in words what a value must be, for example "an integer at least 1, or none"."""
+    inner, none_allowed = optional_part(annotation)
+    bounds = f" {spec.bounds()}" if spec.bounds() else ""
+    if typing.get_origin(inner) is typing.Literal:
+        words = ", ".join(str(choice) for choice in typing.get_args(inner))
+    elif typing.get_origin(inner) is tuple:
+        words = f"values separated by commas, each {describe(typing.get_args(inner)[0], spec)}"
+    elif dataclasses.is_dataclass(inner):
+        words = "an object of fields"
+    else:
+        names = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}
+        words = names[inner] + (bounds if inner in (int, float) else "")
+    return f"{words}, or none" if none_allowed else words
+
+
+def convert(name: str, value: Any, annotation: Any, spec: FieldSpec) -> Any:
+    """Return the value of a field as its type, from what a file, the command line or Python gave.
+
+    Text is read as the type it is meant for ("1e-3" as a number, "none" as None, "0.9,0.95" as a tuple), because the
+    command line knows only text and YAML takes 1e-3 for text.
+
+    Args:
+        name: Dotted name, for messages.
+        value: What was given.
+        annotation: Type of the field: bool, int, float, str, Path, Literal of strings or integers, tuple of these,
+            or one of them or None.
+        spec: The field's declaration.
+
+    Raises:
+        UserError: The value is of another type, not one of the choices or out of bounds.
+    """
+    inner, none_allowed = optional_part(annotation)
+    if none_allowed and is_none(value):
+        return None
+    if typing.get_origin(inner) is tuple:
+        return _convert_tuple(name, value, inner, spec)
+    if typing.get_origin(inner) is typing.Literal:
+        return _convert_choice(name, value, typing.get_args(inner))
+    converted = _CONVERTERS[inner](value)
+    if converted is None or (isinstance(converted, int | float) and not spec.admits(converted)):
+        raise UserError(f"{name}: {shown(value)} does not fit\nallowed: {describe(annotation, spec)}")
+    return converted
+
+
+def check_fields(config: Any) -> None:
+    """Check every field of a configuration built from Python, for its `__post_init__`.
+
+    Raises:
+        UserError: A value is of another type, not one of the choices or out of bounds.
+    """
+    hints = typing.get_type_hints(type(config))
+    for declared in dataclasses.fields(config):
+        value = getattr(config, declared.name)
+        inner, none_allowed = optional_part(hints[declared.name])
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            if not isinstance(value, inner) and not (value is None and none_allowed):
+                raise UserError(f"{declared.name}: {shown(value)} does not fit\nallowed: {inner.__name__}")
+            continue
+        object.__setattr__(
+            config, declared.name, convert(declared.name, value, hints[declared.name], spec_of(declared))
+        )
+
+
+def _convert_tuple(name: str, value: Any, annotation: Any, spec: FieldSpec) -> tuple[Any, ...]:
+    arguments = typing.get_args(annotation)
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    open_ended = len(arguments) == 2 and arguments[1] is Ellipsis
+    if not isinstance(value, list | tuple) or not (open_ended or len(value) == len(arguments)):
+        raise UserError(f"{name}: {shown(value)} does not fit\nallowed: {describe(annotation, spec)}")
+    kinds = [arguments[0]] * len(value) if open_ended else list(arguments)
+    return tuple(convert(name, part, kind, spec) for part, kind in zip(value, kinds, strict=True))
+
+
+def _convert_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    by_text = {str(choice): choice for choice in choices}
+    if isinstance(value, str | int) and str(value) in by_text:
+        return by_text[str(value)]
+    raise unknown(name, value, by_text)
+
+
+def _to_bool(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in _TRUE + _FALSE:
+        return value.lower() in _TRUE
+    return None
+
+
+def _to_int(value: Any) -> int | None:
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            return None
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _to_float(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _to_text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _to_path(value: Any) -> Path | None:
+    return Path(value) if isinstance(value, Path) or (isinstance(value, str) and value) else None
+
+
+_CONVERTERS: Mapping[Any, Callable[[Any], Any]] = types.MappingProxyType(
+    {bool: _to_bool, int: _to_int, float: _to_float, str: _to_text, Path: _to_path}
+)

@@ -1,0 +1,184 @@
+"""A configuration as a tree: dataclasses to nested dictionaries and back, and layers of values laid over each other."""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bmburst.config.fields import FieldSpec, convert, describe, is_none, optional_part, shown, spec_of
+from bmburst.errors import UserError
+
+Config = TypeVar("Config")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One field that can be given a value, or an optional object, which can only be given none.
+
+    Attributes:
+        name: Dotted name, for example "optimizer.lr".
+        annotation: Its type.
+        spec: Its declaration.
+        default: Its value in the configuration that was walked; `dataclasses.MISSING` where it has none.
+    """
+
+    name: str
+    annotation: Any
+    spec: FieldSpec
+    default: Any
+
+    @property
+    def section(self) -> str:
+        """Name of the top-level object that holds the field, empty for the fields of the top level itself."""
+        head, dot, _ = self.name.partition(".")
+        return head if dot or self.is_object else ""
+
+    @property
+    def is_object(self) -> bool:
+        """Whether this is an object that may be none, whose own fields follow as leaves."""
+        return dataclasses.is_dataclass(optional_part(self.annotation)[0])
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[Leaf]:
+    """Yield every field of a configuration depth first, in the order of declaration.
+
+    Args:
+        config: An instance, whose values are the defaults, or a dataclass type.
+        prefix: Put before every name.
+    """
+    cls = config if isinstance(config, type) else type(config)
+    hints = typing.get_type_hints(cls)
+    for declared in dataclasses.fields(cls):
+        name, annotation = prefix + declared.name, hints[declared.name]
+        value = _class_default(declared) if config is cls else getattr(config, declared.name)
+        inner, none_allowed = optional_part(annotation)
+        is_object = dataclasses.is_dataclass(inner)
+        if not is_object or none_allowed:
+            yield Leaf(name=name, annotation=annotation, spec=spec_of(declared), default=value)
+        if is_object:
+            yield from leaves(value if dataclasses.is_dataclass(value) else inner, f"{name}.")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return a configuration as nested dictionaries of what JSON knows; `build` turns it back."""
+    return {declared.name: _plain(getattr(config, declared.name)) for declared in dataclasses.fields(config)}
+
+
+def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return values given for some of the fields, checked one by one, as nested dictionaries.
+
+    Args:
+        cls: The configuration dataclass they are for.
+        values: Nested dictionaries; a key may also be a dotted name.
+        source: Where they were given, for messages: a file's name, or "" for the command line.
+
+    Raises:
+        UserError: A key is unknown (the nearest is named), or a value does not fit its field.
+    """
+    known = {leaf.name: leaf for leaf in leaves(cls)}
+    layer: dict[str, Any] = {}
+    try:
+        for name, value in _flat(cls, values):
+            if name not in known:
+                raise _unknown_key(name, known)
+            leaf = known[name]
+            # Of an object only none comes here: its fields come one by one.
+            _put(layer, name, None if leaf.is_object else convert(name, value, leaf.annotation, leaf.spec))
+    except UserError as error:
+        raise UserError(f"{source}: {error}" if source else str(error)) from None
+    return layer
+
+
+def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dictionaries laid over each other, later ones on top; objects merge field by field."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            below = merged.get(key)
+            merged[key] = overlay(below if isinstance(below, dict) else {}, value) if isinstance(value, dict) else value
+    return merged
+
+
+def build(cls: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
+    """Return the configuration that checked nested dictionaries (see `read_layer`) describe.
+
+    Raises:
+        UserError: A field without a default was not given, or values do not go together.
+    """
+    hints = typing.get_type_hints(cls)
+    arguments: dict[str, Any] = {}
+    for declared in dataclasses.fields(typing.cast(Any, cls)):
+        name = prefix + declared.name
+        inner, _ = optional_part(hints[declared.name])
+        if declared.name not in values:
+            if _class_default(declared) is dataclasses.MISSING:
+                raise UserError(f"{name} is missing\nallowed: {describe(inner, spec_of(declared))}\nfix: add --{name}")
+            continue
+        value = values[declared.name]
+        arguments[declared.name] = build(inner, value, f"{name}.") if isinstance(value, Mapping) else value
+    return cls(**arguments)
+
+
+def nearest_name(name: str, known: Mapping[str, Any]) -> str | None:
+    """Return the known dotted name that was most likely meant: by its last part first ("lr"), then by spelling."""
+    name = name.replace("-", "_")
+    same_leaf = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = difflib.get_close_matches(name, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
+    if not near:
+        by_leaf = {other.rpartition(".")[2]: other for other in known}
+        near = [by_leaf[leaf] for leaf in difflib.get_close_matches(name.rpartition(".")[2], by_leaf, n=1)]
+    return near[0] if near else None
+
+
+def _class_default(declared: "dataclasses.Field[Any]") -> Any:
+    factory = declared.default_factory
+    return declared.default if factory is dataclasses.MISSING else factory()
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _flat(cls: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value), going into a dictionary only where the configuration has an object."""
+    objects = {declared.name for declared in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for key, value in values.items():
+        head, dot, rest = str(key).partition(".")
+        inner, none_allowed = optional_part(hints[head]) if head in objects else (None, False)
+        if not dataclasses.is_dataclass(inner) or (dot and not rest):
+            yield f"{prefix}{key}", value
+        elif not rest and none_allowed and is_none(value):
+            yield f"{prefix}{key}", None
+        elif rest or isinstance(value, Mapping):
+            yield from _flat(typing.cast(type, inner), {rest: value} if rest else value, f"{prefix}{head}.")
+        else:
+            allowed = f"{'none, or ' if none_allowed else ''}its fields, {prefix}{key}.*"
+            raise UserError(f"{prefix}{key}: {shown(value)} does not fit\nallowed: {allowed}")
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        below = tree.get(part)
+        if not isinstance(below, dict):
+            below = tree[part] = {}
+        tree = below
+    tree[last] = value
+
+
+def _unknown_key(name: str, known: Mapping[str, Leaf]) -> UserError:
+    near = nearest_name(name, known)
+    hint = f"; did you mean '{near}'?" if near else ""
+    parent = name.rpartition(".")[0]
+    while parent and not any(other.startswith(f"{parent}.") for other in known):
+        parent = parent.rpartition(".")[0]
+    prefix = f"{parent}." if parent else ""
+    fields = dict.fromkeys(other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix))
+    return UserError(f"unknown key '{name}'{hint}\nknown in {parent or 'the configuration'}: {', '.join(fields)}")

@@ -1,0 +1,20 @@
+"""Text to token ids to packed sequences to the batches of each data rank."""
+
+from bmburst.data.batches import Batches
+from bmburst.data.corpus import open_corpus
+from bmburst.data.evaluation import EvaluationBatch, evaluation_batches
+from bmburst.data.packing import PackedSequences
+from bmburst.data.token_file import TokenFile
+from bmburst.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "Batches",
+    "ByteTokenizer",
+    "EvaluationBatch",
+    "PackedSequences",
+    "TokenFile",
+    "Tokenizer",
+    "evaluation_batches",
+    "load_tokenizer",
+    "open_corpus",
+]

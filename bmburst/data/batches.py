@@ -1,0 +1,125 @@
+"""The order of training: which samples each step takes, and which of them this rank gets."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from bmburst.data.packing import PackedSequences
+from bmburst.data.shuffle import Permutation
+from bmburst.errors import UserError
+
+STATE_VERSION = 1
+
+
+class Batches:
+    """An endless iterator over batches, int64 `[batch_size / data_parallel, sequence_length + 1]`.
+
+    Samples come in a new random order every epoch, chosen by (seed, epoch); one step takes the next `batch_size` of
+    them, across the end of an epoch too. Data rank r gets the r-th equal share of them, so that a step trains on the
+    same samples with any number of data ranks, and every rank of a sequence group, which has the same `data_rank`,
+    gets the same ones.
+
+    Args:
+        sequences: Where samples come from.
+        batch_size: Sequences a step, over all data ranks.
+        seed: Chooses the order.
+        data_rank: This rank's data group, in [0, data_parallel).
+        data_parallel: How many data groups there are.
+
+    Attributes:
+        samples: How many samples all ranks together have taken since the beginning of training.
+        text_bytes: Bytes of text that the labels of the last batch stand for, over all data ranks; 0 before the first.
+
+    Raises:
+        UserError: `batch_size` is not a positive multiple of `data_parallel`.
+    """
+
+    def __init__(
+        self,
+        sequences: PackedSequences,
+        *,
+        batch_size: int,
+        seed: int,
+        data_rank: int = 0,
+        data_parallel: int = 1,
+    ) -> None:
+        self._local = local_batch_size(batch_size, data_rank, data_parallel)
+        self._sequences = sequences
+        self._batch_size = batch_size
+        self._seed = seed
+        self._first = data_rank * self._local
+        self._order: tuple[int, Permutation] | None = None  # of the epoch that was last asked for
+        self.samples = 0
+        self.text_bytes = 0
+
+    def __iter__(self) -> "Batches":
+        """Return itself: there is one position in the data."""
+        return self
+
+    def __next__(self) -> npt.NDArray[np.int64]:
+        """Return this rank's part of the next step's samples, and move on by one step."""
+        taken = [self._sample(self.samples + i) for i in range(self._batch_size)]
+        mine = taken[self._first : self._first + self._local]
+        self.samples += self._batch_size
+        self.text_bytes = sum(map(self._sequences.text_bytes, taken))
+        return np.stack([self._sequences[index] for index in mine])
+
+    @property
+    def epoch(self) -> int:
+        """How many times every sample has been taken."""
+        return self.samples // len(self._sequences)
+
+    def state_dict(self) -> dict[str, int | float | str]:
+        """Return the position and what it is a position in; plain values, the same on every rank."""
+        return {"version": STATE_VERSION, "samples": self.samples, **self._order_of()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on where the iterator that gave `state` was, with any number of data ranks and any batch size.
+
+        Raises:
+            UserError: `state` is of another corpus, length, seed or held-out part, or is not such a state.
+        """
+        samples = state.get("samples")
+        if state.get("version") != STATE_VERSION or not isinstance(samples, int) or samples < 0:
+            raise UserError(f"not a position in the training data: {dict(state)!r:.80}\nresume from another checkpoint")
+        for name, value in self._order_of().items():
+            if state.get(name) != value:
+                raise UserError(
+                    f"the data does not go on from this checkpoint: {name} was {state.get(name)}, is {value}\n"
+                    "give the same data and settings, or take the weights alone: --init-from"
+                )
+        self.samples = samples
+
+    def _order_of(self) -> dict[str, int | float | str]:
+        return {
+            "corpus": self._sequences.token_file.fingerprint,
+            "sequence_length": self._sequences.sequence_length,
+            "held_out_fraction": self._sequences.held_out_fraction,
+            "seed": self._seed,
+        }
+
+    def _sample(self, position: int) -> int:
+        """Return which sample stands at `position` of the endless order."""
+        epoch, index = divmod(position, len(self._sequences))
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, Permutation(len(self._sequences), self._seed, epoch)
+        return self._order[1](index)
+
+
+def local_batch_size(batch_size: int, data_rank: int, data_parallel: int) -> int:
+    """Return a data rank's share of a batch.
+
+    Raises:
+        UserError: It has no equal share, or there is no such rank.
+    """
+    if data_parallel < 1 or not 0 <= data_rank < data_parallel:
+        raise UserError(f"data_rank must be in 0..{data_parallel - 1}, got {data_rank}")
+    if batch_size < 1 or batch_size % data_parallel:
+        below = batch_size // data_parallel * data_parallel
+        nearest = " or ".join(str(size) for size in (below, below + data_parallel) if size > 0)
+        raise UserError(
+            f"batch_size {batch_size} does not divide over {data_parallel} data ranks\n"
+            f"it counts the sequences of all ranks: give {nearest}"
+        )
+    return batch_size // data_parallel

@@ -1,0 +1,104 @@
+"""From what a user calls the data to an open token file."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, read_documents
+from bmburst.data.token_file import VERSION, TokenFile, is_token_file
+from bmburst.data.token_writer import write_token_file
+from bmburst.data.tokenizer import Tokenizer, load_tokenizer
+from bmburst.errors import UserError
+
+
+def open_corpus(
+    source: str | Path | Sequence[str | Path] | None,
+    tokenizer: str | None,
+    cache_dir: str | Path,
+    *,
+    text_field: str = "text",
+    progress: bool = False,
+    on_skip: Callable[[str], object] = lambda _: None,
+) -> TokenFile:
+    """Return the corpus as a token file, tokenizing it first where that was not done yet.
+
+    Safe if several ranks call it at once: each would write the same file under a name of its own and then rename it.
+    To tokenize once, let one rank call it first.
+
+    Args:
+        source: A token file, a text or JSONL file, a directory, several of these (but then no token file), or None
+            for the source files of the running Python's standard library.
+        tokenizer: What `load_tokenizer` takes; None means the token file's own, or bytes for text.
+        cache_dir: Where tokenized text is kept. A file there is used again while the paths, sizes and times of the
+            text, and the tokenizer, are the same.
+        text_field: Where a line of JSONL keeps its text.
+        progress: Show a progress bar on stderr while tokenizing.
+        on_skip: Called with a line of text about every file of a directory that is not text, while tokenizing.
+
+    Raises:
+        UserError: There is no text, it cannot be read, or a token file is of another tokenizer.
+    """
+    if isinstance(source, str | Path) and is_token_file(Path(source)):
+        file = TokenFile.open(source)
+        if tokenizer is not None and tokenizer != file.tokenizer_name:
+            _require_identity(file, load_tokenizer(tokenizer))
+        return file
+    inputs = [STANDARD_LIBRARY] if source is None else [source] if isinstance(source, str | Path) else source
+    loaded = load_tokenizer("bytes" if tokenizer is None else tokenizer)
+    files = find_sources(inputs)
+    cached = Path(cache_dir) / f"corpus-{_cache_key(files, loaded, text_field)}.tokens"
+    if cached.exists():
+        return TokenFile.open(cached)
+    return tokenize(files, loaded, cached, text_field=text_field, progress=progress, on_skip=on_skip)
+
+
+def tokenize(
+    files: Sequence[SourceFile],
+    tokenizer: Tokenizer,
+    output: Path,
+    *,
+    text_field: str = "text",
+    progress: bool = False,
+    on_skip: Callable[[str], object] = lambda _: None,
+) -> TokenFile:
+    """Write the documents of `files` to the token file `output` and open it.
+
+    Raises:
+        UserError: There is no text, or something cannot be read or written.
+    """
+    with _bar(sum(_size(file.path) for file in files), shown=progress) as on_read:
+        documents = read_documents(files, text_field=text_field, on_read=on_read, on_skip=on_skip)
+        return write_token_file(output, documents, tokenizer)
+
+
+def _require_identity(file: TokenFile, tokenizer: Tokenizer) -> None:
+    if tokenizer.identity != file.tokenizer_identity:
+        raise UserError(
+            f"'{file.path}' was made with tokenizer '{file.tokenizer_name}', not '{tokenizer.name}'\n"
+            f"name the tokenizer it was made with, or make it again: bmburst data --tokenizer {tokenizer.name}"
+        )
+
+
+def _cache_key(files: Sequence[SourceFile], tokenizer: Tokenizer, text_field: str) -> str:
+    """Return a name for what tokenizing `files` gives, from what the file system says of them."""
+    texts = []
+    for file in files:
+        status = file.path.stat()
+        texts.append([str(file.path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
+    key = json.dumps([VERSION, tokenizer.identity, text_field, texts])
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+@contextmanager
+def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Give what to call with numbers of bytes read."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True, disable=not shown) as bar:
+        yield bar.update

@@ -1,0 +1,112 @@
+"""Documents packed into sequences of one length."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from bmburst.data.split import split_documents
+from bmburst.data.token_file import TokenFile
+from bmburst.errors import UserError, unknown
+
+SPLITS = ("train", "held_out", "all")
+HELD_OUT_FRACTION = 0.05
+
+
+class PackedSequences:
+    """The documents of one part of a corpus, one after the other, cut into sequences.
+
+    The stream is an end-of-document id, then every document with its own after it. Sample i is
+    `stream[i * S : (i + 1) * S + 1]`, S + 1 ids: inputs are the first S, labels the last S. Neighbours share one id,
+    so every token of the part is a label exactly once, and the first of each document is predicted from an
+    end-of-document id. What is left at the end, fewer than S labels, is the partial sample: training leaves it out,
+    evaluation pads it.
+
+    Args:
+        token_file: The corpus.
+        split: "train", "held_out" or "all".
+        sequence_length: S, tokens a sequence.
+        held_out_fraction: The share of the corpus's tokens that is never trained on, in (0, 1); "all" ignores it.
+
+    Attributes:
+        label_count: Tokens in the part, which is how many labels there are.
+        partial_labels: How many of them are in the partial sample; 0 if there is none.
+
+    Raises:
+        UserError: A value is out of range, or "train" has less than one whole sequence.
+    """
+
+    def __init__(
+        self,
+        token_file: TokenFile,
+        *,
+        split: str,
+        sequence_length: int,
+        held_out_fraction: float = HELD_OUT_FRACTION,
+    ) -> None:
+        if split not in SPLITS:
+            raise unknown("split", split, SPLITS)
+        if sequence_length < 1:
+            raise UserError(f"sequence_length must be at least 1 token, got {sequence_length}")
+        if split == "all":
+            spans = np.array([[0, token_file.token_count]], np.int64)
+        else:
+            parts = split_documents(token_file, held_out_fraction)
+            spans = parts.train if split == "train" else parts.held_out
+        self.token_file = token_file
+        self.split = split
+        self.sequence_length = sequence_length
+        self.held_out_fraction = held_out_fraction
+        self._spans = spans
+        self._ends = np.cumsum(spans[:, 1] - spans[:, 0])  # of each span, counted in labels
+        self.label_count = int(self._ends[-1])
+        self.partial_labels = self.label_count % sequence_length
+        if split == "train" and not len(self):
+            raise UserError(
+                f"the corpus has {self.label_count} tokens to train on, less than one sequence of {sequence_length}\n"
+                f"give more text ('{token_file.path}' has {token_file.text_bytes} bytes) or a shorter sequence_length"
+            )
+
+    def __len__(self) -> int:
+        """Return how many whole samples there are."""
+        return self.label_count // self.sequence_length
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        """Return sample `index`, int64 `[sequence_length + 1]`; only its own tokens are read.
+
+        The partial sample, where there is one, has the index `len(self)` and is shorter.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
+        start, stop = self._labels_of(index)
+        ids = np.empty(stop - start + 1, np.int64)
+        ids[0], filled = self.token_file.eos_id, int(start == 0)
+        for begin, end in self._file_ranges(max(start - 1, 0), stop):
+            ids[filled : filled + end - begin] = self.token_file.tokens[begin:end]
+            filled += end - begin
+        return ids
+
+    def text_bytes(self, index: int) -> int:
+        """Return how many bytes of text the labels of sample `index` stand for.
+
+        Bits per byte is the sum of the labels' losses in nats / ln 2 / these bytes. The samples of a part add up to
+        the bytes of its documents; see `TokenFile.bytes_between` for what is exact within a document.
+        """
+        return sum(self.token_file.bytes_between(*r) for r in self._file_ranges(*self._labels_of(index)))
+
+    def _labels_of(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self) + (self.partial_labels > 0):
+            raise IndexError(f"no sample {index} among {len(self)} of {self.sequence_length} tokens")
+        start = index * self.sequence_length
+        return start, min(start + self.sequence_length, self.label_count)
+
+    def _file_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of the file that hold the part's tokens [start, stop)."""
+        span = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            file_stop, end = int(self._spans[span, 1]), int(self._ends[span])
+            count = min(stop, end) - start
+            file_start = file_stop - (end - start)
+            yield file_start, file_start + count
+            start, span = start + count, span + 1

@@ -1,0 +1,222 @@
+"""Documents from what a user names: text files, JSONL files, directories, Python's standard library."""
+
+import codecs
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from bmburst.errors import UserError
+
+STANDARD_LIBRARY = "stdlib"
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+# What counts as text inside a directory. A file that is named itself is text whatever its suffix.
+TEXT_SUFFIXES = (
+    *(".txt", ".text", ".md", ".rst", ".tex", ".html"),
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".go", ".java", ".js", ".rs", ".sh", ".ts"),
+)
+# Installed packages are not the standard library; its tests are large and hold files that are broken on purpose.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """One file to read.
+
+    Attributes:
+        path: Where it is.
+        name: What it is called in messages.
+        kind: "text" is one document; "jsonl" is one a line.
+        named: The user named this very file, so not being able to read it is an error. One that was found in a
+            directory is left out instead, and reported.
+    """
+
+    path: Path
+    name: str
+    kind: Literal["text", "jsonl"]
+    named: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One text, in pieces of about 1 MiB that end at line ends, so that a large file is never in memory whole."""
+
+    name: str
+    pieces: Iterable[str]
+
+
+def find_sources(inputs: Sequence[str | Path]) -> list[SourceFile]:
+    """Return every file that `inputs` stand for, in an order that depends on names alone.
+
+    Args:
+        inputs: Files, directories (searched to the bottom for `TEXT_SUFFIXES` and `JSONL_SUFFIXES`, hidden ones
+            left out), or "stdlib" for the running Python's own sources.
+
+    Raises:
+        UserError: Nothing is there, or a directory holds no text.
+    """
+    found: list[SourceFile] = []
+    for item in inputs:
+        path = Path(item)
+        if str(item) == STANDARD_LIBRARY:
+            found += _standard_library()
+        elif path.is_dir():
+            found += _directory(path)
+        elif path.exists():
+            found.append(SourceFile(path=path, name=str(path), kind=_kind(path), named=True))
+        else:
+            raise UserError(
+                f"no file or directory '{path}'\n"
+                f"give text files, JSONL files, directories, or '{STANDARD_LIBRARY}' for Python's own sources"
+            )
+    return found
+
+
+def read_documents(
+    files: Iterable[SourceFile],
+    *,
+    text_field: str = "text",
+    on_read: Callable[[int], object] = lambda _: None,
+    on_skip: Callable[[str], object] = lambda _: None,
+) -> Iterator[Document]:
+    """Yield the documents of `files` in order; a document's pieces must be used before the next is asked for.
+
+    Args:
+        files: From `find_sources`.
+        text_field: Where a line of JSONL keeps its text.
+        on_read: Called with numbers of bytes, as they are read.
+        on_skip: Called with a line of text about every file that is left out.
+
+    Raises:
+        UserError: A named file cannot be read or is not text, or a line of JSONL is malformed.
+    """
+    for file in files:
+        try:
+            if file.kind == "jsonl":
+                yield from _jsonl(file, text_field, on_read)
+            elif problem := _why_not_text(file.path):
+                raise UserError(
+                    f"'{file.name}' is not a text file: {problem}\n"
+                    "convert it to UTF-8, or leave it out; a prepared token file goes to --data, not to --input"
+                )
+            else:
+                yield Document(name=file.name, pieces=_text_pieces(file.path, on_read))
+        except OSError as error:
+            if file.named:
+                raise UserError(f"cannot read '{file.name}': {error.strerror or error}") from error
+            on_skip(f"{file.name}: {error.strerror or error}")
+        except UserError as error:
+            if file.named or file.kind == "jsonl":
+                raise
+            on_read(file.path.stat().st_size)
+            on_skip(str(error).splitlines()[0])
+
+
+def _kind(path: Path) -> Literal["text", "jsonl"]:
+    return "jsonl" if path.suffix.lower() in JSONL_SUFFIXES else "text"
+
+
+def _walk(root: Path, leave_out: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yield the files under `root`, sorted by their path relative to it, hidden ones and caches left out."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if not f.startswith(".") and f != "__pycache__" and f not in leave_out]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _directory(root: Path) -> list[SourceFile]:
+    found = [
+        SourceFile(path=path, name=str(path), kind=_kind(path), named=False)
+        for path in _walk(root)
+        if path.suffix.lower() in TEXT_SUFFIXES + JSONL_SUFFIXES and path.is_file()
+    ]
+    if not found:
+        raise UserError(
+            f"no text in directory '{root}'\n"
+            f"looked for {' '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}\n"
+            "a file of any other suffix can be named itself"
+        )
+    return found
+
+
+def _standard_library() -> list[SourceFile]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = [
+        SourceFile(path=path, name=path.relative_to(root).as_posix(), kind="text", named=False)
+        for path in _walk(root, _NOT_LIBRARY)
+        if path.suffix == ".py" and path.is_file()
+    ]
+    if not found:
+        raise UserError(f"this Python has no library sources in '{root}'\ngive a text of your own: --data FILE")
+    return found
+
+
+def _why_not_text(path: Path) -> str | None:
+    """Return why a file is not UTF-8 text, or None. Reads it once, so that a bad end never leaves half a document."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as file:
+        done = 0
+        while True:
+            block = file.read(PIECE_BYTES)
+            waiting = len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                return f"byte {done - waiting + error.start} is not UTF-8"
+            if (at := block.find(b"\0")) >= 0:  # a token file or an archive of small numbers can be valid UTF-8
+                return f"byte {done + at} is zero"
+            if not block:
+                return None
+            done += len(block)
+
+
+def _text_pieces(path: Path, on_read: Callable[[int], object]) -> Iterator[str]:
+    """Yield the text of a file; only one that is longer than a piece is cut, after a line end where there is one."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    held = ""
+    with path.open("rb") as file:
+        while block := file.read(PIECE_BYTES):
+            on_read(len(block))
+            cut = held.rfind("\n") + 1
+            if cut or len(held) >= 2 * PIECE_BYTES:
+                cut = cut or len(held)
+                yield held[:cut]
+                held = held[cut:]
+            held += decoder.decode(block)
+    if held:
+        yield held
+
+
+def _jsonl(file: SourceFile, text_field: str, on_read: Callable[[int], object]) -> Iterator[Document]:
+    with file.path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            on_read(len(line))
+            if not line.strip():
+                continue
+            name = f"{file.name}:{number}"
+            try:  # an editor may have put a byte-order mark before the first line
+                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{name}: not a line of JSON: {error}\nput one object a line") from error
+            if not isinstance(value, dict):
+                raise UserError(f'{name}: must be an object such as {{"{text_field}": "..."}}, got {_short(value)}')
+            if text_field not in value:
+                raise UserError(
+                    f"{name}: no field '{text_field}'\nfields: {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
+                    "name the one that holds the text: --text-field NAME"
+                )
+            text = value[text_field]
+            if not isinstance(text, str):
+                raise UserError(f"{name}: field '{text_field}' must be a string, got {_short(text)}")
+            # "\ud800" is valid JSON and half a character; UTF-8 has no bytes for it.
+            yield Document(name=name, pieces=[text.encode("utf-8", "replace").decode("utf-8")])
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,222 @@
+"""Weights of Hugging Face LLaMA directories: `--init-from DIR`, and export for transformers.
+
+Every rank reads from the files exactly the runs of numbers that ZeRO gives it, and export gathers one tensor at a time
+to rank 0, so that no process ever holds the model.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bmburst.blocks.config import LlamaConfig
+from bmburst.errors import UserError
+from bmburst.weight_files import SafetensorsWriter, TensorFile, open_tensors, read_json, write_text
+
+if TYPE_CHECKING:
+    from bmburst.blocks.model import Llama
+
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_INDEXED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# What must agree, because it changes what the weights mean. Rotary settings may differ: continued pretraining changes
+# them.
+_FIXED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "norm_eps",
+    "tie_embeddings",
+)
+
+
+def read_config(directory: str | Path) -> LlamaConfig:
+    """Return the configuration of the LLaMA in a Hugging Face directory.
+
+    Raises:
+        UserError: There is no such directory, no usable config.json in it, or it is no LLaMA.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"no directory {directory}\nfix: a folder with config.json and model.safetensors")
+    try:
+        return LlamaConfig.from_hugging_face(read_json(directory / "config.json"))
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"{directory / 'config.json'} has a value of a wrong type: {error}\nfix: correct it") from error
+
+
+def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every weight, in the order of the model."""
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    block = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        shapes |= {f"model.layers.{layer}.{part}.weight": shape for part, shape in block.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def check(directory: str | Path, config: LlamaConfig) -> Mapping[str, TensorFile]:
+    """Check that a directory's weights fit a model, without reading them; usable before ranks start.
+
+    Returns:
+        For every weight the open file that holds it.
+
+    Raises:
+        UserError: A file is missing or damaged, the model is of another family or shape, or a tensor is missing, extra
+            or of a wrong shape.
+    """
+    directory = Path(directory)
+    theirs = read_config(directory)
+    for name in _FIXED:
+        ours, given = getattr(config, name), getattr(theirs, name)
+        if ours != given:
+            raise UserError(
+                f"{name} is {ours} in this model but {given} in {directory}\nfix: set the model's {name} to {given}"
+            )
+    files = _open(directory)
+    expected = expected_shapes(config)
+    missing = [name for name in expected if name not in files]
+    if missing:
+        raise UserError(f"{directory} lacks {_some(missing)}\nfix: the complete weights of a LlamaForCausalLM")
+    extra = [name for name in files if name not in expected and not _redundant(name, config)]
+    if extra:
+        raise UserError(f"{directory} has weights that a LLaMA has not: {_some(extra)}\nfix: give a plain LLaMA")
+    for name, shape in expected.items():
+        found = files[name].shapes[name]
+        if found != shape:
+            raise UserError(
+                f"{name} in {directory} has shape {list(found)}, its config.json says {list(shape)}\n"
+                "fix: weights and config.json must be of the same model"
+            )
+    return {name: files[name] for name in expected}
+
+
+def load(model: "Llama", directory: str | Path) -> None:
+    """Fill a model with the weights of a Hugging Face LLaMA directory, converted to its dtype.
+
+    Every rank calls it, and each reads only its own part, so the directory must be visible on every host.
+
+    Raises:
+        UserError: On all ranks, if `check` fails on any.
+    """
+    from bmburst.zero import named_shards, scatter_piece
+
+    files: Mapping[str, TensorFile] = {}
+
+    def open_files() -> None:
+        nonlocal files
+        files = check(directory, model.config)
+
+    _together(open_files)
+    for shard in named_shards(model):
+        if shard.count:
+            scatter_piece(shard, files[shard.name].read(shard.name, shard.begin, shard.end))
+
+
+def save(model: "Llama", directory: str | Path) -> None:
+    """Write `model.safetensors` and `config.json` so that `LlamaForCausalLM.from_pretrained(directory)` is this model.
+
+    Every rank calls it; rank 0 writes. Each file appears only when it is whole.
+
+    Raises:
+        UserError: On all ranks, if rank 0 cannot write.
+    """
+    from bmburst.zero import gather, named_shards
+
+    shards = named_shards(model)
+    gathered = (gather(shard, root=0) for shard in shards)
+
+    def write() -> None:
+        if shards[0].rank != 0:
+            return
+        try:
+            _write(Path(directory), model.config, [(s.name, s.shape, s.dtype) for s in shards], gathered)
+        except OSError as error:
+            raise UserError(f"cannot write to {directory}: {error.strerror}\nfix: name a writable directory") from error
+
+    def write_while_gathering() -> None:
+        try:
+            write()
+        finally:
+            for _ in gathered:  # what rank 0 did not take: the other ranks are in it
+                pass
+
+    _together(write_while_gathering)
+
+
+def _write(
+    directory: Path,
+    config: LlamaConfig,
+    tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
+    gathered: Iterator[Tensor | None],
+) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with SafetensorsWriter(directory / _WHOLE[0], tensors, metadata={"format": "pt"}) as writer:
+        for tensor in gathered:
+            assert tensor is not None  # this is the rank that receives
+            writer.write(tensor)
+    dtype = str(tensors[0][2]).removeprefix("torch.")
+    values = config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5
+    write_text(directory / "config.json", json.dumps(values, indent=2) + "\n")
+
+
+def _open(directory: Path) -> dict[str, TensorFile]:
+    """Return for every tensor in the directory's weight files the file that holds it."""
+    for name in _WHOLE[:1] + _INDEXED[:1] + _WHOLE[1:] + _INDEXED[1:]:  # safetensors first: no pickle
+        path = directory / name
+        if not path.exists():
+            continue
+        parts = sorted(_parts(path)) if name in _INDEXED else [name]
+        files = [open_tensors(directory / part) for part in parts]
+        return {tensor: file for file in files for tensor in file.shapes}
+    raise UserError(f"no weights in {directory}\nallowed: {', '.join((*_WHOLE, *_INDEXED))}")
+
+
+def _parts(index: Path) -> set[str]:
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(isinstance(part, str) for part in where.values()):
+        raise UserError(f"{index} has no weight_map of tensor names to files\nfix: copy the file again")
+    return set(where.values())
+
+
+def _redundant(name: str, config: LlamaConfig) -> bool:
+    """Whether a tensor says nothing new: old exports hold rotary frequencies, and the head beside a tied embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _together(action: Callable[[], None]) -> None:
+    """Do something on every rank; a UserError on one is raised on all, so that none is left waiting for the others."""
+    import bmtrain as bmt
+
+    problem = ""
+    try:
+        action()
+    except UserError as error:
+        problem = str(error)
+    problems = [text for text in bmt.store.allgather_objects(problem) if text]
+    if problems:
+        raise UserError(problems[0])

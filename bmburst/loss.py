@@ -1,0 +1,85 @@
+"""The training loss of a sequence that lies on several ranks: a token mean over the whole world.
+
+Each rank sums the losses of its own tokens. BMTrain adds the ranks' gradients and divides by the number of ranks
+(`OptimManager.scale_loss` multiplies the loss by 1 / zero_size; ZeRO's reduce-scatter sums), so what it descends is
+(1 / W) sum_r L_r. With s_r the loss sum of rank r and N the valid labels of all ranks, the wanted objective is
+sum_r s_r / N, which L_r = s_r W / N gives for every split into data and sequence ranks. A mean over the rank's own
+labels would not: ranks differ in how many labels they hold, and one that holds only padding would divide by 0.
+"""
+
+from torch import Tensor
+
+from bmburst.errors import UserError
+from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops.linear_cross_entropy import DEFAULT_CHUNK, linear_cross_entropy, num_chunks
+
+__all__ = ["DEFAULT_CHUNK", "IGNORE_INDEX", "count_valid", "global_mean", "num_chunks", "require_ids", "token_loss_sum"]
+
+
+def count_valid(labels: Tensor) -> Tensor:
+    """Return how many of the labels count in the loss: a scalar int64 tensor, to be summed over the world."""
+    return (labels != IGNORE_INDEX).sum()
+
+
+def global_mean(loss_sum: Tensor, num_valid_world: int | Tensor, world_size: int) -> Tensor:
+    """Return the loss that a rank gives to `OptimManager.backward`.
+
+    Args:
+        loss_sum: Sum of this rank's token losses, a scalar, in nats.
+        num_valid_world: Valid labels of all ranks together, of all micro-batches that make up the step. Where there
+            is not a single one the result is 0, and so are the gradients.
+        world_size: Ranks that BMTrain averages over.
+
+    Returns:
+        `loss_sum * world_size / num_valid_world`. Its mean over ranks is the mean loss of a token, in nats.
+    """
+    if isinstance(num_valid_world, Tensor):
+        return loss_sum * (world_size / num_valid_world.clamp(min=1)).to(loss_sum.dtype)
+    return loss_sum * (world_size / max(num_valid_world, 1))
+
+
+def token_loss_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = DEFAULT_CHUNK, check: bool | None = None
+) -> Tensor:
+    """Return the sum of the token losses of this rank, in nats, without ever holding all logits.
+
+    Args:
+        hidden: `[batch, tokens, features]`, what the model's last norm gave.
+        weight: `[vocabulary, features]`, the head. Of a BMTrain parameter, the value read once: each read gathers.
+        labels: `[batch, tokens]` int64, already shifted; `IGNORE_INDEX` where there is no loss.
+        chunk: Tokens whose logits exist at one time. How many chunks there are depends only on the number of tokens,
+            which all ranks share.
+        check: Whether to look for labels out of range; by default where that is cheap, on a CPU.
+
+    Returns:
+        A scalar in fp32 or wider; exactly 0, with zero gradients, on a rank without a valid label.
+
+    Raises:
+        UserError: A label is neither `IGNORE_INDEX` nor a row of the head.
+    """
+    if not labels.is_cuda if check is None else check:
+        require_ids("label", labels, len(weight), ignored=IGNORE_INDEX)
+    return linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+
+
+def require_ids(kind: str, ids: Tensor, vocab_size: int, *, ignored: int | None = None) -> None:
+    """Check that ids are rows of the vocabulary. The host waits for the device.
+
+    Args:
+        kind: What the ids are, for the message.
+        ids: int64, any shape.
+        vocab_size: Ids are in [0, vocab_size).
+        ignored: An id that is allowed besides.
+
+    Raises:
+        UserError: One is not.
+    """
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if ignored is not None:
+        wrong &= ids != ignored
+    if bool(wrong.any()):
+        besides = "" if ignored is None else f" or {ignored} (no loss)"
+        raise UserError(
+            f"{kind} {int(ids[wrong][0])} is out of range\nallowed: 0 to {vocab_size - 1}{besides}\n"
+            "fix: use the tokenizer that the model was made for, or a model with a larger vocab_size"
+        )

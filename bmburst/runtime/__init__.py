@@ -1,0 +1,136 @@
+"""Who this process is, and on what it runs: `start` before anything that imports bmtrain."""
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bmburst.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+_LOG = logging.getLogger("bmburst.runtime")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runtime:
+    """One rank of the job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Rank among those of this host."""
+    device: "torch.device"
+    """Where this rank's tensors live."""
+    on_host: bool
+    """Whether the host runtime stands in for CUDA."""
+
+
+def start(*, seed: int = 0) -> Runtime:
+    """Start BMTrain: on this rank's GPU, or on the CPU by the host runtime where there is no CUDA.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers set them; without
+    them the process is a job of one rank. Seeds Python's, numpy's and torch's generators alike on every rank. The
+    second call, and a call after `bmtrain.init_distributed`, changes nothing and returns the same facts.
+
+    Args:
+        seed: Of every random number generator.
+
+    Raises:
+        UserError: The environment does not name a rank, or BMTrain is missing.
+    """
+    import torch
+
+    from bmburst.runtime import host
+
+    if not _bmtrain_has_started():
+        _complete_environment()
+        if not torch.cuda.is_available():
+            host.install()
+        _start_bmtrain(seed)
+    import bmtrain as bmt
+
+    on_host = host.is_installed()
+    local_rank = int(bmt.config["local_rank"])
+    return Runtime(
+        rank=int(bmt.config["rank"]),
+        world_size=int(bmt.config["world_size"]),
+        local_rank=local_rank,
+        device=torch.device("cpu") if on_host else torch.device("cuda", local_rank),
+        on_host=on_host,
+    )
+
+
+def _bmtrain_has_started() -> bool:
+    bmtrain = sys.modules.get("bmtrain")
+    return bmtrain is not None and bool(bmtrain.config["initialized"])
+
+
+def _start_bmtrain(seed: int) -> None:
+    import torch
+
+    from bmburst.runtime import host
+
+    try:
+        import bmtrain.init
+    except ImportError as error:
+        raise UserError(
+            f"BMTrain cannot be imported: {error}\nbuild it for this Python and CUDA: bmburst build-bmtrain"
+        ) from error
+    host.silence_storage_warnings()
+    cudnn, print_dict = torch.backends.cudnn.enabled, bmtrain.init.print_dict
+    # BMTrain prints ten lines a rank to stdout, where users, and programs, look for results.
+    bmtrain.init.print_dict = lambda title, facts: _LOG.debug("BMTrain: %s %s", title, facts)
+    try:
+        bmtrain.init.init_distributed(seed=seed)
+    finally:
+        bmtrain.init.print_dict = print_dict
+        torch.backends.cudnn.enabled = cudnn  # BMTrain switches it off for the whole process
+
+
+def _complete_environment() -> None:
+    """Set what a launcher may leave out, so that BMTrain reads a consistent environment.
+
+    Raises:
+        UserError: The variables contradict each other.
+    """
+    world = _number(os.environ, "WORLD_SIZE", default=1)
+    if world == 1:
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        if "MASTER_PORT" not in os.environ:  # BMTrain's default would clash with another job of one rank
+            os.environ["MASTER_PORT"] = str(_free_port())
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
+    if missing:
+        raise UserError(
+            f"WORLD_SIZE is {world} but {', '.join(missing)} is not set\n"
+            f"start the ranks with: bmburst launch --nproc {world} -- SCRIPT"
+        )
+    rank = _number(os.environ, "RANK", default=0)
+    here = _number(os.environ, "LOCAL_WORLD_SIZE", default=world)
+    local_rank = _number(os.environ, "LOCAL_RANK", default=rank % max(here, 1))
+    if not (0 <= rank < world and 0 <= local_rank < here <= world):
+        raise UserError(
+            f"RANK {rank} of WORLD_SIZE {world}, LOCAL_RANK {local_rank} of LOCAL_WORLD_SIZE {here}: not a rank\n"
+            "start the ranks with: bmburst launch --nproc N -- SCRIPT"
+        )
+    # BMTrain takes 1 for LOCAL_WORLD_SIZE, and then fails to cut the CPUs into shares for the ranks after the first.
+    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = str(here), str(local_rank)
+
+
+def _number(environment: Mapping[str, str], name: str, *, default: int) -> int:
+    value = environment.get(name, str(default))
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(f"{name} is '{value}', not a whole number\nunset it, or let a launcher set it") from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

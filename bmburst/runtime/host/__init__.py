@@ -1,0 +1,96 @@
+"""The host runtime: unmodified BMTrain 1.0.1 on CPUs, over gloo.
+
+BMTrain assumes CUDA and NCCL. `install` puts a stand-in in the place of its compiled extension (`extension`,
+`nccl`, `kernels`) and answers the torch.cuda calls that its Python makes (`patches`, `streams`). It takes effect in
+this process only, and must come before `import bmtrain`.
+
+Environment: BMBURST_TIMEOUT is the time in seconds after which an exchange that no other rank answers is an error
+(default 1800). GLOO_SOCKET_IFNAME names the network interfaces between hosts.
+"""
+
+import atexit
+import importlib.util
+import os
+import platform
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+from bmburst.errors import UserError
+
+if TYPE_CHECKING:
+    from bmburst.runtime.host.nccl import Nccl
+
+_FLUSH = 10.0  # seconds at exit for messages that are still leaving
+
+
+def install() -> None:
+    """Let `import bmtrain` work on CPUs from now on in this process. Doing it again does nothing.
+
+    Raises:
+        UserError: CUDA is usable here, BMTrain is not installed, or it is imported already with its own extension.
+    """
+    if is_installed():
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        raise UserError(
+            "the host runtime is for machines without CUDA, and CUDA is usable here\n"
+            "to run on CPUs all the same, set CUDA_VISIBLE_DEVICES= (empty) before Python starts"
+        )
+    if "bmtrain" in sys.modules:
+        raise UserError(
+            "bmtrain is imported already, with its own CUDA extension\n"
+            "call bmburst.runtime.start() or bmburst.runtime.host.install() before the first `import bmtrain`"
+        )
+    if importlib.util.find_spec("bmtrain") is None:
+        raise UserError(
+            f"BMTrain is not installed for {sys.executable}\nCPUs need its Python part only:\n{install_command()}"
+        )
+
+    from bmburst.runtime.host import extension, patches
+    from bmburst.runtime.host.nccl import Nccl
+    from bmburst.runtime.host.rendezvous import Rendezvous
+    from bmburst.runtime.host.streams import Streams
+
+    streams = Streams()
+    nccl = Nccl(streams, Rendezvous())
+    patches.apply(streams)
+    silence_storage_warnings()
+    sys.modules[extension.NAME] = extension.build(nccl)
+    atexit.register(_close, nccl, os.getpid())
+    if os.environ.get("RANK", "0") == "0":
+        print("bmburst: no CUDA here, running BMTrain on CPUs (host runtime)", file=sys.stderr)  # noqa: T201
+
+
+def is_installed() -> bool:
+    """Whether this process has the host runtime."""
+    return hasattr(sys.modules.get("bmtrain.C"), "__bmburst_host_runtime__")
+
+
+def install_command() -> str:
+    """Return the command that installs BMTrain for the host runtime under this Python.
+
+    BMTrain has wheels for Linux on x86-64 and Python up to 3.11. The host runtime replaces all that is compiled in
+    them, so elsewhere the wheel of 3.11 serves.
+    """
+    start = f"{sys.executable} -m pip install --no-deps"
+    if sys.platform == "linux" and platform.machine() == "x86_64" and sys.version_info < (3, 12):
+        return f"{start} bmtrain==1.0.1"
+    tags = "--only-binary=:all: --python-version 3.11 --implementation cp --platform manylinux2014_x86_64"
+    target = f'--target "$({sys.executable} -c \'import sysconfig; print(sysconfig.get_path("purelib"))\')"'
+    return f"{start} {tags} {target} bmtrain==1.0.1"
+
+
+def silence_storage_warnings() -> None:
+    """Hide torch's deprecation warnings of what BMTrain 1.0.1 uses: a user can do nothing about them."""
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
+    warnings.filterwarnings("ignore", message=r"The torch\.cuda\.\*DtypeTensor constructors", category=UserWarning)
+
+
+def _close(nccl: "Nccl", process: int) -> None:
+    if os.getpid() != process:
+        return  # a forked child: the connections are its parent's
+    dying = hasattr(sys, "last_value")  # an exception ends this process: nobody may be left to receive
+    nccl.close(0.0 if dying else _FLUSH)

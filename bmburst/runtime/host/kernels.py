@@ -1,0 +1,154 @@
+"""BMTrain's CUDA and CPU kernels in torch operations.
+
+Formulas are those of BMTrain 1.0.1's csrc (adam_cuda.cu, adam_cpu.hpp, cross_entropy.cu, has_inf_nan.cu), in fp32
+inside. One result differs on purpose: BMTrain's CPU code truncates fp32 to bf16, which shrinks weights by 0.28 % on
+average; here it is rounded to nearest, as BMTrain's CUDA code does.
+
+Pointers are addresses of contiguous memory; `stream` is not used, since operations run at once.
+"""
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bmburst.runtime.host.memory import view
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+_LOWEST_MAXIMUM = -1e6  # cross_entropy.cu: a row of -inf has this maximum
+_NOT_ZERO = 1e-10  # cross_entropy.cu: added to a sum of exponentials before dividing by it
+_BLOCK = 1 << 22  # elements of a logits block that is held in fp32 at a time
+
+
+def cast(count: int, source: int, target: int, dtype: torch.dtype) -> None:
+    """Round `count` fp32 numbers at `source` to the nearest of `dtype` at `target`."""
+    view(target, count, dtype).copy_(view(source, count, F32))
+
+
+def has_nan_inf(count: int, numbers: int, out: int, dtype: torch.dtype) -> None:
+    """Set the byte at `out` to 1 if any number is not finite; leave it otherwise."""
+    if count > 0 and not torch.isfinite(view(numbers, count, dtype)).all():
+        view(out, 1, torch.uint8).fill_(1)
+
+
+def adam(
+    count: int,
+    param: int,
+    param_low: int,
+    grad: int,
+    first: int,
+    second: int,
+    betas: tuple[float, float],
+    eps: float,
+    lr: float,
+    scale: float,
+    weight_decay: float,
+    corrections: tuple[float, float],
+    *,
+    dtype: torch.dtype,
+    scaled_moments: bool = False,
+    delta_info: int = 0,
+) -> None:
+    """One Adam step with decoupled weight decay, in place.
+
+    Args:
+        count: Elements of each tensor.
+        param: fp32 master parameters.
+        param_low: Their copy in `dtype`, written.
+        grad: Gradients times `scale`, in `dtype`.
+        first: First moment, fp32; with `scaled_moments` fp16 and times `scale`.
+        second: Second moment, fp32; with `scaled_moments` times `scale`.
+        betas: Decay of the moments.
+        eps: Added to the square root of the second moment.
+        lr: Learning rate.
+        scale: The loss scale.
+        weight_decay: Per unit of `lr`.
+        corrections: `1 - beta ** step` for both moments.
+        dtype: fp16 or bf16.
+        scaled_moments: As BMTrain's fp16 CUDA kernel keeps them.
+        delta_info: Address of four fp32 numbers, or 0: mean, variance, sum and sum of squares of the updates over `lr`.
+    """
+    if count <= 0:
+        return
+    beta1, beta2 = (_as_float(beta) for beta in betas)
+    keep1, keep2 = (_as_float(1 - beta) for beta in (beta1, beta2))  # 1 - beta in C is a float difference of floats
+    p, m, v = view(param, count, F32), view(first, count, F16 if scaled_moments else F32), view(second, count, F32)
+    g = view(grad, count, dtype).float()
+    held = scale if scaled_moments else 1.0  # the factor that both moments carry
+    if not scaled_moments:
+        g /= scale
+    m32 = (m.float() if scaled_moments else m).mul_(beta1).add_(g, alpha=keep1)
+    v.mul_(beta2).addcmul_(g, g, value=keep2 / held)
+    denominator = (v * (held / corrections[1])).sqrt_().add_(eps * held)
+    update = (m32 / corrections[0]).div_(denominator).add_(p, alpha=weight_decay)
+    p.sub_(update, alpha=lr)
+    view(param_low, count, dtype).copy_(p)
+    if scaled_moments:
+        m.copy_(m32)
+    if delta_info:
+        total, squares = float(update.sum(dtype=torch.float64)), float(update.double().square_().sum())
+        mean = total / count
+        view(delta_info, 4, F32).copy_(torch.tensor([mean, squares / count - mean * mean, total, squares]))
+
+
+def cross_entropy_forward(
+    rows: int, columns: int, logits: int, target: int, softmax: int, out: int, ignore: int, dtype: torch.dtype
+) -> None:
+    """Write the softmax of each row, in `dtype`, and its loss, in fp32; the loss of an ignored row is 0.
+
+    Raises:
+        IndexError: A target is neither a column nor `ignore`. (On a GPU it reads foreign memory.)
+    """
+    targets = view(target, rows, torch.int32).long()
+    valid = targets != ignore
+    wrong = targets[valid & ((targets < 0) | (targets >= columns))]
+    if wrong.numel():
+        raise IndexError(f"target {int(wrong[0])} is out of range: {columns} classes, ignore_index {ignore}")
+    losses = view(out, rows, F32)
+    for at, (x, probability) in _blocks(rows, columns, dtype, logits, softmax):
+        x32 = x.float()
+        largest = x32.amax(1, keepdim=True).clamp_(min=_LOWEST_MAXIMUM)
+        exponentials = (x32 - largest).exp_()
+        total = exponentials.sum(1, keepdim=True).add_(_NOT_ZERO)
+        probability.copy_(exponentials.div_(total))
+        picked = x32.gather(1, targets[at].clamp(0, columns - 1)[:, None])
+        losses[at] = torch.where(valid[at], (largest + total.log() - picked)[:, 0], 0.0)
+
+
+def cross_entropy_backward(rows: int, columns: int, grad: int, target: int, softmax: int, dtype: torch.dtype) -> None:
+    """Turn each row of softmax into the gradient of its logits, in place."""
+    targets, grads = view(target, rows, torch.int32).long(), view(grad, rows, F32)
+    for at, (probability,) in _blocks(rows, columns, dtype, softmax):
+        gradient = probability.float()
+        here = (targets[at] >= 0) & (targets[at] < columns)
+        picked = torch.arange(len(here))[here], targets[at][here]
+        gradient[picked] -= 1
+        probability.copy_(gradient.mul_(grads[at][:, None]))
+
+
+def sum_exp(rows: int, columns: int, logits: int, largest: int, out: int, dtype: torch.dtype) -> None:
+    """Write the sum of `exp(logit - largest)` of each row, in fp32."""
+    maxima, sums = view(largest, rows, F32), view(out, rows, F32)
+    for at, (x,) in _blocks(rows, columns, dtype, logits):
+        sums[at] = (x.float() - maxima[at][:, None]).exp_().sum(1)
+
+
+def softmax(rows: int, columns: int, logits: int, largest: int, total: int, dtype: torch.dtype) -> None:
+    """Turn each row into `exp(logit - largest) / total`, in place."""
+    maxima, totals = view(largest, rows, F32), view(total, rows, F32)
+    for at, (x,) in _blocks(rows, columns, dtype, logits):
+        x.copy_((x.float() - maxima[at][:, None]).exp_().div_(totals[at][:, None]))
+
+
+def _blocks(rows: int, columns: int, dtype: torch.dtype, *addresses: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yield row ranges and those rows of each `[rows, columns]` matrix, few enough at a time to hold in fp32."""
+    matrices = [view(address, rows * columns, dtype).view(rows, columns) for address in addresses]
+    step = max(1, _BLOCK // max(1, columns))
+    for start in range(0, rows, step):
+        at = slice(start, min(start + step, rows))
+        yield at, [matrix[at] for matrix in matrices]
+
+
+def _as_float(value: float) -> float:
+    return ctypes.c_float(value).value

@@ -1,0 +1,118 @@
+"""What to start, and where: checked before any process is."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+
+from bmburst.errors import UserError
+
+DEFAULT_HANG_TIMEOUT = 1800.0  # seconds; a step of a million tokens and a checkpoint of a large model take minutes
+DEFAULT_PORT = 29500  # what torchrun and most clusters' scripts use
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSpec:
+    """How many ranks on which nodes, and how they are watched.
+
+    Args:
+        nproc: Ranks on this node, at least 1.
+        nnodes: Nodes of the run. Each starts its own launcher with the same `nproc`.
+        node_rank: This node's number, in [0, nnodes).
+        master_addr: Host name or address of node 0; needed with several nodes.
+        master_port: TCP port on node 0. 0: with one node a free one, with several 29500.
+        hang_timeout: Seconds a rank may go without a `watchdog.beat` before the run is ended; 0: for ever.
+        host_runtime: Without CUDA, let the ranks import bmtrain on the host runtime.
+        job: Names the run among others that share node 0's port, for example a SLURM job id.
+
+    Raises:
+        UserError: A value is outside its range, or several nodes lack the address of node 0.
+    """
+
+    nproc: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+    hang_timeout: float = DEFAULT_HANG_TIMEOUT
+    host_runtime: bool = True
+    job: str = "bmburst"
+
+    def __post_init__(self) -> None:
+        _at_least("--nproc", self.nproc, 1)
+        _at_least("--nnodes", self.nnodes, 1)
+        if not 0 <= self.node_rank < self.nnodes:
+            raise UserError(
+                f"--node-rank {self.node_rank} is no node of --nnodes {self.nnodes}\n"
+                f"allowed: 0 to {self.nnodes - 1}, each on one node"
+            )
+        if not 0 <= self.master_port <= 65535:
+            raise UserError(f"--master-port {self.master_port} is no TCP port\nallowed: 1 to 65535, or 0 for any")
+        if not 0 <= self.hang_timeout < 1e9:
+            raise UserError(f"--hang-timeout {self.hang_timeout:g}\nallowed: seconds above 0, or 0 for no limit")
+        if self.nnodes > 1 and not self.master_addr:
+            raise UserError(
+                f"--nnodes {self.nnodes} needs the address of node 0\n"
+                "give every node the same --master-addr HOST and --master-port PORT"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole run."""
+        return self.nproc * self.nnodes
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Host and port of node 0's store; port 0 lets the system choose a free one."""
+        if self.nnodes == 1:
+            return self.master_addr or "127.0.0.1", self.master_port
+        return self.master_addr, self.master_port or DEFAULT_PORT
+
+
+def require_devices(nproc: int, devices: int) -> None:
+    """Refuse more ranks than GPUs: BMTrain gives every rank its own, and NCCL refuses two ranks on one.
+
+    Args:
+        nproc: Ranks on this node.
+        devices: CUDA devices this process can see; 0 without CUDA, where any number of ranks runs.
+    """
+    if 0 < devices < nproc:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+        raise UserError(
+            f"--nproc {nproc} is more than the {devices} GPU(s) of this node{seen}\n"
+            f"allowed: 1 to {devices}; or CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+        )
+
+
+def require_command(command: Sequence[str]) -> None:
+    """Refuse a command that is no Python script and no module, before any rank starts.
+
+    Args:
+        command: `[SCRIPT, ARGS...]` or `["-m", MODULE, ARGS...]`.
+    """
+    if not command:
+        raise UserError("no script was given\nuse: bmburst launch --nproc 2 -- SCRIPT ARGS, or ... -- -m MODULE ARGS")
+    if command[0] == "-m":
+        if len(command) < 2:
+            raise UserError("-m needs the name of a module\nuse: bmburst launch --nproc 2 -- -m MODULE ARGS")
+        top = command[1].partition(".")[0]
+        if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+            raise UserError(
+                f"no module named '{command[1]}'\n"
+                f"looked in {os.getcwd()} and the packages of {sys.executable}; install it or change to its folder"
+            )
+        return
+    script = command[0]
+    if script.startswith("-"):
+        raise UserError(f"'{script}' is no script\nuse: bmburst launch --nproc 2 -- SCRIPT ARGS, or ... -- -m MODULE")
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise UserError(f"'{script}' is a folder without __main__.py\ngive the path of a Python script")
+    if not os.path.exists(script):
+        raise UserError(f"no such script: '{script}'\nlooked in {os.getcwd()}; give its path, or -m for a module")
+
+
+def _at_least(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(f"{option} {value}\nallowed: {least} and more")

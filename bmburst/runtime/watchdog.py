@@ -1,0 +1,90 @@
+"""Ends a rank that makes no progress, with the place where it stands.
+
+BMTrain's collectives have no time-out, and a blocked one holds Python's global lock, so that no Python thread could
+notice. faulthandler's timer is a C thread that needs no lock: it writes every thread's stack to a file and ends the
+process. `beat` starts it anew; the timer itself is the only state there is, and the environment says where it writes.
+"""
+
+import faulthandler
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+_VARIABLE = "BMBURST_WATCHDOG"  # "PID FD SECONDS" of the process that armed it
+_OPTIMIZERS = "torch.optim.optimizer"
+
+
+def arm(seconds: float, folder: Path, local_rank: int) -> None:
+    """Start the timer of this process, and have its stack written down if something else ends it.
+
+    Args:
+        seconds: How long this process may go without a `beat`; 0: for ever.
+        folder: Where `hang.LOCAL_RANK` is written when the time is over, and `stood.LOCAL_RANK` when this process
+            crashes or is told to end, so that a rank that only waited for a stuck one can be told from it.
+        local_rank: Names the files.
+    """
+    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+    stood = os.open(folder / f"stood.{local_rank}", flags, 0o600)
+    faulthandler.enable(file=stood)
+    faulthandler.register(signal.SIGTERM, file=stood, chain=True)
+    if seconds > 0:
+        hang = os.open(folder / f"hang.{local_rank}", flags, 0o600)
+        os.environ[_VARIABLE] = f"{os.getpid()} {hang} {seconds}"
+        beat()
+
+
+def beat() -> None:
+    """Say that this process has made progress. Costs about 50 us; does nothing where no launcher armed the timer."""
+    pid, _, rest = os.environ.get(_VARIABLE, "").partition(" ")
+    if pid != str(os.getpid()):  # not armed, or armed in the process that started this one
+        return
+    fd, _, seconds = rest.partition(" ")
+    faulthandler.dump_traceback_later(float(seconds), exit=True, file=int(fd))
+
+
+def beat_with_optimizers() -> None:
+    """Make every step of every torch optimizer a `beat`; BMTrain's optimizers are torch's in this respect.
+
+    torch is not imported for it: a script that never does has no optimizer.
+    """
+    if _OPTIMIZERS in sys.modules:
+        _hook(sys.modules[_OPTIMIZERS])
+    else:
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def _hook(optimizers: ModuleType) -> None:
+    optimizers.register_optimizer_step_post_hook(lambda *_: beat())
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds nothing itself; waits for torch's optimizers to be imported and then hooks them."""
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _OPTIMIZERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _HookingLoader(spec.loader)
+        return spec
+
+
+class _HookingLoader(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _hook(module)

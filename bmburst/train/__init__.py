@@ -1,0 +1,1 @@
+"""Training: configuration, trainer, metrics, checkpoints. Modules are imported one by one, for some need no torch."""

@@ -1,0 +1,217 @@
+"""Everything that decides a training run, as a tree of frozen dataclasses. Imports neither torch nor ranks."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.presets import PRESETS
+from bmburst.blocks.presets import preset as model_preset
+from bmburst.config import check_fields, field
+from bmburst.errors import UserError
+
+STANDARD_LIBRARY = "stdlib"
+# The 256 bytes, and the ids that end a document, start a text and pad.
+BYTE_IDS = 259
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which text is trained on."""
+
+    source: str = field(
+        "Text file, JSONL file, directory of them, a token file of `bmburst data`, or 'stdlib', which is the source "
+        "files of this Python's standard library.",
+        default=STANDARD_LIBRARY,
+    )
+    tokenizer: str | None = field(
+        "'bytes', a tokenizer.json, a directory with one, or the name of a Hugging Face tokenizer.",
+        default=None,
+        default_text="bytes; of a token file its own",
+    )
+    text_field: str = field("Key of the text in a line of JSONL.", default="text")
+    held_out_fraction: float = field(
+        "Part of the text kept out of training.", default=0.05, unit="of tokens", above=0, below=1
+    )
+    cache: Path | None = field(  # noqa: RUF009
+        "Folder for token files.", default=None, default_text="tokens, beside the run folder"
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = field("Highest learning rate.", default=2e-3, above=0)
+    beta1: float = field("Decay of the mean of gradients.", default=0.9, unit="per step", minimum=0, below=1)
+    beta2: float = field("Decay of the mean of their squares.", default=0.95, unit="per step", minimum=0, below=1)
+    eps: float = field("Added to the root of the mean square.", default=1e-8, above=0)
+    weight_decay: float = field("Weight decay, on matrices only.", default=0.1, unit="per step and lr", minimum=0)
+    clip_norm: float | None = field("Largest norm of the gradient; none does not clip.", default=1.0, above=0)
+    offload: bool = field("Keep optimizer states and step in the CPU's memory.", default=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate over the run; `bmburst.train.lr.learning_rate` has the formulas."""
+
+    kind: Literal["cosine", "wsd", "constant"] = field("Shape after the warm-up.", default="cosine")
+    warmup_steps: int = field("Linear rise from near 0.", default=10, unit="steps", minimum=0)
+    decay_fraction: float = field(
+        "wsd: part of all steps that decay at the end.", default=0.2, minimum=0, maximum=1, unit="of steps"
+    )
+    final_lr_fraction: float = field(
+        "Learning rate at the end.", default=0.1, minimum=0, maximum=1, unit="of optimizer.lr"
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks share the work."""
+
+    data_parallel: int = field("Groups of ranks that train on different sequences.", default=1, unit="ranks", minimum=1)
+    sequence_parallel: int | None = field(
+        "Ranks that share one sequence.", default=None, default_text="ranks / data_parallel", unit="ranks", minimum=1
+    )
+    layout: Literal["contiguous", "zigzag", "striped"] = field("Which rank holds which tokens.", default="zigzag")
+    strategy: Literal["auto", "kv", "burst"] = field("Which blocks move in attention's backward.", default="auto")
+    kernel: Literal["auto", "reference", "cpu", "torch"] = field("What computes a tile of attention.", default="auto")
+    transport: Literal["auto", "gloo", "nccl"] = field("How attention's blocks move.", default="auto")
+    zero_level: Literal[2, 3] = field("3 shards weights, gradients and optimizer; 2 keeps weights whole.", default=3)
+    deterministic: bool = field("Bit-equal results from run to run, where that costs speed.", default=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run. The defaults are the main job: llama-tiny on the standard library's sources."""
+
+    preset: str | None = field(f"Named shape that model.* starts from: {', '.join(PRESETS)}.", default="llama-tiny")
+    sequence_length: int = field("Tokens of a sequence, over all its ranks.", default=4096, unit="tokens", minimum=1)
+    steps: int = field("Optimizer steps in all, also on resume.", default=120, unit="steps", minimum=1)
+    batch_size: int = field("Sequences a step, over all data ranks.", default=1, unit="sequences", minimum=1)
+    micro_batch_size: int = field(
+        "Sequences a rank computes at once; the rest accumulates.", default=1, unit="sequences", minimum=1
+    )
+    dtype: Literal["float32", "bfloat16"] = field("Type of weights and activations.", default="float32")
+    recompute: Literal["none", "block", "block-keep-attention"] = field(
+        "What backward computes again instead of keeping it.", default="block-keep-attention"
+    )
+    loss_chunk_tokens: int = field(
+        "Tokens whose logits exist at once, on a rank.", default=1024, unit="tokens", minimum=1
+    )
+    seed: int = field("Seed of weights and of the order of the data.", default=0, minimum=0, maximum=2**32 - 1)
+    output: Path | None = field("Run folder.", default=None, default_text="runs/<date-time>-<preset>")  # noqa: RUF009
+    checkpoint_every: int = field("Interval of checkpoints; 0: only at the end.", default=50, unit="steps", minimum=0)
+    keep_checkpoints: int = field("Newest ones that are kept.", default=2, unit="checkpoints", minimum=1)
+    eval_every: int = field("Interval of evaluations; 0: only at the end.", default=30, unit="steps", minimum=0)
+    eval_sequences: int = field(
+        "Held-out sequences an evaluation reads at most.", default=8, unit="sequences", minimum=1
+    )
+    resume: bool = field("Continue the newest complete checkpoint of the run folder.", default=False)
+    init_from: Path | None = field(  # noqa: RUF009
+        "Directory of a Hugging Face LLaMA whose weights and shape training starts from.", default=None
+    )
+    sample_tokens: int = field(
+        "Length of the sample generated at the end; 0: none.", default=256, unit="tokens", minimum=0
+    )
+    hang_timeout: float = field(
+        "A step that takes longer ends the run, since BMTrain would wait for ever; 0: no limit.",
+        default=1800.0,
+        unit="seconds",
+        minimum=0,
+        below=1e9,
+    )
+    nproc: int | None = field(
+        "Ranks to start on this machine.",
+        default=None,
+        default_text="sequence * data parallel where both are given, else all GPUs, else 2",
+        unit="processes",
+        minimum=1,
+    )
+    # DEVIATION from keeping what was given: None is replaced at once by the preset's shape.
+    model: LlamaConfig = field("Shape of the model.", default=None)  # noqa: RUF009
+    data: DataConfig = field("The text.", factory=DataConfig)  # noqa: RUF009
+    optimizer: OptimizerConfig = field("AdamW.", factory=OptimizerConfig)  # noqa: RUF009
+    schedule: ScheduleConfig = field("Learning rate.", factory=ScheduleConfig)  # noqa: RUF009
+    parallel: ParallelConfig = field("Ranks.", factory=ParallelConfig)  # noqa: RUF009
+
+    def __post_init__(self) -> None:
+        if self.preset is not None:
+            model_preset(self.preset)
+        if self.model is None:
+            if self.preset is None:
+                raise UserError("neither a preset nor a model is given\nfix: add a preset, for example llama-tiny")
+            if self.init_from is not None:
+                raise UserError(
+                    f"init_from {self.init_from} comes without its model's shape\n"
+                    "fix: model=LlamaConfig.from_hugging_face(...), or bmburst.train.resolve.resolve"
+                )
+            object.__setattr__(self, "model", model_preset(self.preset))
+        check_fields(self)
+        if self.sequence_length > self.model.max_position_embeddings:
+            raise UserError(
+                f"sequence_length {self.sequence_length} is beyond the model's max_position_embeddings "
+                f"{self.model.max_position_embeddings}\nfix: --model.max_position_embeddings {self.sequence_length}, "
+                "with --model.rope_scaling.* for weights trained on shorter ones"
+            )
+        if self.data.tokenizer == "bytes" and self.model.vocab_size < BYTE_IDS:
+            raise UserError(
+                f"model.vocab_size {self.model.vocab_size} is too small for the tokenizer 'bytes'\n"
+                f"allowed: at least {BYTE_IDS}"
+            )
+
+    def mesh_shape(self, world_size: int) -> tuple[int, int]:
+        """Return (data ranks, sequence ranks) of a run on `world_size` ranks.
+
+        Raises:
+            UserError: They do not make up the ranks.
+        """
+        data, sequence = self.parallel.data_parallel, self.parallel.sequence_parallel
+        if sequence is not None and data * sequence != world_size:
+            raise UserError(
+                f"data_parallel {data} x sequence_parallel {sequence} is {data * sequence} ranks, but there are "
+                f"{world_size}\nfix: --nproc {data * sequence}, or leave --sequence-parallel out"
+            )
+        if world_size < 1 or world_size % data:
+            divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+            raise UserError(
+                f"data_parallel {data} does not divide {world_size} ranks\nallowed: {', '.join(divisors)}\n"
+                f"fix: --nproc {data * max(1, world_size // data)}, or another --data-parallel"
+            )
+        return data, world_size // data
+
+    def validate(self, world_size: int) -> None:
+        """Check what only the number of ranks decides. Values alone were checked when the configuration was built.
+
+        Raises:
+            UserError: The ranks do not match the mesh, the batch does not divide, or a rank would have no token.
+        """
+        data, sequence = self.mesh_shape(world_size)
+        if self.batch_size % (data * self.micro_batch_size):
+            group = data * self.micro_batch_size
+            raise UserError(
+                f"batch_size {self.batch_size} does not divide by data_parallel {data} x micro_batch_size "
+                f"{self.micro_batch_size}\nallowed: multiples of {group}\n"
+                f"fix: --batch-size {group * -(-self.batch_size // group)}"
+            )
+        if self.sequence_length < sequence:
+            raise UserError(
+                f"sequence_length {self.sequence_length} leaves some of {sequence} sequence ranks without a token\n"
+                f"allowed: at least {sequence}\nfix: a longer --sequence-length or a smaller --sequence-parallel"
+            )
+
+    def replace(self, **changes: object) -> "TrainConfig":
+        """Return a copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

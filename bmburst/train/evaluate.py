@@ -1,0 +1,121 @@
+"""Loss, bits per byte and perplexity of held-out text."""
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from bmburst.data import EvaluationBatch, PackedSequences, evaluation_batches, open_corpus
+from bmburst.errors import UserError
+from bmburst.mesh import Mesh
+from bmburst.runtime import start
+from bmburst.runtime.watchdog import beat
+from bmburst.sequence import SequenceShard
+from bmburst.train.checkpoint import STATE_FILE, newest_complete, read_progress
+from bmburst.train.config import STANDARD_LIBRARY
+from bmburst.train.eval_config import EvalConfig
+
+if TYPE_CHECKING:
+    from bmburst.blocks.model import Llama
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """What a model gives on a text.
+
+    Attributes:
+        loss: Mean over the labels, in nats per token.
+        bits_per_byte: The same in bits per byte of the text in UTF-8.
+        perplexity: exp(loss).
+        tokens: Labels it was measured on.
+    """
+
+    loss: float
+    bits_per_byte: float
+    perplexity: float
+    tokens: int
+
+
+def measure(
+    model: "Llama", mesh: Mesh, cut: SequenceShard, batches: Iterable[EvaluationBatch], device: torch.device
+) -> Measurement:
+    """Return what the model gives on batches; every rank calls it with its own part of the same ones."""
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    tokens = text_bytes = 0
+    with torch.no_grad():
+        for batch in batches:
+            inputs, labels = (torch.from_numpy(ids).to(device) for ids in (batch.inputs, batch.labels))
+            part = cut.batch(inputs, labels)
+            nats += model.loss(part.tokens, part.positions, part.labels, cut.length)
+            tokens, text_bytes = tokens + batch.label_count, text_bytes + batch.text_bytes
+            beat()
+    total = mesh.sum(nats.item())
+    loss = total / max(tokens, 1)
+    return Measurement(
+        loss=loss,
+        bits_per_byte=total / math.log(2) / max(text_bytes, 1),
+        perplexity=math.exp(min(loss, 700.0)),  # beyond that it is no float any more
+        tokens=tokens,
+    )
+
+
+def run(config: EvalConfig) -> Measurement:
+    """Evaluate a checkpoint as `bmburst eval` does: every rank calls it, and all share every sequence.
+
+    Raises:
+        UserError: The checkpoint or the text cannot be read, or they do not go together.
+    """
+    runtime = start()
+    from bmburst import hugging_face
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.model import Llama
+
+    mesh = Mesh.over_bmtrain(data=1)
+    directory, tokenizer = find_model(config)
+    shape = hugging_face.read_config(directory)
+    source = None if config.data == STANDARD_LIBRARY else config.data
+    corpus = open_corpus(source, tokenizer, user_cache(), text_field=config.text_field)
+    corpus.require_vocab(shape.vocab_size)
+    model = Llama(
+        shape,
+        attention=partial(BurstAttention, group=mesh.sequence, layout=config.layout),
+        dtype=getattr(torch, config.dtype),
+        seed=None,
+        loss_chunk=config.loss_chunk_tokens,
+    )
+    hugging_face.load(model, directory)
+    model.eval()
+    cut = SequenceShard.cut(
+        config.sequence_length, layout=config.layout, size=mesh.shape.sequence, rank=mesh.sequence_rank
+    )
+    sequences = PackedSequences(corpus, split="all", sequence_length=config.sequence_length)
+    batches = evaluation_batches(sequences, limit=config.max_sequences)
+    return measure(model, mesh, cut, batches, runtime.device)
+
+
+def find_model(config: EvalConfig) -> tuple[Path, str | None]:
+    """Return the directory with the weights, and the tokenizer to read text with; None leaves it to the text.
+
+    Raises:
+        UserError: The run folder has no complete checkpoint.
+    """
+    given = config.checkpoint
+    directory = given if (given / STATE_FILE).exists() else newest_complete(given) or given
+    if (directory / STATE_FILE).exists():
+        return directory, config.tokenizer or read_progress(directory).tokenizer
+    if not (directory / "config.json").exists() or (directory / "metrics.jsonl").exists():
+        raise UserError(
+            f"{directory} holds no complete checkpoint and no weights\n"
+            "fix: give a run folder with checkpoints, one of its checkpoints, or a Hugging Face LLaMA"
+        )
+    return directory, config.tokenizer
+
+
+def user_cache() -> Path:
+    """Return the folder where this user's tokenized texts are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bmburst"

@@ -1,0 +1,170 @@
+"""What a run reports: metrics.jsonl and evals.jsonl, flushed line by line, and TensorBoard events. Rank 0 only."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from bmburst.errors import UserError
+
+METRICS_FILE, EVALS_FILE, EVENTS_FOLDER = "metrics.jsonl", "evals.jsonl", "tensorboard"
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step, as metrics.jsonl has it.
+
+    Attributes:
+        step: Number of the step, from 1.
+        loss: Mean over the step's tokens, in nats per token.
+        bits_per_byte: The same in bits per byte of text.
+        lr: Learning rate of the step.
+        grad_norm: Norm of the gradient before clipping.
+        tokens_per_second: Trained tokens of all ranks per second of this step.
+        seconds: Time that the step took, in seconds.
+        memory_gib: Peak memory of rank 0 so far: of the GPU, on a CPU of the process. In GiB.
+    """
+
+    step: int
+    loss: float
+    bits_per_byte: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    seconds: float
+    memory_gib: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalMetrics:
+    """One evaluation on held-out text, as evals.jsonl has it.
+
+    Attributes:
+        step: Steps trained before it.
+        loss: Mean over the tokens, in nats per token.
+        bits_per_byte: The same in bits per byte of text.
+        perplexity: exp(loss).
+        tokens: Tokens it was measured on.
+    """
+
+    step: int
+    loss: float
+    bits_per_byte: float
+    perplexity: float
+    tokens: int
+
+
+class MetricsWriter:
+    """Writes a run's metrics into its folder.
+
+    A resumed run drops what was written after the checkpoint it continues from, and a line that was torn when the run
+    was killed, so that the files read as if it had never stopped.
+
+    Args:
+        folder: Run folder; made where it is missing.
+        first_step: First step that will be written; 1 for a fresh run.
+    """
+
+    def __init__(self, folder: Path, first_step: int = 1) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = _open_lines(folder / METRICS_FILE, first_step)
+        self._evals = _open_lines(folder / EVALS_FILE, first_step)
+        self._events = _open_events(folder / EVENTS_FOLDER, first_step)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Add a step."""
+        values = dataclasses.asdict(metrics)
+        _write_line(self._metrics, values)
+        self._add_scalars("train", values)
+
+    def write_eval(self, metrics: EvalMetrics) -> None:
+        """Add an evaluation."""
+        values = dataclasses.asdict(metrics)
+        _write_line(self._evals, values)
+        self._add_scalars("held_out", values)
+
+    def close(self) -> None:
+        """Close the files; a second time does nothing."""
+        self._metrics.close()
+        self._evals.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _add_scalars(self, group: str, values: Mapping[str, float]) -> None:
+        if self._events is not None:
+            for name, value in values.items():
+                if name != "step":
+                    self._events.add_scalar(f"{group}/{name}", value, int(values["step"]))
+            self._events.flush()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a metrics file, a missing file being empty; a torn last line is left out.
+
+    Raises:
+        UserError: A line before the last is not an object with a step: something else wrote the file.
+    """
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    # What follows the last line end was never finished, even where it happens to parse.
+    found = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            values = json.loads(line)
+            found.append({**values, "step": int(values["step"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path}, line {number}: not a line of metrics\nfix: move the file away") from error
+    return found
+
+
+def memory_gib() -> float:
+    """Return the peak memory of this rank in GiB: of its GPU, or of the process (resident set) without CUDA."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / _GIB
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Kilobytes on Linux, bytes on macOS.
+    return peak / _GIB if sys.platform == "darwin" else peak * 1024 / _GIB
+
+
+def _open_lines(path: Path, first_step: int) -> TextIO:
+    """Open a metrics file for adding lines, without those of `first_step` and later."""
+    if path.exists():
+        kept = [values for values in read_lines(path) if values["step"] < first_step]
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text("".join(json.dumps(values) + "\n" for values in kept), encoding="utf-8")
+        temporary.replace(path)
+    return path.open("a", encoding="utf-8")
+
+
+def _write_line(file: TextIO, values: Mapping[str, float]) -> None:
+    # NaN is no JSON; a run that diverged must still leave a file that every reader takes.
+    finite = {key: value if value == value and abs(value) != float("inf") else None for key, value in values.items()}
+    file.write(json.dumps(finite, allow_nan=False) + "\n")
+    file.flush()
+
+
+def _open_events(folder: Path, first_step: int) -> Any:
+    """Return a TensorBoard writer, or None, said once, where the package is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        print("TensorBoard events are left out: the package tensorboard is not installed", file=sys.stderr)  # noqa: T201
+        return None
+    # TensorBoard drops points of earlier events from this step on.
+    return SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)

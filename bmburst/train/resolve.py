@@ -1,0 +1,174 @@
+"""From a preset, a configuration file and the command line to one TrainConfig. Reads files, starts nothing."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.presets import preset
+from bmburst.config import build, leaves, overlay, read_config_file, read_layer, to_dict, write_json
+from bmburst.errors import UserError
+from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
+
+CONFIG_FILE = "config.json"
+# They say where a run lies and how it was called, not what it computes: a run's config.json serves another run.
+_OF_ONE_CALL = ("output", "resume")
+# What the data's order, the weights' shapes or their meaning hang on.
+_FIXED_ON_RESUME = ("model", "data", "sequence_length", "seed")
+_SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+
+
+def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Return the configuration that files and options make together; later ones win, options over files.
+
+    Where the model is not given in full, it starts from the directory `init_from`, else from `preset`.
+
+    Args:
+        files: JSON or YAML files.
+        options: Dotted name to value or to text, as on the command line.
+
+    Raises:
+        UserError: A file, key or value is wrong, or values do not go together.
+    """
+    below = overlay(*(read_layer(TrainConfig, read_config_file(path), str(path)) for path in files))
+    above = read_layer(TrainConfig, options or {}, "")
+    given = overlay(below, above)
+    if "preset" in above and _names_whole_model(below) and preset(above["preset"]) != build(TrainConfig, below).model:
+        raise UserError(
+            f"preset '{above['preset']}' changes nothing: {files[-1]} gives every field of another model\n"
+            "fix: leave --preset out, or 'model' out of the file"
+        )
+    if given.get("init_from") is not None and "preset" not in given:
+        given["preset"] = None
+    return build(TrainConfig, overlay({"model": _base_model(given)}, given))
+
+
+def check_paths(config: TrainConfig) -> None:
+    """Check that the files a fresh run reads are there, and that `init_from` holds the configured model.
+
+    Raises:
+        UserError: One is missing, empty or of another model.
+    """
+    check_data_path(config.data.source)
+    _check_token_file(config)
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and tokenizer.endswith(".json") and not Path(tokenizer).is_file():
+        raise UserError(f"data.tokenizer {tokenizer}: no such file\nallowed: 'bytes', a tokenizer.json, a directory")
+    if config.init_from is not None and not config.resume:
+        there = read_hugging_face_config(config.init_from)
+        different = [key for key in _SHAPE if getattr(there, key) != getattr(config.model, key)]
+        if different:
+            key = different[0]
+            raise UserError(
+                f"model.{key} {getattr(config.model, key)} differs from {config.init_from}, which has "
+                f"{getattr(there, key)}\nfix: leave model.{key} out: --init-from brings its own"
+            )
+
+
+def check_data_path(source: str) -> None:
+    """Check that a text source exists and is not empty; "stdlib", the standard library, always passes.
+
+    Raises:
+        UserError: It is missing or empty.
+    """
+    if source == STANDARD_LIBRARY:
+        return
+    path = Path(source)
+    if not path.exists():
+        raise UserError(
+            f"data {source}: no such file or directory\n"
+            "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources"
+        )
+    empty = not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
+    if empty:
+        raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
+
+
+def read_hugging_face_config(folder: Path) -> LlamaConfig:
+    """Return the model that a Hugging Face LLaMA directory describes.
+
+    Raises:
+        UserError: There is no such directory, no config.json in it, or it is not a LLaMA's.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        what = "it has no config.json" if folder.is_dir() else "no such directory"
+        raise UserError(f"init_from {folder}: {what}\nfix: give a directory of a Hugging Face LLaMA")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: malformed JSON: {error}\nfix: download the directory again") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds no object\nfix: give a directory of a Hugging Face LLaMA")
+    try:
+        return LlamaConfig.from_hugging_face(values)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def check_resumable(before: TrainConfig, now: TrainConfig, folder: Path) -> None:
+    """Check that a run is continued as what it was; steps, ranks, rates and intervals may change.
+
+    Raises:
+        UserError: The model, data, sequence length or seed differ from the run's own.
+    """
+    was, wanted = to_dict(before), to_dict(now)
+    for leaf in leaves(before):
+        if leaf.name.split(".")[0] in _FIXED_ON_RESUME and leaf.name != "data.cache":
+            old, new = _at(was, leaf.name), _at(wanted, leaf.name)
+            if old != new and not isinstance(old, dict):
+                raise UserError(
+                    f"{leaf.name} {new} differs from {old}, with which {folder} was begun\n"
+                    f"fix: leave {leaf.name} out, or begin a new run without --resume"
+                )
+
+
+def write_run_config(config: TrainConfig, folder: Path) -> Path:
+    """Write the resolved configuration as the run folder's config.json, which `--config` takes back."""
+    path = folder / CONFIG_FILE
+    write_json(path, {key: value for key, value in to_dict(config).items() if key not in _OF_ONE_CALL})
+    return path
+
+
+def _check_token_file(config: TrainConfig) -> None:
+    # numpy comes with these, and the command line's help does without it.
+    from bmburst.data.token_file import TokenFile, is_token_file
+
+    path = Path(config.data.source)
+    if path.is_file() and is_token_file(path):
+        TokenFile.open(path).require_vocab(config.model.vocab_size)
+
+
+def _names_whole_model(layer: Mapping[str, Any]) -> bool:
+    required = {leaf.name for leaf in leaves(LlamaConfig) if "." not in leaf.name}
+    return required <= set(layer.get("model") or {})
+
+
+def _base_model(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model that the given fields are laid over; empty where they leave nothing open."""
+    name, folder = given.get("preset", "llama-tiny"), given.get("init_from")
+    if name is not None and folder is not None:
+        raise UserError(
+            f"preset '{name}' and init_from {folder} both give the model\n"
+            "fix: keep one of them; --init-from brings its own shape"
+        )
+    if _names_whole_model(given):
+        return {}
+    if folder is not None:
+        model = read_hugging_face_config(folder)
+    elif name is not None:
+        model = preset(name)
+    else:
+        return {}
+    values = to_dict(model)
+    if model.head_dim * model.num_heads == model.hidden_size:
+        # It follows hidden_size and num_heads, of which one may be overridden.
+        del values["head_dim"]
+    return values
+
+
+def _at(values: Any, name: str) -> Any:
+    for part in name.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values

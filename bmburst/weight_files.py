@@ -1,0 +1,186 @@
+"""Files of named tensors, read run by run and written tensor by tensor: no process ever holds them all.
+
+Reading knows safetensors and, as a courtesy, what `torch.save` wrote. Writing is safetensors, whose format is a length,
+a JSON header and the numbers (https://github.com/huggingface/safetensors#format); its own library writes only from a
+dictionary of everything.
+"""
+
+import json
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bmburst.errors import UserError
+
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class TensorFile(Protocol):
+    """An open file of floating point tensors."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's shape by name."""
+        ...
+
+    def read(self, name: str, begin: int, end: int) -> Tensor:
+        """Return the numbers [begin, end) of the flattened tensor, on the CPU, in the file's dtype."""
+        ...
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """Open a file of tensors by its suffix.
+
+    Raises:
+        UserError: It is missing, truncated, of another format, or holds other than floating point numbers.
+    """
+    if not path.is_file():
+        raise UserError(f"no file {path}\nfix: copy the missing file there, or name another directory")
+    return _Safetensors(path) if path.suffix == ".safetensors" else _TorchFile(path)
+
+
+class _Safetensors:
+    def __init__(self, path: Path) -> None:
+        try:
+            file: Any = safe_open(str(path), framework="pt", device="cpu")  # Any: its stub lacks most methods
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise _damaged(path, error) from error
+        self._file = file
+        self.shapes = {name: tuple(cut.get_shape()) for name, cut in slices.items()}
+        for name, cut in slices.items():
+            _require_floating(path, name, cut.get_dtype(), cut.get_dtype() in _DTYPE_NAMES.values())
+
+    def read(self, name: str, begin: int, end: int) -> Tensor:
+        shape = self.shapes[name]
+        width = prod(shape[1:])  # the library cuts along the first dimension: take the rows that contain the run
+        first, last = begin // width, -(-end // width)
+        rows: Tensor = self._file.get_slice(name)[first:last]
+        return rows.reshape(-1)[begin - first * width : end - first * width]
+
+
+class _TorchFile:
+    def __init__(self, path: Path) -> None:
+        try:
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+            raise _damaged(path, error) from error
+        if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+            raise UserError(f"{path} holds no dictionary of tensors\nfix: a file of a Hugging Face model's weights")
+        self._tensors: Mapping[str, Tensor] = tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            _require_floating(path, name, str(tensor.dtype), tensor.dtype in _DTYPE_NAMES)
+
+    def read(self, name: str, begin: int, end: int) -> Tensor:
+        return self._tensors[name].reshape(-1)[begin:end]
+
+
+class SafetensorsWriter:
+    """Writes a safetensors file one tensor after the other; it appears under its name only when it is whole.
+
+    Example:
+        >>> with SafetensorsWriter(path, [("a", (2, 3), torch.float32)]) as writer:
+        ...     writer.write(torch.zeros(2, 3))
+
+    Args:
+        path: The file to make or replace.
+        tensors: Name, shape and dtype of every tensor, in the order in which they will be written.
+        metadata: Strings to keep in the header.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self._path = path
+        self._partial = path.with_name(f"{path.name}.partial")
+        self._expected = list(tensors)
+        self._metadata = dict(metadata or {})
+        self._written = 0
+
+    def __enter__(self) -> "SafetensorsWriter":
+        header: dict[str, object] = {"__metadata__": self._metadata} if self._metadata else {}
+        end = 0
+        for name, shape, dtype in self._expected:
+            begin, end = end, end + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the numbers start at a multiple of 8 bytes
+        self._file: BinaryIO = self._partial.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        return self
+
+    def write(self, tensor: Tensor) -> None:
+        """Append the next tensor.
+
+        Raises:
+            ValueError: It is not the next one announced.
+        """
+        name, shape, dtype = self._expected[self._written]
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise ValueError(f"{name} was announced as {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
+        self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._written += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        whole = kind is None and self._written == len(self._expected)
+        try:
+            with self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            if whole:
+                self._partial.replace(self._path)
+        finally:
+            self._partial.unlink(missing_ok=True)
+        if kind is None and not whole:
+            raise ValueError(f"{self._path}: {self._written} of {len(self._expected)} tensors were written")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file that appears under its name only when it is whole."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """Return the object in a JSON file.
+
+    Raises:
+        UserError: It is missing, or no JSON object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}\nfix: name a directory that has it") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}\nfix: copy the file again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no JSON object\nfix: copy the file again")
+    return values
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+    return UserError(f"cannot read {path}: {reason}\nfix: the file is truncated or of another format; copy it again")
+
+
+def _require_floating(path: Path, name: str, dtype: str, known: bool) -> None:
+    if not known:
+        raise UserError(
+            f"{name} in {path} is {dtype}\nallowed: {', '.join(sorted(_DTYPE_NAMES.values()))}\n"
+            "fix: give the model's unquantized weights"
+        )

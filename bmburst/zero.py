@@ -1,0 +1,216 @@
+"""Where a parameter's numbers lie: BMTrain's ZeRO cuts every tensor over all ranks, this finds the pieces by name.
+
+BMTrain flattens the parameters of a `Block` into one storage for each dtype and group, cut evenly over the ranks, so a
+rank's piece of one tensor is any run of its numbers, or none. A `DistributedParameter` outside a Block is cut alone.
+What an optimizer keeps (`exp_avg` and so on) has the shape of the piece, so the same map serves weights, gradients and
+optimizer states, on any number of ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from math import prod
+from typing import Any
+
+import bmtrain as bmt
+import torch
+from torch import Tensor
+
+
+class Weights(Enum):
+    """Stands for the weights themselves where a tensor laid out like them may be given."""
+
+    THEMSELVES = auto()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NamedShard:
+    """One parameter of a model and this rank's piece of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: str | None
+    """BMTrain's name of the parameter group, for example "no_decay"."""
+    parameter: torch.nn.Parameter
+    """As `model.parameters()` yields it: `.data` and `.grad` are this rank's piece, flat; empty where it has none."""
+    storage: torch.nn.Parameter
+    """What ZeRO moves: the Block's flat parameter that contains the piece, or `parameter` itself outside a Block."""
+    offset: int
+    """Where the piece starts in `storage`."""
+    ranges: tuple[tuple[int, int], ...]
+    """For every ZeRO rank the run [begin, end) of the flattened full tensor that it holds; may be empty."""
+    rank: int
+    comm: Any = field(repr=False)
+
+    @property
+    def begin(self) -> int:
+        """First of this rank's numbers in the flattened full tensor."""
+        return self.ranges[self.rank][0]
+
+    @property
+    def end(self) -> int:
+        """One past the last of this rank's numbers in the flattened full tensor."""
+        return self.ranges[self.rank][1]
+
+    @property
+    def count(self) -> int:
+        """How many numbers this rank has."""
+        return self.end - self.begin
+
+    def local(self, like: Tensor | Weights = Weights.THEMSELVES) -> Tensor:
+        """Return this rank's piece of a tensor that is laid out as the parameter is, as a flat view.
+
+        Args:
+            like: Laid out as `parameter` or as `storage` (an optimizer's state for either, a gradient).
+
+        Raises:
+            ValueError: It is laid out as neither.
+        """
+        if isinstance(like, Weights):
+            like = self.storage.data
+        if like.dim() == 1 and like.numel() == self.storage.numel():
+            return like[self.offset : self.offset + self.count]
+        if like.numel() == self.count:
+            return like.reshape(-1)
+        raise ValueError(
+            f"{self.name}: {tuple(like.shape)} is neither this rank's {self.count} numbers nor its storage of "
+            f"{self.storage.numel()}"
+        )
+
+
+def named_shards(model: torch.nn.Module) -> list[NamedShard]:
+    """Return every distributed parameter of a model once, in the model's order, the same on all ranks."""
+    inside = {id(info["parameter"]): (block, info) for block in _blocks(model) for info in block._param_info}
+    shards = []
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, bmt.DistributedParameter):
+            raise TypeError(f"{name} is no bmtrain.DistributedParameter: BMTrain would not keep it equal on all ranks")
+        shape = tuple(parameter._original_shape)
+        size, comm = prod(shape), parameter._zero_comm
+        world, rank = bmt.nccl.commCount(comm), bmt.nccl.commRank(comm)
+        if id(parameter) in inside:
+            block, info = inside[id(parameter)]
+            storage = block._storage_params[info["kw_name"]]
+            partition, start = block._storage_info[info["kw_name"]]["partition_size"], info["offset"]
+        else:
+            storage, start = parameter, 0
+            partition = -(-size // world)
+        ranges = tuple(
+            (min(max(r * partition - start, 0), size), min(max((r + 1) * partition - start, 0), size))
+            for r in range(world)
+        )
+        shards.append(
+            NamedShard(
+                name=name,
+                shape=shape,
+                dtype=storage.dtype,
+                group=parameter.group,
+                parameter=parameter,
+                storage=storage,
+                offset=max(start - rank * partition, 0) if ranges[rank][0] < ranges[rank][1] else 0,
+                ranges=ranges,
+                rank=rank,
+                comm=comm,
+            )
+        )
+    return shards
+
+
+def gather(
+    shard: NamedShard,
+    like: Tensor | Weights | None = Weights.THEMSELVES,
+    *,
+    dtype: torch.dtype | None = None,
+    root: int | None = None,
+) -> Tensor | None:
+    """Put a tensor together from all ranks' pieces. Every rank calls it, for the same shard.
+
+    Args:
+        shard: Which parameter.
+        like: Laid out as the parameter is (see `NamedShard.local`); by default the weights. May be None on a rank
+            without a piece, which has no gradient and no state.
+        dtype: Of the tensor, the same on all ranks; the weights' by default. A rank without a piece cannot know it.
+        root: The only rank to receive the result; None for all.
+
+    Returns:
+        The full tensor in the parameter's shape, on the device of the weights; None on ranks other than `root`.
+
+    Raises:
+        ValueError: `like` is of another dtype or layout, or None on a rank with a piece.
+    """
+    dtype, empty = dtype or shard.dtype, shard.count == 0
+    if empty:
+        piece = torch.empty(0, dtype=dtype, device=shard.storage.device)
+    elif like is None:
+        raise ValueError(f"{shard.name}: this rank has {shard.count} numbers, but there is no tensor to gather from")
+    else:
+        piece = shard.local(like).detach()
+    if piece.dtype != dtype:
+        raise ValueError(f"{shard.name}: gathering {dtype} on all ranks, but this one holds {piece.dtype}")
+    receivers = range(len(shard.ranges)) if root is None else (root,)
+    full = torch.empty(shard.shape, dtype=dtype, device=piece.device) if shard.rank in receivers else None
+    # BMTrain reduces and gathers on its own stream; what we read must be finished.
+    torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])
+    wire = _Wire(piece.contiguous())
+    bmt.nccl.groupStart()
+    try:
+        for peer in receivers:
+            if not empty and peer != shard.rank:
+                bmt.nccl.send(wire, peer, shard.comm)
+        for peer, (begin, end) in enumerate(shard.ranges):
+            if full is not None and begin < end and peer != shard.rank:
+                bmt.nccl.recv(_Wire(full.view(-1)[begin:end]), peer, shard.comm)
+    finally:
+        bmt.nccl.groupEnd()
+    if full is not None and not empty:
+        full.view(-1)[shard.begin : shard.end] = piece
+    return full
+
+
+@torch.no_grad()
+def scatter(shard: NamedShard, full: Tensor, into: Tensor | Weights = Weights.THEMSELVES) -> None:
+    """Write this rank's piece of a full tensor; the inverse of `gather`. Local: nothing is sent.
+
+    Args:
+        shard: Which parameter.
+        full: In the parameter's shape; only the run [begin, end) of its flattened numbers is read, and converted.
+        into: Laid out as the parameter is (see `NamedShard.local`); by default the weights.
+
+    Raises:
+        ValueError: The shape differs.
+    """
+    if tuple(full.shape) != shard.shape:
+        raise ValueError(f"{shard.name} has shape {shard.shape}, got {tuple(full.shape)}")
+    if shard.count:
+        scatter_piece(shard, full.reshape(-1)[shard.begin : shard.end], into)
+
+
+@torch.no_grad()
+def scatter_piece(shard: NamedShard, piece: Tensor, into: Tensor | Weights = Weights.THEMSELVES) -> None:
+    """Write this rank's piece, given as exactly its own numbers: `scatter` where the full tensor is nowhere held."""
+    if shard.count:
+        shard.local(into).copy_(piece)
+        # BMTrain gathers on its own stream, which must not start before the weights are written.
+        bmt.config["load_stream"].wait_stream(torch.cuda.current_stream())
+
+
+class _Wire:
+    """A contiguous tensor in the shape of the storage that `bmtrain.nccl` takes.
+
+    A view's own storage would be sent from its beginning and in full.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.dtype = tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self._tensor.data_ptr()
+
+    def size(self) -> int:
+        return self._tensor.numel()
+
+
+def _blocks(model: torch.nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, bmt.Block))

@@ -1,0 +1,280 @@
+"""What every rank does in the tests of the zoo. Rank 0 leaves what it saw in a file; the tests look at it."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.errors import UserError
+from bmburst.layout import LAYOUTS
+from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
+from bmburst.mesh import Mesh
+from bmburst.sequence import SequenceShard
+
+TOKENS = 37  # odd, and padded on 2 and 4 ranks
+_PLAIN = LlamaConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=16,
+    norm_eps=1e-3,
+)
+
+
+def _rope(kind: Any, **options: Any) -> LlamaConfig:
+    return replace(_PLAIN, rope_scaling=RopeScaling(kind=kind, factor=3.0, **options))
+
+
+CONFIGS = {
+    "gqa": _PLAIN,
+    "mha": replace(_PLAIN, num_kv_heads=4),
+    "mqa-wide-heads": replace(_PLAIN, num_kv_heads=1, head_dim=10),
+    "tied": replace(_PLAIN, tie_embeddings=True),
+    "linear": _rope("linear"),
+    "dynamic": _rope("dynamic"),
+    "yarn": _rope("yarn", original_max_position_embeddings=16, beta_fast=4.0),
+    "llama3": _rope("llama3", original_max_position_embeddings=24, high_freq_factor=3.0),
+}
+GRADIENTS = ("gqa", "tied")
+VARIANTS = [("none", 3), ("none", 2), ("block", 3), ("block", 2), ("block-keep-attention", 3)]
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Token ids and labels, the same on all ranks; the labels are few, so that ranks hold uneven numbers of them."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(_PLAIN.vocab_size, (2, TOKENS), generator=generator)
+    labels = torch.randint(_PLAIN.vocab_size, (2, TOKENS), generator=generator)
+    labels[0, 5:30] = IGNORE_INDEX
+    labels[1, 20:] = IGNORE_INDEX
+    return tokens, labels
+
+
+def run(folder: Path, output: Path) -> None:
+    """Run everything, on any number of ranks.
+
+    Args:
+        folder: Holds one Hugging Face directory for each of `CONFIGS`.
+        output: Gets `results.pt` and `problems-RANK.pt`.
+    """
+    mesh = Mesh.over_bmtrain()
+    size, rank = mesh.shape.sequence, mesh.sequence_rank
+    results: dict[str, Any] = {}
+    if size != 3:
+        for name in CONFIGS:
+            for layout in LAYOUTS:
+                results[f"logits {name} {layout}"] = _logits(folder / name, mesh, layout)
+        # Under a causal mask padding does no harm even where the length is lost on the way; here it would.
+        results["logits full"] = _logits(folder / "gqa", mesh, "striped", mask="full")
+        for name in GRADIENTS:
+            for policy, zero_level in VARIANTS:
+                results[f"gradients {name} {policy} {zero_level}"] = _gradients(folder / name, mesh, policy, zero_level)
+    results["fresh"] = _fresh()
+    results["undecayed"] = _undecayed()
+    results["moved"] = _moved()
+    results["freed"] = _freed()
+    _export(folder, output)
+    results["bmtrain"] = _bmtrain_checkpoint(output, size)
+    torch.save(_problems(folder, output), output / f"problems-{rank}.pt")
+    if rank == 0:
+        torch.save(results, output / "results.pt")
+
+
+def _load(directory: Path, mesh: Mesh, layout: str = "zigzag", mask: str = "causal", **options: Any) -> Any:
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.model import Llama
+    from bmburst.hugging_face import load, read_config
+
+    attention = partial(BurstAttention, mask=mask, layout=layout, group=mesh.sequence)
+    model = Llama(read_config(directory), attention=attention, seed=None, **options)
+    load(model, directory)
+    return model
+
+
+def _cut(mesh: Mesh, layout: str) -> SequenceShard:
+    return SequenceShard.cut(TOKENS, layout=layout, size=mesh.shape.sequence, rank=mesh.sequence_rank)
+
+
+def _logits(directory: Path, mesh: Mesh, layout: str, mask: str = "causal") -> Tensor:
+    model, cut = _load(directory, mesh, layout, mask), _cut(mesh, layout)
+    batch = cut.batch(*data())
+    model.eval()
+    with torch.no_grad():
+        logits = model.logits(batch.tokens, batch.positions, TOKENS)
+    (parts,) = mesh.sequence.all_gather(logits).wait()
+    return cut.join(parts)
+
+
+def _gradients(directory: Path, mesh: Mesh, policy: str, zero_level: int) -> dict[str, Tensor | float]:
+    """Loss and gradients as training forms them, on one rank's labels after the other, with BMTrain's factor."""
+    from bmtrain import world_size
+
+    from bmburst.zero import gather, named_shards
+
+    model = _load(directory, mesh, recompute=policy, zero_level=zero_level, loss_chunk=3)
+    batch = _cut(mesh, "zigzag").batch(*data())
+    loss_sum = model.loss(batch.tokens, batch.positions, batch.labels, TOKENS)
+    valid = mesh.sum(count_valid(batch.labels).item())
+    loss = global_mean(loss_sum, int(valid), world_size())
+    (loss / world_size()).backward()  # the division is OptimManager.scale_loss
+    found: dict[str, Tensor | float] = {"loss": mesh.sum(loss.item()) / world_size()}
+    for shard in named_shards(model):
+        grad = gather(shard, shard.parameter.grad)
+        in_storage = gather(shard, shard.storage.grad)  # what an optimizer over storages sees
+        assert grad is not None
+        assert in_storage is not None
+        assert torch.equal(grad, in_storage)
+        found[shard.name] = grad
+    return found
+
+
+def _fresh() -> dict[str, Tensor]:
+    from bmburst.blocks.model import Llama
+    from bmburst.zero import gather, named_shards
+
+    fresh = {}
+    for seed in (0, 1):
+        for dtype in (torch.float32, torch.bfloat16):
+            for shard in named_shards(Llama(_PLAIN, seed=seed, dtype=dtype)):
+                full = gather(shard)
+                assert full is not None
+                fresh[f"{seed} {dtype} {shard.name}"] = full
+    return fresh
+
+
+def _undecayed() -> tuple[list[str], bool]:
+    """Names without weight decay, and whether ZeRO keeps them in storages of their own, as an optimizer needs it."""
+    from bmburst.blocks.model import Llama
+    from bmburst.zero import named_shards
+
+    shards = named_shards(Llama(_PLAIN, seed=None))
+    undecayed = [shard for shard in shards if shard.group == "no_decay"]
+    storages = {id(shard.storage) for shard in undecayed}
+    apart = storages.isdisjoint(id(shard.storage) for shard in shards if shard.group is None)
+    return [shard.name for shard in undecayed], apart
+
+
+def _moved() -> list[str]:
+    """Names of the parameters for which gather and scatter, of everything laid out like them, are no inverses."""
+    from bmburst.blocks.model import Llama
+    from bmburst.zero import gather, named_shards, scatter
+
+    wrong = []
+    for shard in named_shards(Llama(_PLAIN, seed=None)):
+        full = torch.randn(shard.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        scatter(shard, full)
+        for owner in (shard.parameter, shard.storage):
+            like = torch.zeros_like(owner, dtype=torch.float64) if shard.count else None
+            if like is not None:
+                scatter(shard, full, like)
+            everywhere = gather(shard, like, dtype=torch.float64)
+            at_last = gather(shard, like, dtype=torch.float64, root=len(shard.ranges) - 1)
+            assert everywhere is not None
+            assert (at_last is None) == (shard.rank != len(shard.ranges) - 1)
+            if not torch.equal(everywhere, full) or (at_last is not None and not torch.equal(at_last, full)):
+                wrong.append(shard.name)
+        if shard.count and _gathers(shard, None):
+            wrong.append(f"{shard.name} from nothing")
+        if shard.count and _gathers(shard, torch.zeros(shard.count, dtype=torch.float64)):
+            wrong.append(f"{shard.name} of another dtype")
+        if shard.count and _gathers(shard, torch.zeros(shard.storage.numel() + 1)):
+            wrong.append(f"{shard.name} of another layout")
+        weights = gather(shard)
+        assert weights is not None
+        if not torch.equal(weights, full.float()):
+            wrong.append(f"{shard.name} itself")
+    return wrong
+
+
+def _gathers(shard: Any, like: Tensor | None) -> bool:
+    """Whether `gather` takes a tensor that does not fit; refused before anything is sent, so one rank may try."""
+    from bmburst.zero import gather
+
+    try:
+        gather(shard, like)
+    except ValueError:
+        return False
+    return True
+
+
+def _freed() -> list[bool]:
+    """For both storages of every block, whether what was gathered for forward is gone before backward."""
+    from bmburst.blocks.model import Llama
+
+    model = Llama(_PLAIN, seed=0)
+    gathered = []
+
+    def remember(module: torch.nn.Module, *_: object) -> None:
+        for name in ("self_attn.q_proj", "input_layernorm"):  # ZeRO gathers matrices and norms apart
+            gathered.append(StorageWeakRef(module.get_submodule(name).weight.untyped_storage()))
+
+    for block in model.model.layers:
+        block._module.register_forward_hook(remember)
+    tokens, labels = data()
+    positions = torch.arange(TOKENS).expand(2, -1)
+    cut = slice(0, 2)  # the same tokens on every rank: only memory is looked at
+    loss = model.loss(tokens[:, cut], positions[:, cut], labels[:, cut])
+    freed = [storage.expired() for storage in gathered]
+    loss.backward()
+    return freed
+
+
+def _export(folder: Path, output: Path) -> None:
+    from bmburst.blocks.model import Llama
+    from bmburst.hugging_face import load, read_config, save
+
+    for name in ("tied", "llama3", "yarn"):
+        model = Llama(read_config(folder / name), seed=None)
+        load(model, folder / name)
+        save(model, output / name)
+
+
+def _bmtrain_checkpoint(output: Path, size: int) -> bool:
+    """Whether BMTrain's own save and load work on the model: they break on buffers."""
+    import bmtrain as bmt
+
+    from bmburst.blocks.model import Llama
+    from bmburst.zero import named_shards
+
+    first, second = Llama(_PLAIN, seed=0), Llama(_PLAIN, seed=1)
+    bmt.save(first, str(output / "model.pt"))
+    bmt.load(second, str(output / "model.pt"))
+    pairs = zip(named_shards(first), named_shards(second), strict=True)
+    return all(torch.equal(a.local(), b.local()) for a, b in pairs)
+
+
+def _problems(folder: Path, output: Path) -> dict[str, str]:
+    """What this rank is told about bad input."""
+    from bmburst.blocks.model import Llama
+    from bmburst.hugging_face import load, save
+
+    model = Llama(_PLAIN, seed=0)
+    (output / "file").touch()
+    tokens, _ = data()
+    positions = torch.arange(TOKENS).expand(2, -1)
+    attempts = {
+        "missing": lambda: load(model, folder / "nowhere"),
+        "other": lambda: load(model, folder / "mha"),
+        "unwritable": lambda: save(model, output / "file" / "below"),
+        "token": lambda: model(tokens + 30, positions),
+        "misfit": lambda: model(tokens, positions[:, :-1]),
+        "recompute": lambda: Llama(_PLAIN, recompute="blocks"),
+        "chunk": lambda: Llama(_PLAIN, loss_chunk=0),
+        "zero": lambda: Llama(_PLAIN, zero_level=1),
+        "length": lambda: Llama(CONFIGS["dynamic"], seed=0)(tokens, positions),
+    }
+    told = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except UserError as error:
+            told[name] = str(error)
+    return told

@@ -1,0 +1,228 @@
+"""Files of Hugging Face directories, good and bad: what needs no ranks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bmburst.blocks.config import LlamaConfig
+from bmburst.errors import UserError
+from bmburst.hugging_face import check, expected_shapes, read_config
+from bmburst.weight_files import SafetensorsWriter, open_tensors
+
+CONFIG = LlamaConfig(vocab_size=11, hidden_size=6, intermediate_size=10, num_layers=2, num_heads=3, num_kv_heads=1)
+
+
+def _weights(config: LlamaConfig = CONFIG) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(config).items()}
+
+
+def _directory(folder: Path, config: LlamaConfig = CONFIG) -> Path:
+    (folder / "config.json").write_text(json.dumps(config.to_hugging_face()))
+    return folder
+
+
+def _read(folder: Path, config: LlamaConfig = CONFIG) -> dict[str, Tensor]:
+    files = check(folder, config)
+    return {
+        name: files[name].read(name, 0, torch.Size(shape).numel()).view(shape)
+        for name, shape in expected_shapes(config).items()
+    }
+
+
+def _whole(folder: Path) -> None:
+    save_file(_weights(), folder / "model.safetensors")
+
+
+def _in_parts(folder: Path) -> None:
+    weights = _weights()
+    names = sorted(weights)
+    parts = {"model-1.safetensors": names[:7], "model-2.safetensors": names[7:]}
+    for part, held in parts.items():
+        save_file({name: weights[name] for name in held}, folder / part)
+    where = {name: part for part, held in parts.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def _by_torch(folder: Path) -> None:
+    torch.save(_weights(), folder / "pytorch_model.bin")
+
+
+def _by_torch_in_parts(folder: Path) -> None:
+    weights = _weights()
+    torch.save({name: weight for name, weight in weights.items() if "mlp" in name}, folder / "a.bin")
+    torch.save({name: weight for name, weight in weights.items() if "mlp" not in name}, folder / "b.bin")
+    where = {name: "a.bin" if "mlp" in name else "b.bin" for name in weights}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+@pytest.mark.parametrize("write", [_whole, _in_parts, _by_torch, _by_torch_in_parts])
+def test_every_kind_of_directory(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(_directory(tmp_path))
+    found = _read(tmp_path)
+    for name, weight in _weights().items():
+        assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize("write", [_whole, _by_torch])
+def test_any_run_of_a_tensor(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    """ZeRO cuts anywhere, not only between rows."""
+    write(_directory(tmp_path))
+    files, weights = check(tmp_path, CONFIG), _weights()
+    for name in ("lm_head.weight", "model.norm.weight"):
+        flat = weights[name].flatten()
+        for begin in range(len(flat)):
+            for end in range(begin + 1, len(flat) + 1):
+                assert torch.equal(files[name].read(name, begin, end), flat[begin:end])
+
+
+def test_redundant_tensors_are_passed_over(tmp_path: Path) -> None:
+    config = LlamaConfig(**{**CONFIG.__dict__, "tie_embeddings": True})
+    weights = _weights(config)
+    weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.zeros(1)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, _directory(tmp_path, config) / "model.safetensors")
+    assert "lm_head.weight" not in _read(tmp_path, config)
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _change(name: str, weight: Tensor | None) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        weights = _weights() | ({} if weight is None else {name: weight})
+        if weight is None:
+            del weights[name]
+        save_file(weights, folder / "model.safetensors")
+
+    return change
+
+
+def _config(**values: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(CONFIG.to_hugging_face() | values))
+
+    return change
+
+
+def _without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _text(name: str, text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return change
+
+
+def _indexed(text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return change
+
+
+def _pickled(value: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        torch.save(value, folder / "pytorch_model.bin")
+
+    return change
+
+
+def _bin(data: bytes) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "pytorch_model.bin").write_bytes(data)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_without("config.json"), "cannot read .*config.json: No such file"),
+        (_text("config.json", "{"), "config.json is not valid JSON"),
+        (_text("config.json", "[]"), "config.json holds no JSON object"),
+        (_config(model_type="gpt2"), "model_type 'gpt2' is not a LLaMA"),
+        (_config(hidden_size="wide"), "hidden_size"),
+        (_config(rope_scaling="linear"), "config.json has a value of a wrong type"),
+        (_config(num_hidden_layers=3), "num_layers is 2 in this model but 3 in "),
+        (_config(rms_norm_eps=1e-6), "norm_eps is 1e-05 in this model but 1e-06 in "),
+        (_without("model.safetensors"), "no weights in "),
+        (_truncate, "model.safetensors: .*\nfix: the file is truncated"),
+        (_text("model.safetensors", ""), "model.safetensors: .*\nfix: the file is truncated"),
+        (_text("model.safetensors", "x" * 5000), "model.safetensors: .*\nfix: the file is truncated"),
+        (_change("model.norm.weight", None), "lacks model.norm.weight\n"),
+        (_change("model.layers.2.mlp.up_proj.weight", torch.zeros(2)), "weights that a LLaMA has not: model.layers.2"),
+        (_change("lm_head.weight", torch.zeros(6, 11)), r"lm_head.weight in .* has shape \[6, 11\].*\[11, 6\]"),
+        (_change("lm_head.weight", torch.zeros(11, 6, dtype=torch.int8)), "lm_head.weight in .* is I8\nallowed: BF16"),
+        (_indexed("{}"), "index.json has no weight_map"),
+        (_indexed('{"weight_map": {"lm_head.weight": "gone.safetensors"}}'), "no file .*gone.safetensors"),
+        (_pickled([1, 2]), "holds no dictionary of tensors"),
+        (_pickled(LlamaConfig), "pytorch_model.bin: "),
+        (_bin(b"no pickle"), "pytorch_model.bin: "),
+        (_bin(b""), "pytorch_model.bin: "),
+    ],
+)
+def test_bad_directory(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
+    _whole(_directory(tmp_path))
+    spoil(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        check(tmp_path, CONFIG)
+    assert len(str(error.value).splitlines()) <= 3
+    assert len(str(error.value)) < 600
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no directory .*nowhere"):
+        read_config(tmp_path / "nowhere")
+
+
+def test_written_file_is_read_by_safetensors(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).bfloat16(),
+        "c": torch.randn(2, 1, 2).double().transpose(0, 2),
+    }
+    path = tmp_path / "w.safetensors"
+    with SafetensorsWriter(
+        path, [(n, tuple(t.shape), t.dtype) for n, t in tensors.items()], {"format": "pt"}
+    ) as writer:
+        for tensor in tensors.values():
+            writer.write(tensor)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
+    assert open_tensors(path).shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+@pytest.mark.parametrize("failure", ["interrupted", "incomplete", "other shape"])
+def test_an_unfinished_file_replaces_nothing(tmp_path: Path, failure: str) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file({"a": torch.ones(2)}, path)
+
+    def write() -> None:
+        with SafetensorsWriter(path, [("a", (2,), torch.float32), ("b", (2,), torch.float32)]) as writer:
+            writer.write(torch.zeros(2))
+            if failure == "interrupted":
+                raise KeyboardInterrupt
+            if failure == "other shape":
+                writer.write(torch.zeros(3))
+
+    with pytest.raises(KeyboardInterrupt if failure == "interrupted" else ValueError):
+        write()
+    assert torch.equal(load_file(path)["a"], torch.ones(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]

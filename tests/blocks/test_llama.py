@@ -1,0 +1,172 @@
+"""The model against Hugging Face transformers' LLaMA, on 1 to 4 ranks; its weights from and to their directories."""
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, LlamaForCausalLM
+
+from bmburst.layout import LAYOUTS
+from tests.blocks import program
+from tests.distributed.programs import run_program
+
+Reference = dict[str, Any]
+
+
+def _hugging_face(directory: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory of random weights for each configuration."""
+    folder = tmp_path_factory.mktemp("hugging_face")
+    for name, config in program.CONFIGS.items():
+        values = config.to_hugging_face()
+        theirs = AutoConfig.for_model(**{key: value for key, value in values.items() if key != "rope_scaling"})
+        model = LlamaForCausalLM(theirs)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0, 0.3, generator=generator)
+        model.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> dict[str, Reference]:
+    """Logits, loss and gradients by transformers."""
+    tokens, labels = program.data()
+    found = {}
+    for name in program.CONFIGS:
+        model = _hugging_face(folder / name)
+        logits = model(tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+        everything = torch.zeros(2, 1, program.TOKENS, program.TOKENS)  # added to the scores: nothing is hidden
+        full = model(tokens, attention_mask=everything).logits
+        found[name] = {"full": full.detach(), "logits": logits.detach(), "loss": loss.item(), "gradients": gradients}
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda size: f"{size}-ranks")
+def job(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    output = tmp_path_factory.mktemp("job")
+    run_program(request.param, program.run, folder, output)
+    return {"size": request.param, "output": output, **torch.load(output / "results.pt")}
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def test_logits(job: Reference, reference: dict[str, Reference]) -> None:
+    if job["size"] == 3:  # sequence parallel 1, 2 and 4; three ranks serve the storage tests
+        return
+    errors = {
+        (name, layout): _relative(job[f"logits {name} {layout}"], reference[name]["logits"])
+        for name in program.CONFIGS
+        for layout in LAYOUTS
+    }
+    assert {key: error for key, error in errors.items() if not error < 1e-5} == {}
+    assert _relative(job["logits full"], reference["gqa"]["full"]) < 1e-5
+
+
+def test_rope_scalings_matter(reference: dict[str, Reference]) -> None:
+    """Same weights, other logits: otherwise the comparison above would not see a scaling that does nothing."""
+    names = ["gqa", "linear", "dynamic", "yarn", "llama3"]
+    for first, second in combinations(names, 2):
+        assert _relative(reference[first]["logits"], reference[second]["logits"]) > 0.01
+
+
+def test_loss_and_gradients(job: Reference, reference: dict[str, Reference]) -> None:
+    if job["size"] == 3:
+        return
+    for name in program.GRADIENTS:
+        expected = reference[name]
+        for policy, zero_level in program.VARIANTS:
+            found = job[f"gradients {name} {policy} {zero_level}"]
+            assert found.pop("loss") == pytest.approx(expected["loss"], rel=1e-5)
+            assert found.keys() == expected["gradients"].keys()
+            errors = {key: _relative(grad, expected["gradients"][key]) for key, grad in found.items()}
+            assert {key: error for key, error in errors.items() if not error < 1e-5} == {}, (name, policy, zero_level)
+
+
+@pytest.fixture(scope="module")
+def digests() -> list[dict[str, tuple[float, float]]]:
+    """Of the fresh weights of every job so far."""
+    return []
+
+
+def test_fresh_weights_depend_on_the_seed_alone(job: Reference, digests: list[dict[str, tuple[float, float]]]) -> None:
+    fresh: dict[str, Tensor] = job["fresh"]
+    digest = {name: (full.double().sum().item(), full.flatten()[0].item()) for name, full in fresh.items()}
+    digests.append(digest)
+    assert digest == digests[0]
+    norms = [full for name, full in fresh.items() if "norm" in name]
+    matrices = {name: full for name, full in fresh.items() if "norm" not in name}
+    assert all((full == 1).all() for full in norms)
+    assert (
+        len({value for name, value in digest.items() if name in matrices and "bfloat16" not in name})
+        == len(matrices) // 2
+    )
+    for name, full in matrices.items():
+        std = 0.02 / 2 if "o_proj" in name or "down_proj" in name else 0.02  # two layers: 1 / sqrt(2 * 2)
+        # The standard deviation of n draws is itself off by 1 / sqrt(2 n), relative; five times that never happens.
+        assert full.float().std().item() == pytest.approx(std, rel=5 / (2 * full.numel()) ** 0.5), name
+        if "bfloat16" in name:
+            assert torch.equal(full, matrices[name.replace("bfloat16", "float32")].bfloat16())
+
+
+def test_gather_and_scatter_are_inverses(job: Reference) -> None:
+    assert job["moved"] == []
+
+
+def test_weight_decay_leaves_out_exactly_the_norms(job: Reference) -> None:
+    names, apart = job["undecayed"]
+    norms = [f"model.layers.{i}.{norm}_layernorm.weight" for i in range(2) for norm in ("input", "post_attention")]
+    assert names == [*norms, "model.norm.weight"]
+    assert apart
+
+
+def test_zero_3_frees_gathered_weights_between_the_passes(job: Reference) -> None:
+    assert job["freed"] == [True] * 4
+
+
+def test_bmtrain_saves_and_loads_it(job: Reference) -> None:
+    assert job["bmtrain"]
+
+
+def test_export_is_read_by_transformers(job: Reference, reference: dict[str, Reference]) -> None:
+    tokens, _ = program.data()
+    for name in ("tied", "llama3", "yarn"):
+        directory = job["output"] / name
+        assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
+        with torch.no_grad():
+            logits = _hugging_face(directory)(tokens).logits
+        torch.testing.assert_close(logits, reference[name]["logits"], rtol=0, atol=0)
+
+
+def test_bad_input_is_told_to_every_rank(job: Reference) -> None:
+    told = [torch.load(job["output"] / f"problems-{rank}.pt") for rank in range(job["size"])]
+    assert all(messages == told[0] for messages in told)
+    starts = {
+        "missing": "no directory ",
+        "other": "num_kv_heads is 2 in this model but 4 in ",
+        "unwritable": "cannot write to ",
+        "token": "token id ",
+        "misfit": "tokens (2, 37) and positions (2, 36) do not fit",
+        "recompute": "unknown recompute policy 'blocks'; did you mean 'block'?",
+        "chunk": "loss_chunk 0 is not positive",
+        "zero": "zero_level 1 is unknown",
+        "length": "rope_scaling of kind dynamic depends on the length",
+    }
+    assert told[0].keys() == starts.keys()
+    for name, start in starts.items():
+        assert told[0][name].startswith(start)
+        assert len(told[0][name].splitlines()) <= 3

@@ -1,0 +1,179 @@
+"""The command line as a whole: commands, help, exit status, one message for bad input."""
+
+import importlib
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import bmburst
+from bmburst.cli import COMMANDS, CommandParser, main
+from bmburst.errors import UserError
+
+ROOT = Path(bmburst.__file__).parents[1]
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Install a command "check" whose run is replaced, and return a function that sets it."""
+    module = types.ModuleType("bmburst.cli.check")
+    module.HELP = "A stand-in."
+
+    def configure(parser):
+        parser.add_argument("--count", type=int)
+        parser.add_argument("--dry-run", action="store_true")
+
+    module.configure = configure
+    module.run = lambda _: 0
+    monkeypatch.setitem(sys.modules, "bmburst.cli.check", module)
+    monkeypatch.delenv("BMBURST_LAUNCH_FOLDER", raising=False)
+
+    def install(run):
+        module.run = run
+
+    return install
+
+
+def refused(capsys, *argv):
+    assert main(list(argv)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert 1 <= len(err.splitlines()) <= 3
+    return err
+
+
+def test_overview_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_a_module_with_help(name, capsys):
+    module = importlib.import_module(f"bmburst.cli.{name.replace('-', '_')}")
+    assert isinstance(module.HELP, str)
+    assert main([name, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: bmburst {name}")
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"bmburst {bmburst.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["trian"], "bmburst: unknown command 'trian'; did you mean 'train'?\n"),
+        (["build_bmtrain"], "did you mean 'build-bmtrain'?"),
+        (["xyz"], "unknown command 'xyz'\ncommands: train, eval"),
+        ([], "no command was given"),
+        (["--verbose"], "unknown command '--verbose'"),
+    ],
+)
+def test_unknown_commands(argv, expected, capsys):
+    assert expected in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--cuont", "3"], "unknown option '--cuont'; did you mean '--count'?"),
+        (["--cou", "3"], "unknown option '--cou'; did you mean '--count'?"),
+        (["--count=3", "--zzz=1"], "unknown option '--zzz'\n"),
+        (["-q"], "unknown option '-q'"),
+        (["stray"], "unexpected argument 'stray'"),
+        (["--count"], "argument --count: expected one argument"),
+        (["--count", "x"], "argument --count: invalid int value: 'x'"),
+        (["--dry-run=1"], "--dry-run"),
+    ],
+)
+def test_bad_options(argv, expected, command, capsys):
+    text = refused(capsys, "check", *argv)
+    assert text.startswith("bmburst check: ")
+    assert expected in text
+    assert "bmburst check --help" in text
+
+
+def test_exit_status_and_arguments_pass_through(command):
+    seen = []
+    command(lambda args: seen.append(args.count) or 7)
+    assert main(["check", "--count", "3"]) == 7
+    assert seen == [3]
+
+
+def test_user_error_is_one_message_and_status_2(command, capsys):
+    def fail(args):
+        raise UserError("the value\nallowed: others\nfix: this")
+
+    command(fail)
+    assert main(["check"]) == 2
+    assert capsys.readouterr().err == "bmburst check: the value\nallowed: others\nfix: this\n"
+
+
+def test_in_a_launched_rank_the_launcher_gets_the_error(command, monkeypatch, capsys):
+    def fail(args):
+        raise UserError("the value")
+
+    command(fail)
+    monkeypatch.setenv("BMBURST_LAUNCH_FOLDER", "x")
+    with pytest.raises(UserError):
+        main(["check"])
+    assert capsys.readouterr().err == ""
+
+
+def test_interrupt_is_130(command, capsys):
+    def fail(args):
+        raise KeyboardInterrupt
+
+    command(fail)
+    assert main(["check"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_other_errors_are_not_hidden(command):
+    def fail(args):
+        raise RuntimeError("ours")
+
+    command(fail)
+    with pytest.raises(RuntimeError, match="ours"):
+        main(["check"])
+
+
+def test_words_that_look_like_values_are_values():
+    parser = CommandParser(prog="p", description="")
+    parser.add_argument("--shift", type=float)
+    assert parser.read(["--shift", "-1.5"]).shift == -1.5
+
+
+def run(*argv, code=None, **options):
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK")}
+    call = [sys.executable, "-c", code] if code else [sys.executable, "-m", "bmburst", *argv]
+    return subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--lr", "1"], ["eval", "--help"]])
+def test_help_and_refusals_need_neither_torch_nor_yaml(argv):
+    heavy = "{'torch', 'numpy', 'yaml', 'bmtrain', 'matplotlib', 'tqdm'}"
+    code = f"import sys; from bmburst.cli import main; main({argv}); print(sorted({heavy} & set(sys.modules)))"
+    assert run(code=code).stdout.splitlines()[-1] == "[]"
+
+
+def test_python_m_from_the_source_tree():
+    done = run("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run("train", "--layout", "zigzog")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "bmburst train: unknown parallel.layout 'zigzog'; did you mean 'zigzag'?\nknown: contiguous, striped, zigzag\n"
+    )
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    code = "import sys; from bmburst.cli import main; sys.exit(main(['--help']))"
+    call = f'(sleep 0.2; exec {sys.executable} -c "{code}") | true; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", call], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("141\n", "")

@@ -1,0 +1,159 @@
+"""From what the user names to a token file: by default the standard library, cached, and by `bmburst data`."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bmburst.cli import data as data_command
+from bmburst.data import ByteTokenizer, PackedSequences, TokenFile, open_corpus
+from bmburst.errors import UserError
+
+COMMAND = """
+import argparse, sys
+from bmburst.cli import data
+from bmburst.errors import UserError
+parser = argparse.ArgumentParser()
+data.configure(parser)
+try:
+    sys.exit(data.run(parser.parse_args()))
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "texts"
+    path.mkdir()
+    (path / "a.txt").write_text("hello héllo")
+    (path / "b.jsonl").write_text('{"text": "one", "body": "eins"}\n{"text": "two", "body": "zwei"}\n')
+    return path
+
+
+def texts_of(file):
+    ids = np.split(np.asarray(file.tokens), file.document_offsets[1:-1])
+    return [ByteTokenizer().decode(part) for part in ids]
+
+
+def test_standard_library_is_the_default(tmp_path):
+    began = time.monotonic()
+    file = open_corpus(None, None, tmp_path)
+    seconds = time.monotonic() - began
+    assert seconds < 20  # it takes about one second; the bound is for a busy machine
+    assert file.text_bytes > 5_000_000
+    found = set(texts_of(file))
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for name in ("argparse.py", "json/decoder.py", "asyncio/base_events.py"):
+        assert (root / name).read_bytes().decode() in found
+    for split in ("train", "held_out"):
+        assert len(PackedSequences(file, split=split, sequence_length=4096)) >= 10
+
+
+def test_second_time_is_the_cache_and_a_change_is_seen(tmp_path, folder):
+    cache = tmp_path / "cache"
+    first = open_corpus(folder, "bytes", cache)
+    assert texts_of(first) == ["hello héllo", "one", "two"]
+    stamp = first.path.stat().st_mtime_ns
+    second = open_corpus(str(folder), None, cache)
+    assert (second.path, second.path.stat().st_mtime_ns) == (first.path, stamp)
+    assert texts_of(open_corpus(folder, "bytes", cache, text_field="body"))[1:] == ["eins", "zwei"]
+    (folder / "a.txt").write_text("HELLO héllo")  # as long as before
+    os.utime(folder / "a.txt", ns=(1, 1))
+    assert texts_of(open_corpus(folder, "bytes", cache))[0] == "HELLO héllo"
+    assert first.fingerprint == second.fingerprint != open_corpus(folder, "bytes", cache).fingerprint
+
+
+def test_what_is_left_out_of_a_directory_is_told(tmp_path, folder):
+    (folder / "bad.txt").write_bytes(b"\xff")
+    told = []
+    assert texts_of(open_corpus(folder, "bytes", tmp_path / "cache", on_skip=told.append))[0] == "hello héllo"
+    assert len(told) == 1
+    assert "bad.txt" in told[0]
+
+
+def test_several_ranks_at_once(tmp_path, folder):
+    with ThreadPoolExecutor(8) as pool:
+        files = list(pool.map(lambda _: open_corpus([folder], "bytes", tmp_path / "cache"), range(8)))
+    assert len({file.path for file in files}) == 1
+    assert {tuple(texts_of(file)) for file in files} == {("hello héllo", "one", "two")}
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_token_file_is_used_as_it_is(tmp_path, folder):
+    made = open_corpus(folder, "bytes", tmp_path / "cache")
+    path = made.path.rename(tmp_path / "prepared")
+    for tokenizer in ("bytes", None):
+        file = open_corpus(path, tokenizer, tmp_path / "unused")
+        assert (file.path, file.fingerprint) == (path, made.fingerprint)
+    assert not (tmp_path / "unused").exists()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="damaged"):
+        open_corpus(path, "bytes", tmp_path / "unused")
+    with pytest.raises(UserError, match="not a text file"):
+        open_corpus([path, folder], "bytes", tmp_path / "unused")
+
+
+def test_token_file_of_another_tokenizer(tmp_path, folder):
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({"</s>": 0, "x": 1}, unk_token="x"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    path = open_corpus(folder, "bytes", tmp_path / "cache").path
+    with pytest.raises(UserError) as caught:
+        open_corpus(path, str(tmp_path / "tokenizer.json"), tmp_path)
+    assert "made with tokenizer 'bytes'" in str(caught.value)
+    made = open_corpus(folder, str(tmp_path / "tokenizer.json"), tmp_path / "cache")
+    assert made.tokens[0] == 1
+    # The same tokenizer under another name is the same tokenizer.
+    assert open_corpus(made.path, str(tmp_path), tmp_path).fingerprint == made.fingerprint
+
+
+@pytest.mark.parametrize("source", ["gone.txt", "empty.txt", "folder"])
+def test_no_text(tmp_path, source):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError) as caught:
+        open_corpus(tmp_path / source, "bytes", tmp_path / "cache")
+    assert len(str(caught.value).splitlines()) <= 3
+    assert not list((tmp_path / "cache").iterdir() if (tmp_path / "cache").exists() else [])
+
+
+def run_command(*args):
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, *map(str, args)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_command(tmp_path, folder):
+    (folder / "bad.txt").write_bytes(b"\xff")
+    output = tmp_path / "new" / "out.tokens"
+    done = run_command("--input", folder, folder / "a.txt", "--output", output, "--text-field", "body")
+    assert done.returncode == 0, done.stderr
+    assert "4 documents" in done.stdout
+    assert "100%" in done.stderr
+    assert "left out: " in done.stderr
+    assert "bad.txt" in done.stderr
+    assert texts_of(TokenFile.open(output)) == ["hello héllo", "eins", "zwei", "hello héllo"]
+
+
+def test_command_refuses(tmp_path, folder):
+    (folder / "b.jsonl").write_text(json.dumps({"text": "a"}) + "\n{]\n")
+    done = run_command("--input", folder, "--output", tmp_path / "out")
+    assert done.returncode
+    assert "b.jsonl:2" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+    parser = argparse.ArgumentParser()
+    data_command.configure(parser)
+    args = parser.parse_args(["--input", str(folder), "--output", str(tmp_path / "out"), "--tokenizer", "byts"])
+    with pytest.raises(UserError, match="did you mean 'bytes'"):
+        data_command.run(args)

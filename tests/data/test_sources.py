@@ -1,0 +1,153 @@
+"""Every text that is named is read, once, in a fixed order; what cannot be read is said or refused."""
+
+import json
+import random
+
+import pytest
+
+from bmburst.data.sources import PIECE_BYTES, find_sources, read_documents
+from bmburst.errors import UserError
+
+
+def texts(*inputs, **options):
+    """Return (name, text) of every document."""
+    return [(d.name, "".join(d.pieces)) for d in read_documents(find_sources(inputs), **options)]
+
+
+def refuse(*inputs, words, **options):
+    with pytest.raises(UserError) as caught:
+        texts(*inputs, **options)
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 3, message
+    for word in words:
+        assert str(word) in message, message
+
+
+def test_directory_is_searched_sorted_and_filtered(tmp_path):
+    for name in ("b/x.txt", "b/a.md", "a.py", "c.TXT", "z.bin", ".hidden.txt", ".git/x.txt", "__pycache__/y.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    (tmp_path / "d.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}')
+    found = [text for _, text in texts(tmp_path)]
+    assert found == ["a.py", "b/a.md", "b/x.txt", "c.TXT", "one", "two"]
+
+
+def test_standard_library_is_neither_packages_nor_tests(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(UserError, match="no library sources"):
+        find_sources(["stdlib"])
+    for name in (
+        "b.py",
+        "a/c.py",
+        "site-packages/numpy.py",
+        "dist-packages/x.py",
+        "test/t.py",
+        "a/tests/t.py",
+        "x.txt",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(name)
+    assert texts("stdlib") == [("a/c.py", "a/c.py"), ("b.py", "b.py")]
+
+
+def test_several_inputs_keep_their_order(tmp_path):
+    for name in ("2.txt", "1.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "noext").write_text("any suffix")
+    found = texts(tmp_path / "2.txt", tmp_path / "noext", tmp_path / "1.txt")
+    assert [text for _, text in found] == ["2.txt", "any suffix", "1.txt"]
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "no newline: é"])
+def test_large_file_comes_in_pieces_and_whole(tmp_path, ending):
+    rng = random.Random(0)
+    alphabet = "a é世🙂"
+    lines = ("".join(rng.choices(alphabet, k=rng.randrange(200))) + ending for _ in range(40_000))
+    text = "".join(lines)
+    path = tmp_path / "large.txt"
+    path.write_bytes(text.encode())
+    assert len(text.encode()) > 6 * PIECE_BYTES
+    (document,) = read_documents(find_sources([path]))
+    pieces = list(document.pieces)
+    assert "".join(pieces) == text
+    assert len(pieces) > 1
+    assert max(map(len, pieces)) <= 3 * PIECE_BYTES
+    if ending.endswith("\n"):
+        assert all(piece.endswith("\n") for piece in pieces)
+
+
+def test_file_of_one_piece_is_not_cut(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"x\n\n" * (PIECE_BYTES // 3) + b"y")
+    (document,) = read_documents(find_sources([path]))
+    assert len(list(document.pieces)) == 1
+
+
+def test_text_keeps_its_line_ends_and_byte_order_mark(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffa\r\nb\rc\n".encode())
+    assert texts(tmp_path)[0][1] == "\ufeffa\r\nb\rc\n"
+
+
+def test_jsonl_field_and_half_characters(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('\ufeff{"body": "héllo", "text": 3}\n   \n{"body": "x\\ud800y"}\n', encoding="utf-8")
+    assert texts(path, text_field="body") == [(f"{path}:1", "héllo"), (f"{path}:3", "x?y")]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"text": "a"', ["not a line of JSON"]),
+        (b"[1]", ["must be an object", "[1]"]),
+        (b'{"body": "a"}', ["no field 'text'", "'body'", "--text-field"]),
+        (b'{"text": null}', ["must be a string", "null"]),
+        (b'{"text": "\xff"}', ["not a line of JSON"]),
+        (b"[" * 100_000, ["not a line of JSON"]),
+    ],
+)
+def test_malformed_jsonl_names_file_and_line(tmp_path, line, words):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    refuse(path, words=[f"{path}:2", *words])
+    refuse(tmp_path, words=[f"{path}:2", *words])
+
+
+def test_what_is_not_text_is_refused_by_name_and_skipped_in_a_directory(tmp_path):
+    late = b"a" * (PIECE_BYTES - 1) + "é".encode()  # a character over the edge of a block, then a bad one
+    bad = {"latin.txt": b"caf\xe9 x", "zero.txt": b"a\0b\0", "cut.txt": "é".encode()[:1], "late.txt": late + b"\xff"}
+    for name, data in bad.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "good.txt").write_bytes(late)
+    at = {"latin.txt": 3, "zero.txt": 1, "cut.txt": 0, "late.txt": len(late)}
+    for name in bad:
+        refuse(tmp_path / name, words=[name, f"byte {at[name]} is"])
+    skipped = []
+    assert [name for name, _ in texts(tmp_path, on_skip=skipped.append)] == [str(tmp_path / "good.txt")]
+    assert len(skipped) == len(bad)
+
+
+def test_unreadable_file(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    files = find_sources([tmp_path, tmp_path / "a.txt"])
+    (tmp_path / "a.txt").unlink()
+    skipped = []
+    assert list(read_documents(files[:1], on_skip=skipped.append)) == []
+    assert "a.txt" in skipped[0]
+    with pytest.raises(UserError, match=r"cannot read .*a\.txt"):
+        list(read_documents(files[1:]))
+
+
+def test_nothing_there(tmp_path):
+    refuse(tmp_path / "gone.txt", words=["gone.txt", "stdlib"])
+    (tmp_path / "a.bin").write_text("x")
+    refuse(tmp_path, words=[tmp_path, ".txt"])
+
+
+def test_read_bytes_add_up(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * (3 * PIECE_BYTES + 7))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "é"}) + "\n\n")
+    count = []
+    texts(tmp_path, on_read=count.append)
+    assert sum(count) == sum(path.stat().st_size for path in tmp_path.iterdir())

@@ -1,0 +1,160 @@
+"""Text survives a round trip, special tokens in it stay text, and a bad tokenizer is one clear message."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from bmburst.data import ByteTokenizer, load_tokenizer
+from bmburst.errors import UserError
+
+TEXT = "def f(x):\n\treturn '</s>' + x  # héllo, 世界 🙂\n"
+
+
+def train_bpe(special=("<pad>", "</s>")):
+    """Return a byte-level BPE tokenizer, as GPT-2's and LLaMA-3's are."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=list(special), initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT, "the return of the function"] * 5, trainer)
+    return tokenizer
+
+
+@pytest.fixture
+def bpe_file(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    train_bpe().save(str(path))
+    return path
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_bytes_round_trip(text):
+    tokenizer = ByteTokenizer()
+    valid = text.encode("utf-8", "replace").decode()
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int64
+    assert ids.tolist() == list(valid.encode())
+    assert tokenizer.decode(ids) == valid
+
+
+@settings(deadline=None)
+@given(st.binary())
+def test_bytes_decode_as_python_does(data):
+    assert ByteTokenizer().decode(list(data)) == data.decode("utf-8", "replace")
+
+
+def test_bytes_decode_leaves_out_what_is_no_byte():
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.decode([-100, 72, 256, 105, 257, 258, 319]) == "Hi"
+    assert 255 < tokenizer.eos_id < tokenizer.vocab_size
+    assert tokenizer.decode([]) == ""
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["file", "directory"])
+def test_huggingface_round_trip(bpe_file, whole):
+    tokenizer = load_tokenizer(str(bpe_file.parent if whole else bpe_file))
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert len(ids) < len(TEXT.encode())
+    assert tokenizer.eos_id == 1
+    # The text spells the end of a document. It must not become one.
+    assert tokenizer.eos_id not in ids
+    assert ids.max() < tokenizer.vocab_size
+    assert tokenizer.decode([*ids, tokenizer.eos_id, 10**6, 2**40, -100]) == TEXT
+
+
+def test_huggingface_batch_is_each_alone(bpe_file):
+    tokenizer = load_tokenizer(str(bpe_file))
+    texts = [TEXT, "", "a", TEXT * 3, "\ud800x"]
+    for ids, text in zip(tokenizer.encode_batch(texts), texts, strict=True):
+        np.testing.assert_array_equal(ids, tokenizer.encode(text))
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path):
+    original = train_bpe()
+    original.enable_truncation(4)
+    original.enable_padding(length=16, pad_token="<pad>")
+    original.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert 0 not in tokenizer.encode("a")
+
+
+@pytest.mark.parametrize("value", ["<stop>", {"content": "<stop>", "special": True}])
+def test_configuration_names_the_end_token(tmp_path, value):
+    train_bpe(special=("</s>", "<stop>")).save(str(tmp_path / "tokenizer.json"))
+    plain = load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": value}))
+    configured = load_tokenizer(str(tmp_path))
+    assert (plain.eos_id, configured.eos_id) == (0, 1)
+    assert plain.identity != configured.identity
+
+
+def test_identity_is_of_the_content(tmp_path, bpe_file):
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(bpe_file.read_bytes())
+    other = tmp_path / "other.json"
+    train_bpe(special=("<pad>", "</s>", "<more>")).save(str(other))
+    first, same, different = (load_tokenizer(str(path)).identity for path in (bpe_file, copy, other))
+    assert first == same != different
+
+
+def refuse(name, *words):
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(str(name))
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 3, message
+    for word in words:
+        assert str(word) in message, message
+
+
+def test_refuses_what_is_no_tokenizer(tmp_path):
+    refuse("byte", "'byte'", "did you mean 'bytes'")
+    refuse(tmp_path / "missing.json", "missing.json", "tokenizer.json")
+    refuse("./missing", "./missing")
+    refuse(tmp_path, tmp_path, "tokenizer.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    refuse(broken, "cannot read", broken)
+    refuse("a name with spaces", "a name with spaces")
+    train_bpe(special=("<pad>",)).save(str(tmp_path / "noend.json"))
+    refuse(tmp_path / "noend.json", "end-of-document", "eos_token")
+    (tmp_path / "tokenizer.json").write_bytes((tmp_path / "noend.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
+    refuse(tmp_path, "<gone>")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    refuse(tmp_path, "tokenizer_config.json")
+
+
+def test_hub_without_network_is_one_message(monkeypatch, tmp_path):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(name, file):
+        raise LocalEntryNotFoundError(f"no connection for {file}\nsecond line")
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    refuse("someone/model", "someone/model", "no connection", "without a network")
+
+
+def test_hub_uses_the_local_cache(monkeypatch, bpe_file):
+    import huggingface_hub
+
+    def cached(name, file):
+        return str(bpe_file.parent / file) if file == "tokenizer.json" else None
+
+    def missing(name, file):
+        raise huggingface_hub.errors.EntryNotFoundError(file)
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
+    tokenizer = load_tokenizer("someone/model")
+    assert tokenizer.name == "someone/model"
+    assert tokenizer.identity == load_tokenizer(str(bpe_file)).identity

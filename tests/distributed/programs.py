@@ -1,0 +1,52 @@
+"""Run one function on every rank of a fresh BMTrain job in processes of its own."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import torch
+import torch.multiprocessing as mp
+
+
+def run_program(
+    size: int, body: Callable[..., None], *args: object, seconds: float = 120, on_gpus: bool = False
+) -> None:
+    """Start BMTrain on `size` processes and call `body(*args)` on each.
+
+    The first failure fails the caller, and so does a job that is not over in time; none is left running. CUDA is hidden
+    from the processes unless `on_gpus`.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = mp.spawn(_enter, args=(size, port, on_gpus, body, args), nprocs=size, join=False)
+    deadline = time.monotonic() + seconds
+    try:
+        while not job.join(timeout=1):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{body.__name__} on {size} ranks was not over after {seconds:g} s")
+    finally:
+        for process in job.processes:
+            process.kill()
+
+
+def _enter(
+    rank: int, size: int, port: int, on_gpus: bool, body: Callable[..., None], args: tuple[object, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    if not on_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    from bmburst.runtime import start
+
+    start(seed=0)
+    torch.set_num_threads(1)  # BMTrain sets it to the processor's cores
+    body(*args)

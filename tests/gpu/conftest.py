@@ -1,0 +1,5 @@
+"""These tests run where there are GPUs; elsewhere they are not collected."""
+
+import torch
+
+collect_ignore = [] if torch.cuda.is_available() else ["test_gpus.py"]

@@ -1,0 +1,94 @@
+"""On real GPUs, over NCCL: communicators, attention and training, over torch.distributed and in BMTrain programs."""
+
+import os
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import bmburst
+from bmburst.comm.checks import Mismatch
+from bmburst.comm.groups import communicator
+from tests.attention.oracle import draw, reference
+from tests.distributed.programs import run_program
+from tests.test_comm import verbs
+from tests.train import equality_program as equality
+
+GPUS = torch.cuda.device_count()
+
+
+def run_nccl(size, body, *args):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_enter, args=(size, port, body, args), nprocs=size)
+
+
+def _enter(rank, size, port, body, args):
+    torch.cuda.set_device(rank)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("nccl", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    try:
+        body(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
+@pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+def test_communicator_and_attention(size, program):
+    if program == "bmtrain":
+        run_program(size, _communicator_and_attention, on_gpus=True)
+    else:
+        run_nccl(size, _communicator_and_attention)
+
+
+def _communicator_and_attention():
+    comm = communicator(None)
+    assert comm.transport == ("nccl" if comm.size > 1 or dist.is_initialized() else comm.transport)
+    verbs(comm, "cuda")
+    comm.active = True
+    if comm.size > 1:
+        with pytest.raises(Mismatch, match="disagree"):
+            comm.ring(torch.zeros(2 + comm.rank, device="cuda"))
+    verbs(comm, "cuda")
+
+    whole = draw(0, 2, 301, 8, 2, 64, torch.bfloat16)
+    exact = reference(*whole[:4], "causal")
+    q, k, v = (t.cuda().bfloat16().transpose(1, 2).requires_grad_() for t in whole[:3])
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    grads = torch.autograd.grad(out, (q, k, v), whole[3].cuda().bfloat16().transpose(1, 2))
+    single = [t.transpose(1, 2).double().cpu() for t in (out, *grads)]
+    for layout in ("contiguous", "zigzag", "striped"):
+        for strategy in ("kv", "burst"):
+            for checked in (False, True):
+                comm.active = checked
+                mine = [bmburst.shard(t.cuda().bfloat16(), layout=layout, group=comm) for t in whole[:4]]
+                inputs = [t.clone().requires_grad_() for t in mine[:3]]
+                ours = bmburst.burst_attention(
+                    *inputs, layout=layout, strategy=strategy, length=301, group=comm, kernel="torch"
+                )
+                parts = [ours, *torch.autograd.grad(ours, inputs, mine[3])]
+                got = [bmburst.unshard(t, layout=layout, group=comm, length=301).double().cpu() for t in parts]
+                for name, a, b, c in zip("oqkv", got, single, exact[:1] + exact[2:], strict=True):
+                    ours_error, theirs = ((t - c).norm() / c.norm() for t in (a, b))
+                    assert ours_error <= 2 * theirs, (layout, strategy, name, ours_error.item(), theirs.item())
+
+
+@pytest.mark.parametrize("split", [(d, s) for d in (1, 2, 4) for s in (1, 2, 4) if d * s <= min(GPUS, 4)], ids=str)
+def test_training_equals_one_rank(split, tmp_path):
+    from tests.train.test_equality import error, make_model
+
+    (tmp_path / "text.txt").write_text("the text is not used: batches are given\n" * 50)
+    make_model().save_pretrained(tmp_path / "model")
+    run_program(1, equality.train_all, tmp_path, [(1, 1)], seconds=300)  # on the CPU
+    expected = equality.result(tmp_path, (1, 1), equality.CASES[0], "float32")
+    (tmp_path / f"1x1-{equality.CASES[0]}-float32.pt").unlink()
+    run_program(split[0] * split[1], equality.train_all, tmp_path, [split], seconds=300, on_gpus=True)
+    got = equality.result(tmp_path, split, equality.CASES[0], "float32")
+    for name, gradient in expected["gradients"].items():
+        assert error(got["gradients"][name].cpu(), gradient) < 1e-5, name
+    assert got["losses"] == pytest.approx(expected["losses"], rel=1e-3)

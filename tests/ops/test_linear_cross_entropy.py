@@ -1,0 +1,165 @@
+"""The chunked head and loss against all logits at once, and its promises about memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bmburst_ops.linear_cross_entropy import linear_cross_entropy, num_chunks
+
+
+def _problem(tokens: int, features: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, features, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, features, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), generator=generator)
+    labels[::3] = -100
+    return hidden, weight, labels
+
+
+def _reference(hidden: Tensor, weight: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    loss = F.cross_entropy(hidden @ weight.t(), labels, reduction="sum", ignore_index=-100)
+    (loss * factor).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return loss.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 13, 1000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_equals_all_logits_at_once(dtype: torch.dtype, chunk: int) -> None:
+    hidden, weight, labels = _problem(13, 5, 17, dtype)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+    (loss * 0.75).backward()
+    expected = _reference(hidden, weight, labels, 0.75)
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    # Everything is formed in fp32 or wider, so only the gradients are rounded: at most twice, half a unit each.
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(loss.double(), expected[0], rtol=min(tolerance, 2e-6), atol=0)
+    for ours, theirs in zip((hidden.grad, weight.grad), expected[1:], strict=True):
+        assert ours is not None
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance * 1e-2)
+
+
+def test_weight_gradient_is_summed_wide() -> None:
+    """4,096 like tokens in chunks of 1: summed in bf16, adding 1 to 256 would change nothing."""
+    hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    linear_cross_entropy(hidden, weight, torch.zeros(4096, dtype=torch.int64), chunk=1).backward()
+    assert weight.grad is not None
+    assert weight.grad.flatten().tolist() == [-2048, 2048]
+
+
+def test_without_valid_labels_everything_is_exactly_zero() -> None:
+    hidden, weight, labels = _problem(7, 5, 11, torch.float32)
+    with torch.no_grad():
+        hidden[2] = torch.nan  # what padding holds must not matter
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), chunk=3)
+    loss.backward()
+    assert loss.item() == 0
+    for grad in (hidden.grad, weight.grad):
+        assert grad is not None
+        assert (grad == 0).all()
+
+
+def test_an_ignored_token_does_not_spoil_the_others() -> None:
+    hidden, weight, labels = _problem(7, 5, 11, torch.float64)
+    expected = _reference(hidden, weight, labels, 1.0)
+    with torch.no_grad():
+        hidden[0], hidden[3] = torch.nan, torch.inf
+    linear_cross_entropy(hidden, weight, labels, chunk=4).backward()
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad, expected[1])
+    torch.testing.assert_close(weight.grad, expected[2])
+
+
+def test_no_tokens_at_all() -> None:
+    hidden, weight = torch.zeros(2, 0, 5, requires_grad=True), torch.zeros(3, 5, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(2, 0, dtype=torch.int64))
+    loss.backward()
+    assert loss.item() == 0
+    assert weight.grad is not None
+    assert (weight.grad == 0).all()
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    hidden = torch.tensor([[200.0]], requires_grad=True)
+    weight = torch.tensor([[10.0], [-10.0]])
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([1]))
+    loss.backward()
+    assert loss.item() == 4000
+    assert hidden.grad is not None
+    assert hidden.grad.item() == 20
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+def test_frozen_inputs_get_no_gradient(frozen: str) -> None:
+    hidden, weight, labels = _problem(6, 4, 9, torch.float64)
+    expected = _reference(hidden, weight, labels, 1.0)
+    hidden.requires_grad_(frozen == "weight")
+    weight.requires_grad_(frozen == "hidden")
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=4)
+    torch.testing.assert_close(loss.detach(), expected[0])
+    if frozen == "both":
+        assert not loss.requires_grad
+        return
+    loss.backward()
+    moving = weight if frozen == "hidden" else hidden
+    torch.testing.assert_close(moving.grad, expected[2 if frozen == "hidden" else 1])
+    assert (hidden if frozen == "hidden" else weight).grad is None
+
+
+def test_two_backward_passes_give_the_same_gradient() -> None:
+    hidden, weight, labels = _problem(6, 4, 9, torch.float64)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    first = torch.autograd.grad(loss * 2, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, 2 * b)
+
+
+class _LargestResult(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel, self.products = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numel = max(self.numel, result.numel())
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
+        return result
+
+
+def test_never_all_logits() -> None:
+    """Nothing larger than the weight or a chunk's logits, in both passes; three products a chunk, one without grad."""
+    hidden, weight, labels = _problem(64, 4, 50, torch.float32)
+    with _LargestResult() as seen:
+        linear_cross_entropy(hidden, weight, labels, chunk=8).backward()
+    assert seen.numel == 8 * 50
+    assert seen.products == 3 * num_chunks(64, 8)
+    with torch.no_grad(), _LargestResult() as seen:
+        linear_cross_entropy(hidden, weight, labels, chunk=8)
+    assert seen.numel == 8 * 50
+    assert seen.products == num_chunks(64, 8)
+
+
+def test_number_of_chunks_depends_on_the_number_of_tokens() -> None:
+    assert [num_chunks(tokens, 4) for tokens in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+
+
+def test_misfits_are_refused() -> None:
+    hidden, weight, labels = torch.zeros(2, 3), torch.zeros(5, 3), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"\(2, 3\), \(5, 4\)"):
+        linear_cross_entropy(hidden, torch.zeros(5, 4), labels)
+    with pytest.raises(ValueError, match=r"\(3,\)"):
+        linear_cross_entropy(hidden, weight, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="one dtype"):
+        linear_cross_entropy(hidden, weight.double(), labels)
+    with pytest.raises(ValueError, match="int64"):
+        linear_cross_entropy(hidden, weight, labels.int())
+    with pytest.raises(ValueError, match="at least one token"):
+        linear_cross_entropy(hidden, weight, labels, chunk=0)

@@ -1,0 +1,284 @@
+"""What a launch decides before ranks start and after they have ended, without starting any."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bmburst.cli import main
+from bmburst.errors import UserError
+from bmburst.runtime.launch import LaunchSpec, settings
+from bmburst.runtime.launch.agent import Outcome, RankEnd
+from bmburst.runtime.launch.guard import rank_pids
+from bmburst.runtime.launch.slurm import first_host, read_step
+from bmburst.runtime.launch.spec import require_command, require_devices
+from bmburst.runtime.launch.verdict import judge
+
+STEP = {
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "gpu[007-008],login1",
+    "SLURM_NODEID": "2",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "4",
+}
+TWO_NODES = {"nnodes": 2, "master_addr": "a"}
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"nproc": 0}, "--nproc 0"),
+        ({"nnodes": 0}, "--nnodes 0"),
+        ({"node_rank": -1}, "--node-rank -1"),
+        ({"node_rank": 1}, "--node-rank 1"),
+        ({**TWO_NODES, "node_rank": 2}, "--node-rank 2"),
+        ({"nnodes": 2}, "--master-addr"),
+        ({"master_port": 65536}, "--master-port 65536"),
+        ({"master_port": -1}, "--master-port -1"),
+        ({"hang_timeout": -0.5}, "--hang-timeout -0.5"),
+        ({"hang_timeout": float("nan")}, "--hang-timeout nan"),
+        ({"hang_timeout": float("inf")}, "--hang-timeout inf"),
+    ],
+)
+def test_a_spec_outside_its_range_is_refused(options, word):
+    with pytest.raises(UserError) as refused:
+        LaunchSpec(**options)
+    assert word in str(refused.value)
+    assert len(str(refused.value).splitlines()) <= 3
+
+
+def test_one_node_takes_a_free_port_and_several_the_usual_one():
+    assert LaunchSpec(nproc=3).endpoint == ("127.0.0.1", 0)
+    assert LaunchSpec(**TWO_NODES).endpoint == ("a", 29500)
+    assert LaunchSpec(**TWO_NODES, master_port=7, nproc=3).world_size == 6
+
+
+def test_more_ranks_than_gpus_is_refused_and_any_number_without_gpus_is_not(monkeypatch):
+    require_devices(9, 0)
+    require_devices(4, 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    with pytest.raises(
+        UserError, match=r"--nproc 3 is more than the 2 GPU\(s\) of this node \(CUDA_VISIBLE_DEVICES=2,5"
+    ):
+        require_devices(3, 2)
+
+
+@pytest.mark.parametrize("command", [[], ["-m"], ["-m", "no_such_module.part"], ["none.py"], ["--lr"], ["folder"]])
+def test_a_command_that_cannot_run_is_refused(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError):
+        require_command(command)
+
+
+def test_commands_that_can_run_are_not_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").touch()
+    (tmp_path / "no_suffix").touch()
+    for command in (["folder"], ["no_suffix", "--x"], ["-m", "folder"], ["-m", "json.tool"]):
+        require_command(command)
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["--nproc", "2", "script.py", "--lr", "3"], "without a --"),
+        (["--nproc", "2"], "no script"),
+        (["--nproc", "2", "--"], "no script"),
+        (["--nproc", "0", "--", sys.executable], "--nproc 0"),
+        (["--nproc", "x", "--", sys.executable], "--nproc"),
+        (["--nprok", "2", "--", sys.executable], "did you mean '--nproc'"),
+        (["--", "none.py"], "none.py"),
+    ],
+)
+def test_the_command_line_refuses_with_status_2(argv, word, capsys, monkeypatch):
+    monkeypatch.delenv("BMBURST_LAUNCH_FOLDER", raising=False)
+    assert main(["launch", *argv]) == 2
+    err = capsys.readouterr().err
+    assert word in err and len(err.splitlines()) <= 3
+
+
+def test_a_dry_run_shows_settings_and_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(settings, "usable_cores", lambda: 7)
+    script = tmp_path / "a b.py"
+    script.touch()
+    assert (
+        main(["launch", "--nproc", "3", "--hang-timeout", "60", "--dry-run", "--", str(script), "--dry-run", "-x"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "OMP_NUM_THREADS=2\n" in out and "BMBURST_HANG_TIMEOUT=60\n" in out
+    assert "torchrun --nproc-per-node=3 --nnodes=1" in out
+    assert out.rstrip().endswith(f"'{script}' --dry-run -x")
+
+
+def test_settings_leave_the_users_alone():
+    own = {"OMP_NUM_THREADS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    assert settings.open_defaults(own, 2, 8, cuda=True) == {}
+    assert settings.open_defaults({}, 3, 8, cuda=True) == {"OMP_NUM_THREADS": "2", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    assert settings.open_defaults({}, 9, 8, cuda=False) == {"OMP_NUM_THREADS": "1"}
+    assert not [name for name in settings.defaults(1, 1, cuda=True) if "NVLS" in name or "MULTICAST" in name]
+
+
+def test_one_queue_for_all_streams_is_refused_on_gpus_only():
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    with pytest.raises(UserError, match="unset CUDA_DEVICE_MAX_CONNECTIONS"):
+        settings.open_defaults(one, 1, 1, cuda=True)
+    settings.open_defaults(one, 1, 1, cuda=False)
+    settings.open_defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, 1, 1, cuda=True)
+
+
+@pytest.mark.parametrize(("text", "cores"), [("max 100000", 64), ("250000 100000", 2), ("50000 100000", 1), ("", 64)])
+def test_a_containers_quota_counts(text, cores, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(64)))
+    (tmp_path / "cpu.max").write_text(text)
+    assert settings.usable_cores(tmp_path / "cpu.max") == cores
+    assert settings.usable_cores(tmp_path / "none") == 64
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[07-09,12],login1", "gpu07"),
+        ("gpu[12,07-09]", "gpu12"),
+        ("rack[1-2]node[3,5]", "rack1node3"),
+        ("solo", "solo"),
+        ("a1,a2", "a1"),
+        ("n[1-2].cluster,m", "n1.cluster"),
+        ("gpu-a[003]", "gpu-a003"),
+    ],
+)
+def test_the_first_host_of_slurms_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_a_slurm_step():
+    step = read_step(STEP)
+    assert (step.nnodes, step.node_rank, step.master_addr, step.job) == (3, 2, "gpu007", "123456.4")
+    assert step == read_step(STEP | {"SLURM_JOB_NODELIST": "other"})
+    assert 1024 < step.master_port < 32768
+    assert step.master_port != read_step(STEP | {"SLURM_JOB_ID": "123457"}).master_port
+
+
+def test_outside_a_step_of_several_nodes_slurm_says_nothing():
+    assert read_step({}) is None
+    assert read_step({"SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "a[1-4]"}) is None
+    assert read_step(STEP | {"SLURM_STEP_NUM_NODES": "1"}) is None
+
+
+def test_several_slurm_tasks_on_a_node_are_refused():
+    with pytest.raises(UserError, match="--ntasks-per-node=1"):
+        read_step(STEP | {"SLURM_STEP_NUM_TASKS": "24"})
+    with pytest.raises(UserError, match="--master-addr"):
+        read_step(STEP | {"SLURM_STEP_NODELIST": ""})
+
+
+def test_options_go_before_slurm(monkeypatch, tmp_path, capsys):
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    script = tmp_path / "s.py"
+    script.touch()
+    assert main(["launch", "--nproc", "2", "--master-port", "7", "--dry-run", "--", str(script)]) == 0
+    assert "--nnodes=3 --max-restarts=0 --node-rank=2 --master-addr=gpu007 --master-port=7" in capsys.readouterr().out
+    assert main(["launch", "--nproc", "2", "--nnodes", "1", "--dry-run", "--", str(script)]) == 0
+    assert "--nnodes=1 " in capsys.readouterr().out
+
+
+def test_only_processes_that_still_are_the_ranks_count(tmp_path):
+    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    (tmp_path / "pid.0").write_text(f"{process.pid} {stat}")
+    (tmp_path / "pid.1").write_text(f"{process.pid} {int(stat) - 1}")  # its number was another's before
+    (tmp_path / "pid.12").write_text(f"{2**22 + 1} 5")  # ended; its children may live
+    assert rank_pids(tmp_path) == {0: process.pid, 12: 2**22 + 1}
+    process.communicate(b"\n")
+
+
+SPEC = LaunchSpec(nproc=4, **TWO_NODES, node_rank=1, hang_timeout=20.0)
+STOOD = 'Current thread 0x1 (most recent call first):\n  File "/a/wait.py", line 3 in wait\n'
+CRASHED = 'Fatal Python error: Aborted\n\nThread 0x2 (most recent call first):\n  File "/a/b.py", line 9 in f\n'
+
+
+def end(local_rank, status):
+    return RankEnd(rank=4 + local_rank, local_rank=local_rank, status=status)
+
+
+def leave_error(folder, **content):
+    content = {"rank": 5, "local_rank": 1, "kind": "error", "status": 1, "text": "Traceback: it"} | content
+    (folder / "error").write_text(json.dumps(content))
+
+
+def test_all_well(tmp_path):
+    for rank in range(4):
+        (tmp_path / f"hang.{rank}").touch()
+        (tmp_path / f"stood.{rank}").touch()
+    verdict = judge(SPEC, Outcome(), tmp_path)
+    assert (verdict.status, verdict.message) == (0, "")
+
+
+def test_ranks_that_torchrun_ended_beside_a_failed_one_are_not_mentioned(tmp_path):
+    leave_error(tmp_path)
+    (tmp_path / "stood.3").write_text(STOOD)  # ignored SIGTERM until SIGKILL
+    outcome = Outcome(failed=[end(0, -signal.SIGTERM), end(1, 1), end(2, 1), end(3, -signal.SIGKILL)])
+    verdict = judge(SPEC, outcome, tmp_path)
+    assert (verdict.status, verdict.message) == (1, "bmburst: rank 5 failed\nTraceback: it")
+
+
+def test_a_killed_rank_comes_before_the_error_it_caused(tmp_path):
+    leave_error(tmp_path, kind="user", status=2, text="peer gone")
+    (tmp_path / "stood.2").write_text(CRASHED)
+    outcome = Outcome(failed=[end(0, -signal.SIGKILL), end(1, 2), end(2, -signal.SIGABRT)])
+    verdict = judge(SPEC, outcome, tmp_path)
+    assert verdict.status == 1
+    lines = verdict.message.splitlines()
+    assert lines[0].startswith("bmburst: rank 4 was killed by SIGKILL (out of memory?")
+    assert lines[1:] == [
+        "bmburst: rank 6 was killed by SIGABRT; it stood at /a/b.py:9 in f",
+        "bmburst: peer gone",
+    ]
+
+
+def test_the_crash_of_a_failed_ranks_teardown_is_not_its_error(tmp_path):
+    leave_error(tmp_path, kind="user", status=2, text="too long")
+    verdict = judge(SPEC, Outcome(failed=[end(1, -signal.SIGABRT)]), tmp_path)
+    assert (verdict.status, verdict.message) == (2, "bmburst: too long")
+
+
+def test_a_hang_comes_before_what_it_caused(tmp_path):
+    leave_error(tmp_path)
+    other = 'Thread 0x9 (most recent call first):\n  File "/x/threading.py", line 1 in run\n\n'
+    own = "".join(f'  File "{f}", line 1 in {f}\n' for f in ("/u/s.py", "<frozen runpy>", "/p/bmburst/runtime/rank.py"))
+    (tmp_path / "hang.2").write_text(f"Timeout (0:00:20)!\n{other}Thread 0x1 (most recent call first):\n{own}")
+    (tmp_path / "stood.0").write_text(STOOD)
+    verdict = judge(SPEC, Outcome(failed=[end(2, 1), end(0, -15)]), tmp_path)
+    assert verdict.status == 1
+    assert verdict.message.splitlines() == [
+        "bmburst: rank 6 made no progress for 20 s, so the run was ended",
+        "rank 6 stood at (most recent call first):",
+        '  File "/u/s.py", line 1 in /u/s.py',
+        "rank 4 stood at /a/wait.py:3 in wait",
+        "a step that takes longer is no hang: --hang-timeout SECONDS changes the limit, 0 lifts it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [
+        (RuntimeError("server socket: EADDRINUSE, Address already in use"), "port 29500 of a is in use"),
+        (TimeoutError("timed out after 900000ms"), "did not come together at a:29500"),
+    ],
+)
+def test_ranks_that_never_started(error, word, tmp_path):
+    verdict = judge(SPEC, Outcome(error=error), tmp_path)
+    assert verdict.status == 1 and word in verdict.message and "\n" in verdict.message
+
+
+def test_ranks_ended_from_outside(tmp_path):
+    (tmp_path / "stood.0").write_text(STOOD)
+    verdict = judge(SPEC, Outcome(failed=[end(0, -15), end(1, -15)]), tmp_path)
+    assert (verdict.status, verdict.message) == (1, "bmburst: rank 4, 5 was ended by SIGTERM from outside")

@@ -1,0 +1,75 @@
+"""Imports point one way, BMTrain stays in the files that own it, and `import bmburst` needs none of it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(
+    path for package in ("bmburst", "bmburst_ops", "model_center_ext") for path in (ROOT / package).rglob("*.py")
+)
+# Where a package's files may not look. Longer prefixes first: the first that fits a file decides.
+FORBIDDEN = {
+    "bmburst_ops": {"bmburst", "model_center_ext", "bmtrain", "torch.distributed"},
+    "bmburst/layout.py": {"torch", "bmtrain"},
+    "bmburst/schedule.py": {"torch", "bmtrain"},
+    "bmburst/errors.py": {"torch", "bmtrain", "bmburst"},
+    "bmburst/config": {"torch", "bmtrain"},
+    "bmburst/blocks/config.py": {"torch", "bmtrain"},
+    "bmburst/blocks/presets.py": {"torch", "bmtrain"},
+    "bmburst/train/config.py": {"torch", "bmtrain"},
+    "bmburst/data": {"bmtrain", "torch.distributed", "bmburst.comm", "bmburst.mesh", "bmburst.train"},
+    "bmburst/comm": {"model_center_ext", "bmburst.attention", "bmburst.blocks", "bmburst.train"},
+    "bmburst/attention": {"model_center_ext", "bmburst.blocks", "bmburst.train", "bmburst.data", "bmburst.runtime"},
+    "bmburst/blocks": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.runtime"},
+    "bmburst/runtime": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.blocks", "bmburst.attention"},
+    "bmburst": {"model_center_ext"},
+}
+BMTRAIN_AT_TOP = {
+    "bmburst/attention/module.py",
+    "bmburst/blocks/initialization.py",
+    "bmburst/blocks/layers.py",
+    "bmburst/blocks/model.py",
+    "bmburst/blocks/transformer.py",
+    "bmburst/optim.py",
+    "bmburst/zero.py",
+}
+
+
+def names(nodes):
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_point_one_way(path):
+    name, tree = path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+    banned = next((FORBIDDEN[key] for key in sorted(FORBIDDEN, key=len, reverse=True) if name.startswith(key)), set())
+    found = {module for module in names(ast.walk(tree)) for b in banned if module == b or module.startswith(f"{b}.")}
+    if name == "bmburst/errors.py":
+        found = {module for module in found if module != "bmburst"}
+    assert not found, f"{name} may not import {sorted(found)}"
+    if name not in BMTRAIN_AT_TOP:
+        top = set(names(tree.body))
+        assert not {module for module in top if module.split(".")[0] == "bmtrain"}, f"{name} imports bmtrain at its top"
+
+
+def test_importing_the_package_starts_nothing():
+    code = (
+        "import sys, torch; before = torch.cuda.Stream; import bmburst; "
+        "assert all(hasattr(bmburst, n) for n in bmburst.__all__ if n != 'BurstAttention'); "
+        "assert 'bmtrain' not in sys.modules and torch.cuda.Stream is before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_files_hold_one_idea():
+    long = {path.name: n for path in FILES if (n := len(path.read_text().splitlines())) > 400}
+    assert not long, f"a file of more than 400 lines is two ideas: {long}"

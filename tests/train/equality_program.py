@@ -1,0 +1,112 @@
+"""What every rank does in the test of equality: train on given batches, and leave in a file what came of it."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bmburst.blocks.config import LlamaConfig
+from bmburst.sequence import IGNORE_INDEX
+from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig
+
+STEPS, TOKENS, SEQUENCES = 20, 37, 4  # 37 tokens: padded on 2 and 4 ranks
+LR, DECAY = 1e-3, 0.1
+SHAPE = {
+    "vocab_size": 264,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+class Case(NamedTuple):
+    """How a step is done; none of it may change what comes out."""
+
+    accumulate: bool
+    clip_norm: float | None
+    layout: str
+    zero_level: int
+    recompute: str
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+CASES = [
+    Case(True, None, "zigzag", 3, "block-keep-attention"),
+    Case(False, 0.05, "striped", 2, "block"),
+]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the step's whole batch: sequences hold uneven numbers of valid labels, some ranks none at all."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(SHAPE["vocab_size"], (SEQUENCES, TOKENS + 1), generator=generator)
+    inputs, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
+    labels[0, 7:] = IGNORE_INDEX
+    labels[1] = IGNORE_INDEX
+    labels[2, 3:30] = IGNORE_INDEX
+    return inputs, labels
+
+
+def result(folder: Path, split: tuple[int, int], case: Case, dtype: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(_file(folder, split, case, dtype), weights_only=True)
+    return loaded
+
+
+def train_all(folder: Path, splits: list[tuple[int, int]]) -> None:
+    for split in splits:
+        for case in CASES:
+            _train(folder, split, case, "float32", STEPS)
+        _train(folder, split, CASES[0], "bfloat16", 1)
+
+
+def _train(folder: Path, split: tuple[int, int], case: Case, dtype: Any, steps: int) -> None:
+    from bmburst.train.trainer import Trainer
+    from bmburst.zero import gather, named_shards
+
+    data, sequence = split
+    share = SEQUENCES // data
+    config = TrainConfig(
+        preset=None,
+        model=LlamaConfig(**SHAPE),
+        sequence_length=TOKENS,
+        steps=STEPS,
+        batch_size=SEQUENCES,
+        micro_batch_size=1 if case.accumulate else share,
+        dtype=dtype,
+        recompute=case.recompute,
+        loss_chunk_tokens=5,
+        output=folder / "run",
+        init_from=folder / "model",
+        data=DataConfig(source=str(folder / "text.txt"), held_out_fraction=0.5),
+        optimizer=OptimizerConfig(lr=LR, weight_decay=DECAY, clip_norm=case.clip_norm),
+        schedule=ScheduleConfig(kind="constant", warmup_steps=0),
+        parallel=ParallelConfig(
+            data_parallel=data, sequence_parallel=sequence, layout=case.layout, zero_level=case.zero_level
+        ),
+    )
+    trainer = Trainer(config)
+    trainer.restore()
+    shards = named_shards(trainer.model)
+    seen: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(steps):
+        mine = slice(trainer.mesh.data_rank * share, (trainer.mesh.data_rank + 1) * share)
+        inputs, labels = batch(step)
+        loss, valid = trainer.backward(*(t[mine].to(trainer.runtime.device) for t in (inputs, labels)))
+        assert valid == int((labels != IGNORE_INDEX).sum())
+        if step == 0:
+            seen["gradients"] = {s.name: gather(s, s.storage.grad) for s in shards}
+        _, norm = trainer.update()
+        seen["losses"].append(loss)
+        seen["norms"].append(norm)
+    seen["parameters"] = {s.name: gather(s) for s in shards}
+    if trainer.is_main:
+        torch.save(seen, _file(folder, split, case, dtype))
+
+
+def _file(folder: Path, split: tuple[int, int], case: Case, dtype: str) -> Path:
+    return folder / f"{split[0]}x{split[1]}-{case}-{dtype}.pt"

@@ -1,0 +1,69 @@
+"""A small training run, and the moments at which it can be killed."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from bmburst.blocks.config import LlamaConfig
+from bmburst.train import checkpoint
+from bmburst.train.config import DataConfig, ParallelConfig, ScheduleConfig, TrainConfig
+from bmburst.train.trainer import run
+
+STEPS = 6
+SHAPE = LlamaConfig(
+    vocab_size=264,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    max_position_embeddings=64,
+)
+
+
+def config(folder: Path, name: str, **changes: Any) -> TrainConfig:
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("".join(f"line {i}: the quick brown fox, {i * i} times.\n" for i in range(400)))
+    values: dict[str, Any] = {
+        "preset": None,
+        "model": SHAPE,
+        "sequence_length": 48,
+        "steps": STEPS,
+        "batch_size": 2,
+        "checkpoint_every": 2,
+        "eval_every": 3,
+        "eval_sequences": 2,
+        "sample_tokens": 0,
+        "output": folder / name,
+        "data": DataConfig(source=str(text), held_out_fraction=0.2),
+        "schedule": ScheduleConfig(warmup_steps=2),
+    }
+    return TrainConfig(**values | changes)
+
+
+def train(folder: Path, name: str, **changes: Any) -> None:
+    changes.setdefault("parallel", ParallelConfig())
+    run(config(folder, name, **changes))
+
+
+def train_and_die(folder: Path, name: str, moment: str, count: int) -> None:
+    """Train, and let rank 0 be killed at the count-th time that it comes to the named function of `checkpoint`."""
+    calls = 0
+    original = getattr(checkpoint, moment)
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(checkpoint, moment, deadly)
+    train(folder, name)
+
+
+def train_twice(folder: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
+    train(folder, "twice", **first)
+    train(folder, "twice", **second)

@@ -1,0 +1,213 @@
+"""LlamaConfig against Hugging Face's own, in both forms of its config.json."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig as HuggingFaceConfig
+from transformers import LlamaForCausalLM
+
+from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.blocks.presets import PRESETS, preset
+from bmburst.config import build, read_layer, to_dict
+from bmburst.errors import UserError
+
+SMALL = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_layers": 3,
+    "num_heads": 6,
+    "num_kv_heads": 2,
+    "max_position_embeddings": 64,
+}
+SCALINGS = [
+    None,
+    RopeScaling(kind="linear", factor=2.5),
+    RopeScaling(kind="dynamic", factor=4),
+    RopeScaling(kind="yarn", factor=4, original_max_position_embeddings=16),
+    RopeScaling(
+        kind="yarn",
+        factor=4,
+        original_max_position_embeddings=16,
+        beta_fast=20,
+        beta_slow=2,
+        attention_factor=1.25,
+    ),
+    RopeScaling(kind="llama3", factor=8, original_max_position_embeddings=32, low_freq_factor=1.5, high_freq_factor=3),
+]
+
+
+def refused(call, *arguments, **values):
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **values)
+    assert len(str(caught.value).splitlines()) <= 3
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(
+    "more", [{}, {"head_dim": 10, "tie_embeddings": True, "rope_theta": 5e5, "norm_eps": 1e-6, "init_std": 0.5}]
+)
+def test_round_trips(scaling, more):
+    config = LlamaConfig(**SMALL, **more, rope_scaling=scaling)
+    assert LlamaConfig.from_hugging_face(json.loads(json.dumps(config.to_hugging_face()))) == config
+    assert build(LlamaConfig, read_layer(LlamaConfig, json.loads(json.dumps(to_dict(config))), "")) == config
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("form", ["both", "rope_scaling", "rope_parameters"])
+def test_transformers_reads_what_we_write_and_we_what_it_writes(scaling, form):
+    config = LlamaConfig(**SMALL, rope_theta=5e5, rope_scaling=scaling)
+    values = config.to_hugging_face()
+    if form == "rope_scaling":
+        del values["rope_parameters"]
+    elif form == "rope_parameters":
+        del values["rope_scaling"], values["rope_theta"]
+    theirs = HuggingFaceConfig(**values)
+    assert theirs.rope_parameters["rope_theta"] == 5e5
+    assert theirs.rope_parameters["rope_type"] == ("default" if scaling is None else scaling.kind)
+    assert LlamaConfig.from_hugging_face(theirs.to_dict()) == config
+    assert LlamaConfig.from_hugging_face(values) == config
+
+
+@pytest.mark.parametrize("more", [{}, {"head_dim": 10}, {"tie_embeddings": True}])
+def test_num_parameters_is_what_transformers_makes(more):
+    config = LlamaConfig(**SMALL, **more)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(HuggingFaceConfig(**config.to_hugging_face()))
+    assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("llama-2-7b", 6738415616), ("llama-2-13b", 13015864320), ("llama-3-8b", 8030261248)]
+)
+def test_presets_have_the_published_number_of_parameters(name, count):
+    assert preset(name).num_parameters == count
+
+
+def test_the_tiny_preset_serves_the_main_job():
+    tiny = PRESETS["llama-tiny"]
+    assert 1_000_000 <= tiny.num_parameters <= 2_000_000
+    assert tiny.vocab_size >= 259
+    assert tiny.num_kv_heads < tiny.num_heads
+    assert tiny.max_position_embeddings >= 4096
+
+
+def test_transformers_4_with_the_old_key_type():
+    values = LlamaConfig(**SMALL).to_hugging_face()
+    del values["rope_parameters"]
+    values["rope_scaling"] = {"type": "linear", "factor": 2.0}
+    assert LlamaConfig.from_hugging_face(values).rope_scaling == RopeScaling(kind="linear", factor=2)
+
+
+def test_defaults_of_keys_that_hugging_face_may_leave_out():
+    values = {
+        "model_type": "llama",
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rope_scaling": None,
+    }
+    theirs, ours = HuggingFaceConfig(**values), LlamaConfig.from_hugging_face(values)
+    assert (ours.num_kv_heads, ours.head_dim, ours.rope_theta) == (2, 4, theirs.rope_parameters["rope_theta"])
+    assert (ours.norm_eps, ours.init_std) == (theirs.rms_norm_eps, theirs.initializer_range)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_a_missing_original_length_is_the_longest_one_as_in_transformers(kind):
+    rope = {"rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    values = LlamaConfig(**SMALL).to_hugging_face() | {"rope_scaling": rope}
+    scaling = LlamaConfig.from_hugging_face(values).rope_scaling
+    assert scaling is not None
+    assert scaling.original_max_position_embeddings == SMALL["max_position_embeddings"]
+
+
+def test_yarn_with_two_mscales_gets_the_factor_that_transformers_computes():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0}
+    values = LlamaConfig(**SMALL).to_hugging_face() | {"rope_scaling": {**rope, "mscale_all_dim": 0.5}}
+    del values["rope_parameters"]
+    scaling = LlamaConfig.from_hugging_face(values).rope_scaling
+    assert scaling is not None
+    _, expected = ROPE_INIT_FUNCTIONS["yarn"](HuggingFaceConfig(**values), torch.device("cpu"))
+    assert expected != 1
+    assert scaling.attention_factor == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"model_type": None}, "model_type None"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"hidden_size": "wide"}, "hidden_size: 'wide'"),
+        ({"num_key_value_heads": 4}, "num_kv_heads 4 does not divide num_heads 6"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "unknown rope_type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor: 0.5"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    ],
+)
+def test_foreign_models_are_refused(changes, expected):
+    assert expected in refused(LlamaConfig.from_hugging_face, LlamaConfig(**SMALL).to_hugging_face() | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_heads": 5, "num_kv_heads": 5}, "hidden_size 24 does not divide by num_heads 5"),
+        ({"num_kv_heads": 4}, "allowed: 1, 2, 3, 6"),
+        ({"num_heads": 8, "num_kv_heads": 8}, "head_dim 3 is odd"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"head_dim": -2}, "head_dim: -2"),
+        ({"vocab_size": 0}, "vocab_size: 0"),
+        ({"num_layers": 1.5}, "num_layers: 1.5"),
+        ({"rope_theta": 0.0}, "rope_theta: 0.0"),
+        ({"norm_eps": 0}, "norm_eps: 0"),
+        ({"rope_scaling": {"kind": "linear"}}, "rope_scaling"),
+        ({"tie_embeddings": 1}, "tie_embeddings: 1"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(changes, expected):
+    assert expected in refused(LlamaConfig, **(SMALL | changes))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"kind": "ntk", "factor": 2}, "unknown kind 'ntk'"),
+        ({"kind": "linear", "factor": 0.9}, "factor: 0.9"),
+        ({"kind": "yarn", "factor": 2}, "needs original_max_position_embeddings"),
+        ({"kind": "llama3", "factor": 2}, "needs original_max_position_embeddings"),
+        (
+            {"kind": "llama3", "factor": 2, "original_max_position_embeddings": 8, "low_freq_factor": 4},
+            "high_freq_factor 4 is not above low_freq_factor 4",
+        ),
+        (
+            {"kind": "yarn", "factor": 2, "original_max_position_embeddings": 8, "beta_fast": 1},
+            "beta_fast 1 is not above beta_slow 1",
+        ),
+    ],
+)
+def test_scalings_that_cannot_be_are_refused(values, expected):
+    assert expected in refused(RopeScaling, **values)
+
+
+def test_unknown_preset_names_the_nearest():
+    text = refused(preset, "lama-tiny")
+    assert "did you mean 'llama-tiny'" in text
+    assert all(name in text for name in PRESETS)

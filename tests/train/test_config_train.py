@@ -1,0 +1,365 @@
+"""TrainConfig: layers of presets, files and options, and everything that is refused before ranks start."""
+
+import dataclasses
+import json
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from bmburst.attention.call import STRATEGIES, TRANSPORTS
+from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.blocks.presets import PRESETS
+from bmburst.config import build, read_layer, to_dict
+from bmburst.data.corpus import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
+from bmburst.data.corpus import open_corpus
+from bmburst.data.tokenizer import ByteTokenizer
+from bmburst.errors import UserError
+from bmburst.layout import LAYOUTS
+from bmburst.train.config import (
+    BYTE_IDS,
+    STANDARD_LIBRARY,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from bmburst.train.eval_config import EvalConfig
+from bmburst.train.resolve import check_paths, check_resumable, resolve, write_run_config
+from bmburst_ops.flash.select import NAMES as KERNEL_NAMES
+
+
+def refused(call, *arguments, **values):
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **values)
+    text = str(caught.value)
+    assert 1 <= len(text.splitlines()) <= 3, text
+    return text
+
+
+def choices(cls, name):
+    return set(typing.get_args(typing.get_type_hints(cls)[name]))
+
+
+def write(path, values):
+    path.write_text(json.dumps(values))
+    return path
+
+
+def hugging_face(folder, **changes):
+    folder.mkdir()
+    model = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=1,
+        max_position_embeddings=512,
+    )
+    write(folder / "config.json", model.to_hugging_face() | changes)
+    return folder, model
+
+
+# Names that other parts own
+
+
+def test_names_are_those_of_the_parts_that_take_them():
+    assert choices(ParallelConfig, "layout") == choices(EvalConfig, "layout") == set(LAYOUTS)
+    assert choices(ParallelConfig, "strategy") == set(STRATEGIES)
+    assert choices(ParallelConfig, "kernel") == set(KERNEL_NAMES)
+    assert choices(ParallelConfig, "transport") == set(TRANSPORTS) - {"threads"}
+    assert ByteTokenizer.vocab_size == BYTE_IDS
+    assert DATA_STANDARD_LIBRARY == STANDARD_LIBRARY
+
+
+# The main job
+
+
+def test_defaults_are_the_main_job():
+    config = TrainConfig()
+    assert config == resolve()
+    assert config.model == PRESETS["llama-tiny"]
+    assert (config.preset, config.sequence_length, config.data.source) == ("llama-tiny", 4096, "stdlib")
+    config.validate(2)
+    check_paths(config)
+
+
+def test_configurations_are_frozen_and_keyword_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig().steps = 3
+    with pytest.raises(TypeError):
+        OptimizerConfig(1e-3)
+
+
+# Layers
+
+
+def test_precedence_is_preset_then_files_then_options(tmp_path):
+    low = write(tmp_path / "low.json", {"steps": 7, "seed": 1, "model": {"num_layers": 5}, "batch_size": 2})
+    high = tmp_path / "high.yaml"
+    high.write_text("seed: 2\nmodel:\n  hidden_size: 64\noptimizer: {lr: 1e-2}\n")
+    config = resolve((low, high), {"batch_size": "3", "optimizer.lr": "0.5", "optimizer.beta2": "0.99"})
+    assert (config.steps, config.seed, config.batch_size) == (7, 2, 3)
+    assert config.optimizer == OptimizerConfig(lr=0.5, beta2=0.99)
+    assert (config.model.num_layers, config.model.hidden_size, config.model.vocab_size) == (5, 64, 320)
+
+
+def test_the_preset_lies_below_the_file_even_when_it_is_an_option(tmp_path):
+    path = write(tmp_path / "a.json", {"preset": "llama-2-7b", "model": {"num_layers": 2}})
+    assert resolve((path,)).model.hidden_size == 4096
+    config = resolve((path,), {"preset": "llama-3-8b"})
+    assert (config.preset, config.model.num_layers, config.model.num_kv_heads) == ("llama-3-8b", 2, 8)
+
+
+def test_a_preset_that_a_file_leaves_without_effect_is_refused(tmp_path):
+    path = write_run_config(TrainConfig(), tmp_path)
+    assert "changes nothing" in refused(resolve, (path,), {"preset": "llama-3-8b"})
+    assert resolve((path,), {"preset": "llama-tiny"}) == TrainConfig()
+    assert "unknown preset" in refused(resolve, (path,), {"preset": "llama-4"})
+
+
+def test_head_dim_follows_an_overridden_width():
+    assert resolve((), {"model.hidden_size": "64"}).model.head_dim == 16
+    assert resolve((), {"model.num_heads": "8"}).model.head_dim == 16
+    assert resolve((), {"model.hidden_size": "64", "model.head_dim": "32"}).model.head_dim == 32
+
+
+def test_rope_scaling_from_options_and_off_again(tmp_path):
+    config = resolve((), {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": "2"})
+    assert config.model.rope_scaling == RopeScaling(kind="linear", factor=2)
+    path = write_run_config(config, tmp_path)
+    assert resolve((path,)).model.rope_scaling == RopeScaling(kind="linear", factor=2)
+    assert resolve((path,), {"model.rope_scaling": "none"}).model.rope_scaling is None
+    assert resolve((path,), {"model.rope_scaling.factor": "3"}).model.rope_scaling.factor == 3
+    text = refused(resolve, (), {"model.rope_scaling.factor": "2"})
+    assert "model.rope_scaling.kind is missing" in text
+    assert "linear, dynamic, yarn, llama3" in text
+
+
+def test_a_runs_config_json_begins_another_run(tmp_path):
+    config = resolve(
+        (),
+        {
+            "output": str(tmp_path / "run"),
+            "resume": "true",
+            "steps": "9",
+            "data.cache": str(tmp_path),
+            "optimizer.clip_norm": "none",
+            "parallel.sequence_parallel": "2",
+            "parallel.zero_level": "2",
+        },
+    )
+    path = write_run_config(config, tmp_path / "run")
+    assert resolve((path,)) == config.replace(output=None, resume=False)
+    assert set(json.loads(path.read_text())) == set(to_dict(config)) - {"output", "resume"}
+    assert [file.name for file in path.parent.iterdir()] == ["config.json"], "temporary files are left"
+
+
+def test_round_trip_of_the_whole_tree():
+    config = resolve((), {"output": "a/b", "parallel.data_parallel": "2", "schedule.kind": "wsd"})
+    assert build(TrainConfig, read_layer(TrainConfig, json.loads(json.dumps(to_dict(config))), "")) == config
+
+
+def test_errors_name_the_file_and_the_nearest_key(tmp_path):
+    path = write(tmp_path / "a.json", {"optimiser": {"lr": 1}})
+    text = refused(resolve, (path,))
+    assert text.startswith(f"{path}: unknown key 'optimiser'")
+    text = refused(resolve, (write(path, {"optimizer": {"lrr": 1}}),))
+    assert "did you mean 'optimizer.lr'" in text
+    assert "known in optimizer: lr, beta1, beta2" in text
+    assert "steps: 'many'" in refused(resolve, (write(path, {"steps": "many"}),))
+    assert "model: 'tiny' does not fit" in refused(resolve, (write(path, {"model": "tiny"}),))
+    text = refused(resolve, (), {"sequence_lenght": "5"})
+    assert text.startswith("unknown key 'sequence_lenght'; did you mean 'sequence_length'")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", "0"),
+        ("sequence_length", "0"),
+        ("batch_size", "-1"),
+        ("seed", "-1"),
+        ("dtype", "float16"),
+        ("recompute", "all"),
+        ("parallel.layout", "zig-zag"),
+        ("parallel.strategy", "ring"),
+        ("parallel.kernel", "cuda"),
+        ("parallel.transport", "mpi"),
+        ("parallel.zero_level", "1"),
+        ("optimizer.lr", "0"),
+        ("optimizer.lr", "inf"),
+        ("optimizer.weight_decay", "nan"),
+        ("optimizer.beta1", "1"),
+        ("optimizer.clip_norm", "0"),
+        ("data.held_out_fraction", "0"),
+        ("data.held_out_fraction", "1"),
+        ("nproc", "0"),
+        ("hang_timeout", "-1"),
+        ("preset", "lama-tiny"),
+        ("preset", "none"),
+        ("model.num_kv_heads", "3"),
+        ("model.vocab_size", "100"),
+    ],
+)
+def test_bad_values_are_refused(name, value):
+    options = {name: value} | ({"data.tokenizer": "bytes"} if name == "model.vocab_size" else {})
+    text = refused(resolve, (), options)
+    if (name, value) != ("preset", "none"):
+        assert value in text
+        assert name.rpartition(".")[2] in text
+
+
+# Python
+
+
+def test_python_gets_the_presets_model():
+    assert TrainConfig(preset="llama-2-7b").model == PRESETS["llama-2-7b"]
+    assert "unknown preset 'x'" in refused(TrainConfig, preset="x")
+    assert "neither a preset nor a model" in refused(TrainConfig, preset=None)
+    assert "without its model's shape" in refused(TrainConfig, init_from=Path("x"))
+    assert "unknown layout" in refused(ParallelConfig, layout="ziczac")
+
+
+# Ranks
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "mesh"),
+    [
+        ({}, 1, (1, 1)),
+        ({}, 8, (1, 8)),
+        ({"data_parallel": 2}, 8, (2, 4)),
+        ({"data_parallel": 8}, 8, (8, 1)),
+        ({"data_parallel": 2, "sequence_parallel": 3}, 6, (2, 3)),
+    ],
+)
+def test_mesh(values, world, mesh):
+    config = TrainConfig(parallel=ParallelConfig(**values), batch_size=8 if 8 % mesh[0] == 0 else mesh[0])
+    assert config.mesh_shape(world) == mesh
+    config.validate(world)
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "expected"),
+    [
+        ({"parallel.data_parallel": 3}, 4, "data_parallel 3 does not divide 4 ranks\nallowed: 1, 2, 4"),
+        ({"parallel.data_parallel": 4}, 2, "data_parallel 4 does not divide 2 ranks"),
+        ({"parallel.sequence_parallel": 3}, 4, "data_parallel 1 x sequence_parallel 3 is 3 ranks, but there are 4"),
+        ({"parallel.data_parallel": 2, "parallel.sequence_parallel": 2}, 2, "--nproc 4"),
+        ({"batch_size": 3, "parallel.data_parallel": 2}, 2, "--batch-size 4"),
+        ({"batch_size": 2, "micro_batch_size": 4}, 2, "multiples of 4"),
+        ({"batch_size": 6, "micro_batch_size": 2, "parallel.data_parallel": 2}, 4, "--batch-size 8"),
+        ({"sequence_length": 3}, 4, "sequence_length 3 leaves some of 4 sequence ranks without a token"),
+        ({}, 0, "does not divide 0 ranks"),
+    ],
+)
+def test_ranks_that_do_not_match_are_refused(options, world, expected):
+    assert expected in refused(resolve((), options).validate, world)
+
+
+def test_a_sequence_of_one_token_a_rank_is_enough():
+    resolve((), {"sequence_length": 4}).validate(4)
+
+
+def test_a_sequence_beyond_the_models_positions_is_refused_with_the_fix():
+    text = refused(resolve, (), {"preset": "llama-2-7b", "sequence_length": "8192"})
+    option = re.search(r"--(model\.max_position_embeddings) (\d+)", text)
+    assert option
+    resolve((), {"preset": "llama-2-7b", "sequence_length": "8192", option[1]: option[2]})
+
+
+# Files that a run reads
+
+
+def test_data_that_is_missing_or_empty_is_refused(tmp_path):
+    for source, expected in [("gone.txt", "no such file"), ("empty.txt", "is empty"), ("folder", "is empty")]:
+        (tmp_path / "empty.txt").touch()
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        config = TrainConfig(data=DataConfig(source=str(tmp_path / source)))
+        assert expected in refused(check_paths, config)
+    (tmp_path / "text.txt").write_text("words")
+    check_paths(TrainConfig(data=DataConfig(source=str(tmp_path / "text.txt"))))
+
+
+def test_a_tokenizer_file_that_is_missing_is_refused(tmp_path):
+    config = TrainConfig(data=DataConfig(tokenizer=str(tmp_path / "tokenizer.json")))
+    assert "no such file" in refused(check_paths, config)
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("words and more words")
+    file = open_corpus(tmp_path / "text.txt", None, tmp_path)
+    model = dataclasses.replace(PRESETS["llama-tiny"], vocab_size=256)
+    config = TrainConfig(model=model, data=DataConfig(source=str(file.path)))
+    assert "token id 256" in refused(check_paths, config)
+    check_paths(TrainConfig(data=DataConfig(source=str(file.path))))
+
+
+def test_init_from_brings_its_model_and_takes_rope_scaling(tmp_path):
+    folder, model = hugging_face(tmp_path / "hf")
+    config = resolve((), {"init_from": str(folder), "sequence_length": "512"})
+    assert (config.model, config.preset) == (model, None)
+    check_paths(config)
+    scaled = {
+        "init_from": str(folder),
+        "sequence_length": "2048",
+        "model.max_position_embeddings": "2048",
+        "model.rope_scaling.kind": "yarn",
+        "model.rope_scaling.factor": "4",
+        "model.rope_scaling.original_max_position_embeddings": "512",
+    }
+    config = resolve((), scaled)
+    check_paths(config)
+    assert config.model.rope_scaling is not None
+    path = write_run_config(config, tmp_path / "run")
+    assert resolve((path,)) == config
+
+
+def test_init_from_that_cannot_work_is_refused(tmp_path):
+    folder, _ = hugging_face(tmp_path / "hf")
+    options = {"init_from": str(folder), "sequence_length": "64"}
+    assert "both give the model" in refused(resolve, (), options | {"preset": "llama-tiny"})
+    assert "no such directory" in refused(resolve, (), {"init_from": str(tmp_path / "gone")})
+    assert "it has no config.json" in refused(resolve, (), {"init_from": str(tmp_path)})
+    config = resolve((), options | {"model.num_layers": "3"})
+    assert "model.num_layers 3 differs" in refused(check_paths, config)
+    other, _ = hugging_face(tmp_path / "mistral", model_type="mistral")
+    text = refused(resolve, (), {"init_from": str(other)})
+    assert text.startswith(f"{other / 'config.json'}: model_type 'mistral'")
+    (other / "config.json").write_text("{")
+    assert "malformed JSON" in refused(resolve, (), {"init_from": str(other)})
+    (other / "config.json").write_text("[]")
+    assert "holds no object" in refused(resolve, (), {"init_from": str(other)})
+
+
+# Resume
+
+
+def test_what_may_and_may_not_change_on_resume(tmp_path):
+    before = resolve()
+    for name, value in [
+        ("steps", "500"),
+        ("batch_size", "4"),
+        ("optimizer.lr", "0.1"),
+        ("parallel.layout", "striped"),
+        ("data.cache", "x"),
+        ("checkpoint_every", "1"),
+        ("nproc", "4"),
+    ]:
+        check_resumable(before, resolve((), {name: value}), tmp_path)
+    for name, value in [
+        ("seed", "1"),
+        ("sequence_length", "64"),
+        ("data.source", "x.txt"),
+        ("data.held_out_fraction", "0.5"),
+        ("model.num_layers", "2"),
+        ("model.norm_eps", "0.5"),
+    ]:
+        text = refused(check_resumable, before, resolve((), {name: value}), tmp_path)
+        assert text.startswith(f"{name} {value} differs from")
+    scaled = resolve((), {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": "2"})
+    assert "model.rope_scaling" in refused(check_resumable, before, scaled, tmp_path)
+    assert "model.rope_scaling" in refused(check_resumable, scaled, before, tmp_path)

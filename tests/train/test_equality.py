@@ -1,0 +1,99 @@
+"""Training on any split into data x sequence is training on one rank: gradients, norms, losses, parameters.
+
+The reference is Hugging Face's LLaMA in one process with torch's AdamW. Losses alone could not see a wrong factor on
+the gradient, because Adam cancels it; the first step's gradients and the norm do.
+"""
+
+import pytest
+import torch
+from transformers import LlamaConfig as HuggingFaceConfig
+from transformers import LlamaForCausalLM
+
+from bmburst.blocks.config import LlamaConfig
+from tests.distributed.programs import run_program
+from tests.train import equality_program as program
+
+SPLITS = [(4, 1), (2, 2), (1, 4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with random weights, and what 4 ranks make of it in every split."""
+    folder = tmp_path_factory.mktemp("equality")
+    (folder / "text.txt").write_text("the text is not used: batches are given\n" * 50)
+    make_model().save_pretrained(folder / "model")
+    run_program(4, program.train_all, folder, SPLITS, seconds=300)
+    run_program(1, program.train_all, folder, [(1, 1)], seconds=300)
+    return folder
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    values = LlamaConfig(**program.SHAPE).to_hugging_face()
+    model = LlamaForCausalLM(HuggingFaceConfig(**values, attn_implementation="eager"))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.fixture(scope="module", params=program.CASES, ids=str)
+def reference(request, folder):
+    """One process, the whole batch at once, fp32."""
+    case = request.param
+    model = LlamaForCausalLM.from_pretrained(folder / "model", attn_implementation="eager", dtype=torch.float32)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": program.DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        lr=program.LR,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    losses, norms, gradients = [], [], {}
+    for step in range(program.STEPS):
+        inputs, labels = program.batch(step)
+        logits = model(inputs).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        clip = float("inf") if case.clip_norm is None else case.clip_norm
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    return case, {"losses": losses, "norms": norms, "gradients": gradients, "parameters": parameters}
+
+
+def error(ours, wanted):
+    return ((ours.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+@pytest.mark.parametrize("split", [(1, 1), *SPLITS], ids=str)
+def test_equals_one_rank(folder, reference, split):
+    case, wanted = reference
+    ours = program.result(folder, split, case, "float32")
+    assert ours["gradients"].keys() == wanted["gradients"].keys()
+    for name, gradient in wanted["gradients"].items():
+        assert error(ours["gradients"][name], gradient) < 1e-5, name
+    assert ours["norms"][0] == pytest.approx(wanted["norms"][0], rel=1e-5)
+    assert ours["norms"] == pytest.approx(wanted["norms"], rel=1e-3)
+    assert ours["losses"] == pytest.approx(wanted["losses"], rel=1e-4)
+    for name, parameter in wanted["parameters"].items():
+        assert error(ours["parameters"][name], parameter) < 1e-3, name
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_bf16_is_no_further_from_fp32_than_twice_one_rank(folder, split):
+    case = program.CASES[0]
+    exact = program.result(folder, (1, 1), case, "float32")["gradients"]
+    single = program.result(folder, (1, 1), case, "bfloat16")["gradients"]
+    ours = program.result(folder, split, case, "bfloat16")["gradients"]
+
+    def total(gradients):
+        return error(*(torch.cat([g[name].double().flatten() for name in exact]) for g in (gradients, exact)))
+
+    assert total(ours) <= 2 * total(single)
+    for name, gradient in exact.items():
+        assert error(ours[name], gradient) <= 2 * error(single[name], gradient) + 2e-3, name
