@@ -51,7 +51,6 @@ class OptimizerConfig:
     eps: float = field("Added to the root of the mean square.", default=1e-8, above=0)
     weight_decay: float = field("Weight decay, on matrices only.", default=0.1, unit="per step and lr", minimum=0)
     clip_norm: float | None = field("Largest norm of the gradient; none does not clip.", default=1.0, above=0)
-    offload: bool = field("Keep optimizer states and step in the CPU's memory.", default=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -99,7 +98,7 @@ class TrainConfig:
 
     preset: str | None = field(f"Named shape that model.* starts from: {', '.join(PRESETS)}.", default="llama-tiny")
     sequence_length: int = field("Tokens of a sequence, over all its ranks.", default=4096, unit="tokens", minimum=1)
-    steps: int = field("Optimizer steps in all, also on resume.", default=120, unit="steps", minimum=1)
+    steps: int = field("Optimizer steps in all, also on resume.", default=200, unit="steps", minimum=1)
     batch_size: int = field("Sequences a step, over all data ranks.", default=1, unit="sequences", minimum=1)
     micro_batch_size: int = field(
         "Sequences a rank computes at once; the rest accumulates.", default=1, unit="sequences", minimum=1

@@ -11,12 +11,13 @@ Environment: BMBURST_TIMEOUT is the time in seconds after which an exchange that
 import atexit
 import importlib.util
 import os
-import platform
+import shlex
 import sys
 import warnings
 from typing import TYPE_CHECKING
 
 from bmburst.errors import UserError
+from bmburst.runtime.install_bmtrain import install_command
 
 if TYPE_CHECKING:
     from bmburst.runtime.host.nccl import Nccl
@@ -45,9 +46,8 @@ def install() -> None:
             "call bmburst.runtime.start() or bmburst.runtime.host.install() before the first `import bmtrain`"
         )
     if importlib.util.find_spec("bmtrain") is None:
-        raise UserError(
-            f"BMTrain is not installed for {sys.executable}\nCPUs need its Python part only:\n{install_command()}"
-        )
+        command = shlex.join(install_command())
+        raise UserError(f"BMTrain is not installed for {sys.executable}\nCPUs need its Python part only:\n{command}")
 
     from bmburst.runtime.host import extension, patches
     from bmburst.runtime.host.nccl import Nccl
@@ -67,20 +67,6 @@ def install() -> None:
 def is_installed() -> bool:
     """Whether this process has the host runtime."""
     return hasattr(sys.modules.get("bmtrain.C"), "__bmburst_host_runtime__")
-
-
-def install_command() -> str:
-    """Return the command that installs BMTrain for the host runtime under this Python.
-
-    BMTrain has wheels for Linux on x86-64 and Python up to 3.11. The host runtime replaces all that is compiled in
-    them, so elsewhere the wheel of 3.11 serves.
-    """
-    start = f"{sys.executable} -m pip install --no-deps"
-    if sys.platform == "linux" and platform.machine() == "x86_64" and sys.version_info < (3, 12):
-        return f"{start} bmtrain==1.0.1"
-    tags = "--only-binary=:all: --python-version 3.11 --implementation cp --platform manylinux2014_x86_64"
-    target = f'--target "$({sys.executable} -c \'import sysconfig; print(sysconfig.get_path("purelib"))\')"'
-    return f"{start} {tags} {target} bmtrain==1.0.1"
 
 
 def silence_storage_warnings() -> None:

@@ -1,0 +1,68 @@
+"""`bmburst build-bmtrain`: a BMTrain wheel for this Python, CUDA and GPUs."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from bmburst.errors import UserError
+
+HELP = (
+    "Build BMTrain's source package, unmodified, for this Python and CUDA, with machine code for this machine's GPUs "
+    "or those of --arch, against torch's own NCCL. Needs nvcc, cmake and a C++ compiler; what is missing is named "
+    "together with the command that gets it."
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("--arch", nargs="+", metavar="SM", help="GPU architectures, such as 90 or 9.0 (default: this machine's GPUs)")
+    add("--output", type=Path, metavar="DIR", default=Path("dist"), help="folder for the wheel (default: dist)")
+    add("--sdist", type=Path, metavar="FILE", help="BMTrain's source package (default: downloaded from the registry)")
+    add("--install", action="store_true", help="install the wheel for this Python, without BMTrain's own NCCL package")
+    cpu = parser.add_mutually_exclusive_group()
+    cpu.add_argument(
+        "--portable",
+        dest="portable",
+        action="store_true",
+        default=None,
+        help="for any CPU with AVX-512, as PyPI's wheels (default where this CPU has it)",
+    )
+    cpu.add_argument("--native", dest="portable", action="store_false", help="for this machine's kind of CPU alone")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build, and return the exit status.
+
+    Raises:
+        UserError: A tool is missing, or an argument cannot work.
+    """
+    from bmburst.runtime.build_bmtrain import BuildSpec, build, check
+    from bmburst.runtime.build_bmtrain.build import parse_architecture
+    from bmburst.runtime.doctor.bmtrain import capabilities
+
+    wanted = sorted({parse_architecture(text) for text in args.arch} if args.arch else set(capabilities()))
+    if not wanted:
+        raise UserError(
+            "no GPU here whose architecture could be taken\n"
+            "give --arch, for example 80 (A100), 90 (H100, H200), 100 (B200)"
+        )
+    spec = BuildSpec(
+        architectures=tuple(wanted),
+        output=args.output,
+        sdist=args.sdist,
+        portable=args.portable,
+        install=args.install,
+    )
+    tools = check(spec)
+    names = " ".join(f"sm_{sm}" for sm in wanted)
+    print(f"building BMTrain for Python {sys.version_info[0]}.{sys.version_info[1]} and {names}", file=sys.stderr)
+    try:
+        wheel = build(spec, tools)
+    except RuntimeError as error:
+        print(f"bmburst build-bmtrain: {error}", file=sys.stderr)
+        return 1
+    print(wheel)
+    if not args.install:
+        print(f"install it: {sys.executable} -m pip install --no-deps --force-reinstall {wheel}", file=sys.stderr)
+    return 0

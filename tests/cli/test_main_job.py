@@ -1,0 +1,135 @@
+"""The main job from the command line, as a user runs it: train, resume, evaluate, continue someone else's weights."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train.run_program import SHAPE
+
+ROOT = Path(__file__).parents[2]
+METRICS = {"step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_gib"}
+
+
+def bmburst(*words, cwd=ROOT, timeout=170):
+    return subprocess.run(
+        [sys.executable, "-m", "bmburst", *map(str, words)],
+        cwd=cwd,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HOME": str(cwd)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A short main job: the standard library's sources, 2 ranks, and everything else at its default."""
+    folder = tmp_path_factory.mktemp("main") / "run"
+    short = ("--steps", 8, "--sequence-length", 1024, "--eval-every", 4, "--checkpoint-every", 4, "--sample-tokens", 8)
+    done = bmburst("train", *short, "--eval-sequences", 2, "--schedule.warmup-steps", 2, "--output", folder)
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_run_folder(run):
+    folder, done = run
+    metrics = lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(1, 9))
+    assert all(set(line) == METRICS for line in metrics)
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert [line["step"] for line in lines(folder / "evals.jsonl")] == [4, 8]
+    assert json.loads((folder / "config.json").read_text())["sequence_length"] == 1024
+    assert (folder / "loss.png").stat().st_size > 10_000
+    assert list((folder / "tensorboard").glob("events.out.*"))
+    assert "|" in (folder / "sample.txt").read_text()
+    assert (folder / "checkpoints" / "step-000008" / "model.safetensors").exists()
+    assert "step 8/8" in done.stderr and "bits/byte" in done.stderr and "tokens/s" in done.stderr
+    assert done.stderr.count("host runtime") == 1
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+
+
+def test_finished_extended_and_evaluated(run, tmp_path):
+    folder, _ = run
+    done = bmburst("train", "--resume", "--output", folder)
+    assert (done.returncode, done.stderr.strip()) == (0, f"{folder}: finished with 8 steps; a larger --steps goes on")
+    done = bmburst("train", "--resume", "--output", folder, "--steps", 9)
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == list(range(1, 10))
+
+    text = tmp_path / "text.py"
+    text.write_text((ROOT / "bmburst" / "errors.py").read_text())
+    done = bmburst("eval", "--checkpoint", folder, "--data", text, "--sequence-length", 300)
+    assert done.returncode == 0, done.stderr
+    assert "bits per byte" in done.stdout and f"{len(text.read_bytes()) + 1:,}" in done.stdout
+
+
+def test_continues_hugging_face_weights_on_longer_sequences(tmp_path):
+    """Weights trained on 64 positions, continued on 128 with YaRN: the first loss is that of those weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    values = SHAPE.to_hugging_face() | {
+        "max_position_embeddings": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 64,
+        },
+    }
+    scaled = LlamaForCausalLM(LlamaConfig(**values))
+    plain = LlamaForCausalLM(LlamaConfig(**SHAPE.to_hugging_face()))
+    plain.load_state_dict(scaled.state_dict())
+    plain.save_pretrained(tmp_path / "plain")
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 127)) * 40)
+    longer = ("--sequence-length", 128, "--model.max_position_embeddings", 128, "--model.rope_scaling.kind", "yarn")
+    longer += ("--model.rope_scaling.factor", 2, "--model.rope_scaling.original_max_position_embeddings", 64)
+    done = bmburst(
+        "train", "--init-from", tmp_path / "plain", "--data", text, *longer, "--steps", 1, "--sample-tokens", 0,
+        "--output", tmp_path / "run", "--data.held-out-fraction", 0.1,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+    from bmburst.data import Batches, PackedSequences, TokenFile
+
+    corpus = TokenFile.open(next((tmp_path / "tokens").glob("*.tokens")))
+    train = PackedSequences(corpus, split="train", sequence_length=128, held_out_fraction=0.1)
+    ids = torch.from_numpy(next(Batches(train, batch_size=1, seed=0)))
+    logits = scaled(ids[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
+    assert lines(tmp_path / "run" / "metrics.jsonl")[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--preset", "llama-tinny"), "unknown preset 'llama-tinny'; did you mean 'llama-tiny'"),
+        (("--layout", "zigzagg"), "zigzag"),
+        (("--data", "missing.txt"), "missing.txt: no such file"),
+        (("--nproc", 3, "--data-parallel", 2), "data_parallel 2 does not divide 3 ranks"),
+        (("--sequence-length", 1), "leaves some of 2 sequence ranks without a token"),
+        (("--resume", "--output", "nowhere"), "--resume"),
+        (("--config", "missing.yaml"), "missing.yaml"),
+        (("--data", "short.txt"), "less than one sequence of 4096"),
+        (("--data", "empty.txt"), "is empty"),
+    ],
+)
+def test_bad_input_is_said_once_and_ends_with_2(words, message, tmp_path):
+    (tmp_path / "short.txt").write_text("too short\n" * 20)
+    (tmp_path / "empty.txt").write_text("")
+    output = () if "--output" in words else ("--output", tmp_path / "run")
+    done = bmburst("train", *words, *output, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    said = [line for line in done.stderr.splitlines() if "host runtime" not in line and "tokenizing" not in line]
+    assert message in done.stderr and len(said) <= 3, done.stderr
+    assert "Traceback" not in done.stderr
