@@ -100,5 +100,5 @@ def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
     """Give what to call with numbers of bytes read."""
     from tqdm import tqdm
 
-    with tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True, disable=not shown) as bar:
+    with tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True, disable=None if shown else True) as bar:
         yield bar.update

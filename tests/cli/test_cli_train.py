@@ -141,7 +141,7 @@ def test_options_short_dotted_and_in_either_spelling(launches, tmp_path):
             [
                 *("train", "--config", "c.yaml", "--data", "x.txt", "--sequence_length", "64", "--steps=6"),
                 *("--parallel.layout", "striped", "--sequence-parallel", "2", "--parallel.data-parallel", "2"),
-                *("--batch-size", "4", "--optimizer.clip-norm", "none", "--optimizer.offload", "--output", "out"),
+                *("--batch-size", "4", "--optimizer.clip-norm", "none", "--model.tie_embeddings", "--output", "out"),
                 *("--model.num_layers", "1", "--optimizer.beta1", "0.8", "--parallel.deterministic", "false"),
             ]
         )
@@ -151,9 +151,9 @@ def test_options_short_dotted_and_in_either_spelling(launches, tmp_path):
     assert (values["steps"], values["seed"], values["sequence_length"], values["batch_size"]) == (6, 3, 64, 4)
     assert values["data"]["source"] == "x.txt"
     assert values["parallel"] | {"layout": "striped", "data_parallel": 2, "sequence_parallel": 2} == values["parallel"]
-    assert values["optimizer"] | {"clip_norm": None, "offload": True, "beta1": 0.8} == values["optimizer"]
+    assert values["optimizer"] | {"clip_norm": None, "beta1": 0.8} == values["optimizer"]
     assert values["parallel"]["deterministic"] is False
-    assert values["model"]["num_layers"] == 1
+    assert (values["model"]["num_layers"], values["model"]["tie_embeddings"]) == (1, True)
     assert launches.spec.nproc == 4, "data parallel x sequence parallel"
     assert launches.output() == Path("out")
 

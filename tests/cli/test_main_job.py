@@ -1,8 +1,10 @@
 """The main job from the command line, as a user runs it: train, resume, evaluate, continue someone else's weights."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tests.train.run_program import SHAPE
 
 ROOT = Path(__file__).parents[2]
+CACHE = str(Path(tempfile.gettempdir()) / "bmburst-tests")
 METRICS = {"step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_gib"}
 
 
@@ -17,7 +20,7 @@ def bmburst(*words, cwd=ROOT, timeout=170):
     return subprocess.run(
         [sys.executable, "-m", "bmburst", *map(str, words)],
         cwd=cwd,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HOME": str(cwd)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": CACHE},
         capture_output=True,
         text=True,
         timeout=timeout,

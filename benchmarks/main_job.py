@@ -1,0 +1,126 @@
+"""Run the main job on 1, 2, ... ranks and write a record: `python -m benchmarks.main_job --ranks 1 2 --output DIR`.
+
+The record (`main_job_<device>_<date>.md`) has the command, the machine, each run's output and a table; beside it lie
+the runs' metrics.jsonl. What follows `--` goes to `bmburst train`.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_WARM_UP = 10  # steps that are not timed: kernels are chosen and memory is taken
+
+
+class Run(NamedTuple):
+    """One finished run of the main job."""
+
+    ranks: int
+    command: str
+    output: str
+    seconds: float
+    metrics: list[dict[str, Any]]
+    held_out: dict[str, Any]
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to run on")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the record")
+    parser.add_argument("options", nargs="*", help="options of bmburst train, after --")
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    runs = [train(ranks, args.options) for ranks in args.ranks]
+    device = machine()["device"]
+    name = f"main_job_{device.split()[-1].lower()}_{time.strftime('%Y%m')}"
+    for run in runs:
+        lines = "".join(json.dumps(line) + "\n" for line in run.metrics)
+        (args.output / f"{name}_{run.ranks}_ranks.jsonl").write_text(lines)
+    (args.output / f"{name}.md").write_text(record(runs))
+    print(f"{args.output / name}.md")
+    return 0
+
+
+def train(ranks: int, options: list[str]) -> Run:
+    """Run the main job on some ranks of this machine.
+
+    Raises:
+        RuntimeError: It failed; the message is its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["train", "--nproc", str(ranks), *options]
+        command = [sys.executable, "-m", "bmburst", *words, "--output", f"{folder}/run"]
+        started = time.perf_counter()
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        seconds = time.perf_counter() - started
+        if done.returncode != 0:
+            raise RuntimeError(done.stdout)
+        run = Path(folder) / "run"
+        metrics, evals = (
+            [json.loads(line) for line in (run / name).read_text().splitlines()]
+            for name in ("metrics.jsonl", "evals.jsonl")
+        )
+        output = "\n".join(line.split("\r")[-1].rstrip() for line in done.stdout.splitlines() if folder not in line)
+        return Run(ranks, shlex.join(["bmburst", *words]), output, seconds, metrics, evals[-1])
+
+
+def machine() -> dict[str, str]:
+    """Return what the numbers depend on."""
+    import torch
+
+    facts = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("bmtrain", "numpy"):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = "not installed as a package"
+    if torch.cuda.is_available():
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        return {
+            "device": torch.cuda.get_device_name(),
+            "CUDA": str(torch.version.cuda),
+            "driver": driver,
+            "NCCL": version,
+            **facts,
+        }
+    return {"device": f"{platform.machine()} CPU", **facts}
+
+
+def record(runs: list[Run]) -> str:
+    """Return the record as Markdown."""
+    facts = ", ".join(f"{name} {value}" for name, value in machine().items() if name != "device")
+    lines = [
+        "# The main job",
+        "",
+        f"{time.strftime('%Y-%m-%d')}, {machine()['device']}: {facts}. Recorded by `python -m benchmarks.main_job`.",
+        "",
+        f"Tokens/s is the median over the steps after the first {_WARM_UP}. A model of a million parameters and 4,096",
+        "tokens are bound by launches, not by arithmetic: this shows that the path works, not how fast it is.",
+        "",
+        "| ranks | held-out bits per byte | last loss (nats/token) | tokens/s | GiB a rank | whole command (s) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        speed = statistics.median(line["tokens_per_second"] for line in run.metrics[_WARM_UP:])
+        lines.append(
+            f"| {run.ranks} | {run.held_out['bits_per_byte']:.4f} | {run.metrics[-1]['loss']:.4f} | {speed:,.0f} | "
+            f"{run.metrics[-1]['memory_gib']:.2f} | {run.seconds:.0f} |"
+        )
+    for run in runs:
+        lines += ["", f"## {run.ranks} ranks", "", "```", f"$ {run.command}", run.output, "```"]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""`bmburst check`: runs a few steps of the user's configuration on its ranks and on one, and compares every tensor."""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bmburst.cli import train
+from bmburst.config import given_options, to_dict
+from bmburst.errors import UserError
+from bmburst.train.config import TrainConfig
+from bmburst.train.resolve import check_paths, resolve, write_run_config
+
+if TYPE_CHECKING:
+    from bmburst.train.check import Deviation, Report, StepReport, TensorReport
+
+HELP = (
+    "Run a few steps of a training configuration on its ranks and again on one rank, with the same data and seed, and "
+    "print how far every tensor's gradient and change are apart. Takes the options of bmburst train. Exit status 0 if "
+    "the ranks do what one does, 1 if not."
+)
+_EPILOG = (
+    "One rank must hold the whole model and its longest sequence: where it cannot, check fewer layers, for example with "
+    "--model.num_layers 2 (with --init-from, also --init-from none), or a shorter --sequence-length. Numbers go to "
+    "a temporary folder ($TMPDIR), about 12 bytes a parameter for each run, and no run folder is made; --output, "
+    "checkpoints, evaluations and the sample are not used, and --resume --output DIR takes the configuration of the run "
+    "in DIR, not its weights. All ranks are on this machine. Rounding grows with the steps: a few tell most."
+)
+_SHOWN = 20
+# Exit statuses: bad input was explained already, and from 128 on a signal ended the run.
+_BAD_INPUT, _SIGNALS = 2, 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Phase:
+    """One run: a name for its folder, how many ranks, and what they do."""
+
+    name: str
+    nproc: int
+    config: TrainConfig
+
+    def __str__(self) -> str:
+        data, sequence = self.config.mesh_shape(self.nproc)
+        ranks = "one rank" if self.nproc == 1 else f"{self.nproc} ranks (data {data} x sequence {sequence})"
+        return f"{ranks} in {self.config.dtype}"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `bmburst train` and --check-steps, --all and --json."""
+    train.configure(parser)
+    parser.usage = "bmburst check [--check-steps N] [--all] [--json FILE] [--config FILE] [--FIELD VALUE ...]"
+    parser.epilog = _EPILOG
+    add = parser.add_argument
+    add("--check-steps", type=int, default=2, metavar="N", help="steps to run, at least 1 [steps; default 2]")
+    add("--all", action="store_true", help=f"print every tensor, not only the {_SHOWN} worst")
+    add("--json", metavar="FILE", type=Path, help="write everything that was found, as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run and compare; return 0 if the ranks agree with one, 1 if not, else the status of the run that failed.
+
+    Raises:
+        UserError: Something in the configuration cannot work.
+    """
+    config = settle(args)
+    phases = plan(config, train.ranks_to_start(config))
+    with tempfile.TemporaryDirectory(prefix="bmburst-check-") as name:
+        folder = Path(name)
+        _require_space(folder, phases)
+        for number, phase in enumerate(phases, start=1):
+            _say(f"[{number}/{len(phases) + 1}] {phase}: {args.check_steps} steps of {_tokens(config)}")
+            status = _launch(phase, folder / phase.name, args.check_steps)
+            if status:
+                return status
+        _say(f"[{len(phases) + 1}/{len(phases) + 1}] comparing")
+
+        from bmburst.train.check import compare
+
+        ranks, *single, exact = (folder / phase.name for phase in phases)
+        report = compare(ranks, exact, *single)
+    print(to_text(report, phases[0].nproc, shown=None if args.all else _SHOWN))
+    if args.json is not None:
+        args.json.write_text(json.dumps(to_json(report, config, phases[0].nproc), indent=2) + "\n", encoding="utf-8")
+    return 0 if report.ok else 1
+
+
+def settle(args: argparse.Namespace) -> TrainConfig:
+    """Return the configuration that `bmburst train` would train with, without a run folder.
+
+    Raises:
+        UserError: A value is wrong, or this process is a rank.
+    """
+    if "RANK" in os.environ:
+        raise UserError("check starts its ranks itself, but RANK is set\nfix: run it without a launcher, or unset RANK")
+    if args.check_steps < 1:
+        raise UserError(f"--check-steps {args.check_steps}\nallowed: 1 and more")
+    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+        raise UserError(f"--json {args.json}: no file can be written there\nfix: a file in a folder that exists")
+    config = resolve((Path(args.config),) if args.config is not None else (), given_options(args, TrainConfig))
+    if config.resume:
+        config = train.settle(args)
+    return config.replace(output=None, resume=False)
+
+
+def plan(config: TrainConfig, nproc: int) -> tuple[_Phase, ...]:
+    """Return the runs to compare: on all ranks, on one, and for bfloat16 on one in float32.
+
+    Raises:
+        UserError: There is one rank only, or the configuration does not fit the ranks.
+    """
+    config.validate(nproc)
+    check_paths(config)
+    if nproc == 1:
+        raise UserError(
+            "check compares several ranks with one, but there is 1\n"
+            "fix: --nproc 2; or CUDA_VISIBLE_DEVICES= (empty) to check on the CPU"
+        )
+    alone = dataclasses.replace(config.parallel, data_parallel=1, sequence_parallel=1, transport="auto")
+    phases = [
+        _Phase(name="ranks", nproc=nproc, config=config),
+        _Phase(name="single", nproc=1, config=config.replace(parallel=alone)),
+    ]
+    if config.dtype != "float32":
+        # A kernel that was chosen for 16 bits need not take fp32.
+        exact = config.replace(parallel=dataclasses.replace(alone, kernel="auto"), dtype="float32")
+        phases.append(_Phase(name="exact", nproc=1, config=exact))
+    return tuple(phases)
+
+
+def to_text(report: "Report", nproc: int, *, shown: int | None) -> str:
+    """Return the tables and the verdict.
+
+    Args:
+        report: What was found.
+        nproc: Ranks that were compared with one.
+        shown: How many tensors, the worst first; None for all.
+    """
+    tensors = sorted(report.tensors, key=lambda tensor: -tensor.severity)[:shown]
+    lines = list(_tensor_table(report, tensors, nproc))
+    if len(tensors) < len(report.tensors):
+        lines.append(f"the worst {len(tensors)} of {len(report.tensors)} tensors; --all shows all")
+    return "\n".join([*lines, "", *_step_table(report, nproc), "", verdict(report, nproc)])
+
+
+def verdict(report: "Report", nproc: int) -> str:
+    """Return the last line: ok or not ok, what is not, and the tolerances."""
+    from bmburst.train.check import BF16_FACTOR, TOLERANCES
+
+    tolerance = TOLERANCES[report.dtype]
+    limits = (
+        f"gradient {tolerance['gradient']:g}, change {tolerance['change']:g}, loss {tolerance['loss']:g}, "
+        f"gradient norm {tolerance['norm']:g}"
+    )
+    asked = f"relative error at most: {limits}"
+    if report.dtype != "float32":
+        asked = (
+            f"no further from one rank in float32 than {BF16_FACTOR:g} times what one rank in {report.dtype} is, the "
+            f"gradient of all tensors together exactly so, others plus: {limits}"
+        )
+    if report.ok:
+        return f"ok: {nproc} ranks train as one does ({asked})"
+    bad_tensors = sum(bool(tensor.faults) for tensor in report.tensors)
+    bad_steps = sum(bool(step.faults) for step in report.steps)
+    parts = [
+        *([f"{bad_tensors} of {len(report.tensors)} tensors"] if bad_tensors else []),
+        *(["all tensors together"] if report.total.faults else []),
+        *([f"{bad_steps} of {len(report.steps)} steps"] if bad_steps else []),
+    ]
+    return f"not ok: {' and '.join(parts)} too far from one rank ({asked})"
+
+
+def to_json(report: "Report", config: TrainConfig, nproc: int) -> dict[str, Any]:
+    """Return everything that was found as JSON knows it; null stands for infinite and for no number."""
+    from bmburst.train.check import BF16_FACTOR, TOLERANCES
+
+    return {
+        "ok": report.ok,
+        "verdict": verdict(report, nproc),
+        "ranks": nproc,
+        "dtype": report.dtype,
+        "tolerances": dict(TOLERANCES[report.dtype]),
+        "factor": None if report.dtype == "float32" else BF16_FACTOR,
+        "tensors": [_finite(dataclasses.asdict(tensor)) for tensor in report.tensors],
+        "all_tensors": _finite(dataclasses.asdict(report.total)),
+        "steps": [_finite(dataclasses.asdict(step)) for step in report.steps],
+        "config": to_dict(config),
+    }
+
+
+def _launch(phase: _Phase, folder: Path, steps: int) -> int:
+    from bmburst.runtime.launch import LaunchSpec, launch
+
+    folder.mkdir()
+    write_run_config(phase.config, folder)
+    spec = LaunchSpec(nproc=phase.nproc, hang_timeout=phase.config.hang_timeout)
+    status = launch(spec, ["-m", "bmburst.train.check_rank", str(folder), str(steps)])
+    if status and phase.nproc == 1 and status != _BAD_INPUT and status < _SIGNALS:
+        _say("if one rank has too little memory for it: --model.num_layers 2, or a shorter --sequence-length")
+    return status
+
+
+def _require_space(folder: Path, phases: Sequence[_Phase]) -> None:
+    # Weights and gradients in the run's dtype, and weights in fp32 after the steps.
+    needed = sum(phase.config.model.num_parameters * (12 if phase.config.dtype == "float32" else 8) for phase in phases)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{folder.parent} has {free / 2**30:.1f} GiB free, the check writes {needed / 2**30:.1f} GiB\n"
+            "fix: TMPDIR=another folder, or fewer layers, for example --model.num_layers 2"
+        )
+
+
+def _tensor_table(report: "Report", tensors: "Sequence[TensorReport]", nproc: int) -> Iterator[str]:
+    is_pair = report.dtype != "float32"
+    width = max(len(tensor.name) for tensor in (*tensors, report.total))
+    shape_width = max(5, *(len(_shape(tensor)) for tensor in tensors))
+    against = "one rank in float32" if is_pair else "one rank"
+    yield f"relative distance of {nproc} ranks from {against}" + (
+        f", and after the / that of one rank in {report.dtype}" if is_pair else ""
+    )
+    column = 19 if is_pair else 10
+    heads = "".join(f"{head:>{column}}" for head in ("gradient", "parameter", "change"))
+    yield f"{'tensor':{width}}  {'shape':{shape_width}}{heads}"
+    for tensor in (*tensors, report.total):
+        cells = "".join(f"{_error(d):>{column}}" for d in (tensor.gradient, tensor.parameter, tensor.change))
+        yield f"{tensor.name:{width}}  {_shape(tensor):{shape_width}}{cells}{_mark(tensor)}"
+
+
+def _step_table(report: "Report", nproc: int) -> Iterator[str]:
+    runs = [f"{nproc} ranks", "one rank", *(["float32"] if report.dtype != "float32" else [])]
+    column = 19 if report.dtype != "float32" else 10
+    for title, values, deviation in (("loss", "losses", "loss"), ("gradient norm", "grad_norms", "grad_norm")):
+        yield f"{title:15}" + "".join(f"{name:>12}" for name in runs) + f"{'error':>{column}}"
+        for number, step in enumerate(report.steps, start=1):
+            cells = "".join(f"{value:12.6f}" for value in getattr(step, values))
+            found = getattr(step, deviation)
+            yield f"step {number:<10}{cells}{_error(found):>{column}}" + ("" if found.ok else "  not ok")
+
+
+def _error(deviation: "Deviation") -> str:
+    single = "" if deviation.single is None else f" / {deviation.single:.1e}"
+    return f"{deviation.error:.1e}{single}"
+
+
+def _mark(part: "TensorReport | StepReport") -> str:
+    return f"  not ok: {', '.join(part.faults)}" if part.faults else ""
+
+
+def _shape(tensor: "TensorReport") -> str:
+    return "x".join(map(str, tensor.shape))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _tokens(config: TrainConfig) -> str:
+    return f"{config.batch_size} x {config.sequence_length:,} tokens"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,236 @@
+"""How far N ranks are from one: what `bmburst check` finds in the files that its runs left, tensor by tensor.
+
+In float32 N ranks are compared with one rank. In bfloat16 rounding differs with every split of the work, so N ranks and
+one rank are both compared with one rank in float32, and N ranks may be twice as far from it as one rank is.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from bmburst.train.check_rank import AFTER_FILE, BEFORE_FILE, GRADIENT_FILE, Steps
+from bmburst.weight_files import open_tensors
+
+# Largest relative errors. A gradient's says whether the numbers are right. Adam divides by the gradient's own size, so
+# where a gradient is all rounding, the step may go either way: hence the wider limit on what the steps changed. BMTrain
+# adds up the norm in fp32, one rank after the other.
+TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "float32": {"gradient": 1e-5, "change": 1e-2, "loss": 1e-4, "norm": 1e-3},
+        # Beside twice one rank's error, so that luck of the one rank is no fault of the others.
+        "bfloat16": {"gradient": 2e-3, "change": 2e-2, "loss": 1e-3, "norm": 1e-2},
+    }
+)
+BF16_FACTOR = 2.0
+_FP32_EPS = 2.0**-23
+_CHUNK = 1 << 22  # numbers of each file in memory at once
+_GRADIENT, _PARAMETER, _CHANGE = range(3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deviation:
+    """How far N ranks are from one.
+
+    Attributes:
+        error: Of N ranks: distance from one rank in float32, relative to the latter's size.
+        single: The same of one rank in bfloat16; None in float32, where that rank is the measure.
+        allowed: Largest error that is ok; infinite where nothing is asked.
+    """
+
+    error: float
+    single: float | None
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is allowed; NaN is not."""
+        return self.error <= self.allowed
+
+    @property
+    def severity(self) -> float:
+        """Part of what is allowed that the error takes up; infinite for NaN."""
+        return math.inf if math.isnan(self.error) else self.error / self.allowed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorReport:
+    """One parameter.
+
+    Attributes:
+        name: Its name; "all tensors" for all of them as one vector.
+        shape: Its shape; empty for all.
+        gradient: Of the first step.
+        parameter: After the steps; shown, not judged, because most of it is older than the steps.
+        change: What the steps changed in the parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    gradient: Deviation
+    parameter: Deviation
+    change: Deviation
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Names of what is not ok."""
+        return tuple(name for name in ("gradient", "change") if not getattr(self, name).ok)
+
+    @property
+    def severity(self) -> float:
+        """The larger one of gradient and change."""
+        return max(self.gradient.severity, self.change.severity)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """One step.
+
+    Attributes:
+        losses: Of N ranks, of one rank, and in bfloat16 of one rank in float32, in nats per token.
+        grad_norms: Norms of the gradient before clipping, in the same order.
+        loss: How far the losses are apart.
+        grad_norm: How far the norms are apart.
+    """
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    loss: Deviation
+    grad_norm: Deviation
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Names of what is not ok."""
+        judged = (("loss", self.loss), ("gradient norm", self.grad_norm))
+        return tuple(name for name, deviation in judged if not deviation.ok)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What `compare` found.
+
+    Attributes:
+        dtype: "float32" or "bfloat16".
+        tensors: In the order of the model.
+        total: All tensors as one vector.
+        steps: From the first.
+    """
+
+    dtype: str
+    tensors: tuple[TensorReport, ...]
+    total: TensorReport
+    steps: tuple[StepReport, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is within its tolerance."""
+        return not any(part.faults for part in (*self.tensors, self.total, *self.steps))
+
+
+def compare(ranks: Path, exact: Path, single: Path | None = None) -> Report:
+    """Compare what `bmburst.train.check_rank.measure` left of runs of the same configuration.
+
+    No more than a few million numbers are in memory at once.
+
+    Args:
+        ranks: Folder of the run on N ranks.
+        exact: Folder of one rank in float32.
+        single: Folder of one rank in the dtype of `ranks`, where that is not float32.
+
+    Raises:
+        UserError: A file is missing or damaged.
+    """
+    dtype = "float32" if single is None else "bfloat16"
+    runs = [_Run(folder) for folder in (ranks, single) if folder is not None]
+    one = _Run(exact)
+    totals = [torch.zeros(3, 2, dtype=torch.float64) for _ in runs]
+    reports = []
+    for name, shape in one.shapes.items():
+        squares = [_squares(run, one, name) for run in runs]
+        totals = [total + part for total, part in zip(totals, squares, strict=True)]
+        reports.append(_tensor_report(dtype, name, shape, squares, slack=TOLERANCES[dtype]["gradient"]))
+    # Of everything together twice is twice: no single small tensor's luck is in it.
+    slack = 0.0 if dtype == "bfloat16" else TOLERANCES[dtype]["gradient"]
+    return Report(
+        dtype=dtype,
+        tensors=tuple(reports),
+        total=_tensor_report(dtype, "all tensors", (), totals, slack=slack),
+        steps=tuple(_step_reports(dtype, [run.steps for run in (*runs, one)])),
+    )
+
+
+class _Run:
+    """The files of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = [open_tensors(folder / name) for name in (BEFORE_FILE, GRADIENT_FILE, AFTER_FILE)]
+        self.shapes = self._files[0].shapes
+        self.steps = Steps.read(folder)
+
+    def read(self, name: str, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return numbers of the gradient, of the parameter after the steps and of its change, in fp64."""
+        before, gradient, after = (file.read(name, begin, end).double() for file in self._files)
+        return gradient, after, after - before
+
+
+def _squares(run: _Run, one: _Run, name: str) -> Tensor:
+    """Return for gradient, parameter and change the squared distance of a run from one rank, and its squared norm."""
+    squares, numbers = torch.zeros(3, 2, dtype=torch.float64), prod(one.shapes[name])
+    for begin in range(0, numbers, _CHUNK):
+        end = min(begin + _CHUNK, numbers)
+        for row, (ours, theirs) in enumerate(zip(run.read(name, begin, end), one.read(name, begin, end), strict=True)):
+            squares[row] += torch.stack([(ours - theirs).square().sum(), theirs.square().sum()])
+    return squares
+
+
+def _tensor_report(
+    dtype: str, name: str, shape: tuple[int, ...], squares: list[Tensor], *, slack: float
+) -> TensorReport:
+    errors = [[_ratio(*row.sqrt().tolist()) for row in part] for part in squares]
+    parameter, change = (math.sqrt(squares[0][row, 1].item()) for row in (_PARAMETER, _CHANGE))
+    # A learning rate that is small beside the parameter changes little more than its last bits.
+    last_bits = _FP32_EPS * (parameter / change if change else math.inf)
+    single = [None, None, None] if len(errors) == 1 else errors[1]
+    return TensorReport(
+        name=name,
+        shape=shape,
+        gradient=_deviation(errors[0][_GRADIENT], single[_GRADIENT], slack),
+        parameter=Deviation(error=errors[0][_PARAMETER], single=single[_PARAMETER], allowed=math.inf),
+        change=_deviation(errors[0][_CHANGE], single[_CHANGE], TOLERANCES[dtype]["change"] + last_bits),
+    )
+
+
+def _step_reports(dtype: str, runs: list[Steps]) -> Iterator[StepReport]:
+    tolerances = TOLERANCES[dtype]
+    for losses, norms in zip(
+        zip(*(run.losses for run in runs), strict=True),
+        zip(*(run.grad_norms for run in runs), strict=True),
+        strict=True,
+    ):
+        yield StepReport(
+            losses=losses,
+            grad_norms=norms,
+            loss=_scalar_deviation(losses, tolerances["loss"]),
+            grad_norm=_scalar_deviation(norms, tolerances["norm"]),
+        )
+
+
+def _scalar_deviation(values: tuple[float, ...], slack: float) -> Deviation:
+    *runs, one = values
+    errors = [_ratio(abs(value - one), abs(one)) for value in runs]
+    return _deviation(errors[0], errors[1] if len(errors) > 1 else None, slack)
+
+
+def _deviation(error: float, single: float | None, slack: float) -> Deviation:
+    return Deviation(error=error, single=single, allowed=slack + (BF16_FACTOR * single if single is not None else 0.0))
+
+
+def _ratio(distance: float, size: float) -> float:
+    if size == 0:
+        return 0.0 if distance == 0 else math.inf if distance > 0 else math.nan
+    return distance / size
