@@ -27,11 +27,11 @@ HELP = (
     "the ranks do what one does, 1 if not."
 )
 _EPILOG = (
-    "One rank must hold the whole model and its longest sequence: where it cannot, check fewer layers, for example with "
-    "--model.num_layers 2 (with --init-from, also --init-from none), or a shorter --sequence-length. Numbers go to "
-    "a temporary folder ($TMPDIR), about 12 bytes a parameter for each run, and no run folder is made; --output, "
-    "checkpoints, evaluations and the sample are not used, and --resume --output DIR takes the configuration of the run "
-    "in DIR, not its weights. All ranks are on this machine. Rounding grows with the steps: a few tell most."
+    "One rank must hold the whole model and a whole sequence: where it cannot, check fewer layers, for example "
+    "--model.num_layers 2 (and a --preset in place of --init-from), or a shorter --sequence-length. Numbers go to a "
+    "temporary folder ($TMPDIR), about 12 bytes a parameter for each run, and no run folder is made: --output, "
+    "checkpoints, evaluations and the sample play no part; --resume takes the configuration of the run in --output, "
+    "not its weights. All ranks are on this machine. Rounding grows with the steps: the first few tell most."
 )
 _SHOWN = 20
 # Exit statuses: bad input was explained already, and from 128 on a signal ended the run.
@@ -101,8 +101,8 @@ def settle(args: argparse.Namespace) -> TrainConfig:
         raise UserError("check starts its ranks itself, but RANK is set\nfix: run it without a launcher, or unset RANK")
     if args.check_steps < 1:
         raise UserError(f"--check-steps {args.check_steps}\nallowed: 1 and more")
-    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
-        raise UserError(f"--json {args.json}: no file can be written there\nfix: a file in a folder that exists")
+    if args.json is not None and not _is_writable(args.json):
+        raise UserError(f"--json {args.json}: no file can be written there\nfix: a file in a folder you may write")
     config = resolve((Path(args.config),) if args.config is not None else (), given_options(args, TrainConfig))
     if config.resume:
         config = train.settle(args)
@@ -173,7 +173,7 @@ def verdict(report: "Report", nproc: int) -> str:
         *(["all tensors together"] if report.total.faults else []),
         *([f"{bad_steps} of {len(report.steps)} steps"] if bad_steps else []),
     ]
-    return f"not ok: {' and '.join(parts)} too far from one rank ({asked})"
+    return f"not ok: too far from one rank: {', '.join(parts)} ({asked})"
 
 
 def to_json(report: "Report", config: TrainConfig, nproc: int) -> dict[str, Any]:
@@ -204,6 +204,10 @@ def _launch(phase: _Phase, folder: Path, steps: int) -> int:
     if status and phase.nproc == 1 and status != _BAD_INPUT and status < _SIGNALS:
         _say("if one rank has too little memory for it: --model.num_layers 2, or a shorter --sequence-length")
     return status
+
+
+def _is_writable(path: Path) -> bool:
+    return not path.is_dir() and os.access(path if path.exists() else path.absolute().parent, os.W_OK)
 
 
 def _require_space(folder: Path, phases: Sequence[_Phase]) -> None:
@@ -239,7 +243,7 @@ def _step_table(report: "Report", nproc: int) -> Iterator[str]:
     for title, values, deviation in (("loss", "losses", "loss"), ("gradient norm", "grad_norms", "grad_norm")):
         yield f"{title:15}" + "".join(f"{name:>12}" for name in runs) + f"{'error':>{column}}"
         for number, step in enumerate(report.steps, start=1):
-            cells = "".join(f"{value:12.6f}" for value in getattr(step, values))
+            cells = "".join(f"{value:12.7g}" for value in getattr(step, values))
             found = getattr(step, deviation)
             yield f"step {number:<10}{cells}{_error(found):>{column}}" + ("" if found.ok else "  not ok")
 

@@ -55,7 +55,7 @@ class Deviation:
     @property
     def severity(self) -> float:
         """Part of what is allowed that the error takes up; infinite for NaN."""
-        return math.inf if math.isnan(self.error) else self.error / self.allowed
+        return math.inf if math.isnan(self.error) else _ratio(self.error, self.allowed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +116,7 @@ class Report:
 
     Attributes:
         dtype: "float32" or "bfloat16".
-        tensors: In the order of the model.
+        tensors: Every parameter.
         total: All tensors as one vector.
         steps: From the first.
     """
@@ -129,7 +129,8 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether everything is within its tolerance."""
-        return not any(part.faults for part in (*self.tensors, self.total, *self.steps))
+        tensors = (*self.tensors, self.total)
+        return not any(tensor.faults for tensor in tensors) and not any(step.faults for step in self.steps)
 
 
 def compare(ranks: Path, exact: Path, single: Path | None = None) -> Report:
@@ -207,11 +208,9 @@ def _tensor_report(
 
 def _step_reports(dtype: str, runs: list[Steps]) -> Iterator[StepReport]:
     tolerances = TOLERANCES[dtype]
-    for losses, norms in zip(
-        zip(*(run.losses for run in runs), strict=True),
-        zip(*(run.grad_norms for run in runs), strict=True),
-        strict=True,
-    ):
+    losses_by_step = zip(*(run.losses for run in runs), strict=True)
+    norms_by_step = zip(*(run.grad_norms for run in runs), strict=True)
+    for losses, norms in zip(losses_by_step, norms_by_step, strict=True):
         yield StepReport(
             losses=losses,
             grad_norms=norms,

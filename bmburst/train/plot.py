@@ -68,8 +68,12 @@ def _draw_losses(axes: Any, steps: Sequence[dict[str, Any]], evals: Sequence[dic
         label="training, each step",
     )
     if width > 1:
-        axes.plot(numbers, smoothed(bits, width), color=_TRAIN, linewidth=2, label=f"training, mean of {width} steps")
-    title = f"Loss after {numbers[-1]:,} steps: training {bits[-1]:.3f}"
+        # Not to the end, where there are fewer steps to average and the curve would end on the noise of the last one.
+        drawn = slice(0, len(bits) - width // 2)
+        means = smoothed(bits, width)
+        axes.plot(numbers[drawn], means[drawn], color=_TRAIN, linewidth=2, label=f"training, mean of {width} steps")
+    recent = bits[-width:]
+    title = f"Loss after {numbers[-1]:,} steps: training {sum(recent) / len(recent):.3f}"
     if evals:
         points = [line["step"] for line in evals], [line["bits_per_byte"] for line in evals]
         axes.plot(*points, color=_HELD_OUT, marker="o", markersize=5, linewidth=1.2, label="held-out text")

@@ -111,6 +111,7 @@ class Trainer:
         self._manager = bmt.optim.OptimManager(loss_scale=None)
         self._manager.add_optimizer(self.optimizer)
         self.steps_done = 0
+        self._is_first = True
 
     @property
     def is_main(self) -> bool:
@@ -164,8 +165,9 @@ class Trainer:
     def step(self) -> StepMetrics:
         """Do one optimizer step on the next batch, and return what it gave, the same on every rank."""
         started = time.perf_counter()
-        # Shapes are compared between GPUs once, in the first step: every later one does the same.
-        self.mesh.set_checks(self.steps_done == 0)
+        # Shapes are compared between GPUs in this process's first step: every later one does the same.
+        self.mesh.set_checks(self._is_first)
+        self._is_first = False
         samples = torch.from_numpy(next(self.batches)).to(self.runtime.device)
         loss, tokens = self.backward(samples[:, :-1], samples[:, 1:])
         rate, norm = self.update()

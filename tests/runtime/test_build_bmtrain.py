@@ -78,6 +78,7 @@ def test_the_environment_of_the_build(tmp_path):
 def no_tools(monkeypatch, tmp_path):
     """A machine with Python and nothing else."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(tools_module, "tool_path", lambda: str(tmp_path))
     monkeypatch.setattr(tools_module, "find_nvcc", lambda: None)
     monkeypatch.setattr(tools_module, "find_nccl", lambda: None)

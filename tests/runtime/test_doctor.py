@@ -109,12 +109,15 @@ def test_a_bmtrain_that_does_not_import_is_broken(tmp_path, monkeypatch):
     folder = package(monkeypatch, tmp_path, "bmtrain")
     (folder / "__init__.py").write_text("raise ImportError('libnccl.so.2: undefined symbol')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(bmtrain, "_has_cuda", lambda: False)
     found = bmtrain.installed("BMTrain")
     assert found.status == "broken" and "undefined symbol" in found.detail and "--no-deps" in found.fix
 
 
 def test_a_bmtrain_that_is_not_there_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr(bmtrain, "_has_cuda", lambda: False)
     found = bmtrain.installed("BMTrain")
     assert found.status == "missing" and "bmtrain==1.0.1" in found.fix and "--no-deps" in found.fix
 

@@ -25,7 +25,8 @@ def start(tmp_path):
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "BMBURST"))}
         scratch = tmp_path / "scratch"
         scratch.mkdir(exist_ok=True)
-        environ |= {"TMPDIR": str(scratch), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environ |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
+        environ["PYTHONPATH"] = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
         command = [sys.executable, "-m", "bmburst", "launch", f"--nproc={nproc}", "--no-host-runtime", *options]
         command += ["--", *(target or (str(script),)), *args]
         pipe = subprocess.PIPE
@@ -38,7 +39,9 @@ def start(tmp_path):
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
 
 
 def ended(process, timeout=60):
@@ -63,7 +66,10 @@ def assert_gone(pids, seconds):
     end = time.monotonic() + seconds
     while time.monotonic() < end and any(map(alive, pids)):
         time.sleep(0.02)
-    assert not [pid for pid in pids if alive(pid)], f"still there after {seconds} s"
+    left = [pid for pid in pids if alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"still there after {seconds} s"
 
 
 def test_ranks_get_the_environment_and_arguments_of_a_script(start, tmp_path):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bmburst.cli import main
 from bmburst.errors import UserError
@@ -103,6 +104,12 @@ def test_the_command_line_refuses_with_status_2(argv, word, capsys, monkeypatch)
     assert word in err and len(err.splitlines()) <= 3
 
 
+@pytest.fixture
+def no_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_cuda")
 def test_a_dry_run_shows_settings_and_command(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(settings, "usable_cores", lambda: 7)
@@ -178,6 +185,7 @@ def test_several_slurm_tasks_on_a_node_are_refused():
         read_step(STEP | {"SLURM_STEP_NODELIST": ""})
 
 
+@pytest.mark.usefixtures("no_cuda")
 def test_options_go_before_slurm(monkeypatch, tmp_path, capsys):
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)

@@ -21,7 +21,8 @@ def run(tmp_path, text, timeout=60):
         "from bmburst.runtime import watchdog\n"
         f"folder = Path({str(tmp_path)!r})\n" + textwrap.dedent(text)
     )
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("BMBURST")} | {"PYTHONPATH": str(ROOT)}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("BMBURST")}
+    environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=timeout, check=False
     )

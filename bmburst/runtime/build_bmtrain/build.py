@@ -18,7 +18,7 @@ from bmburst.runtime.build_bmtrain.tools import Toolchain, find_toolchain, suppo
 from bmburst.runtime.doctor.machine_code import read_machine_code
 
 REQUIREMENT = "bmtrain==1.0.1"
-_LOG_TAIL = 30  # lines of a failed build's log that are shown
+_LOG_TAIL = 60  # lines of a failed build's log that are shown
 _CPU_INFO = Path("/proc/cpuinfo")
 
 

@@ -20,9 +20,7 @@ class Attention(bmt.DistributedModule):
     ):  # the arguments of ModelCenter's that the README passes
         super().__init__()
         self.dim_head, self.pos_bias_type, self.attn_scale = dim_head, pos_bias_type, attn_scale
-        self.project_q, self.project_k, self.project_v = (
-            Linear(dim_in, num_heads * dim_head, dtype) for _ in range(3)
-        )
+        self.project_q, self.project_k, self.project_v = (Linear(dim_in, num_heads * dim_head, dtype) for _ in range(3))
         self.attention_out = Linear(num_heads * dim_head, dim_in, dtype)
 
     def forward(self, query, key_value, attention_mask, position_bias=None):
