@@ -24,3 +24,14 @@ def unknown(kind: str, value: object, known: Iterable[str]) -> UserError:
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     return UserError(f"unknown {kind} '{value}'{hint}\nknown: {', '.join(names)}")
+
+
+def require_known(kind: str, value: object, known: Iterable[str]) -> None:
+    """Raise `unknown` unless `value` is one of the known names; it may be of any type.
+
+    Raises:
+        UserError: See above.
+    """
+    names = tuple(known)
+    if not isinstance(value, str) or value not in names:
+        raise unknown(kind, value, names)

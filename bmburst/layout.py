@@ -4,11 +4,12 @@ A layout cuts `size * tokens` global positions into `size` ranks of `tokens` loc
 local order is its global order, so the tokens beyond the real length (padding) are always a suffix of its local ones.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from bmburst.errors import UserError, unknown
+from bmburst.errors import UserError, require_known
 
 
 class Run(NamedTuple):
@@ -104,8 +105,7 @@ def make_layout(name: str, size: int, tokens: int) -> Layout:
     Raises:
         UserError: The name is unknown, or the layout cannot hold that many tokens a rank.
     """
-    if name not in LAYOUTS:
-        raise unknown("layout", name, LAYOUTS)
+    require_known("layout", name, LAYOUTS)
     return LAYOUTS[name](size, tokens)
 
 
@@ -115,8 +115,7 @@ def padded_layout(name: str, size: int, length: int) -> Layout:
     Raises:
         UserError: The name is unknown, or there are fewer tokens than ranks.
     """
-    if name not in LAYOUTS:
-        raise unknown("layout", name, LAYOUTS)
+    require_known("layout", name, LAYOUTS)
     if length < size:
         raise UserError(
             f"a sequence of {length} tokens cannot be split over {size} ranks\n"
@@ -124,6 +123,27 @@ def padded_layout(name: str, size: int, length: int) -> Layout:
         )
     chunks = LAYOUTS[name].chunks
     return LAYOUTS[name](size, chunks * -(-length // (chunks * size)))
+
+
+def real_length(layout: Layout, length: int | None) -> int:
+    """Return the number of real tokens of the whole sequence: `length`, or for None as many as the layout holds.
+
+    Raises:
+        UserError: It is no whole number, or the layout does not hold that many.
+    """
+    most = layout.size * layout.tokens
+    if length is None:
+        return most
+    try:
+        number = operator.index(length)
+    except TypeError:
+        raise UserError(f"length must be a whole number, got {length!r}") from None
+    if not 1 <= number <= most:
+        raise UserError(
+            f"length is {number}, but {layout.size} ranks x {layout.tokens} local tokens hold 1 to {most}\n"
+            "length is the number of real tokens of the whole sequence, over all ranks"
+        )
+    return number
 
 
 def real_tokens(layout: Layout, rank: int, length: int) -> int:

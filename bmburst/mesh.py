@@ -5,13 +5,14 @@ long as it can; ranks of one data group are `sequence` apart.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 
 from bmburst.comm.checks import Checked
+from bmburst.comm.groups import Split, bmtrain_groups, process_groups
 from bmburst.errors import UserError
 
 
@@ -94,40 +95,42 @@ class Mesh:
         """Return the mesh over all ranks of a running BMTrain; every rank must call it.
 
         Raises:
-            UserError: BMTrain was not started, or the axes do not match the ranks.
+            UserError: BMTrain was not started, the axes do not match the ranks, or the ranks ask for different axes.
         """
-        from bmburst.comm.groups import bmtrain_groups
-
-        world, split = bmtrain_groups()
-        shape = MeshShape.fit(world.size, data, sequence)
-        return cls(shape, world.rank, world, split(shape.sequence_groups()), split(shape.data_groups()))
+        return cls._over(*bmtrain_groups(), data, sequence)
 
     @classmethod
     def over_process_group(cls, *, data: int | None = None, sequence: int | None = None) -> "Mesh":
         """Return the mesh over all ranks of torch.distributed's default group; every rank must call it.
 
         Raises:
-            UserError: `torch.distributed` was not initialised, or the axes do not match the ranks.
+            UserError: `torch.distributed` was not initialised, the axes do not match the ranks, or the ranks ask for
+                different axes.
         """
-        from bmburst.comm.groups import process_groups
+        return cls._over(*process_groups(), data, sequence)
 
-        world, split = process_groups()
-        shape = MeshShape.fit(world.size, data, sequence)
+    @classmethod
+    def _over(cls, world: Checked, split: Split, data: int | None, sequence: int | None) -> "Mesh":
+        def decide() -> tuple[MeshShape, str]:
+            shape = MeshShape.fit(world.size, data, sequence)
+            return shape, f"mesh of data {shape.data} x sequence {shape.sequence}"
+
+        with world.checking():  # ranks that make different groups wait for each other for ever
+            shape = world.decided(decide)
         return cls(shape, world.rank, world, split(shape.sequence_groups()), split(shape.data_groups()))
 
-    @contextmanager
-    def current(self) -> Iterator["Mesh"]:
-        """Make this the mesh that functions use when no group is named, in this thread, until the block ends."""
-        token = _current.set(self)
-        try:
-            yield self
-        finally:
-            _current.reset(token)
+    def current(self) -> AbstractContextManager[None]:
+        """Make this the mesh that functions use when no group is named, in this thread, until the block ends.
+
+        `bmburst.recompute.checkpoint` calls again under the mesh of the first call. Other checkpointing may do it in
+        autograd's own thread, where none is current: name the group there, or use `bmburst.BurstAttention`.
+        """
+        return using_mesh(self)
 
     def set_checks(self, active: bool) -> None:
-        """Turn the comparison of shapes between ranks on or off for GPU transports; on the CPU it is always on."""
+        """Compare the ranks' calls on GPUs, or no longer do (unless BMBURST_CHECK=1); on CPUs they always are."""
         for comm in (self.world, self.sequence, self.data):
-            comm.active = active or comm.transport != "nccl"
+            comm.active = active or comm.always
 
     def sum(self, value: float) -> float:
         """Return the sum of `value` over all ranks; blocks the host."""
@@ -138,6 +141,16 @@ class Mesh:
 def current_mesh() -> Mesh | None:
     """Return the mesh of the innermost `with mesh.current():`, or None."""
     return _current.get()
+
+
+@contextmanager
+def using_mesh(mesh: Mesh | None) -> Iterator[None]:
+    """Make `mesh` the current one, or None of them, until the block ends."""
+    token = _current.set(mesh)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 _current: ContextVar[Mesh | None] = ContextVar("bmburst_mesh", default=None)

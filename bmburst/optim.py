@@ -24,10 +24,10 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     def step(self, closure: Callable[[], float] | None = None, scale: float = 1) -> Any:
         """Update this rank's shards; gradients are divided by `scale`."""
         groups = self.param_groups
-        wide = [group for group in groups if group["params"][0].dtype == torch.float32]
-        for group in wide:
-            self._step_wide(group, scale)
-        self.param_groups = [group for group in groups if group not in wide]
+        for group in groups:
+            if _is_wide(group):
+                self._step_wide(group, scale)
+        self.param_groups = [group for group in groups if not _is_wide(group)]
         try:
             return super().step(closure, scale)
         finally:
@@ -56,6 +56,10 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         )
         for state in states:
             state["step"] += 1
+
+
+def _is_wide(group: dict[str, Any]) -> bool:
+    return bool(group["params"][0].dtype == torch.float32)
 
 
 def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> AdamW:

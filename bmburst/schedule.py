@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from bmburst.errors import unknown
+from bmburst.errors import require_known
 from bmburst.layout import Layout, Run, real_tokens
 
 MASKS = ("causal", "full")
@@ -77,12 +77,6 @@ class Schedule:
         return sum(step.area for step in self.steps)
 
 
-def require_mask(mask: str) -> None:
-    """Raise UserError unless `mask` is a known one."""
-    if mask not in MASKS:
-        raise unknown("mask", mask, MASKS)
-
-
 @lru_cache(maxsize=4096)
 def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, travellers: Travellers) -> Schedule:
     """Return the schedule of one rank.
@@ -93,8 +87,11 @@ def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, travellers
         mask: "causal" or "full".
         rank: The rank on the sequence ring.
         travellers: "kv": keys and values visit our queries. "q": queries visit our keys and values.
+
+    Raises:
+        UserError: The mask is unknown.
     """
-    require_mask(mask)
+    require_known("mask", mask, MASKS)
     owners = [(rank - step) % layout.size for step in range(layout.size)]
     pairs = [(rank, owner) if travellers == "kv" else (owner, rank) for owner in owners]
     steps = (Step(owner, tiles(layout, length, mask, *pair)) for owner, pair in zip(owners, pairs, strict=True))

@@ -5,20 +5,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bmburst.attention.api import resolve_group
 from bmburst.comm.checks import Checked, describe
 from bmburst.errors import UserError
-from bmburst.layout import Layout, make_layout, padded_layout, real_tokens
+from bmburst.layout import Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst_ops.constants import IGNORE_INDEX
 
 
 class ShardedBatch(NamedTuple):
-    """One rank's part of a batch, each `[batch, local_tokens]` int64."""
+    """One rank's part of a batch, each `[batch, local_tokens]`: int64, the weights fp32."""
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor
+    weights: Tensor
+    """One over the number of valid labels on all ranks, zero without a label: summed over all ranks, weights times
+    token losses are the mean loss of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +30,8 @@ class SequenceShard:
     """One rank's part of sequences of `length` tokens: padding, order, labels, positions, and the inverse.
 
     Labels are shifted before the cut, so that the last local token of a run has the first token of another rank's run
-    as its label. Loss weights stay global: every valid label of the whole batch counts the same
-    (`bmburst.loss.global_mean`).
+    as its label. Loss weights count over the whole batch, so that every valid label weighs the same wherever it is
+    (for a batch spread over data ranks too: `bmburst.loss.global_mean`).
 
     Attributes:
         length: Real tokens of a sequence, over all ranks; any number of at least one a rank.
@@ -44,8 +48,10 @@ class SequenceShard:
         """Return the shard of `rank` among `size`, with as little padding as the layout allows.
 
         Raises:
-            UserError: The layout is unknown, or there are fewer tokens than ranks.
+            UserError: The layout is unknown, there are fewer tokens than ranks, or no such rank.
         """
+        if not 0 <= rank < size:
+            raise UserError(f"rank {rank} is not one of {size} ranks\nranks count from 0 to {size - 1}")
         return cls(length, padded_layout(layout, size, length), rank)
 
     @property
@@ -66,7 +72,12 @@ class SequenceShard:
         )
 
     def take(self, x: Tensor, dim: int = 1, pad_value: float = 0) -> Tensor:
-        """Return this rank's tokens of a whole tensor: dimension `dim` goes from `length` to `local_tokens`."""
+        """Return this rank's tokens of a whole tensor: dimension `dim` goes from `length` to `local_tokens`.
+
+        Raises:
+            UserError: The dimension is missing or of another length.
+        """
+        dim = _dimension(x, dim)
         if x.shape[dim] != self.length:
             raise UserError(f"dimension {dim} must hold the sequence's {self.length} tokens, got shape {list(x.shape)}")
         return _take(x, self.layout, self.rank, dim, pad_value)
@@ -78,11 +89,19 @@ class SequenceShard:
             tokens: Token ids `[batch, length]`.
             labels: Label of each token, `[batch, length]`, `IGNORE_INDEX` where there is none. Default: each token's
                 label is the token after it; the last has none.
+
+        Raises:
+            UserError: The shapes differ from these.
         """
+        if tokens.dim() != 2 or (labels is not None and labels.shape != tokens.shape):
+            shapes = " and ".join(str(list(t.shape)) for t in (tokens, labels) if t is not None)
+            raise UserError(f"tokens and labels must be [batch, {self.length}], got shape {shapes}")
         if labels is None:
             labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
         positions = self.positions(tokens.device).expand(tokens.shape[0], -1)
-        return ShardedBatch(self.take(tokens), self.take(labels, pad_value=IGNORE_INDEX), positions)
+        mine, valid = self.take(labels, pad_value=IGNORE_INDEX), (labels != IGNORE_INDEX).sum()
+        weights = (mine != IGNORE_INDEX).float() / valid.clamp(min=1)
+        return ShardedBatch(self.take(tokens), mine, positions, weights)
 
     def join(self, parts: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor without padding.
@@ -91,7 +110,7 @@ class SequenceShard:
             parts: `[size, ...]`, every rank's tensor in rank order; `dim` counts without the first dimension.
             dim: The dimension of `local_tokens` in each part.
         """
-        return _join(parts, self.layout, self.length, dim)
+        return _join(parts, self.layout, self.length, _dimension(parts[0], dim))
 
 
 def shard(x: Tensor, dim: int = 1, layout: str = "zigzag", group: object = None, pad_value: float = 0) -> Tensor:
@@ -110,13 +129,17 @@ def shard(x: Tensor, dim: int = 1, layout: str = "zigzag", group: object = None,
         objective that is the sum of the ranks' losses is the sum of the ranks' gradients of `x`.
 
     Raises:
-        UserError: The layout is unknown, or there are fewer tokens than ranks.
+        UserError: The layout is unknown, there are fewer tokens than ranks, or the ranks of the group disagree.
     """
     comm = resolve_group(group)
-    dim = _dimension(x, dim)
-    cut = SequenceShard.cut(x.shape[dim], layout=layout, size=comm.size, rank=comm.rank)
-    comm.agree("shard", f"{describe(x)} dim={dim} layout={layout}")
-    part: Tensor = _Shard.apply(x, cut, dim, pad_value)  # type: ignore[no-untyped-call]
+
+    def decide() -> tuple[tuple[SequenceShard, int], str]:
+        along = _dimension(x, dim)
+        cut = SequenceShard.cut(x.shape[along], layout=layout, size=comm.size, rank=comm.rank)
+        return (cut, along), f"shard {describe(x)} dim={along} layout={layout}"
+
+    cut, along = comm.decided(decide)
+    part: Tensor = _Shard.apply(x, cut, along, pad_value)  # type: ignore[no-untyped-call]
     return part
 
 
@@ -137,20 +160,18 @@ def unshard(
         part.
 
     Raises:
-        UserError: The layout is unknown, or the length does not fit the local tokens.
+        UserError: The layout is unknown, the length does not fit the local tokens, or the ranks disagree.
     """
     comm = resolve_group(group)
-    dim = _dimension(x_local, dim)
-    whole = make_layout(layout, comm.size, x_local.shape[dim])
-    length = whole.size * whole.tokens if length is None else length
-    if not 0 < length <= whole.size * whole.tokens:
-        raise UserError(
-            f"length is {length}, but {comm.size} ranks x {whole.tokens} local tokens hold at most "
-            f"{whole.size * whole.tokens}"
-        )
-    comm.agree("unshard", f"{describe(x_local)} dim={dim} layout={layout} length={length}")
-    cut = SequenceShard(length, whole, comm.rank)
-    joined: Tensor = _Unshard.apply(x_local, cut, dim, comm)  # type: ignore[no-untyped-call]
+
+    def decide() -> tuple[tuple[SequenceShard, int], str]:
+        along = _dimension(x_local, dim)
+        whole = make_layout(layout, comm.size, x_local.shape[along])
+        cut = SequenceShard(real_length(whole, length), whole, comm.rank)
+        return (cut, along), f"unshard {describe(x_local)} dim={along} layout={layout} length={cut.length}"
+
+    cut, along = comm.decided(decide)
+    joined: Tensor = _Unshard.apply(x_local, cut, along, comm)  # type: ignore[no-untyped-call]
     return joined
 
 
@@ -173,6 +194,7 @@ class _Unshard(torch.autograd.Function):
         return cut.join(parts, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layout: Layout = ctx.cut.layout
         parts = torch.stack([_take(grad, layout, rank, ctx.dim, 0) for rank in range(layout.size)])

@@ -16,6 +16,8 @@ import bmtrain as bmt
 import torch
 from torch import Tensor
 
+from bmburst.comm.bmtrain_nccl import Flat, launched_together
+
 
 class Weights(Enum):
     """Stands for the weights themselves where a tensor laid out like them may be given."""
@@ -152,17 +154,14 @@ def gather(
     full = torch.empty(shard.shape, dtype=dtype, device=piece.device) if shard.rank in receivers else None
     # BMTrain reduces and gathers on its own stream; what we read must be finished.
     torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])
-    wire = _Wire(piece.contiguous())
-    bmt.nccl.groupStart()
-    try:
+    flat = Flat(piece.contiguous())
+    with launched_together():
         for peer in receivers:
             if not empty and peer != shard.rank:
-                bmt.nccl.send(wire, peer, shard.comm)
+                bmt.nccl.send(flat, peer, shard.comm)
         for peer, (begin, end) in enumerate(shard.ranges):
             if full is not None and begin < end and peer != shard.rank:
-                bmt.nccl.recv(_Wire(full.view(-1)[begin:end]), peer, shard.comm)
-    finally:
-        bmt.nccl.groupEnd()
+                bmt.nccl.recv(Flat(full.view(-1)[begin:end]), peer, shard.comm)
     if full is not None and not empty:
         full.view(-1)[shard.begin : shard.end] = piece
     return full
@@ -193,23 +192,6 @@ def scatter_piece(shard: NamedShard, piece: Tensor, into: Tensor | Weights = Wei
         shard.local(into).copy_(piece)
         # BMTrain gathers on its own stream, which must not start before the weights are written.
         bmt.config["load_stream"].wait_stream(torch.cuda.current_stream())
-
-
-class _Wire:
-    """A contiguous tensor in the shape of the storage that `bmtrain.nccl` takes.
-
-    A view's own storage would be sent from its beginning and in full.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self.dtype = tensor.dtype
-
-    def data_ptr(self) -> int:
-        return self._tensor.data_ptr()
-
-    def size(self) -> int:
-        return self._tensor.numel()
 
 
 def _blocks(model: torch.nn.Module) -> Iterator[Any]:

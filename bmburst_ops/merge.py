@@ -57,9 +57,17 @@ def surrogate_out(grad_out: Tensor, delta: Tensor) -> Tensor:
         O', shaped and typed as dO.
     """
     wide = grad_out.to(delta.dtype)
-    squared = wide.square().sum(-1)
-    factor = delta.transpose(1, 2) / squared.masked_fill(squared == 0, 1.0)
-    return (wide * factor[..., None]).to(grad_out.dtype)
+    # In units of a row's largest number: the square of a gradient as small as 1e-23 is zero in fp32.
+    peak: Tensor = torch.linalg.vector_norm(wide, torch.inf, dim=-1, keepdim=True)
+    unit = wide / peak.masked_fill(peak == 0, 1.0)
+    squared = unit.square().sum(-1, keepdim=True)
+    factor = delta.transpose(1, 2)[..., None] / (peak * squared)
+    return (unit * factor.masked_fill(peak == 0, 0.0)).to(grad_out.dtype)
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """Return the tensor with its last dimension contiguous, a copy only where it is not: kernels read whole vectors."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _by_query(statistic: Tensor) -> Tensor:

@@ -91,9 +91,9 @@ def test_a_mismatch_is_an_error_on_every_rank(call, message):
 def test_a_problem_of_one_rank_is_raised_on_all():
     def body(comm):
         with pytest.raises(UserError, match="head counts do not divide"):
-            comm.agree("attention", "same", problem="head counts do not divide" if comm.rank == 2 else None)
+            comm.refuse("head counts do not divide") if comm.rank == 2 else comm.agree("same")
         with pytest.raises(Mismatch, match="rank 0: a"):
-            comm.agree("attention", "b" if comm.rank == 2 else "a")
+            comm.agree("b" if comm.rank == 2 else "a")
 
     run_ranks(3, body)
 

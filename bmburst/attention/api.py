@@ -81,41 +81,44 @@ def burst_attention(
             gradient. Default: all of them are real.
         group: A `torch.distributed` process group, a `bmt.nccl` communicator, or None for the current mesh's sequence
             group or else the world.
-        scale: Factor on the scores; default `head_dim ** -0.5`.
+        scale: Factor on the scores, above 0; default `head_dim ** -0.5`.
         kernel: "auto", "reference" (plain torch, any dtype), "cpu" (torch's flash kernel for CPUs) or "torch"
             (FlashAttention-2 inside torch).
         strategy: What moves in backward: "kv" (keys and values), "burst" (queries and their gradients), or "auto", the
             fewer bytes.
         transport: "auto", or "gloo" or "nccl" to insist on what moves the tensors.
-        deterministic: Whether repeated calls must give the same bits in backward too.
-        return_lse: Whether to return also the log-sum-exp.
+        deterministic: Whether repeated calls must give the same bits in backward too. Costs speed on a GPU.
+        return_lse: Whether to return also the log-sum-exp. A loss that depends on it runs backward with "reference"
+            where the kernel cannot take its gradient.
 
     Returns:
         The output, shaped and typed as q; with `return_lse` also the log-sum-exp of the scaled scores in nats,
         `[batch, heads, local_tokens]`, fp32 or wider. Both are differentiable. Rows that see no key give zero and -inf.
 
     Raises:
-        UserError: A value is unknown, shapes or dtypes cannot work, or the ranks of the group disagree.
+        UserError: A value is unknown, shapes, dtypes or devices cannot work, or the ranks of the group disagree: on
+            every rank, where calls are compared (on CPUs always; see `bmburst.comm.checks.Checked`).
 
     Source: BurstAttention, arXiv:2403.09347.
     """
     options = AttentionOptions(
         mask=mask,
         layout=layout,
-        length=length,
         scale=scale,
         kernel=kernel,
         strategy=strategy,
         transport=transport,
         deterministic=deterministic,
     )
-    out, lse = attend(q, k, v, group, options)
+    out, lse = attend(q, k, v, length, group, options)
     return (out, lse) if return_lse else out
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, group: object, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, length: int | None, group: object, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; see `burst_attention`."""
-    call = decide(resolve_group(group), q, k, v, options)
+    call = decide(resolve_group(group), q, k, v, length, options)
     out, lse = RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return out, lse
 

@@ -1,20 +1,23 @@
 """One attention over a group of ranks, decided: everything the executor needs, checked."""
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from bmburst.comm.checks import Checked, describe
-from bmburst.errors import UserError, unknown
-from bmburst.layout import Layout, make_layout
+from bmburst.errors import UserError, require_known
+from bmburst.layout import LAYOUTS, Layout, make_layout, real_length
 from bmburst.schedule import MASKS, AttentionShape, Mask, Schedule, Travellers, choose_travellers, make_schedule
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import Kernel, select_kernel
+from bmburst_ops.flash import NAMES, Kernel, select_kernel
 from bmburst_ops.merge import accumulation_dtype
 
 STRATEGIES = ("auto", "kv", "burst")
-TRANSPORTS = ("auto", "gloo", "nccl", "threads")
+TRANSPORTS = ("auto", "gloo", "nccl")
+_TRAVELLERS: dict[str, Travellers] = {"kv": "kv", "burst": "q"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,12 +26,25 @@ class AttentionOptions:
 
     mask: str = "causal"
     layout: str = "zigzag"
-    length: int | None = None
     scale: float | None = None
     kernel: str = "auto"
     strategy: str = "auto"
     transport: str = "auto"
     deterministic: bool = False
+
+    def validate(self) -> None:
+        """Check what can be known without tensors and ranks.
+
+        Raises:
+            UserError: A name is unknown, or the scale is no positive number.
+        """
+        require_known("mask", self.mask, MASKS)
+        require_known("layout", self.layout, LAYOUTS)
+        require_known("kernel", self.kernel, NAMES)
+        require_known("strategy", self.strategy, STRATEGIES)
+        require_known("transport", self.transport, TRANSPORTS)
+        if self.scale is not None and not (isinstance(self.scale, Real) and 0 < self.scale < math.inf):
+            raise UserError(f"scale must be a positive number, got {self.scale!r}\nNone means 1 / sqrt(head_dim)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,71 +65,49 @@ class AttentionCall:
         return make_schedule(self.layout, self.length, self.mask, self.comm.rank, travellers)
 
 
-def decide(comm: Checked, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> AttentionCall:
+def decide(
+    comm: Checked, q: Tensor, k: Tensor, v: Tensor, length: int | None, options: AttentionOptions
+) -> AttentionCall:
     """Check the inputs and choose kernel and strategy.
 
     Raises:
         UserError: Something cannot work; where the group compares its ranks, on all of them.
     """
-    try:
-        call = _decide(comm, q, k, v, options)
-    except (UserError, KernelError) as error:
-        comm.agree("burst_attention", "", problem=str(error))
-        raise UserError(str(error)) from None  # not reached: agree raises it
-    settings = (call.length, options.mask, options.layout, call.scale, call.kernel.name, call.backward_travellers)
-    comm.agree("burst_attention", f"q {describe(q)} k {describe(k)} v {describe(v)} {settings}")
-    return call
 
-
-def _decide(comm: Checked, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> AttentionCall:
-    _require_tensors(comm, q, k, v)
-    if options.mask not in MASKS:
-        raise unknown("mask", options.mask, MASKS)
-    if options.strategy not in STRATEGIES:
-        raise unknown("strategy", options.strategy, STRATEGIES)
-    if options.transport not in TRANSPORTS:
-        raise unknown("transport", options.transport, TRANSPORTS)
-    if options.transport not in ("auto", comm.transport):
-        raise UserError(
-            f"transport '{options.transport}' was asked for, but the group's tensors move by {comm.transport}\n"
-            f"use transport='auto', or a group made for {options.transport}"
+    def here() -> tuple[AttentionCall, str]:
+        options.validate()
+        _require_tensors(q, k, v)
+        _require_transport(comm, q, options.transport)
+        layout = make_layout(options.layout, comm.size, q.shape[1])
+        call = AttentionCall(
+            comm=comm,
+            kernel=_kernel(options.kernel, q, k),
+            layout=layout,
+            length=real_length(layout, length),
+            mask="causal" if options.mask == "causal" else "full",
+            scale=q.shape[-1] ** -0.5 if options.scale is None else float(options.scale),
+            backward_travellers=_TRAVELLERS.get(options.strategy) or choose_travellers(_shape(q, k), comm.size),
+            deterministic=options.deterministic,
         )
-    batch, tokens, heads, head_dim = q.shape
-    layout = make_layout(options.layout, comm.size, tokens)
-    length = comm.size * tokens if options.length is None else options.length
-    if not 1 <= length <= comm.size * tokens:
-        raise UserError(
-            f"length is {length}, but {comm.size} ranks x {tokens} local tokens hold 1 to {comm.size * tokens}\n"
-            "length is the number of real tokens of the whole sequence, over all ranks"
-        )
-    scale = head_dim**-0.5 if options.scale is None else options.scale
-    if not scale > 0:
-        raise UserError(f"scale must be a positive number, got {scale}")
-    shape = AttentionShape(
-        batch=batch, tokens=tokens, heads=heads, kv_heads=k.shape[2], head_dim=head_dim, itemsize=q.element_size()
-    )
-    asked: dict[str, Travellers] = {"kv": "kv", "burst": "q"}
-    travellers = asked.get(options.strategy) or choose_travellers(shape, comm.size)
-    return AttentionCall(
-        comm=comm,
-        kernel=select_kernel(options.kernel, q, k),
-        layout=layout,
-        length=length,
-        mask="causal" if options.mask == "causal" else "full",
-        scale=scale,
-        backward_travellers=travellers,
-        deterministic=options.deterministic,
-    )
+        # A backward that one rank runs alone would wait for the others for ever.
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+        settings = (call.length, call.mask, layout.name, call.scale, call.kernel.name, call.backward_travellers)
+        tensors = f"q {describe(q)} k {describe(k)} v {describe(v)}"
+        return call, f"burst_attention {tensors} {settings} {'with' if differentiable else 'without'} gradient"
+
+    return comm.decided(here)
 
 
-def _require_tensors(comm: Checked, q: Tensor, k: Tensor, v: Tensor) -> None:
+def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise UserError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise UserError(f"{name} must be [batch, local_tokens, heads, head_dim], got shape {list(tensor.shape)}")
-        if not tensor.is_floating_point() or tensor.dtype != q.dtype:
-            raise UserError(f"q, k and v must share one floating-point dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-        if tensor.device != q.device:
-            raise UserError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        raise UserError(f"q, k and v must share one floating-point dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise UserError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
     if k.shape != v.shape:
         raise UserError(f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}")
     batch, tokens, heads, head_dim = q.shape
@@ -126,12 +120,40 @@ def _require_tensors(comm: Checked, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise UserError(
             f"{heads} query heads cannot share {k.shape[2]} key/value heads\nthe first must be a multiple of the second"
         )
-    if comm.size > 1 and comm.transport == "nccl" and q.device.type != "cuda":
+
+
+def _require_transport(comm: Checked, q: Tensor, transport: str) -> None:
+    if comm.size == 1:
+        return  # nothing moves
+    if transport not in ("auto", comm.transport):
         raise UserError(
-            f"the group's tensors move by nccl between GPUs, but q is on {q.device}\nmove q, k and v to the GPU"
+            f"transport '{transport}' was asked for, but the group's tensors move by {comm.transport}\n"
+            f"use transport='auto', or a group made for {transport}"
+        )
+    if q.device.type != comm.device.type:
+        raise UserError(
+            f"the group moves {comm.device.type} tensors by {comm.transport}, but q is on {q.device}\n"
+            f"move q, k and v to {comm.device.type}, or use a group made for {q.device.type}"
         )
 
 
-def statistics_dtype(q: Tensor) -> torch.dtype:
-    """Return the dtype of log-sum-exp, delta and accumulated gradients: fp32, or q's if wider."""
-    return accumulation_dtype(q.dtype)
+def _kernel(name: str, q: Tensor, k: Tensor) -> Kernel:
+    try:
+        return select_kernel(name, q, k)
+    except KernelError as error:
+        raise UserError(str(error)) from None
+
+
+def _shape(q: Tensor, k: Tensor) -> AttentionShape:
+    batch, tokens, heads, head_dim = q.shape
+    wide = accumulation_dtype(q.dtype).itemsize
+    return AttentionShape(
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=k.shape[2],
+        head_dim=head_dim,
+        itemsize=q.element_size(),
+        gradient_itemsize=wide,
+        statistics_itemsize=wide,
+    )

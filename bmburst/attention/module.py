@@ -1,6 +1,6 @@
 """BurstAttention as a BMTrain module."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import bmtrain as bmt
@@ -17,6 +17,9 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
     Args:
         group: See `burst_attention`; None takes the mesh that is current now, else the world at each call.
         options: The keyword arguments of `burst_attention`, except `length` and `return_lse`.
+
+    Raises:
+        UserError: The value of an option is unknown.
     """
 
     def __init__(self, *, group: object = None, **options: Any) -> None:
@@ -25,6 +28,7 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         # A current mesh is looked up now: on a GPU blocks are recomputed in autograd's thread, where none is current.
         self.group = mesh.sequence if group is None and mesh is not None else group
         self.options = AttentionOptions(**options)
+        self.options.validate()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, length: int | None = None) -> Tensor:
         """Return attention's output.
@@ -38,8 +42,7 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         Returns:
             Shaped and typed as q.
         """
-        options = self.options if length is None else replace(self.options, length=length)
-        return attend(q, k, v, self.group, options)[0]
+        return attend(q, k, v, length, self.group, self.options)[0]
 
     def extra_repr(self) -> str:
         """Show the options in `print(model)`."""

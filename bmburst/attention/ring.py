@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.comm.protocol import Communicator
+from bmburst.comm.protocol import Communicator, Transfer
 from bmburst.schedule import Schedule, Step, Tile
 from bmburst_ops.flash import Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
@@ -52,7 +52,7 @@ def ring_backward(
             queries[:, rows],
             keys[:, columns],
             values[:, columns],
-            tile_lse[:, :, rows].contiguous(),
+            tile_lse[:, :, rows],
             tile_delta[:, :, rows],
             causal=tile.causal,
             scale=call.scale,
@@ -109,12 +109,17 @@ def _carry_home(
 
     A guest's gradients leave a rank as its next host still computes; when they arrive, the host's share is added.
     """
-    returning = None
+    returning: Transfer | None = None
     for step, held in visits(comm, schedule, *guests):
         shares = work(step, held)
         if returning is not None:
-            for share, carried in zip(shares, returning.wait(), strict=True):
-                share += carried
+            _add(shares, returning.wait())
+            returning = None  # what it brought is not needed while the next hop takes memory
         returning = comm.ring(*shares)
     assert returning is not None  # a schedule has at least one step
     return returning.wait()
+
+
+def _add(shares: tuple[Tensor, ...], carried: tuple[Tensor, ...]) -> None:
+    for share, brought in zip(shares, carried, strict=True):
+        share += brought

@@ -14,8 +14,8 @@ from bmburst.blocks.rope import rotary_tables
 from bmburst.blocks.transformer import AttentionFactory, TransformerBlock
 from bmburst.errors import UserError, unknown
 from bmburst.loss import DEFAULT_CHUNK, require_ids, token_loss_sum
-from bmburst.mesh import current_mesh
 from bmburst.recompute import POLICIES
+from bmburst_ops.merge import accumulation_dtype
 
 
 class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
@@ -41,7 +41,7 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
     def forward(self, tokens: Tensor, positions: Tensor, length: int | None, embedding: Tensor) -> Tensor:
         """See `Llama.forward`; `embedding` is the gathered table."""
         cos, sin = rotary_tables(self.config, positions, length, embedding.dtype)
-        hidden = torch.nn.functional.embedding(tokens, embedding)
+        hidden = _embed(tokens, embedding)
         hidden = self.layers(hidden, cos, sin, length)
         normed: Tensor = self.norm(hidden)
         return normed
@@ -160,8 +160,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         return weight
 
 
-def _default_attention() -> AttentionFactory:
-    # The mesh is looked up here and not at each call: on a GPU blocks are recomputed in autograd's own thread, where no
-    # mesh is current.
-    mesh = current_mesh()
-    return partial(BurstAttention, group=None if mesh is None else mesh.sequence)
+def _embed(tokens: Tensor, table: Tensor) -> Tensor:
+    """Look tokens up. On a CPU torch's backward sums a token's gradients in the table's dtype: give it a wide table."""
+    wide = table if table.is_cuda else table.to(accumulation_dtype(table.dtype))
+    return torch.nn.functional.embedding(tokens, wide).to(table.dtype)

@@ -243,7 +243,7 @@ def _step_table(report: "Report", nproc: int) -> Iterator[str]:
     for title, values, deviation in (("loss", "losses", "loss"), ("gradient norm", "grad_norms", "grad_norm")):
         yield f"{title:15}" + "".join(f"{name:>12}" for name in runs) + f"{'error':>{column}}"
         for number, step in enumerate(report.steps, start=1):
-            cells = "".join(f"{value:12.7g}" for value in getattr(step, values))
+            cells = "".join(f"{value:#12.7g}" for value in getattr(step, values))
             found = getattr(step, deviation)
             yield f"step {number:<10}{cells}{_error(found):>{column}}" + ("" if found.ok else "  not ok")
 

@@ -3,17 +3,16 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from bmburst.comm.protocol import Transfer
+from bmburst.comm.protocol import Arrived, Transfer
 
 
 @dataclass(frozen=True, slots=True)
-class _Flat:
+class Flat:
     """A contiguous tensor in the shape of the storage that `bmtrain.nccl` takes.
 
     BMTrain moves whole storages: the storage of a view would be sent from its beginning and in full. Its functions
@@ -21,43 +20,66 @@ class _Flat:
     """
 
     tensor: Tensor
-    on_host: bool
+    is_cuda: ClassVar[bool] = True  # BMTrain asserts it; under the host runtime the CPU's memory stands for the GPU's
 
     @property
     def dtype(self) -> torch.dtype:
+        """What is added up in a reduction."""
         return self.tensor.dtype
 
-    @property
-    def is_cuda(self) -> bool:
-        return self.tensor.is_cuda or self.on_host  # asserted by BMTrain; the host runtime takes CPU memory
-
     def data_ptr(self) -> int:
+        """Return the address of the first element."""
         return self.tensor.data_ptr()
 
     def size(self) -> int:
+        """Return the number of elements."""
         return self.tensor.numel()
 
 
-@dataclass(frozen=True, slots=True)
+@contextmanager
+def launched_together() -> Iterator[None]:
+    """Launch BMTrain's NCCL calls of this block at its end: two ranks that both sent first would block each other.
+
+    After an exception the group is closed too: an open one would hold back every later call of the process.
+    """
+    import bmtrain.nccl as nccl
+
+    nccl.groupStart()
+    try:
+        yield
+    finally:
+        nccl.groupEnd()
+
+
 class _Pending:
-    done: Any  # torch.cuda.Event, or the host runtime's
-    received: tuple[Tensor, ...]
-    sent: tuple[Tensor, ...]
+    """Operations under way on a side stream, and every tensor they read or write.
+
+    The tensors are kept until the stream that made them has waited, and then simply freed. `record_stream` would keep
+    them too, but memory marked by it is free only when the host has seen the side stream pass: a host that runs ahead
+    of the GPU, as in a ring it does, would take new memory for every block of the sequence.
+    """
+
+    def __init__(self, side: Any, received: tuple[Tensor, ...], sent: tuple[Tensor, ...]) -> None:
+        self.done: Any = None
+        self._waited = False
+        self._side, self._maker = side, torch.cuda.current_stream()
+        self._received, self._sent = received, sent
 
     def wait(self) -> tuple[Tensor, ...]:
         current = torch.cuda.current_stream()
         current.wait_event(self.done)
-        for tensor in (*self.received, *self.sent):
-            tensor.record_stream(current)
-        return self.received
+        if current != self._maker:
+            self._mark(current)  # it has waited, but the stream that will use the memory again has not
+        self._waited, self._sent = True, ()
+        return self._received
 
+    def __del__(self) -> None:
+        if not self._waited:  # an exception came between: nobody knows when the operations end
+            self._mark(self._side)
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    received: tuple[Tensor, ...]
-
-    def wait(self) -> tuple[Tensor, ...]:
-        return self.received
+    def _mark(self, stream: Any) -> None:
+        for tensor in (*self._received, *self._sent):
+            tensor.record_stream(stream)
 
 
 class BMTrainCommunicator:
@@ -71,9 +93,8 @@ class BMTrainCommunicator:
     def __init__(self, handle: object, *, on_host: bool) -> None:
         import bmtrain.nccl as nccl
 
-        self._nccl: ModuleType = nccl
+        self._nccl: Any = nccl
         self._handle = handle
-        self._on_host = on_host
         self._stream: Any = torch.cuda.Stream(priority=-1)  # the transfer is short, what waits for it is long
         self.rank: int = nccl.commRank(handle)
         self.size: int = nccl.commCount(handle)
@@ -81,87 +102,68 @@ class BMTrainCommunicator:
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
-        if shift % self.size == 0:
-            return _Ready(tensors)
         sent = _contiguous(tensors)
         received = tuple(torch.empty_like(t) for t in sent)
         to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
 
         def operations() -> None:
             for outgoing, incoming in zip(sent, received, strict=True):
-                self._nccl.send(self._flat(outgoing), to, self._handle)
-                self._nccl.recv(self._flat(incoming), source, self._handle)
+                self._nccl.send(_bytes(outgoing), to, self._handle)
+                self._nccl.recv(_bytes(incoming), source, self._handle)
 
         return self._start(operations, received, sent)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`. BMTrain 1.0.1 has none: grouped sends and receives."""
-        if self.size == 1:
-            return _Ready((tensor,))
         (sent,) = _contiguous((tensor,))
         received = torch.empty_like(sent)
 
         def operations() -> None:
             for peer in range(self.size):
-                self._nccl.send(self._flat(sent[peer]), peer, self._handle)
-                self._nccl.recv(self._flat(received[peer]), peer, self._handle)
+                self._nccl.send(_bytes(sent[peer]), peer, self._handle)
+                self._nccl.recv(_bytes(received[peer]), peer, self._handle)
 
         return self._start(operations, (received,), (sent,))
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
-        if self.size == 1:
-            return _Ready((tensor[None],))
         (sent,) = _contiguous((tensor,))
         received = sent.new_empty((self.size, *sent.shape))
         return self._start(
-            lambda: self._nccl.allGather(self._flat(sent), self._flat(received), self._handle), (received,), (sent,)
+            lambda: self._nccl.allGather(_bytes(sent), _bytes(received), self._handle), (received,), (sent,)
         )
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
-        if self.size == 1:
-            return _Ready((tensor[0],))
         (sent,) = _contiguous((tensor,))
         received = sent.new_empty(sent.shape[1:])
         return self._start(
-            lambda: self._nccl.reduceScatter(self._flat(sent), self._flat(received), "sum", self._handle),
-            (received,),
-            (sent,),
+            lambda: self._nccl.reduceScatter(Flat(sent), Flat(received), "sum", self._handle), (received,), (sent,)
         )
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if self.size == 1:
-            return _Ready((total,))
-        return self._start(
-            lambda: self._nccl.allReduce(self._flat(total), self._flat(total), "sum", self._handle), (total,), ()
-        )
-
-    def _flat(self, tensor: Tensor) -> _Flat:
-        return _Flat(tensor, self._on_host)
+        return self._start(lambda: self._nccl.allReduce(Flat(total), Flat(total), "sum", self._handle), (total,), ())
 
     def _start(
         self, operations: Callable[[], None], received: tuple[Tensor, ...], sent: tuple[Tensor, ...]
-    ) -> _Pending:
+    ) -> Transfer:
         """Launch on our stream, after what the current stream has made, without blocking the host."""
+        if not any(tensor.numel() for tensor in received):
+            return Arrived(received)  # BMTrain divides by the number of elements
+        pending = _Pending(self._stream, received, sent)
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), self._group():
+        with torch.cuda.stream(self._stream), launched_together():
             operations()
-        for tensor in (*received, *sent):
-            tensor.record_stream(self._stream)
-        return _Pending(self._stream.record_event(), received, sent)
-
-    @contextmanager
-    def _group(self) -> Iterator[None]:
-        """Launch together: two ranks that both sent first would block each other. Closed also after an exception."""
-        self._nccl.groupStart()
-        try:
-            yield
-        finally:
-            self._nccl.groupEnd()
+        pending.done = self._stream.record_event()
+        return pending
 
 
 def _contiguous(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(t.detach().contiguous() for t in tensors)
+
+
+def _bytes(tensor: Tensor) -> Flat:
+    """A contiguous tensor's memory: what is only moved moves in any dtype."""
+    return Flat(tensor.view(-1).view(torch.uint8))

@@ -1,12 +1,24 @@
 """A mismatch between ranks is an error on all of them, not a hang."""
 
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, TypeVar
+
 import torch
 from torch import Tensor
 
-from bmburst.comm.protocol import Communicator, Transfer
+from bmburst.comm.protocol import Arrived, Communicator, Transfer
 from bmburst.errors import UserError
 
-_SIGNATURE_BYTES = 512
+T = TypeVar("T")
+
+DEBUG_SWITCH = "BMBURST_CHECK"
+"""The environment variable that, set to 1 on every rank, compares every call on GPUs too."""
+
+_BYTES = 512
+_SAME, _PROBLEM = "=", "!"
 
 
 class Mismatch(UserError):
@@ -18,83 +30,123 @@ def describe(*tensors: Tensor) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
 
 
-def agree(comm: Communicator, what: str, signature: str, *, device: torch.device, problem: str | None = None) -> None:
-    """Check on every rank that all of them are about to do the same thing.
+class Checked:
+    """The communicator that everything else holds: it compares operation, shapes and dtypes over the ranks.
 
-    One all-gather of 512 bytes; it blocks the host.
+    Satisfies `Communicator`. A comparison is one all-gather of 512 bytes before the call, and blocks the host.
 
     Args:
-        comm: The group.
-        what: The name of the operation, first word of the message.
-        signature: What must be equal on every rank.
+        inner: What moves the tensors between ranks; not asked where a rank would only send to itself.
         device: Where tensors must be for this group.
-        problem: A problem this rank found in its own input; every rank then raises it.
-
-    Raises:
-        Mismatch: The signatures differ. The message names the first two ranks that differ.
-        UserError: Some rank has a problem: the first rank's, on every rank.
-    """
-    text = f"!{problem}" if problem else f"={signature}"
-    encoded = text.encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
-    (gathered,) = comm.all_gather(mine).wait()
-    rows = gathered.reshape(comm.size, -1).tolist()
-    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
-    problems = [text[1:] for text in texts if text.startswith("!")]
-    if problem or problems:
-        raise UserError(problem or problems[0])
-    for rank, other in enumerate(texts):
-        if other != texts[0]:
-            raise Mismatch(f"{what}: the ranks of the group disagree\nrank 0: {texts[0][1:]}\nrank {rank}: {other[1:]}")
-
-
-class Checked:
-    """A communicator that compares operation, shapes and dtypes over the ranks before every call.
-
-    Satisfies `Communicator`. CPU transports are always wrapped in it; GPU ones in the trainer's first step and where
-    the user asks for it.
+        always: Whether every call is compared, as on CPU transports. If not, calls are compared where `active` is set
+            (the trainer's first step), inside `checking`, and everywhere if BMBURST_CHECK=1 is in the environment.
     """
 
-    def __init__(self, inner: Communicator, device: torch.device) -> None:
+    def __init__(self, inner: Communicator, device: torch.device, *, always: bool = True) -> None:
         self._inner = inner
         self.device = device
         self.rank, self.size, self.transport = inner.rank, inner.size, inner.transport
-        self.active = True
+        self.always = always or os.environ.get(DEBUG_SWITCH) == "1"
+        self.active = self.always
         """Whether calls are compared. Set it on every rank at the same point of the program."""
 
-    def agree(self, what: str, signature: str, problem: str | None = None) -> None:
-        """Compare over the ranks, or only raise this rank's `problem` when not active. See `agree`."""
-        if self.active and self.size > 1:
-            agree(self._inner, what, signature, device=self.device, problem=problem)
-        elif problem:
-            raise UserError(problem)
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Compare calls inside this block, whatever `active` is outside. Every rank must enter it."""
+        before, self.active = self.active, True
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def decided(self, decide: Callable[[], tuple[T, str]]) -> T:
+        """Return this rank's decision, once every rank has decided and all of them agree.
+
+        Args:
+            decide: Returns the decision and, as text, what of it must be equal on every rank.
+
+        Raises:
+            UserError: `decide` raised it, here or, while active, on any rank.
+            Mismatch: The texts differ, while active.
+        """
+        try:
+            decision, signature = decide()
+        except UserError as error:
+            self.refuse(str(error))
+        self.agree(signature)
+        return decision
+
+    def agree(self, signature: str) -> None:
+        """Check, while active, that every rank is about to do the same thing.
+
+        Raises:
+            Mismatch: The signatures differ. The message names the first two ranks that differ.
+            UserError: Another rank called `refuse` instead: the first such rank's problem.
+        """
+        texts = self._exchange(_SAME + signature)
+        for text in texts:
+            if text.startswith(_PROBLEM):
+                raise UserError(text.removeprefix(_PROBLEM))
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise Mismatch(f"the ranks of the group disagree\nrank 0: {texts[0][1:]}\nrank {rank}: {text[1:]}")
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Raise `UserError(problem)`; while active, every rank that calls `agree` meanwhile raises it too."""
+        self._exchange(_PROBLEM + problem)
+        raise UserError(problem) from None
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
-        self.agree("ring", f"ring shift={shift} {describe(*tensors)}")
-        return self._inner.ring(*tensors, shift=shift)
+        self._check(f"ring shift={shift}", *tensors)
+        return self._inner.ring(*tensors, shift=shift) if shift % self.size else Arrived(tensors)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
-        self.agree("all_to_all", f"all_to_all {describe(tensor)}", self._rows_problem("all_to_all", tensor))
-        return self._inner.all_to_all(tensor)
+        self._check("all_to_all", tensor, one_row_a_rank=True)
+        return self._inner.all_to_all(tensor) if self.size > 1 else Arrived((tensor,))
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
-        self.agree("all_gather", f"all_gather {describe(tensor)}")
-        return self._inner.all_gather(tensor)
+        self._check("all_gather", tensor)
+        return self._inner.all_gather(tensor) if self.size > 1 else Arrived((tensor[None],))
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
-        self.agree("reduce_scatter", f"reduce_scatter {describe(tensor)}", self._rows_problem("reduce_scatter", tensor))
-        return self._inner.reduce_scatter(tensor)
+        self._check("reduce_scatter", tensor, one_row_a_rank=True)
+        return self._inner.reduce_scatter(tensor) if self.size > 1 else Arrived((tensor[0],))
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
-        self.agree("all_reduce", f"all_reduce {describe(tensor)}")
-        return self._inner.all_reduce(tensor)
+        self._check("all_reduce", tensor)
+        return self._inner.all_reduce(tensor) if self.size > 1 else Arrived((tensor.detach().clone(),))
 
-    def _rows_problem(self, what: str, tensor: Tensor) -> str | None:
-        if tensor.dim() and tensor.shape[0] == self.size:
-            return None
-        return f"{what}: dimension 0 must be the group's {self.size} ranks, got shape {list(tensor.shape)}"
+    def _check(self, call: str, *tensors: Tensor, one_row_a_rank: bool = False) -> None:
+        """Refuse what cannot be exchanged, then compare the call over the ranks."""
+        for tensor in tensors:
+            if one_row_a_rank and (not tensor.dim() or tensor.shape[0] != self.size):
+                self.refuse(
+                    f"{call}: dimension 0 must be the group's {self.size} ranks, got shape {list(tensor.shape)}"
+                )
+            if self.size > 1 and tensor.device.type != self.device.type:
+                self.refuse(
+                    f"{call}: the group moves {self.device.type} tensors by {self.transport}, not {tensor.device} ones"
+                )
+        self.agree(f"{call} {describe(*tensors)}")
+
+    def _exchange(self, text: str) -> list[str]:
+        """Return every rank's text while active; else nothing."""
+        if not self.active or self.size == 1:
+            return []
+        mine = torch.frombuffer(bytearray(_encoded(text)), dtype=torch.uint8).to(self.device)
+        (gathered,) = self._inner.all_gather(mine).wait()
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gathered.tolist()]
+
+
+def _encoded(text: str) -> bytes:
+    """Return the text in `_BYTES` bytes; one that is too long ends in a digest, so that its end counts as well."""
+    data = text.encode()
+    if len(data) > _BYTES:
+        digest = f"... #{hashlib.sha256(data).hexdigest()[:16]}".encode()
+        data = data[: _BYTES - len(digest)] + digest
+    return data.ljust(_BYTES, b"\0")

@@ -124,6 +124,5 @@ def _over_bmtrain(handle: object) -> Checked:
 
 def _checked(inner: Communicator) -> Checked:
     on_gpu = inner.transport == "nccl"
-    checked = Checked(inner, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
-    checked.active = not on_gpu
-    return checked
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return Checked(inner, device, always=not on_gpu)

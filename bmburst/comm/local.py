@@ -12,17 +12,20 @@ from torch import Tensor
 
 from bmburst.comm.checks import Checked
 from bmburst.comm.protocol import Transfer
-from bmburst.errors import UserError
 
 T = TypeVar("T")
 _SECONDS = 60.0
+
+
+class LostRank(RuntimeError):
+    """A message that was waited for will not come: its sender has ended, or called something else."""
 
 
 class Wire:
     """Messages from one rank to another, each under the number of the call that sent it."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[int, tuple[Tensor, ...]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, tuple[Tensor, ...]] | None] = SimpleQueue()
         self._early: dict[int, tuple[Tensor, ...]] = {}
 
     def put(self, call: int, tensors: Sequence[Tensor]) -> None:
@@ -30,27 +33,40 @@ class Wire:
         copies = tuple(t.detach().clone(memory_format=torch.contiguous_format) for t in tensors)
         self._queue.put((call, copies))
 
+    def close(self) -> None:
+        """Tell the peer that nothing more will come."""
+        self._queue.put(None)
+
     def get(self, call: int) -> tuple[Tensor, ...]:
-        """Return what the peer's call of that number sent; calls may be waited for in any order."""
+        """Return what the peer's call of that number sent; calls may be waited for in any order.
+
+        Raises:
+            LostRank: The peer closed the wire, or sent nothing for a minute.
+        """
         while call not in self._early:
             try:
-                number, tensors = self._queue.get(timeout=_SECONDS)
+                message = self._queue.get(timeout=_SECONDS)
             except Empty:
-                raise UserError(
-                    f"no message from another rank for {_SECONDS:.0f} s: it failed or skipped a call"
-                ) from None
+                raise LostRank(f"no message from another rank for {_SECONDS:.0f} s: it skipped a call") from None
+            if message is None:
+                self.close()  # for the next who asks
+                raise LostRank("no message from another rank: it ended, or skipped a call")
+            number, tensors = message
             self._early[number] = tensors
         return self._early.pop(call)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Received:
     call: int
     wires: Sequence[Wire]
     finish: Callable[[list[tuple[Tensor, ...]]], tuple[Tensor, ...]]
+    arrived: tuple[Tensor, ...] | None = None
 
     def wait(self) -> tuple[Tensor, ...]:
-        return self.finish([wire.get(self.call) for wire in self.wires])
+        if self.arrived is None:
+            self.arrived = self.finish([wire.get(self.call) for wire in self.wires])
+        return self.arrived
 
 
 class LocalCommunicator:
@@ -97,9 +113,21 @@ def run_ranks(size: int, body: Callable[..., T], *args: object) -> list[T]:
     """Call `body(communicator, *args)` on `size` ranks, a thread each, and return what each gave.
 
     Raises:
-        Exception: The first failure of any rank, after all of them ended.
+        Exception: The first failure of any rank, after all of them ended. One that only missed another rank's message
+            comes last.
     """
     wires = [[Wire() for _ in range(size)] for _ in range(size)]
+
+    def run(rank: int) -> T:
+        try:
+            return body(Checked(LocalCommunicator(rank, wires), torch.device("cpu")), *args)
+        finally:
+            for wire in wires[rank]:
+                wire.close()
+
     with ThreadPoolExecutor(size) as pool:
-        ranks = [Checked(LocalCommunicator(rank, wires), torch.device("cpu")) for rank in range(size)]
-        return [future.result() for future in [pool.submit(body, rank, *args) for rank in ranks]]
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    failed = [future for future in futures if future.exception() is not None]
+    for future in sorted(failed, key=lambda future: isinstance(future.exception(), LostRank)):
+        future.result()
+    return [future.result() for future in futures]

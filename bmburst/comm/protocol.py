@@ -1,5 +1,6 @@
 """What attention and the trainer ask of the network: a few verbs, no backend names."""
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -9,8 +10,22 @@ class Transfer(Protocol):
     """A communication in flight."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Order the current stream after the transfer and return what arrived. On a GPU the host does not block."""
+        """Order the current stream after the transfer and return what arrived. On a GPU the host does not block.
+
+        Waiting again gives the same, and orders the stream that is current then.
+        """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A `Transfer` with nothing to wait for."""
+
+    tensors: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """See `Transfer.wait`."""
+        return self.tensors
 
 
 @runtime_checkable
@@ -19,7 +34,8 @@ class Communicator(Protocol):
 
     Every rank calls the same verbs in the same order with the same shapes and dtypes. Tensors may be views of any
     strides; they may be read but not written until `wait`. What arrives is contiguous and owned by the receiver. A
-    group of one returns what it was given, without a copy.
+    group of one returns what it was given, without a copy. Sums are of the dtypes that the transport can add; all else
+    moves in any dtype.
     """
 
     @property

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.merge import accumulation_dtype, merge_partials_, surrogate_out
+from bmburst_ops.merge import accumulation_dtype, dense_rows, merge_partials_, surrogate_out
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class CpuKernel:
@@ -16,7 +18,11 @@ class CpuKernel:
     def refusal(self, q: Tensor, k: Tensor) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        return None if q.device.type == "cpu" else f"runs on the CPU only, and the tensors are on {q.device}"
+        if q.device.type != "cpu":
+            return f"runs on the CPU only, and the tensors are on {q.device}"
+        if q.dtype not in _DTYPES:
+            return f"takes float64, float32, bfloat16 and float16 only, got {q.dtype}"
+        return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Partial:
         """See `Kernel.forward`."""
@@ -59,7 +65,7 @@ def _cut(hidden: int) -> tuple[tuple[slice, bool], tuple[slice, bool]]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Partial:
-    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    heads_first = (_heads_first(t) for t in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, causal, scale=scale)
     return Partial(out.transpose(1, 2), lse)
 
@@ -67,8 +73,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Par
 def _backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> Gradients:
-    grad, *inputs, result = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))
+    grad, *inputs, result = (_heads_first(t) for t in (grad_out, q, k, v, out))
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, *inputs, result, lse, 0.0, causal, scale=scale
+        grad, *inputs, result, lse.contiguous(), 0.0, causal, scale=scale
     )
     return Gradients(*(t.transpose(1, 2) for t in gradients))
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    """`[batch, tokens, heads, head_dim]` as torch's kernel wants it; it takes a strided head_dim for a dense one."""
+    return dense_rows(tensor).transpose(1, 2)

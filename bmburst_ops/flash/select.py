@@ -33,6 +33,6 @@ def select_kernel(name: str, q: Tensor, k: Tensor) -> Kernel:
             if reason:
                 raise KernelError(f"kernel '{name}' {reason}\nuse kernel='auto', or one of {', '.join(NAMES[1:])}")
             return kernel
-    near = difflib.get_close_matches(name, NAMES, n=1)
+    near = difflib.get_close_matches(str(name), NAMES, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     raise KernelError(f"unknown kernel '{name}'{hint}\nknown: {', '.join(NAMES)}")

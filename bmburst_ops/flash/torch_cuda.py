@@ -1,10 +1,13 @@
 """FlashAttention-2 as torch ships it for NVIDIA GPUs, with its log-sum-exp."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.merge import surrogate_out
+from bmburst_ops.merge import dense_rows, surrogate_out
 
 
 class TorchKernel:
@@ -28,6 +31,7 @@ class TorchKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Partial:
         """See `Kernel.forward`."""
+        q, k, v = (dense_rows(t) for t in (q, k, v))
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
@@ -47,23 +51,36 @@ class TorchKernel:
         deterministic: bool,
     ) -> Gradients:
         """See `Kernel.backward`."""
-        del deterministic  # torch reads its own switch, torch.use_deterministic_algorithms
         unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state of a dropout that is zero
-        gradients = torch.ops.aten._flash_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            surrogate_out(grad_out, delta),
-            lse.contiguous(),
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            causal,
-            unused,
-            unused,
-            scale=scale,
-        )
+        grad_out, q, k, v = (dense_rows(t) for t in (grad_out, q, k, v))
+        out = surrogate_out(grad_out, delta)
+        with _torch_deterministic() if deterministic else nullcontext():
+            gradients = torch.ops.aten._flash_attention_backward(
+                grad_out,
+                q,
+                k,
+                v,
+                out,
+                lse.contiguous(),
+                None,
+                None,
+                q.shape[1],
+                k.shape[1],
+                0.0,
+                causal,
+                unused,
+                unused,
+                scale=scale,
+            )
         return Gradients(*gradients)
+
+
+@contextmanager
+def _torch_deterministic() -> Iterator[None]:
+    """Set torch's switch for this block; the operation takes no argument for it."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)

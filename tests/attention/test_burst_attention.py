@@ -211,7 +211,7 @@ def test_ranks_that_disagree_are_refused_on_every_rank():
         for mine in ({"mask": ["causal", "full"][comm.rank]}, {"length": 7 + comm.rank}, {"scale": 1.0 + comm.rank}):
             with pytest.raises(UserError, match="ranks of the group disagree"):
                 bmburst.burst_attention(*zeros(comm), group=comm, **mine)
-        with pytest.raises(UserError, match=r"rank 1: q float32\[1, 6, 2, 8\]"):
+        with pytest.raises(UserError, match=r"rank 1: burst_attention q float32\[1, 6, 2, 8\]"):
             bmburst.burst_attention(*zeros(comm, tokens=4 + 2 * comm.rank), group=comm)
 
     run_ranks(2, body)

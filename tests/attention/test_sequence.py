@@ -63,7 +63,7 @@ def test_batch_shifts_labels_before_the_cut(layout):
         seen = {}
         for part in parts:
             for row in range(2):
-                for token, label, position in zip(*(t[row].tolist() for t in part), strict=True):
+                for token, label, position in zip(*(t[row].tolist() for t in part[:3]), strict=True):
                     if position < 11:
                         assert token == tokens[row, position]
                         assert label == (token + 1 if position < 10 else -100)
@@ -81,7 +81,7 @@ def test_bad_input():
             bmburst.shard(torch.zeros(1, 4), layout="zig", group=comm)
         with pytest.raises(UserError, match="dim 2 is not a dimension"):
             bmburst.shard(torch.zeros(1, 4), dim=2, group=comm)
-        with pytest.raises(UserError, match="length is 9, but 2 ranks x 4 local tokens hold at most 8"):
+        with pytest.raises(UserError, match="length is 9, but 2 ranks x 4 local tokens hold 1 to 8"):
             bmburst.unshard(torch.zeros(1, 4), group=comm, length=9)
         with pytest.raises(UserError, match="disagree"):
             bmburst.shard(torch.zeros(1, 4 + comm.rank), group=comm)

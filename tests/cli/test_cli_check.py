@@ -336,7 +336,7 @@ def test_in_a_rank_it_refuses(launches, monkeypatch, capsys):
 
 
 def check_for_real(here, *argv):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     call = [sys.executable, "-m", "bmburst", "check", "--config", "tiny.yaml", *argv]
     return subprocess.run(call, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
 

@@ -13,6 +13,7 @@ from tests.train.run_program import SHAPE
 
 ROOT = Path(__file__).parents[2]
 CACHE = str(Path(tempfile.gettempdir()) / "bmburst-tests")
+LIBRARIES = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
 METRICS = {"step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_gib"}
 
 
@@ -20,7 +21,7 @@ def bmburst(*words, cwd=ROOT, timeout=170):
     return subprocess.run(
         [sys.executable, "-m", "bmburst", *map(str, words)],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": CACHE},
+        env=os.environ | {"PYTHONPATH": LIBRARIES, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": CACHE},
         capture_output=True,
         text=True,
         timeout=timeout,

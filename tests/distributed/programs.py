@@ -31,9 +31,7 @@ def run_program(
             process.kill()
 
 
-def _enter(
-    rank: int, size: int, port: int, on_gpus: bool, body: Callable[..., None], args: tuple[object, ...]
-) -> None:
+def _enter(rank: int, size: int, port: int, on_gpus: bool, body: Callable[..., None], args: tuple[object, ...]) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -14,7 +14,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a fresh process that no launcher has started."""
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    clean |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | environment
+    clean |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"} | environment
     return subprocess.run(
         [sys.executable, *arguments], env=clean, capture_output=True, text=True, timeout=120, check=False
     )
@@ -126,7 +126,7 @@ def leave(sender: str, receiver: str, last_words: bool = False) -> list[tuple[in
     ranks = []
     for rank in ("0", "1"):
         environment = os.environ | dict(zip(LAUNCHED, (rank, "2", rank, "2", "localhost", port), strict=True))
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
         ranks.append(
             subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True)
         )
