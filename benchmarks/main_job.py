@@ -118,7 +118,15 @@ def record(runs: list[Run]) -> str:
             f"{run.metrics[-1]['memory_gib']:.2f} | {run.seconds:.0f} |"
         )
     for run in runs:
-        lines += ["", f"## {run.ranks} ranks", "", "```", f"$ {run.command}", run.output, "```"]
+        lines += [
+            "",
+            f"## {run.ranks} {'rank' if run.ranks == 1 else 'ranks'}",
+            "",
+            "```",
+            f"$ {run.command}",
+            run.output,
+            "```",
+        ]
     return "\n".join(lines) + "\n"
 
 
