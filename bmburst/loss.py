@@ -34,7 +34,7 @@ def global_mean(loss_sum: Tensor, num_valid_world: int | Tensor, world_size: int
         `loss_sum * world_size / num_valid_world`. Its mean over ranks is the mean loss of a token, in nats.
     """
     if isinstance(num_valid_world, Tensor):
-        return loss_sum * (world_size / num_valid_world.clamp(min=1)).to(loss_sum.dtype)
+        return loss_sum * (world_size / num_valid_world.clamp(min=1).to(loss_sum.dtype))
     return loss_sum * (world_size / max(num_valid_world, 1))
 
 

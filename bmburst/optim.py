@@ -22,16 +22,21 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, scale: float = 1) -> Any:
-        """Update this rank's shards; gradients are divided by `scale`."""
+        """Update this rank's shards; gradients are divided by `scale`. Returns what `closure` gave, called first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         groups = self.param_groups
         for group in groups:
             if _is_wide(group):
                 self._step_wide(group, scale)
         self.param_groups = [group for group in groups if not _is_wide(group)]
         try:
-            return super().step(closure, scale)
+            super().step(scale=scale)
         finally:
             self.param_groups = groups
+        return loss
 
     def _step_wide(self, group: dict[str, Any], scale: float) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
@@ -86,3 +91,11 @@ def state_names(shard: NamedShard) -> tuple[str, ...]:
     """Return what AdamW keeps of a parameter, each in fp32 and laid out as its storage."""
     moments = ("exp_avg", "exp_avg_sq")
     return moments if shard.dtype == torch.float32 else (*moments, "_param_fp32")
+
+
+def initial_state(shard: NamedShard) -> dict[str, Any]:
+    """Return what AdamW keeps of a parameter's storage before its first step."""
+    state = {name: torch.zeros_like(shard.storage.data, dtype=torch.float32) for name in state_names(shard)}
+    if "_param_fp32" in state:
+        state["_param_fp32"].copy_(shard.storage.data)
+    return {"step": 0, **state}

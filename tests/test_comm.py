@@ -1,17 +1,28 @@
-"""Every communicator says the same: threads, gloo processes; views, wrong shapes, groups."""
+"""Every communicator says the same: threads, gloo processes; views, dtypes, wrong shapes, lost ranks, groups."""
+
+import gc
+import time
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bmburst.comm.checks import Mismatch
+from bmburst.comm.bmtrain_nccl import _Pending
+from bmburst.comm.checks import Checked, Mismatch
 from bmburst.comm.groups import communicator
-from bmburst.comm.local import run_ranks
+from bmburst.comm.local import LocalCommunicator, LostRank, Wire, run_ranks
 from bmburst.errors import UserError
-from bmburst.mesh import Mesh, MeshShape
+from bmburst.mesh import Mesh, MeshShape, current_mesh
 from tests.distributed.processes import run_processes
 
 SIZES = [1, 2, 3, 4]
+DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+def raw(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def verbs(comm, device="cpu"):
@@ -46,36 +57,124 @@ def verbs(comm, device="cpu"):
     (got,) = comm.reduce_scatter(rows).wait()
     expected = sum(of(r) + 0.01 * rank for r in range(size)).transpose(0, 1)
     torch.testing.assert_close(got, expected)
+    (got,) = comm.reduce_scatter(torch.arange(size, device=device)).wait()
+    assert got.item() == size * rank
 
     before = mine.clone()
     (got,) = comm.all_reduce(mine).wait()
     torch.testing.assert_close(got, sum(of(r) for r in range(size)))
     assert torch.equal(mine, before)
+    (got,) = comm.all_reduce(torch.ones(1, device=device).expand(3)).wait()
+    assert got.tolist() == [size] * 3
+
+    for dtype in DTYPES:  # moving takes every dtype
+        every = torch.tensor([[r, 1, 0] for r in range(size)], device=device).to(dtype)
+        for got, wanted in (
+            (comm.ring(every[rank]), every[(rank - 1) % size]),
+            (comm.all_gather(every[rank]), every),
+            (comm.all_to_all(every[rank].expand(size, 3)), every),
+        ):
+            (tensor,) = got.wait()
+            assert tensor.dtype == dtype and tensor.shape == wanted.shape
+            assert raw(tensor).equal(raw(wanted))
+    for dtype in (torch.bfloat16, torch.float64, torch.int64):
+        (got,) = comm.all_reduce(torch.full((3,), rank, device=device).to(dtype)).wait()
+        assert got.dtype == dtype and got.tolist() == [sum(range(size))] * 3
+    for verb in (comm.ring, comm.all_to_all, comm.all_gather, comm.reduce_scatter, comm.all_reduce):
+        assert all(t.numel() == 0 for t in verb(torch.empty(size, 0, device=device)).wait())
+        transfer = verb(torch.ones(size, 2, device=device))
+        first = [t.clone() for t in transfer.wait()]
+        assert all(torch.equal(a, b) for a, b in zip(first, transfer.wait(), strict=True))  # waiting again is allowed
+
+
+def starts_before_its_peer(comm, folder, device="cpu"):
+    """A call returns its handle although no other rank has called yet."""
+    flag = Path(folder) / "started"
+    if comm.rank:
+        while not flag.exists():
+            time.sleep(0.01)
+    with_checks, comm.active = comm.active, False  # comparing is what blocks
+    transfer = comm.ring(torch.tensor(comm.rank, device=device))
+    comm.active = with_checks
+    flag.touch()
+    assert transfer.wait()[0].item() == (comm.rank - 1) % comm.size
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_threads(size):
+def test_threads(size, tmp_path):
     run_ranks(size, verbs)
+    run_ranks(size, starts_before_its_peer, tmp_path)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_gloo(size):
-    run_processes(size, _verbs_over_gloo)
+@pytest.mark.parametrize("size", SIZES)
+def test_gloo(size, tmp_path):
+    run_processes(size, _over_gloo, str(tmp_path))
 
 
-def _verbs_over_gloo():
+def _over_gloo(folder):
+    world = communicator(dist.group.WORLD)
+    assert (world.rank, world.size, world.transport) == (dist.get_rank(), dist.get_world_size(), "gloo")
+    verbs(world)
     verbs(communicator(None))
-    verbs(communicator(dist.group.WORLD))
+    starts_before_its_peer(world, folder)
+    with pytest.raises(UserError, match=r"group must be a .* got str"):
+        communicator("world")
+    if world.size == 2:
+        group = dist.new_group([0])
+        if world.rank == 1:
+            with pytest.raises(UserError, match="not in the given process group"):
+                communicator(group)
+        group = dist.new_group([1], use_local_synchronization=True) if world.rank == 1 else None
+        assert group is None or communicator(group).rank == 0
+    if world.size == 4:
+        for data, sequence in ((4, 1), (2, 2), (1, 4)):
+            check_mesh(Mesh.over_process_group(data=data, sequence=sequence), data, sequence)
+        with pytest.raises(UserError, match=r"disagree|cannot form a mesh"):
+            Mesh.over_process_group(data=[4, 2, 2, 1][world.rank])
+        with pytest.raises(UserError, match="cannot form a mesh of data 3"):
+            Mesh.over_process_group(data=3 if world.rank == 2 else 2)
+
+
+def check_mesh(mesh, data, sequence):
+    assert (mesh.shape, mesh.sequence.size, mesh.data.size) == (MeshShape(data, sequence), sequence, data)
+    assert mesh.rank == mesh.world.rank == mesh.data_rank * sequence + mesh.sequence_rank
+    assert (mesh.sequence.rank, mesh.data.rank) == (mesh.sequence_rank, mesh.data_rank)
+    (peers,) = mesh.sequence.all_gather(torch.tensor(mesh.rank)).wait()
+    assert peers.tolist() == mesh.shape.sequence_groups()[mesh.data_rank]
+    (peers,) = mesh.data.all_gather(torch.tensor(mesh.rank)).wait()
+    assert peers.tolist() == mesh.shape.data_groups()[mesh.sequence_rank]
+    verbs(mesh.sequence)  # its ranks are not 0, 1, ... of the world
+    verbs(mesh.data)
+    assert mesh.sum(mesh.rank) == sum(range(mesh.shape.size))
+    with mesh.current():
+        assert current_mesh() is mesh
+    assert current_mesh() is None
+
+
+def test_a_group_made_without_a_backend(tmp_path):
+    dist.init_process_group(init_method=(tmp_path / "meeting").as_uri(), rank=0, world_size=1)
+    try:
+        assert communicator(None).transport == ("nccl" if torch.cuda.is_available() else "gloo")
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda c: c.ring(torch.zeros(2 + c.rank)), r"rank 1: ring shift=1 float32\[3\]"),
+        (lambda c: c.ring(torch.zeros(2), shift=1 + 2 * c.rank), "rank 1: ring shift=3"),
         (lambda c: c.ring(torch.zeros(2, dtype=[torch.float32, torch.float64][c.rank])), r"rank 1: .* float64\[2\]"),
+        (lambda c: c.ring(*[torch.zeros(9, 9, 9)] * 40, torch.zeros(2 + c.rank)), r"rank 1: .* #"),  # far behind
         (lambda c: c.all_reduce(torch.zeros(2)) if c.rank else c.all_gather(torch.zeros(2)), "rank 1: all_reduce"),
+        (lambda c: c.all_reduce(torch.zeros(2 + c.rank)), r"rank 1: all_reduce float32\[3\]"),
+        (lambda c: c.all_gather(torch.zeros(2 + c.rank)), r"rank 1: all_gather float32\[3\]"),
+        (lambda c: c.all_to_all(torch.zeros(2, 1 + c.rank)), r"rank 1: all_to_all float32\[2, 2\]"),
+        (lambda c: c.reduce_scatter(torch.zeros(2, 1 + c.rank)), r"rank 1: reduce_scatter float32\[2, 2\]"),
         (lambda c: c.all_to_all(torch.zeros(3)), r"dimension 0 must be the group's 2 ranks, got shape \[3\]"),
+        (lambda c: c.all_to_all(torch.tensor(1.0)), r"must be the group's 2 ranks, got shape \[\]"),
         (lambda c: c.reduce_scatter(torch.zeros(3 - c.rank)), "must be the group's 2 ranks"),
+        (lambda c: c.ring(torch.zeros(2, device=["cpu", "meta"][c.rank])), "moves cpu tensors by threads, not meta"),
     ],
 )
 def test_a_mismatch_is_an_error_on_every_rank(call, message):
@@ -89,13 +188,102 @@ def test_a_mismatch_is_an_error_on_every_rank(call, message):
 
 
 def test_a_problem_of_one_rank_is_raised_on_all():
+    def decide(rank, problem):
+        if problem:
+            raise UserError(problem)
+        return rank, "same"
+
     def body(comm):
-        with pytest.raises(UserError, match="head counts do not divide"):
-            comm.refuse("head counts do not divide") if comm.rank == 2 else comm.agree("same")
-        with pytest.raises(Mismatch, match="rank 0: a"):
+        assert comm.decided(lambda: decide(comm.rank, None)) == comm.rank
+        for problem in ("head counts do not divide", "x" * 3000):
+            with pytest.raises(UserError, match=problem[:200]):
+                comm.decided(lambda p=problem: decide(comm.rank, p if comm.rank == 2 else None))
+        with pytest.raises(Mismatch, match="rank 0: a\nrank 2: b"):
             comm.agree("b" if comm.rank == 2 else "a")
 
     run_ranks(3, body)
+
+
+def test_checks_on_demand(monkeypatch):
+    """As on GPUs: off, on where asked for, and on everywhere by the debug switch."""
+
+    def body(comm):
+        off = Checked(comm, comm.device, always=False)
+        world = Mesh(MeshShape(1, 2), comm.rank, off, comm, off)
+        assert not off.active
+        off.agree(f"rank {comm.rank}")
+        with off.checking():
+            with pytest.raises(Mismatch):
+                off.agree(f"rank {comm.rank}")
+            off.agree("same")
+        off.agree(f"rank {comm.rank}")
+        for active in (True, False):
+            world.set_checks(active)
+            assert (off.active, comm.active) == (active, True)
+        with pytest.raises(UserError, match="disagree"):  # a mesh is made once, and compared always
+            Mesh._over(off, lambda _: off, data=1 + comm.rank, sequence=None)
+        assert not off.active
+        if comm.rank:
+            with pytest.raises(UserError, match="mine alone"):
+                off.refuse("mine alone")
+
+    run_ranks(2, body)
+    monkeypatch.setenv("BMBURST_CHECK", "1")
+    switched = Checked(LocalCommunicator(0, [[Wire()]]), torch.device("cpu"), always=False)
+    Mesh(MeshShape(1, 1), 0, switched, switched, switched).set_checks(False)
+    assert switched.active
+
+
+def test_a_lost_rank_ends_the_others_at_once():
+    def body(comm):
+        if comm.rank == 1:
+            raise KeyError("the reason")
+        with pytest.raises(LostRank, match="it ended"):
+            comm.ring(torch.zeros(1)).wait()
+        comm.ring(torch.zeros(1))
+
+    started = time.monotonic()
+    with pytest.raises(KeyError, match="the reason"):
+        run_ranks(3, body)
+    assert time.monotonic() - started < 10
+
+
+def test_memory_in_flight(monkeypatch):
+    """Of a transfer on a side stream: kept until the wait, and marked only where the wait cannot order its reuse."""
+
+    class Stream:
+        def wait_event(self, event):
+            pass
+
+    maker, other, side, marks = Stream(), Stream(), Stream(), []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: marks.append((tensor.shape[0], stream)))
+    current = [maker]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+
+    def transfer():
+        current[0] = maker
+        sent = torch.zeros(2)
+        return _Pending(side, (torch.zeros(1),), (sent,)), weakref.ref(sent)
+
+    pending, sent = transfer()
+    assert sent() is not None  # another stream still reads it
+    assert [t.shape[0] for t in pending.wait()] == [1]
+    assert sent() is None
+    del pending
+    gc.collect()
+    assert not marks
+
+    pending, _ = transfer()
+    current[0] = other
+    pending.wait()
+    assert marks == [(1, other), (2, other)]
+    marks.clear()
+    del pending
+    assert not marks
+
+    pending, _ = transfer()
+    del pending  # an exception came before the wait
+    assert marks == [(1, side), (2, side)]
 
 
 def test_mesh_shape_names_what_would_fit():
@@ -104,36 +292,16 @@ def test_mesh_shape_names_what_would_fit():
     assert MeshShape.fit(6, sequence=3) == MeshShape(2, 3)
     assert MeshShape(2, 3).sequence_groups() == [[0, 1, 2], [3, 4, 5]]
     assert MeshShape(2, 3).data_groups() == [[0, 3], [1, 4], [2, 5]]
-    for data, sequence in ((4, None), (2, 2), (0, None), (None, 5)):
+    for data, sequence in ((4, None), (2, 2), (0, None), (None, 5), (None, 0), (-2, -3)):
         with pytest.raises(UserError, match="each one of 1, 2, 3, 6"):
             MeshShape.fit(6, data, sequence)
+    with pytest.raises(UserError, match="at least 1 rank on each axis"):
+        MeshShape(0, 2)
 
 
-@pytest.mark.parametrize(("data", "sequence"), [(4, 1), (2, 2), (1, 4)])
-def test_mesh_over_gloo(data, sequence):
-    run_processes(data * sequence, _mesh, data, sequence)
-
-
-def _mesh(data, sequence):
-    mesh = Mesh.over_process_group(data=data, sequence=sequence)
-    assert (mesh.sequence.size, mesh.data.size) == (sequence, data)
-    assert mesh.rank == mesh.data_rank * sequence + mesh.sequence_rank
-    assert (mesh.sequence.rank, mesh.data.rank) == (mesh.sequence_rank, mesh.data_rank)
-    (peers,) = mesh.sequence.all_gather(torch.tensor(mesh.rank)).wait()
-    assert peers.tolist() == mesh.shape.sequence_groups()[mesh.data_rank]
-    (peers,) = mesh.data.all_gather(torch.tensor(mesh.rank)).wait()
-    assert peers.tolist() == mesh.shape.data_groups()[mesh.sequence_rank]
-    assert mesh.sum(mesh.rank) == sum(range(mesh.shape.size))
-
-
-def test_a_group_without_this_rank_is_refused():
-    run_processes(2, _foreign_group)
-
-
-def _foreign_group():
-    group = dist.new_group([0])
-    if dist.get_rank() == 1:
-        with pytest.raises(UserError, match="not in the given process group"):
-            communicator(group)
-    with pytest.raises(UserError, match=r"group must be a .* got str"):
-        communicator("world")
+def test_nothing_runs():
+    assert (communicator(None).rank, communicator(None).size) == (0, 1)
+    with pytest.raises(UserError, match=r"torch\.distributed is not initialised"):
+        Mesh.over_process_group()
+    with pytest.raises(UserError, match="BMTrain is not running"):
+        Mesh.over_bmtrain()

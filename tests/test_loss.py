@@ -26,7 +26,9 @@ def test_no_valid_label_in_the_world_is_zero_not_nan(none: int | torch.Tensor) -
 
 
 def test_fp64_stays_fp64() -> None:
-    assert global_mean(torch.ones((), dtype=torch.float64), torch.tensor(3), 1).dtype == torch.float64
+    mean = global_mean(torch.ones((), dtype=torch.float64), torch.tensor(3), 1)
+    assert mean.dtype == torch.float64
+    assert mean.item() == pytest.approx(1 / 3, rel=1e-15)
 
 
 def test_ignored_labels_do_not_count() -> None:

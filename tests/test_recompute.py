@@ -1,5 +1,7 @@
 """Checkpointing drops activations, keeps attention, and never mixes up calls."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -7,7 +9,9 @@ import bmburst
 from bmburst.attention import function
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
+from bmburst.mesh import Mesh, MeshShape, current_mesh
 from bmburst.recompute import POLICIES, checkpoint
+from tests.live_bytes import LiveBytes
 
 
 class Layer(torch.nn.Module):
@@ -118,31 +122,89 @@ def test_gradients_add_up_over_microbatches():
 
 
 def test_keeps_what_it_says_and_no_more():
-    """Bytes that live between forward and backward, by policy."""
+    """Bytes that live between forward and backward, by policy; none where no backward can come."""
 
     def body(comm):
         layer, x = Layer(comm, 0), inputs(comm, 1).requires_grad_()
-        kept = {}
-        for policy in POLICIES:
-            saved = _Saved()
-            with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-                checkpoint(policy, layer, x)
-            kept[policy] = saved.elements
-        assert kept["block"] <= kept["none"] / 10
-        assert kept["block-keep-attention"] <= kept["none"] / 10
+        alive = LiveBytes()
+        with alive:
+            kept = {}
+            for policy in POLICIES:
+                y = checkpoint(policy, layer, x)
+                kept[policy] = alive.now - y.nbytes
+                y.sum().backward()
+                del y
+                layer.zero_grad()
+                x.grad = None
+                assert alive.now == 0
+                with torch.no_grad():
+                    y = checkpoint(policy, layer, x)
+                    assert alive.now == y.nbytes
+                y = checkpoint(policy, layer, x)
+                del y  # never sees a backward
+                assert alive.now == 0
+                with pytest.raises(RuntimeError, match="on purpose"):
+                    checkpoint(policy, _fails, layer, x)
+                assert alive.now == 0
+        batch, tokens, heads, head_dim = 1, 12, 2, 8
+        attention = 2 * batch * tokens * heads * (head_dim * 8 + 8)  # two calls, in fp64
+        assert kept["block"] <= 64  # x itself was there before; torch's checkpoint keeps an empty tensor
+        assert kept["block-keep-attention"] == kept["block"] + attention
+        assert kept["none"] > 4 * attention
 
     run_ranks(1, body)
 
 
-class _Saved:
-    elements = 0
+@pytest.mark.parametrize("policy", POLICIES)
+def test_backward_twice_outside_the_mesh_and_in_another_thread(policy, forward_calls):
+    """What a recomputation finds is what the forward found, not what is there when backward runs."""
 
-    def pack(self, tensor):
-        self.elements += tensor.numel()
-        return tensor
+    def body(comm):
+        mesh = Mesh(MeshShape(1, comm.size), comm.rank, comm, comm, comm)
+        layer, x = Layer(None, 0), inputs(comm, 1).requires_grad_()
+        with mesh.current():
+            loss = checkpoint(policy, layer, x).square().sum()
+        loss.backward(retain_graph=True)
+        with ThreadPoolExecutor(1) as another:
+            another.submit(loss.backward).result()
+        assert current_mesh() is None
+        return [x.grad / 2, *(p.grad / 2 for p in layer.parameters())]
 
-    def unpack(self, tensor):
-        return tensor
+    expected = run_ranks(2, _plain)
+    forward_calls.clear()
+    for ours, wanted in zip(run_ranks(2, body), expected, strict=True):
+        for a, b in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert len(forward_calls) == 2 * (6 if policy == "block" else 2)
+
+
+@pytest.mark.parametrize(("inner", "rings"), [("none", 2), ("block", 4), ("block-keep-attention", 2)])
+def test_a_checkpoint_inside_a_checkpoint(inner, rings, forward_calls):
+    def body(comm):
+        layer, x = Layer(comm, 0), inputs(comm, 1).requires_grad_()
+        checkpoint("block-keep-attention", lambda t: checkpoint(inner, layer, t), x).square().sum().backward()
+        return [x.grad, *(p.grad for p in layer.parameters())]
+
+    expected = run_ranks(2, _plain)
+    forward_calls.clear()
+    for ours, wanted in zip(run_ranks(2, body), expected, strict=True):
+        for a, b in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert len(forward_calls) == 2 * rings
+
+
+def test_a_change_in_place_of_what_is_kept_is_an_error():
+    def change(comm, x):
+        out = bmburst.burst_attention(x, x, x, group=comm)
+        return out.mul_(3).sin()
+
+    def body(comm):
+        x = torch.randn(1, 4, 2, 8, requires_grad=True)
+        loss = checkpoint("block-keep-attention", change, comm, x).sum()
+        with pytest.raises(RuntimeError, match="changed in place"):
+            loss.backward()
+
+    run_ranks(1, body)
 
 
 def test_unknown_policy():

@@ -1,13 +1,15 @@
 """Every schedule is the mask: each allowed (query, key) pair exactly once, no other pair, by brute force."""
 
 from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmburst.errors import UserError
-from bmburst.layout import LAYOUTS, make_layout, padded_layout, real_tokens
+from bmburst.layout import LAYOUTS, Layout, Run, make_layout, padded_layout, real_tokens
 from bmburst.schedule import (
     AttentionShape,
     Tile,
@@ -40,7 +42,31 @@ def pairs(tile: Tile):
 @settings(max_examples=300, deadline=None)
 def test_schedule_is_exactly_the_mask(name, size, extra, mask, travellers):
     length = size + extra
-    layout, seen = padded_layout(name, size, length), Counter()
+    check_every_pair(padded_layout(name, size, length), length, mask, travellers)
+
+
+@dataclass(frozen=True, slots=True)
+class Lopsided(Layout):
+    """Runs of unlike lengths that interleave: what the layouts of the package never need, and another may."""
+
+    name: ClassVar[str] = "lopsided"
+
+    def runs(self, rank):
+        half = self.tokens // 2
+        return [
+            (Run(0, 0, 2, self.tokens),),
+            (Run(0, 1, 2, half), Run(half, 1 + 2 * half, 2, self.tokens - half)),
+        ][rank]
+
+
+@pytest.mark.parametrize("length", range(2, 15))
+@pytest.mark.parametrize("travellers", ["kv", "q"])
+def test_another_layout_needs_no_change_here(length, travellers):
+    check_every_pair(Lopsided(2, 7), length, "causal", travellers)
+
+
+def check_every_pair(layout, length, mask, travellers):
+    size, seen = layout.size, Counter()
     for rank in range(size):
         schedule = make_schedule(layout, length, mask, rank, travellers)
         assert [step.owner for step in schedule.steps] == [(rank - t) % size for t in range(size)]
@@ -66,6 +92,16 @@ def test_layout_is_a_permutation_in_ascending_local_order(name, size):
     local = [positions(layout, rank) for rank in range(size)]
     assert all(part == sorted(part) and len(part) == 6 for part in local)
     assert sorted(position for part in local for position in part) == list(range(6 * size))
+
+
+def test_where_each_layout_puts_tokens():
+    """The orders that other programs know by these names: their data must fit."""
+    held = {name: [positions(make_layout(name, 3, 4), rank) for rank in range(3)] for name in LAYOUTS}
+    assert held == {
+        "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
+        "zigzag": [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]],
+        "striped": [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]],
+    }
 
 
 @pytest.mark.parametrize("name", ["zigzag", "striped"])
@@ -99,8 +135,28 @@ def test_unknown_and_impossible_layouts_are_refused():
         make_layout("zigzag", 2, 5)
     with pytest.raises(UserError, match="3 tokens cannot be split over 4 ranks"):
         padded_layout("striped", 4, 3)
+    with pytest.raises(UserError, match="at least 1 rank and 1 token a rank, got 0 and 4"):
+        make_layout("striped", 0, 4)
+    with pytest.raises(UserError, match="unknown layout 'None'"):
+        padded_layout(None, 2, 4)
     with pytest.raises(UserError, match="unknown mask 'causl'; did you mean 'causal'"):
         make_schedule(make_layout("zigzag", 2, 4), 8, "causl", 0, "kv")
+
+
+def test_a_schedule_is_made_once_and_is_its_own():
+    """Cached by value: layouts of one size do not share a schedule."""
+    first = make_schedule(make_layout("zigzag", 2, 4), 8, "causal", 0, "kv")
+    assert make_schedule(make_layout("zigzag", 2, 4), 8, "causal", 0, "kv") is first
+    assert make_schedule(make_layout("striped", 2, 4), 8, "causal", 0, "kv") != first
+    assert "causal=True" in repr(first)
+
+
+def test_full_and_diagonal_work_is_one_call():
+    for name in LAYOUTS:
+        layout = make_layout(name, 4, tokens=8)
+        for rank in range(4):
+            assert all(len(step.tiles) == 1 for step in make_schedule(layout, 32, "full", rank, "kv").steps)
+            assert len(make_schedule(layout, 32, "causal", rank, "q").steps[0].tiles) == 1
 
 
 def test_bytes_follow_the_published_break_even():
@@ -108,6 +164,8 @@ def test_bytes_follow_the_published_break_even():
     shape = AttentionShape(batch=1, tokens=1024, heads=32, kv_heads=32, head_dim=128)
     assert choose_travellers(shape, 64) == "q"
     assert forward_bytes(shape, 4) == 3 * 2 * 1024 * 32 * 128 * 2
-    grouped = AttentionShape(batch=1, tokens=1024, heads=32, kv_heads=8, head_dim=128)
-    assert choose_travellers(grouped, 64) == "kv"
-    assert backward_bytes(grouped, 1, "kv") == backward_bytes(grouped, 1, "q") == 0
+    for heads, kv_heads, travellers in ((47, 32, "q"), (48, 32, "kv"), (32, 8, "kv")):
+        grouped = AttentionShape(batch=1, tokens=1024, heads=heads, kv_heads=kv_heads, head_dim=128)
+        assert choose_travellers(grouped, 1000) == travellers
+        assert backward_bytes(grouped, 1, "kv") == backward_bytes(grouped, 1, "q") == 0
+        assert choose_travellers(grouped, 1) == "q"  # a tie

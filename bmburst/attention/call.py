@@ -104,8 +104,11 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise UserError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise UserError(f"{name} must be [batch, local_tokens, heads, head_dim], got shape {list(tensor.shape)}")
-    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
-        raise UserError(f"q, k and v must share one floating-point dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.is_floating_point() or q.element_size() < 2 or not q.dtype == k.dtype == v.dtype:
+        raise UserError(
+            "q, k and v must share one floating-point dtype of at least 16 bits, "
+            f"got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
     if not q.device == k.device == v.device:
         raise UserError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
     if k.shape != v.shape:

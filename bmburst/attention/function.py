@@ -19,7 +19,8 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Run the ring, or inside a checkpoint's recomputation return what it gave."""
-        out, lse = keep(lambda: tuple(ring_forward(call, q, k, v)))
+        with torch.autocast(q.device.type, enabled=False):  # the inputs' dtype decides, and sums are fp32 or wider
+            out, lse = keep(lambda: tuple(ring_forward(call, q, k, v)))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -39,5 +40,6 @@ class RingAttention(torch.autograd.Function):
             # where dO is zero, which the surrogate output cannot express.
             delta = delta - grad_lse.to(delta.dtype)
             kernel = kernel if kernel.takes_delta else ReferenceKernel()
-        grads = ring_backward(call, kernel, grad_out, q, k, v, lse, delta)
+        with torch.autocast(q.device.type, enabled=False):
+            grads = ring_backward(call, kernel, grad_out, q, k, v, lse, delta)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None

@@ -6,7 +6,7 @@ from typing import Any
 import bmtrain as bmt
 from torch import Tensor
 
-from bmburst.attention.api import attend
+from bmburst.attention.api import attend, resolve_group
 from bmburst.attention.call import AttentionOptions
 from bmburst.mesh import current_mesh
 
@@ -19,14 +19,13 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         options: The keyword arguments of `burst_attention`, except `length` and `return_lse`.
 
     Raises:
-        UserError: The value of an option is unknown.
+        UserError: The value of an option is unknown, or this rank is not in the group.
     """
 
     def __init__(self, *, group: object = None, **options: Any) -> None:
         super().__init__()
-        mesh = current_mesh()
         # A current mesh is looked up now: on a GPU blocks are recomputed in autograd's thread, where none is current.
-        self.group = mesh.sequence if group is None and mesh is not None else group
+        self.group = None if group is None and current_mesh() is None else resolve_group(group)
         self.options = AttentionOptions(**options)
         self.options.validate()
 

@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import errno
 import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from bmburst.config import add_options, given_options
@@ -31,6 +33,8 @@ TITLES = {
 }
 # What a run leaves in its folder once it has trained. Other files, such as the launcher's, may be there before.
 _RUN_TRACES = ("metrics.jsonl", "checkpoints")
+# Of metrics, plot and sample; data, weights and checkpoints have messages of their own.
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"{config.output}: finished with {done} steps; a larger --steps goes on", file=sys.stderr)
             return 0
     folder = _make_folder(config)
-    command = ["-m", "bmburst", "train", "--config", str(write_run_config(config, folder)), "--output", str(folder)]
+    with _refusing(folder):
+        settled = write_run_config(config, folder)
+    command = ["-m", "bmburst", "train", "--config", str(settled), "--output", str(folder)]
     if config.resume:
         command.append("--resume")
 
@@ -82,7 +88,8 @@ def settle(args: argparse.Namespace, *, as_rank: bool = False) -> TrainConfig:
     config = resolve((given,) if given else (), options)
     if not config.resume:
         if config.output is not None:
-            _check_fresh(config.output, as_rank=as_rank)
+            with _refusing(config.output):
+                _check_fresh(config.output, as_rank=as_rank)
         return config
     folder = _folder_to_resume(config, given)
     own = folder / CONFIG_FILE
@@ -148,7 +155,8 @@ def _run_rank(args: argparse.Namespace) -> int:
 
     from bmburst.train.trainer import run as train
 
-    train(config)
+    with _refusing(config.output):
+        train(config)
     return 0
 
 
@@ -162,6 +170,20 @@ def _settle_in_rank(args: argparse.Namespace) -> TrainConfig:
     config.validate(int(os.environ["WORLD_SIZE"]))
     check_paths(config)
     return config
+
+
+@contextlib.contextmanager
+def _refusing(folder: Path | None) -> Iterator[None]:
+    """Say in the user's words that a run folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        raise UserError(
+            f"output {folder}: cannot be written: {error.strerror}\n"
+            "fix: make room or give the right to write; --resume goes on from the newest checkpoint, if there is one"
+        ) from error
 
 
 def _make_folder(config: TrainConfig) -> Path:

@@ -50,6 +50,10 @@ class Checked:
         self.active = self.always
         """Whether calls are compared. Set it on every rank at the same point of the program."""
 
+    def __deepcopy__(self, memo: object) -> "Checked":
+        """Return itself: the copy of a model talks to the same ranks."""
+        return self
+
     @contextmanager
     def checking(self) -> Iterator[None]:
         """Compare calls inside this block, whatever `active` is outside. Every rank must enter it."""
@@ -132,7 +136,8 @@ class Checked:
                 self.refuse(
                     f"{call}: the group moves {self.device.type} tensors by {self.transport}, not {tensor.device} ones"
                 )
-        self.agree(f"{call} {describe(*tensors)}")
+        if self.active:
+            self.agree(f"{call} {describe(*tensors)}")
 
     def _exchange(self, text: str) -> list[str]:
         """Return every rank's text while active; else nothing."""

@@ -44,9 +44,8 @@ class ProcessGroupCommunicator:
         sent = _contiguous(tensors)
         received = tuple(torch.empty_like(t) for t in sent)
         to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
-        operations = [self._hop(dist.isend, t, to) for t in sent]
-        operations += [self._hop(dist.irecv, t, source) for t in received]
-        return _Pending(dist.batch_isend_irecv(operations), received, sent)
+        hop = self._nccl_hops if self.transport == "nccl" else self._gloo_hops
+        return _Pending(hop([_bytes(t) for t in sent], [_bytes(t) for t in received], to, source), received, sent)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
@@ -74,8 +73,21 @@ class ProcessGroupCommunicator:
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return _Pending((work,), (total,), ())
 
-    def _hop(self, verb: Callable[..., object], tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(verb, _bytes(tensor), group=self._group, group_peer=peer)
+    def _gloo_hops(self, sent: Sequence[Tensor], received: Sequence[Tensor], to: int, source: int) -> list[dist.Work]:
+        operations = [dist.P2POp(dist.isend, t, group=self._group, group_peer=to) for t in sent]
+        operations += [dist.P2POp(dist.irecv, t, group=self._group, group_peer=source) for t in received]
+        return dist.batch_isend_irecv(operations)
+
+    def _nccl_hops(self, sent: Sequence[Tensor], received: Sequence[Tensor], to: int, source: int) -> list[dist.Work]:
+        # Not isend and irecv: torch marks their tensors with `record_stream`, and a host that runs ahead of the GPU
+        # would take new memory for every block of the sequence. Those of a collective it keeps until the wait.
+        works = []
+        for outgoing, incoming in zip(sent, received, strict=True):
+            nothing = outgoing.new_empty(0)
+            inputs = [outgoing if peer == to else nothing for peer in range(self.size)]
+            outputs = [incoming if peer == source else nothing for peer in range(self.size)]
+            works.append(dist.all_to_all(outputs, inputs, group=self._group, async_op=True))
+        return works
 
     def _started(
         self, verb: Callable[..., dist.Work], target: Tensor, source: Tensor, received: Tensor, sent: Tensor

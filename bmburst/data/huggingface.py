@@ -103,7 +103,10 @@ def _from_file(name: str, file: Path) -> HuggingFaceTokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception, whatever is wrong with the file
-        raise UserError(f"cannot read tokenizer '{file}': {_first_line(error)}") from error
+        raise UserError(
+            f"cannot read tokenizer '{file}': {_first_line(error)}\n"
+            "give 'bytes', or the tokenizer.json of a Hugging Face tokenizer"
+        ) from error
     return HuggingFaceTokenizer(name, tokenizer, _eos_token(file.parent / TOKENIZER_CONFIG))
 
 

@@ -101,7 +101,7 @@ def read_documents(
             elif problem := _why_not_text(file.path):
                 raise UserError(
                     f"'{file.name}' is not a text file: {problem}\n"
-                    "convert it to UTF-8, or leave it out; a prepared token file goes to --data, not to --input"
+                    "convert it to UTF-8, or leave it out; a token file is for bmburst train and eval alone"
                 )
             else:
                 yield Document(name=file.name, pieces=_text_pieces(file.path, on_read))
@@ -208,7 +208,7 @@ def _jsonl(file: SourceFile, text_field: str, on_read: Callable[[int], object]) 
             if text_field not in value:
                 raise UserError(
                     f"{name}: no field '{text_field}'\nfields: {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
-                    "name the one that holds the text: --text-field NAME"
+                    "name the one that holds the text: --text-field NAME, for bmburst train --data.text_field NAME"
                 )
             text = value[text_field]
             if not isinstance(text, str):

@@ -48,7 +48,10 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
             finally:
                 partial.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"cannot write token file '{path}': {error}") from error
+        raise UserError(
+            f"cannot write token file '{path}': {error.strerror or error}\n"
+            "name a folder with room that you may write in: --output, for bmburst train --data.cache"
+        ) from error
     return TokenFile.open(path)
 
 
@@ -73,7 +76,7 @@ class _Writer:
                     self._append(np.array([self._tokenizer.eos_id], np.int64))
                     self._end_document(key)
         if not self._documents:
-            raise UserError("the corpus is empty: no document has any text\nname files that do: --input PATH...")
+            raise UserError("the corpus is empty: no document has any text\nname files that do")
         self._finish()
 
     def _append(self, ids: npt.NDArray[np.int64]) -> None:

@@ -1,15 +1,18 @@
 """Checkpoints: whole or not there, by parameter name, so that they load on any number of ranks.
 
 A checkpoint is a folder `checkpoints/step-000050` of the run folder. `model.safetensors` and `config.json` are a
-Hugging Face LLaMA; `optimizer.safetensors` holds AdamW's state by parameter name; `random.safetensors` the state of the
-random number generators; `state.json` the rest, with the size of every file.
+Hugging Face LLaMA; `optimizer.safetensors` holds AdamW's state by parameter name; `random.safetensors` the state of
+torch's random number generators; `state.json` the rest, with the size of every file. The learning rate is a function
+of the step and needs no state.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,7 @@ from bmburst.errors import UserError
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
     from bmburst.optim import AdamW
+    from bmburst.zero import NamedShard
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
@@ -61,35 +65,40 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def save(run_folder: Path, model: "Llama", optimizer: "AdamW", progress: Progress, *, keep: int) -> Path:
-    """Write a checkpoint, and remove all but the newest `keep`. Every rank calls it; rank 0 writes.
+    """Write a checkpoint, and remove all but the newest `keep` up to it. Every rank calls it; rank 0 writes.
 
     The folder appears under its name when everything in it is on disk: a run killed at any point leaves the checkpoint
-    before, and at most a folder whose name begins with a dot.
+    before, and at most folders whose names begin with a dot, which the next call removes.
+
+    Raises:
+        UserError: Rank 0 cannot write it.
     """
     import bmtrain as bmt
 
     from bmburst import hugging_face
 
-    name = f"step-{progress.step:06d}"
-    target, partial = run_folder / FOLDER / name, run_folder / FOLDER / f".{name}"
+    target = run_folder / FOLDER / f"step-{progress.step:06d}"
+    partial = target.with_name(f".{target.name}")
     is_writer = bmt.rank() == 0
-    if is_writer:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    hugging_face.save(model, partial)
-    _save_optimizer(partial / OPTIMIZER_FILE, model, optimizer)
-    if is_writer:
-        _save_random(partial / RANDOM_FILE)
-        sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-        state = {"format": FORMAT, "step": progress.step, "data": dict(progress.data), "tokenizer": progress.tokenizer}
-        (partial / STATE_FILE).write_text(json.dumps({**state, "files": sizes}, indent=2) + "\n", encoding="utf-8")
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-        _sync(target.parent)
-        for old in _checkpoints(run_folder)[:-keep]:
-            shutil.rmtree(old.rename(old.with_name(f".{old.name}")))
+    with _refusing(target):
+        if is_writer:
+            _remove_hidden(target.parent)
+            partial.mkdir(parents=True)
+        hugging_face.save(model, partial)
+        _save_optimizer(partial / OPTIMIZER_FILE, model, optimizer)
+        if is_writer:
+            _save_random(partial / RANDOM_FILE)
+            _save_state(partial / STATE_FILE, progress)
+            for path in (*partial.iterdir(), partial):
+                _sync(path)
+            _hide(target)  # of the same step: a damaged one, for a run resumes from the newest complete one
+            partial.rename(target)
+            _sync(target.parent)
+            # Later ones are damaged: they do not count, or they would push out this one.
+            upto = [path for path in _checkpoints(run_folder) if _step(path) <= progress.step]
+            for old in upto[:-keep]:
+                _hide(old)
+            _remove_hidden(target.parent)
     bmt.synchronize()
     return target
 
@@ -109,11 +118,60 @@ def load(checkpoint: Path, model: "Llama", optimizer: "AdamW") -> Progress:
     return progress
 
 
+@contextlib.contextmanager
+def alone_in(run_folder: Path) -> Iterator[None]:
+    """Keep other processes from training in a run folder until the block ends, or this process does.
+
+    Raises:
+        UserError: One is.
+    """
+    run_folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run_folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(f"another process is training in {run_folder}\nfix: end it, or wait until it is done") from None
+    except OSError:
+        pass  # some network file systems do not lock folders
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _checkpoints(run_folder: Path) -> list[Path]:
     """Return a run's checkpoint folders, oldest first."""
     folder = run_folder / FOLDER
-    found = {path: _NAME.fullmatch(path.name) for path in (folder.iterdir() if folder.is_dir() else ())}
-    return sorted((path for path, match in found.items() if match), key=lambda path: int(path.name.split("-")[1]))
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if _NAME.fullmatch(path.name) and path.is_dir()), key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _hide(checkpoint: Path) -> None:
+    """Give a checkpoint, if it is there, a name that none has, at once: a kill while it is removed leaves no half."""
+    if checkpoint.is_dir():
+        checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old"))
+
+
+def _remove_hidden(folder: Path) -> None:
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def _refusing(target: Path) -> Iterator[None]:
+    """Turn what the operating system refuses into an error that says what was being done."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write the checkpoint {target}: {error.strerror}\n"
+            "fix: make room or give the right to write, then --resume continues the run"
+        ) from error
 
 
 def _problem(checkpoint: Path) -> str | None:
@@ -125,8 +183,12 @@ def _problem(checkpoint: Path) -> str | None:
         return f"it has no {STATE_FILE}, so it is no checkpoint of bmburst"
     except ValueError:
         return f"{STATE_FILE} is truncated or not JSON"
-    if not isinstance(state, dict) or state.get("format") != FORMAT or not isinstance(state.get("files"), dict):
+    kinds = {"step": int, "data": dict, "tokenizer": str, "files": dict}
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
         return f"{STATE_FILE} is not of format {FORMAT}"
+    for name, kind in kinds.items():
+        if not isinstance(state.get(name), kind):
+            return f"{STATE_FILE} has no valid '{name}'"
     for name, size in state["files"].items():
         there = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
         if there != size:
@@ -134,17 +196,25 @@ def _problem(checkpoint: Path) -> str | None:
     return None
 
 
+def _save_state(path: Path, progress: Progress) -> None:
+    sizes = {file.name: file.stat().st_size for file in sorted(path.parent.iterdir())}
+    state = {"format": FORMAT, "step": progress.step, "data": dict(progress.data), "tokenizer": progress.tokenizer}
+    path.write_text(json.dumps({**state, "files": sizes}, indent=2) + "\n", encoding="utf-8")
+
+
 def _save_optimizer(path: Path, model: "Llama", optimizer: "AdamW") -> None:
     import torch
 
-    from bmburst.optim import state_names
+    from bmburst.optim import initial_state, state_names
     from bmburst.weight_files import SafetensorsWriter
     from bmburst.zero import gather, named_shards
 
     pieces = [(shard, name) for shard in named_shards(model) for name in state_names(shard)]
-    full = (
-        gather(shard, optimizer.state[shard.storage].get(name), dtype=torch.float32, root=0) for shard, name in pieces
-    )
+
+    def state(shard: "NamedShard") -> dict[str, Any]:
+        return optimizer.state.get(shard.storage) or initial_state(shard)
+
+    full = (gather(shard, state(shard).get(name), dtype=torch.float32, root=0) for shard, name in pieces)
     if pieces[0][0].rank != 0:
         for _ in full:  # takes part in each gather
             pass
@@ -156,43 +226,55 @@ def _save_optimizer(path: Path, model: "Llama", optimizer: "AdamW") -> None:
 
 
 def _load_optimizer(path: Path, model: "Llama", optimizer: "AdamW", step: int) -> None:
-    import torch
-
-    from bmburst.optim import state_names
+    from bmburst.optim import initial_state, state_names
     from bmburst.weight_files import open_tensors
     from bmburst.zero import named_shards, scatter_piece
 
     file = open_tensors(path)
-    for shard in named_shards(model):
+    shards = named_shards(model)
+    expected = {f"{shard.name}.{name}": shard.shape for shard in shards for name in state_names(shard)}
+    different = sorted(key for key in {*expected, *file.shapes} if expected.get(key) != file.shapes.get(key))
+    if different:
+        there, here = (_said(shapes.get(different[0])) for shapes in (file.shapes, expected))
+        raise UserError(
+            f"{path} is of another model or dtype: {different[0]} is {there}, here {here}\n"
+            "fix: resume with the dtype the run had, or take the weights alone: --init-from"
+        )
+    for shard in shards:
         state = optimizer.state[shard.storage]
+        if not state:
+            state.update(initial_state(shard))
         state["step"] = step
         for name in state_names(shard):
-            key = f"{shard.name}.{name}"
-            if file.shapes.get(key) != shard.shape:
-                raise UserError(f"{path} has no {key} of shape {list(shard.shape)}: it is of another model or dtype")
-            if name not in state:
-                state[name] = torch.zeros_like(shard.storage.data, dtype=torch.float32)
-            scatter_piece(shard, file.read(key, shard.begin, shard.end), state[name])
+            scatter_piece(shard, file.read(f"{shard.name}.{name}", shard.begin, shard.end), state[name])
+
+
+def _said(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
 
 
 def _save_random(path: Path) -> None:
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    save_file(states, path)
+    path.write_bytes(save(states))
 
 
 def _load_random(path: Path) -> None:
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    states = load_file(path)
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    try:
+        states = load_file(path)
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+    except (SafetensorError, OSError, KeyError, RuntimeError, TypeError) as error:
+        raise UserError(f"{path} holds no state of torch's generators\nfix: use another checkpoint") from error
 
 
 def _sync(path: Path) -> None:

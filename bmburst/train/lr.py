@@ -15,6 +15,8 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
       (warm-up, stable, decay: arXiv:2404.06395);
     - "constant" stays at the peak.
 
+    A run that is resumed with another total follows the schedule of the new total from there on.
+
     Steps beyond the last have the last step's rate. A warm-up longer than the run just rises to its end.
 
     Args:

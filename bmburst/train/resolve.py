@@ -1,6 +1,8 @@
 """From a preset, a configuration file and the command line to one TrainConfig. Reads files, starts nothing."""
 
+import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,6 @@ def check_paths(config: TrainConfig) -> None:
         UserError: One is missing, empty or of another model.
     """
     check_data_path(config.data.source)
-    _check_token_file(config)
     tokenizer = config.data.tokenizer
     if tokenizer is not None and tokenizer.endswith(".json") and not Path(tokenizer).is_file():
         raise UserError(f"data.tokenizer {tokenizer}: no such file\nallowed: 'bytes', a tokenizer.json, a directory")
@@ -64,25 +65,40 @@ def check_paths(config: TrainConfig) -> None:
                 f"model.{key} {getattr(config.model, key)} differs from {config.init_from}, which has "
                 f"{getattr(there, key)}\nfix: leave model.{key} out: --init-from brings its own"
             )
+        # It imports torch, which the command line's help does without.
+        from bmburst import hugging_face
+
+        hugging_face.check(config.init_from, config.model)
+    _check_tokens(config)
 
 
 def check_data_path(source: str) -> None:
-    """Check that a text source exists and is not empty; "stdlib", the standard library, always passes.
+    """Check that a text source exists, may be read and holds something; "stdlib" always passes.
 
     Raises:
-        UserError: It is missing or empty.
+        UserError: It is missing, unreadable or empty, or a directory without text files.
     """
     if source == STANDARD_LIBRARY:
         return
     path = Path(source)
-    if not path.exists():
-        raise UserError(
-            f"data {source}: no such file or directory\n"
-            "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources"
-        )
-    empty = not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
+    try:
+        if not path.exists():
+            raise UserError(
+                f"data {source}: no such file or directory\n"
+                "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources"
+            )
+        empty = not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
+        is_readable = os.access(path, os.R_OK)
+    except OSError as error:
+        raise UserError(f"data {source}: cannot be read: {error.strerror}\nfix: give one that can be") from None
+    if not is_readable:
+        raise UserError(f"data {source}: you may not read it\nfix: chmod +r, or give one that you may read")
     if empty:
         raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
+    # numpy comes with it, and the command line's help does without.
+    from bmburst.data.sources import find_sources
+
+    find_sources([path])
 
 
 def read_hugging_face_config(folder: Path) -> LlamaConfig:
@@ -131,13 +147,17 @@ def write_run_config(config: TrainConfig, folder: Path) -> Path:
     return path
 
 
-def _check_token_file(config: TrainConfig) -> None:
+def _check_tokens(config: TrainConfig) -> None:
     # numpy comes with these, and the command line's help does without it.
-    from bmburst.data.token_file import TokenFile, is_token_file
+    from bmburst.data import open_corpus
+    from bmburst.data.token_file import is_token_file
 
     path = Path(config.data.source)
-    if path.is_file() and is_token_file(path):
-        TokenFile.open(path).require_vocab(config.model.vocab_size)
+    if is_token_file(path):
+        open_corpus(path, config.data.tokenizer, path.parent).require_vocab(config.model.vocab_size)
+    elif config.data.tokenizer is None:
+        # Text is read as bytes: check what is checked where that was said.
+        config.replace(data=dataclasses.replace(config.data, tokenizer="bytes"))
 
 
 def _names_whole_model(layer: Mapping[str, Any]) -> bool:

@@ -52,7 +52,8 @@ def generate(
             if len(mine):
                 last = hidden[0, mine.item()]
             (last,) = mesh.sequence.all_reduce(last).wait()  # one rank has it, the others add zeros
-            logits = model.project(last)[:allowed].float().cpu()
+            # A model that has diverged gives NaN, which cannot be drawn from: it then draws at random.
+            logits = model.project(last)[:allowed].float().cpu().nan_to_num()
             drawn = torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)
             ids.append(int(drawn.item()))
             beat()

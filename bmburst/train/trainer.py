@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -82,6 +83,7 @@ class Trainer:
             rank=self.mesh.sequence_rank,
         )
         self.corpus = self._open_corpus()
+        self._held_out = self._sequences("held_out")
         self.batches = data.Batches(
             self._sequences("train"),
             batch_size=config.batch_size,
@@ -138,6 +140,8 @@ class Trainer:
         """Train to the last step, with evaluations and checkpoints on the way, and leave the run folder complete."""
         config, total = self.config, self.config.steps
         with contextlib.ExitStack() as stack:
+            if self.is_main:
+                stack.enter_context(checkpoint.alone_in(self.folder))
             writer = stack.enter_context(MetricsWriter(self.folder, self.steps_done + 1)) if self.is_main else None
             bar = stack.enter_context(Progress(total, self.steps_done + 1)) if self.is_main else None
             while self.steps_done < total:
@@ -195,7 +199,7 @@ class Trainer:
         """
         # Counted before the cut: the mean must not depend on how ranks and microbatches share the labels.
         (valid,) = self.mesh.data.all_reduce(count_valid(labels)).wait()
-        mean = torch.zeros((), dtype=torch.float32, device=self.runtime.device)
+        mean = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         size = self.config.micro_batch_size
         for micro_inputs, micro_labels in zip(inputs.split(size), labels.split(size), strict=True):
             part = self.cut.batch(micro_inputs, micro_labels)
@@ -222,20 +226,14 @@ class Trainer:
         """Measure the model on held-out text."""
         data_ranks = self.mesh.shape.data
         batches = data.evaluation_batches(
-            self._sequences("held_out"),
+            self._held_out,
             batch_size=data_ranks,
             limit=self.config.eval_sequences,
             data_rank=self.mesh.data_rank,
             data_parallel=data_ranks,
         )
         measured = measure(self.model, self.mesh, self.cut, batches, self.runtime.device)
-        return EvalMetrics(
-            step=self.steps_done,
-            loss=measured.loss,
-            bits_per_byte=measured.bits_per_byte,
-            perplexity=measured.perplexity,
-            tokens=measured.tokens,
-        )
+        return EvalMetrics(step=self.steps_done, **asdict(measured))
 
     def save(self) -> Path:
         """Write a checkpoint of this step into the run folder."""
@@ -247,7 +245,7 @@ class Trainer:
     def sample(self) -> str:
         """Return a prompt from held-out text and what the model makes of it."""
         tokenizer = data.load_tokenizer(self.corpus.tokenizer_name)
-        prompt = self._sequences("held_out")[0][:_PROMPT_TOKENS].tolist()
+        prompt = self._held_out[0][:_PROMPT_TOKENS].tolist()
         ids = generate(
             self.model,
             self.mesh,

@@ -1,14 +1,20 @@
 """A split sequence gives what one device gives, forward and backward, in every layout, mask, strategy and length."""
 
+import inspect
+from functools import partial
+
 import pytest
 import torch
 
 import bmburst
+from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
+from bmburst.comm.protocol import Arrived
 from bmburst.errors import UserError
 from bmburst.schedule import AttentionShape, backward_bytes, forward_bytes
 from tests.attention.oracle import draw, reference
 from tests.distributed.processes import run_processes
+from tests.live_bytes import LiveBytes
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
 
@@ -50,7 +56,8 @@ def compare(comm, layout, mask, length, heads, kv_heads, options):
 @pytest.mark.parametrize("strategy", ["kv", "burst"])
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
 def test_equals_one_device_in_fp64(size, layout, mask, strategy, kernel):
-    for length, heads, kv_heads in ((size, 2, 2), (13 + size, 4, 2), (24, 3, 1), (29, 2, 2)):
+    # size + 1 tokens leave whole ranks without a real one
+    for length, heads, kv_heads in ((size, 2, 2), (size + 1, 2, 1), (13 + size, 4, 2), (24, 3, 1), (29, 2, 2)):
         run_ranks(size, compare, layout, mask, length, heads, kv_heads, {"strategy": strategy, "kernel": kernel})
 
 
@@ -97,18 +104,98 @@ def test_no_less_accurate_than_one_device(dtype, strategy):
         run_ranks(size, body)
 
 
-def test_strided_inputs_and_module_grad_flow():
-    """Queries, keys and values as slices of one projection, which is how models make them."""
+def test_strided_inputs_and_gradients():
+    """Slices of one projection, which is how models make them, a head_dim that is not dense, and such a dO."""
 
     def body(comm):
         whole = draw(5, 2, 20, 4, 2, 8)
         fused = torch.cat(whole[:3], dim=2).requires_grad_()
         mine = bmburst.shard(fused, group=comm)
-        out = bmburst.burst_attention(mine[:, :, :4], mine[:, :, 4:6], mine[:, :, 6:], group=comm)
-        out.backward(bmburst.shard(whole[3], group=comm))
+        q, k, v = mine[:, :, :4], mine[:, :, 4:6], mine[:, :, 6:]
+        q, k = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k))
+        out = bmburst.burst_attention(q, k, v, group=comm)
+        out.backward(bmburst.shard(whole[3], group=comm).transpose(1, 3).contiguous().transpose(1, 3))
         (total,) = comm.all_reduce(fused.grad).wait()
         expected = reference(*whole[:4], "causal")
         torch.testing.assert_close(total, torch.cat(expected[2:], dim=2), rtol=1e-9, atol=1e-10)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+@pytest.mark.parametrize("head_dim", [1, 7, 300])
+def test_any_head_dim(kernel, head_dim):
+    def body(comm):
+        whole = draw(6, 1, 10, 2, 1, head_dim)
+        expected = reference(*whole[:4], "causal", whole[4])
+        got = split_attention(comm, whole, "zigzag", "causal", kernel=kernel)
+        for ours, wanted in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours.detach(), wanted, rtol=1e-9, atol=1e-9)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_gradients_scale_with_the_loss(kernel):
+    """Down to 1e-25 and up to 1e25 in fp32: no square of a gradient may leave fp32's range."""
+
+    def body(comm):
+        whole = draw(7, 1, 12, 2, 2, 8, torch.float32)
+        q, k, v, grad = (bmburst.shard(t.float(), group=comm).clone().requires_grad_() for t in whole[:4])
+        out = bmburst.burst_attention(q, k, v, group=comm, kernel=kernel)
+        expected = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+        for scale in (1e-25, 1e-20, 1e20, 1e25):
+            for ours, wanted in zip(
+                torch.autograd.grad(out, (q, k, v), grad * scale, retain_graph=True), expected, strict=True
+            ):
+                torch.testing.assert_close(ours / scale, wanted, rtol=1e-4, atol=1e-5)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("strategy", ["kv", "burst"])
+def test_what_requires_a_gradient(strategy):
+    def body(comm):
+        whole = draw(8, 1, 12, 2, 2, 8)
+        out, lse, *grads = reference(*whole[:4], "causal")
+        mine = [bmburst.shard(t, group=comm) for t in whole]
+        attend = partial(bmburst.burst_attention, group=comm, strategy=strategy)
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode():
+                got = attend(*mine[:3])
+            assert not got.requires_grad
+            torch.testing.assert_close(got, bmburst.shard(out, group=comm))
+        for i in range(3):
+            inputs = [t.clone().requires_grad_(i == j) for j, t in enumerate(mine[:3])]
+            attend(*inputs).backward(mine[3])
+            assert [t.grad is not None for t in inputs] == [i == j for j in range(3)]
+            torch.testing.assert_close(inputs[i].grad, bmburst.shard(grads[i], group=comm))
+        inputs = [t.clone().requires_grad_() for t in mine[:3]]
+        result, got = attend(*inputs, return_lse=True)
+        torch.testing.assert_close(got.detach(), bmburst.shard(lse, dim=2, group=comm))
+        assert got.dtype == torch.float64
+        first = torch.autograd.grad(got.sum(), inputs, retain_graph=True)  # dO is None
+        _, _, *wanted = reference(*whole[:3], torch.zeros_like(whole[3]), "causal", torch.ones_like(whole[4]))
+        for ours, theirs in zip(first, wanted, strict=True):
+            torch.testing.assert_close(ours, bmburst.shard(theirs, group=comm))
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            torch.autograd.grad(result.square().sum(), inputs, create_graph=True)[0].sum().backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_autocast_changes_nothing(kernel):
+    def run(comm):
+        q, k, v = (bmburst.shard(t.float(), group=comm).requires_grad_() for t in draw(9, 1, 12, 2, 2, 8)[:3])
+        out, lse = bmburst.burst_attention(q, k, v, group=comm, kernel=kernel, return_lse=True)
+        return out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+
+    def body(comm):
+        expected = run(comm)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = run(comm)
+        assert all(a.equal(b) and a.dtype == torch.float32 for a, b in zip(got, expected, strict=True))
 
     run_ranks(2, body)
 
@@ -134,15 +221,74 @@ class Counting:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1)])
 def test_moves_the_bytes_that_the_formula_says(strategy, travellers, heads, kv_heads):
     def body(comm):
-        counting = Counting(comm)
         shape = AttentionShape(batch=2, tokens=6, heads=heads, kv_heads=kv_heads, head_dim=8)
-        q, k, v = (torch.randn(2, 6, h, 8).bfloat16().requires_grad_() for h in (heads, kv_heads, kv_heads))
-        out = bmburst.burst_attention(q, k, v, group=counting, strategy=strategy)
-        assert counting.sent == forward_bytes(shape, comm.size)
-        out.sum().backward()
-        assert counting.sent - forward_bytes(shape, comm.size) == backward_bytes(shape, comm.size, travellers)
+        forward, backward = count(comm, torch.bfloat16, heads, kv_heads, strategy)
+        assert forward == forward_bytes(shape, comm.size)
+        assert backward == backward_bytes(shape, comm.size, travellers)
 
     run_ranks(3, body)
+
+
+def count(comm, dtype, heads, kv_heads, strategy):
+    """Return the bytes that a rank sends in forward, and in backward."""
+    counting = Counting(comm)
+    q, k, v = (torch.randn(2, 6, h, 8).to(dtype).requires_grad_() for h in (heads, kv_heads, kv_heads))
+    out = bmburst.burst_attention(q, k, v, group=counting, strategy=strategy)
+    forward = counting.sent
+    out.sum().backward()
+    return forward, counting.sent - forward
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_auto_moves_the_fewest_bytes(dtype):
+    def body(comm):
+        choices = set()
+        for heads, kv_heads in ((2, 2), (4, 2), (8, 2), (3, 3)):
+            kv, burst, auto = (count(comm, dtype, heads, kv_heads, s)[1] for s in ("kv", "burst", "auto"))
+            assert auto == min(kv, burst)
+            choices.add(kv < burst)
+        assert choices == {True, False}
+
+    run_ranks(3, body)
+
+
+class Echo:
+    """Stands for a ring of any size: what comes is as large as what goes, and has its memory from the start."""
+
+    transport = "threads"
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+    def ring(self, *tensors, **_):
+        return Arrived(tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors))
+
+    def all_gather(self, tensor):
+        raise AssertionError(f"{tensor.shape}: nothing may be as large as the sequence")
+
+    all_to_all = reduce_scatter = all_reduce = all_gather
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strategy", ["kv", "burst"])
+def test_memory_grows_with_the_local_tokens_only(layout, strategy):
+    def peaks(rank, size, tokens):
+        comm = Checked(Echo(rank, size), torch.device("cpu"), always=False)
+        q, k, v = (torch.randn(1, tokens, h, 32).requires_grad_() for h in (4, 2, 2))
+        alive = LiveBytes()
+        with alive:
+            out = bmburst.burst_attention(q, k, v, group=comm, layout=layout, strategy=strategy)
+            forward = alive.peak
+            out.backward(torch.ones_like(out))
+        return forward, alive.peak
+
+    for last in (False, True):
+        small, *larger = (peaks((size - 1) * last, size, 64) for size in (4, 8, 16))
+        assert all(peak <= small for peak in larger), (small, larger)
+        assert all(a <= b for a, b in zip(peaks((2 - 1) * last, 2, 64), small, strict=True))
+    inputs = 4 * 64 * 32 * (4 + 2 + 2)  # bytes of q, k and v
+    assert small[0] <= 3 * inputs
+    assert small[1] <= 8 * inputs
 
 
 def test_repeated_backward_is_bitwise_equal():
@@ -162,22 +308,35 @@ def zeros(comm, tokens=4, heads=2, kv_heads=2, dim=8, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask": "casual"}, "unknown mask 'casual'; did you mean 'causal'"),
-        ({"layout": "stripe"}, "unknown layout 'stripe'; did you mean 'striped'"),
-        ({"kernel": "cpuu"}, "unknown kernel 'cpuu'; did you mean 'cpu'"),
+        ({"mask": "casual"}, "unknown mask 'casual'; did you mean 'causal'\\?\nknown: causal, full"),
+        ({"mask": ["causal"]}, "unknown mask"),
+        (
+            {"layout": "stripe"},
+            "unknown layout 'stripe'; did you mean 'striped'\\?\nknown: contiguous, striped, zigzag",
+        ),
+        ({"layout": {"zigzag"}}, "unknown layout"),
+        ({"kernel": "cpuu"}, "unknown kernel 'cpuu'; did you mean 'cpu'\\?\nknown: auto, cpu, reference, torch"),
+        ({"kernel": None}, "unknown kernel 'None'"),
         ({"kernel": "torch"}, "kernel 'torch' runs on NVIDIA GPUs only"),
-        ({"strategy": "brust"}, "unknown strategy 'brust'; did you mean 'burst'"),
-        ({"transport": "gloom"}, "unknown transport 'gloom'; did you mean 'gloo'"),
+        ({"strategy": "brust"}, "unknown strategy 'brust'; did you mean 'burst'\\?\nknown: auto, burst, kv"),
+        ({"transport": "gloom"}, "unknown transport 'gloom'; did you mean 'gloo'\\?\nknown: auto, gloo, nccl"),
         ({"transport": "nccl"}, "transport 'nccl' was asked for, but the group's tensors move by threads"),
         ({"length": 9}, "length is 9, but 2 ranks x 4 local tokens hold 1 to 8"),
         ({"length": 0}, "length is 0"),
+        ({"length": 8.0}, "length must be a whole number, got 8.0"),
+        ({"length": "8"}, "length must be a whole number, got '8'"),
         ({"scale": 0.0}, "scale must be a positive number"),
+        ({"scale": -0.5}, "scale must be a positive number, got -0.5"),
+        ({"scale": float("nan")}, "scale must be a positive number"),
+        ({"scale": float("inf")}, "scale must be a positive number"),
+        ({"scale": "0.5"}, "scale must be a positive number, got '0.5'"),
     ],
 )
-def test_unknown_values_are_refused_on_every_rank(options, message):
+@pytest.mark.parametrize("wrong_ranks", [(0, 1), (1,)])
+def test_unknown_values_are_refused_on_every_rank(options, message, wrong_ranks):
     def body(comm):
         with pytest.raises(UserError, match=message) as caught:
-            bmburst.burst_attention(*zeros(comm), group=comm, **options)
+            bmburst.burst_attention(*zeros(comm), group=comm, **(options if comm.rank in wrong_ranks else {}))
         assert len(str(caught.value).splitlines()) <= 3
 
     run_ranks(2, body)
@@ -187,7 +346,12 @@ def test_unknown_values_are_refused_on_every_rank(options, message):
     ("change", "message"),
     [
         (lambda q, k, v: (q[0], k, v), r"q must be \[batch, local_tokens, heads, head_dim\], got shape \[4, 2, 8\]"),
-        (lambda q, k, v: (q.long(), k, v), "share one floating-point dtype, got torch.int64"),
+        (lambda q, k, v: (q.numpy(), k, v), "q must be a torch tensor, got ndarray"),
+        (lambda q, k, v: (q, k, v.tolist()), "v must be a torch tensor, got list"),
+        (lambda q, k, v: (q.long(), k, v), "share one floating-point dtype of at least 16 bits, got torch.int64"),
+        (lambda q, k, v: [t.to(torch.float8_e4m3fn) for t in (q, k, v)], "of at least 16 bits, got torch.float8"),
+        (lambda q, k, v: (q, k.to("meta"), v), "must be on one device, got cpu, meta and cpu"),
+        (lambda q, k, v: [t.to("meta") for t in (q, k, v)], "moves cpu tensors by threads, but q is on meta"),
         (lambda q, k, v: (q, k.double(), v), "share one floating-point dtype"),
         (lambda q, k, v: (q, k, v[:, :, :1]), "k and v must have the same shape"),
         (lambda q, k, v: (q, k[:, :2], v[:, :2]), "local_tokens and head_dim must be equal"),
@@ -200,18 +364,59 @@ def test_unknown_values_are_refused_on_every_rank(options, message):
 def test_bad_tensors_are_refused_on_every_rank(change, message, wrong_ranks):
     def body(comm):
         tensors = zeros(comm)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=message) as caught:
             bmburst.burst_attention(*(change(*tensors) if comm.rank in wrong_ranks else tensors), group=comm)
+        assert len(str(caught.value).splitlines()) <= 3
 
     run_ranks(2, body)
 
 
 def test_ranks_that_disagree_are_refused_on_every_rank():
     def body(comm):
-        for mine in ({"mask": ["causal", "full"][comm.rank]}, {"length": 7 + comm.rank}, {"scale": 1.0 + comm.rank}):
+        for mine in (
+            {"mask": ["causal", "full"][comm.rank]},
+            {"layout": ["zigzag", "striped"][comm.rank]},
+            {"length": 7 + comm.rank},
+            {"scale": 1.0 + comm.rank},
+            {"kernel": ["cpu", "reference"][comm.rank]},
+            {"strategy": ["kv", "burst"][comm.rank]},
+        ):
             with pytest.raises(UserError, match="ranks of the group disagree"):
                 bmburst.burst_attention(*zeros(comm), group=comm, **mine)
         with pytest.raises(UserError, match=r"rank 1: burst_attention q float32\[1, 6, 2, 8\]"):
             bmburst.burst_attention(*zeros(comm, tokens=4 + 2 * comm.rank), group=comm)
+        inputs = [t.requires_grad_(comm.rank == 1) for t in zeros(comm)]  # a backward that only one rank would run
+        with pytest.raises(UserError, match=r"rank 1: .* with gradient"):
+            bmburst.burst_attention(*inputs, group=comm)
 
     run_ranks(2, body)
+
+
+def test_one_process_alone():
+    q, k, v = zeros(None, tokens=6)
+    assert bmburst.burst_attention(q, k, v, transport="gloo").shape == q.shape  # nothing moves, by any transport
+    with pytest.raises(UserError, match="unknown transport 'threads'"):
+        bmburst.burst_attention(q, k, v, transport="threads")
+
+
+def test_the_signatures_are_the_documented_ones():
+    parameters = inspect.signature(bmburst.burst_attention).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == ["q", "k", "v"]
+    assert {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} == {
+        "mask": "causal",
+        "layout": "zigzag",
+        "length": None,
+        "group": None,
+        "scale": None,
+        "kernel": "auto",
+        "strategy": "auto",
+        "transport": "auto",
+        "deterministic": False,
+        "return_lse": False,
+    }
+    for function, first, last in (
+        (bmburst.shard, "x", ("pad_value", 0)),
+        (bmburst.unshard, "x_local", ("length", None)),
+    ):
+        named = [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+        assert named == [(first, inspect.Parameter.empty), ("dim", 1), ("layout", "zigzag"), ("group", None), last]

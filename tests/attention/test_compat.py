@@ -1,9 +1,12 @@
 """Programs written for Burst-Attention run with the import changed: same names, same argument order."""
 
+import inspect
+
 import pytest
 import torch
 
 from bmburst import OpBurstAttn, burst_attn_func, burst_attn_func_striped, shard
+from bmburst.attention import compat
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from tests.attention.oracle import draw, reference
@@ -32,6 +35,39 @@ def test_by_position(function, layout, flash, causal, optimize):
             torch.testing.assert_close(mine, shard(wanted, layout=order, group=comm))
 
     run_ranks(2, body)
+
+
+def test_the_order_of_arguments_is_that_projects():
+    for function in (burst_attn_func, burst_attn_func_striped, OpBurstAttn.apply):
+        parameters = inspect.signature(function).parameters.values()
+        assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        assert [p.name for p in parameters][:3] == ["q", "k", "v"]
+        assert [(p.name, p.default) for p in parameters][3:] == [
+            ("softmax_scale", None),
+            ("flash", "cuda"),
+            ("causal", False),
+            ("optimize_bwd_comm", False),
+            ("deterministic", False),
+            ("process_group", None),
+            ("double_group", (None, None)),
+        ]
+
+
+def test_options_arrive(monkeypatch):
+    """What has no effect on the numbers here: what moves in backward, determinism, the kernel."""
+    seen = []
+    real = compat.burst_attention
+    monkeypatch.setattr(compat, "burst_attention", lambda *a, **options: seen.append(options) or real(*a, **options))
+    q = torch.randn(1, 4, 4, 8)
+    burst_attn_func(q, q, q, None, "cuda", True, True, True)
+    burst_attn_func_striped(q, q, q, 0.5, None, True)
+    burst_attn_func(q, q, q, double_group=[object(), object()])
+    names = ("mask", "layout", "scale", "kernel", "strategy", "deterministic", "group")
+    assert [tuple(options[name] for name in names) for options in seen] == [
+        ("causal", "zigzag", None, "auto", "burst", True, None),
+        ("causal", "striped", 0.5, "reference", "auto", False, None),
+        ("full", "contiguous", None, "auto", "auto", False, None),
+    ]
 
 
 def test_by_keyword_and_unknown_flash():

@@ -1,11 +1,14 @@
 """shard and unshard are exact inverses, and transposes of each other, for any length."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import bmburst
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
+from bmburst_ops.constants import IGNORE_INDEX
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
 
@@ -54,36 +57,90 @@ def test_gradients_of_the_sum_of_the_ranks_losses(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_batch_shifts_labels_before_the_cut(layout):
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_batch_shifts_labels_before_the_cut(layout, size):
     tokens = torch.arange(100, 122).reshape(2, 11)
-    for size in (1, 2, 3):
-        parts = [
-            bmburst.SequenceShard.cut(11, layout=layout, size=size, rank=rank).batch(tokens) for rank in range(size)
-        ]
+    given = tokens + 500  # labels of another kind, with some that count for nothing
+    given[0, 3:7] = IGNORE_INDEX
+    for labels, valid in ((None, 20), (given, 18), (torch.full_like(tokens, IGNORE_INDEX), 0)):
+        cuts = [bmburst.SequenceShard.cut(11, layout=layout, size=size, rank=rank) for rank in range(size)]
+        parts = [cut.batch(tokens, labels) for cut in cuts]
+        assert all(t.shape == (2, cut.local_tokens) for cut, part in zip(cuts, parts, strict=True) for t in part)
         seen = {}
         for part in parts:
             for row in range(2):
-                for token, label, position in zip(*(t[row].tolist() for t in part[:3]), strict=True):
+                for token, label, position, weight in zip(*(t[row].tolist() for t in part), strict=True):
                     if position < 11:
                         assert token == tokens[row, position]
-                        assert label == (token + 1 if position < 10 else -100)
+                        follower = token + 1 if position < 10 else IGNORE_INDEX
+                        assert label == (follower if labels is None else labels[row, position])
                         seen[row, position] = seen.get((row, position), 0) + 1
                     else:
-                        assert (token, label) == (0, -100)
+                        assert (token, label) == (0, IGNORE_INDEX)
+                    assert weight == (0 if label == IGNORE_INDEX else pytest.approx(1 / valid))
         assert seen == {(row, position): 1 for row in range(2) for position in range(11)}
+        whole = torch.stack([part.tokens for part in parts])
+        assert torch.equal(cuts[0].join(whole), tokens)
+        assert torch.equal(cuts[0].join(whole, dim=-1), tokens)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_take_counts_dimensions_from_the_end_too(layout):
+    whole = torch.arange(2 * 7 * 7).reshape(2, 7, 7)
+    cut = bmburst.SequenceShard.cut(7, layout=layout, size=2, rank=1)
+    assert torch.equal(cut.take(whole, -1), cut.take(whole.mT, 1).mT)
+    assert torch.equal(cut.take(whole, -2), cut.take(whole, 1))
 
 
 def test_bad_input():
+    """One rank is wrong, every rank gets the error."""
+
     def body(comm):
-        with pytest.raises(UserError, match="1 tokens cannot be split over 2 ranks"):
-            bmburst.shard(torch.zeros(1, 1), group=comm)
-        with pytest.raises(UserError, match="unknown layout 'zig'"):
-            bmburst.shard(torch.zeros(1, 4), layout="zig", group=comm)
-        with pytest.raises(UserError, match="dim 2 is not a dimension"):
-            bmburst.shard(torch.zeros(1, 4), dim=2, group=comm)
-        with pytest.raises(UserError, match="length is 9, but 2 ranks x 4 local tokens hold 1 to 8"):
-            bmburst.unshard(torch.zeros(1, 4), group=comm, length=9)
-        with pytest.raises(UserError, match="disagree"):
-            bmburst.shard(torch.zeros(1, 4 + comm.rank), group=comm)
+        def refused(message, function, *wrong, **options):
+            mine = partial(function, *wrong, **options) if comm.rank == 1 else partial(function, torch.zeros(1, 4))
+            with pytest.raises(UserError, match=message) as caught:
+                mine(group=comm)
+            assert len(str(caught.value).splitlines()) <= 3
+
+        refused("1 tokens cannot be split over 2 ranks", bmburst.shard, torch.zeros(1, 1))
+        refused("unknown layout 'zig'; did you mean 'zigzag'", bmburst.shard, torch.zeros(1, 4), layout="zig")
+        refused("dim 2 is not a dimension", bmburst.shard, torch.zeros(1, 4), dim=2)
+        refused("dim 0 is not a dimension", bmburst.shard, torch.tensor(1.0), dim=0)
+        refused("disagree", bmburst.shard, torch.zeros(1, 5))
+        refused("disagree", bmburst.shard, torch.zeros(1, 4), layout="striped")
+        refused("disagree", bmburst.shard, torch.zeros(4, 4), dim=0)
+        refused("unknown layout 'strip'", bmburst.unshard, torch.zeros(1, 4), layout="strip")
+        refused("dim -3 is not a dimension", bmburst.unshard, torch.zeros(1, 4), dim=-3)
+        refused("multiple of 2 tokens a rank, got 3", bmburst.unshard, torch.zeros(1, 3))
+        for length in (9, 0):
+            refused(
+                f"length is {length}, but 2 ranks x 4 local tokens hold 1 to 8",
+                bmburst.unshard,
+                torch.zeros(1, 4),
+                length=length,
+            )
+        refused("length must be a whole number", bmburst.unshard, torch.zeros(1, 4), length=7.5)
+        refused("disagree", bmburst.unshard, torch.zeros(1, 4), length=7)
+        refused("disagree", bmburst.unshard, torch.zeros(1, 4), layout="striped")
 
     run_ranks(2, body)
+    cut = bmburst.SequenceShard.cut(5, layout="striped", size=2, rank=0)
+    for tokens, labels in ((torch.zeros(5), None), (torch.zeros(2, 5), torch.zeros(2, 6)), (torch.zeros(2, 6), None)):
+        with pytest.raises(UserError, match="tokens"):
+            cut.batch(tokens, labels)
+    with pytest.raises(UserError, match="rank 2 is not one of 2 ranks"):
+        bmburst.SequenceShard.cut(5, layout="striped", size=2, rank=2)
+
+
+def test_second_derivatives():
+    """Through shard they are right; through unshard, which communicates, they are refused."""
+
+    def body(comm):
+        x = torch.randn(1, 5, dtype=torch.float64, requires_grad=True)
+        part = partial(bmburst.shard, group=comm)
+        assert torch.autograd.gradgradcheck(lambda t: part(t).sin(), (x,))
+        whole = bmburst.unshard(part(x), group=comm)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            torch.autograd.grad(whole.square().sum(), x, create_graph=True)[0].sum().backward()
+
+    run_ranks(1, body)

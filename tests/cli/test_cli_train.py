@@ -1,5 +1,6 @@
 """`bmburst train` and `bmburst eval`: what is settled before ranks start, and what ranks are given."""
 
+import errno
 import json
 import re
 import sys
@@ -7,10 +8,14 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.config import leaves
+from bmburst.errors import UserError
+from bmburst.hugging_face import expected_shapes
 from bmburst.train.config import TrainConfig
 from bmburst.train.eval_config import EvalConfig
 from bmburst.train.resolve import resolve, write_run_config
@@ -224,6 +229,7 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--output", "full"], "output full: not empty, it holds x"),
         (["--output", "full/x"], "is a file"),
         (["--output", "full/x/run"], "cannot be made"),
+        (["--output", "x" * 5000], "File name too long"),
         (["--resume"], "does not say which run"),
         (["--resume", "--output", "gone"], "gone is no run folder"),
         (["--resume", "--output", "full"], "full is no run folder"),
@@ -318,6 +324,8 @@ def test_ranks_train_what_was_settled_before(launches, trained, as_rank, tmp_pat
     values = PRESETS["llama-tiny"].to_hugging_face()
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(values))
+    shapes = expected_shapes(PRESETS["llama-tiny"])
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "hf" / "model.safetensors")
     assert main(["train", *argv]) == 0
     words = launches.command[2:]
     (launches.output() / "rank0.log").touch()
@@ -362,6 +370,29 @@ def test_under_torchrun_one_rank_speaks_for_all(trained, as_rank, capsys, tmp_pa
     (tmp_path / "out" / "metrics.jsonl").touch()
     assert "not empty, it holds metrics.jsonl" in refused(capsys, "train", "--output", "out")
     assert trained == []
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_full_disk_ends_a_rank_in_the_users_words(trained, as_rank, capsys, monkeypatch, launched):
+    def full(_config):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys.modules["bmburst.train.trainer"], "run", full)
+    as_rank(0, 1, launched=launched)
+    if launched:  # the launcher shows it
+        with pytest.raises(UserError, match="output out: cannot be written: No space left"):
+            main(["train", "--output", "out"])
+    else:
+        assert "output out: cannot be written: No space left" in refused(capsys, "train", "--output", "out")
+
+
+def test_a_folder_that_may_not_be_written_starts_nothing(launches, capsys, monkeypatch):
+    def denied(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("bmburst.cli.train.write_run_config", denied)
+    assert "output out: cannot be written: Permission denied" in refused(capsys, "train", "--output", "out")
+    assert not launches
 
 
 # Eval

@@ -12,9 +12,12 @@ import torch.multiprocessing as mp
 import bmburst
 from bmburst.comm.checks import Mismatch
 from bmburst.comm.groups import communicator
+from bmburst.errors import UserError
+from bmburst.mesh import Mesh
+from bmburst.recompute import POLICIES, checkpoint
 from tests.attention.oracle import draw, reference
 from tests.distributed.programs import run_program
-from tests.test_comm import verbs
+from tests.test_comm import starts_before_its_peer, verbs
 from tests.train import equality_program as equality
 
 GPUS = torch.cuda.device_count()
@@ -39,22 +42,31 @@ def _enter(rank, size, port, body, args):
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
 @pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
-def test_communicator_and_attention(size, program):
+def test_communicator_and_attention(size, program, tmp_path):
     if program == "bmtrain":
-        run_program(size, _communicator_and_attention, on_gpus=True)
+        run_program(size, _communicator_and_attention, str(tmp_path), on_gpus=True)
     else:
-        run_nccl(size, _communicator_and_attention)
+        run_nccl(size, _communicator_and_attention, str(tmp_path))
 
 
-def _communicator_and_attention():
+def _communicator_and_attention(folder):
     comm = communicator(None)
-    assert comm.transport == ("nccl" if comm.size > 1 or dist.is_initialized() else comm.transport)
+    assert comm.transport == "nccl" and not comm.active
     verbs(comm, "cuda")
-    comm.active = True
-    if comm.size > 1:
-        with pytest.raises(Mismatch, match="disagree"):
-            comm.ring(torch.zeros(2 + comm.rank, device="cuda"))
-    verbs(comm, "cuda")
+    starts_before_its_peer(comm, folder, "cuda")
+    check_streams(comm)
+    with comm.checking():
+        verbs(comm, "cuda")
+        if comm.size > 1:
+            with pytest.raises(Mismatch, match="disagree"):
+                comm.ring(torch.zeros(2 + comm.rank, device="cuda"))
+            with pytest.raises(UserError, match="moves cuda tensors by nccl, not cpu ones"):
+                comm.all_gather(torch.zeros(2, device="cpu" if comm.rank else "cuda"))
+            q = torch.zeros(1, 4, 2, 8, device="cuda", dtype=torch.bfloat16)
+            with pytest.raises(UserError, match="unknown layout 'zig'"):
+                bmburst.burst_attention(q, q, q, group=comm, layout="zig" if comm.rank else "zigzag")
+    check_determinism(comm)
+    check_recompute()
 
     whole = draw(0, 2, 301, 8, 2, 64, torch.bfloat16)
     exact = reference(*whole[:4], "causal")
@@ -76,6 +88,60 @@ def _communicator_and_attention():
                 for name, a, b, c in zip("oqkv", got, single, exact[:1] + exact[2:], strict=True):
                     ours_error, theirs = ((t - c).norm() / c.norm() for t in (a, b))
                     assert ours_error <= 2 * theirs, (layout, strategy, name, ours_error.item(), theirs.item())
+
+
+def check_streams(comm):
+    """Waiting on another stream orders it; a host far ahead of the GPU takes memory for few blocks, not for all."""
+    x = torch.full((1 << 20,), float(comm.rank), device="cuda")
+    other = torch.cuda.Stream()
+    for _ in range(20):
+        transfer = comm.ring(x)
+        with torch.cuda.stream(other):
+            got = transfer.wait()[0] * 1.0
+        del transfer
+        bystander = torch.full_like(x, -1.0)
+        torch.cuda.current_stream().wait_stream(other)
+        assert (got == (comm.rank - 1) % comm.size).all()
+        assert (bystander == -1).all()
+
+    def reserved(hops):
+        held = x
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(hops):
+            transfer = comm.ring(held)
+            torch.cuda._sleep(10_000_000)  # the kernel that works on what is here
+            held = transfer.wait()[0] + 0
+            del transfer
+        return torch.cuda.max_memory_reserved()
+
+    reserved(2)
+    assert reserved(24) <= reserved(3)
+
+
+def check_determinism(comm):
+    whole = draw(4, 1, 2048 * comm.size, 8, 2, 64, torch.bfloat16)
+    q, k, v, grad = (bmburst.shard(t.cuda().bfloat16(), group=comm).clone().requires_grad_() for t in whole[:4])
+    out = bmburst.burst_attention(q, k, v, group=comm, kernel="torch", deterministic=True)
+    first = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+    for _ in range(5):
+        again = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def check_recompute():
+    """Backward runs in autograd's own thread, where no mesh is current: it must find the forward's, not the world."""
+    mesh = (Mesh.over_process_group if dist.is_initialized() else Mesh.over_bmtrain)(sequence=1)
+    q = torch.randn(1, 4, 2, 8, device="cuda", requires_grad=True)
+    gradients = []
+    for policy in POLICIES:
+        with mesh.current():
+            loss = checkpoint(policy, lambda x: bmburst.burst_attention(x, x, x).sin(), q).sum()
+        gradients.append(torch.autograd.grad(loss, q)[0])
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0])
 
 
 @pytest.mark.parametrize("split", [(d, s) for d in (1, 2, 4) for s in (1, 2, 4) if d * s <= min(GPUS, 4)], ids=str)

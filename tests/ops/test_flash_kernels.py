@@ -1,11 +1,15 @@
 """Every kernel computes tiles as the reference does: rectangles, GQA, a global log-sum-exp and delta in backward."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import ReferenceKernel, select_kernel
 from bmburst_ops.flash.select import KERNELS
+from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.merge import merge_partials_, row_dots, surrogate_out
 from tests.attention.oracle import attention, draw
 
@@ -65,6 +69,51 @@ def test_tiles_of_one_softmax_add_up(kernel):
         torch.testing.assert_close(ours.double().cpu(), wanted, **tolerance)
 
 
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda kernel: kernel.name)
+def test_any_strides(kernel):
+    """Inputs and statistics that are not dense in any dimension give what their dense copies give."""
+    dtype = torch.bfloat16 if kernel.name == "torch" else torch.float64
+    dense = [t.to(DEVICE, dtype) for t in draw(3, 2, 11, 4, 4, 16, dtype)[:4]]
+    lse, delta = (torch.randn(2, 4, 11, device=DEVICE, dtype=torch.promote_types(dtype, torch.float32)) for _ in "ld")
+    for order in ((0, 1, 2, 3), (0, 1, 3, 2), (3, 2, 1, 0)):
+        back = [order.index(i) for i in range(4)]
+        q, k, v, grad = (t.permute(order).contiguous().permute(back) for t in dense)
+        far_lse, far_delta = (torch.stack([t.mT, t.mT], -1)[..., 1].mT for t in (lse, delta))
+        for ours, wanted in (
+            (kernel.forward(q, k, v, causal=True, scale=0.2), kernel.forward(*dense[:3], causal=True, scale=0.2)),
+            (
+                kernel.backward(grad, q, k, v, far_lse, far_delta, causal=True, scale=0.2, deterministic=True),
+                kernel.backward(*dense[3:], *dense[:3], lse, delta, causal=True, scale=0.2, deterministic=True),
+            ),
+        ):
+            for a, b in zip(ours, wanted, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_torchs_switch_is_set_for_a_deterministic_call_only(monkeypatch):
+    seen = []
+    q = torch.zeros(1, 4, 2, 8)
+
+    def backward(*args, **kwargs):
+        seen.append(torch.get_deterministic_debug_mode())
+        if len(seen) == 3:
+            raise RuntimeError("on purpose")
+        return q, q, q
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    call = partial(TorchKernel().backward, q, q, q, q, torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), causal=True, scale=1)
+    try:
+        for before in (0, 1):
+            torch.set_deterministic_debug_mode(before)
+            for wanted in (False, True):
+                with pytest.raises(RuntimeError, match="on purpose") if len(seen) == 2 else nullcontext():
+                    call(deterministic=wanted)
+                assert torch.get_deterministic_debug_mode() == before
+    finally:
+        torch.set_deterministic_debug_mode(0)
+    assert seen == [0, 2, 1, 2]
+
+
 @pytest.mark.parametrize("gap", [0.0, 10.0, 100.0, -100.0])
 def test_merge_survives_empty_rows_and_large_gaps(gap):
     rng = torch.Generator().manual_seed(0)
@@ -84,11 +133,13 @@ def test_merge_survives_empty_rows_and_large_gaps(gap):
     torch.testing.assert_close(lse, total.float())
 
 
-def test_surrogate_has_the_delta_and_is_zero_where_grad_is():
-    _, _, _, grad, delta = draw(0, 2, 9, 3, 3, 16)
+@pytest.mark.parametrize("scale", [1e-36, 1e-23, 1.0, 1e19, 1e36])
+def test_surrogate_has_the_delta_and_is_zero_where_grad_is(scale):
+    _, _, _, grad, delta = (t.float() for t in draw(0, 2, 9, 3, 3, 16))
     grad[:, 4] = 0
     delta[:, :, 4] = 0
-    surrogate = surrogate_out(grad, delta)
+    surrogate = surrogate_out(grad * scale, delta * scale)
+    assert surrogate.dtype == grad.dtype
     torch.testing.assert_close(row_dots(grad, surrogate), delta)
     assert not surrogate[:, 4].any()
 
@@ -101,3 +152,11 @@ def test_selection_refuses_with_a_reason():
         select_kernel("refrence", q, q)
     with pytest.raises(KernelError, match="kernel 'torch' runs on NVIDIA GPUs only, and the tensors are on cpu"):
         select_kernel("torch", q, q)
+    with pytest.raises(KernelError, match="unknown kernel 'None'"):
+        select_kernel(None, q, q)
+    small = q.to(torch.float8_e4m3fn)
+    with pytest.raises(KernelError, match="kernel 'cpu' takes float64, float32, bfloat16 and float16 only"):
+        select_kernel("cpu", small, small)
+    with pytest.raises(KernelError, match="kernel 'cpu' runs on the CPU only, and the tensors are on meta"):
+        select_kernel("cpu", q.to("meta"), q)
+    assert select_kernel("auto", small, small).name == "reference"

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,17 @@ def test_commands_that_can_run_are_not_refused(tmp_path, monkeypatch):
     (tmp_path / "no_suffix").touch()
     for command in (["folder"], ["no_suffix", "--x"], ["-m", "folder"], ["-m", "json.tool"]):
         require_command(command)
+
+
+def test_a_module_that_only_an_editable_install_knows_is_found_from_any_folder(tmp_path, monkeypatch):
+    class Finder:  # what such an install adds: the package is in no folder of sys.path
+        @staticmethod
+        def find_spec(name, _path=None, _target=None):
+            return ModuleSpec(name, None) if name == "of_editable_install" else None
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    require_command(["-m", "of_editable_install"])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from bmburst.blocks.config import LlamaConfig
 from bmburst.sequence import IGNORE_INDEX
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig
 
-STEPS, TOKENS, SEQUENCES = 20, 37, 4  # 37 tokens: padded on 2 and 4 ranks
+STEPS, TOKENS, SEQUENCES = 20, 37, 8  # 37 tokens: padded on 2 and 4 ranks; 2 sequences for each of 4 ranks
 LR, DECAY = 1e-3, 0.1
 SHAPE = {
     "vocab_size": 264,
@@ -38,6 +38,8 @@ class Case(NamedTuple):
 CASES = [
     Case(True, None, "zigzag", 3, "block-keep-attention"),
     Case(False, 0.05, "striped", 2, "block"),
+    Case(True, 0.05, "contiguous", 2, "none"),
+    Case(False, None, "zigzag", 3, "block"),
 ]
 
 
@@ -47,8 +49,9 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(SHAPE["vocab_size"], (SEQUENCES, TOKENS + 1), generator=generator)
     inputs, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
     labels[0, 7:] = IGNORE_INDEX
-    labels[1] = IGNORE_INDEX
-    labels[2, 3:30] = IGNORE_INDEX
+    labels[2:4] = IGNORE_INDEX  # all that one of 4 data ranks has
+    labels[5, 3:30] = IGNORE_INDEX
+    labels[6, :20] = IGNORE_INDEX
     return inputs, labels
 
 
@@ -61,7 +64,7 @@ def train_all(folder: Path, splits: list[tuple[int, int]]) -> None:
     for split in splits:
         for case in CASES:
             _train(folder, split, case, "float32", STEPS)
-        _train(folder, split, CASES[0], "bfloat16", 1)
+        _train(folder, split, CASES[0], "bfloat16", STEPS)
 
 
 def _train(folder: Path, split: tuple[int, int], case: Case, dtype: Any, steps: int) -> None:
@@ -76,7 +79,7 @@ def _train(folder: Path, split: tuple[int, int], case: Case, dtype: Any, steps: 
         sequence_length=TOKENS,
         steps=STEPS,
         batch_size=SEQUENCES,
-        micro_batch_size=1 if case.accumulate else share,
+        micro_batch_size=share // 2 if case.accumulate else share,
         dtype=dtype,
         recompute=case.recompute,
         loss_chunk_tokens=5,

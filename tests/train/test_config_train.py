@@ -1,12 +1,18 @@
 """TrainConfig: layers of presets, files and options, and everything that is refused before ranks start."""
 
 import dataclasses
+import errno
 import json
+import os
 import re
 import typing
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from bmburst.attention.call import STRATEGIES, TRANSPORTS
 from bmburst.blocks.config import LlamaConfig, RopeScaling
@@ -16,6 +22,7 @@ from bmburst.data.corpus import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
 from bmburst.data.corpus import open_corpus
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.errors import UserError
+from bmburst.hugging_face import expected_shapes
 from bmburst.layout import LAYOUTS
 from bmburst.train.config import (
     BYTE_IDS,
@@ -59,6 +66,8 @@ def hugging_face(folder, **changes):
         max_position_embeddings=512,
     )
     write(folder / "config.json", model.to_hugging_face() | changes)
+    shapes = expected_shapes(model)
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
     return folder, model
 
 
@@ -295,7 +304,37 @@ def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
     model = dataclasses.replace(PRESETS["llama-tiny"], vocab_size=256)
     config = TrainConfig(model=model, data=DataConfig(source=str(file.path)))
     assert "token id 256" in refused(check_paths, config)
+    text = TrainConfig(model=model, data=DataConfig(source=str(tmp_path / "text.txt")))
+    assert "allowed: at least 259" in refused(check_paths, text)
     check_paths(TrainConfig(data=DataConfig(source=str(file.path))))
+
+
+def test_a_token_file_of_another_tokenizer_is_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("words and more words")
+    vocabulary = {"[EOS]": 0, "words": 1, "and": 2, "more": 3}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[EOS]"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    file = open_corpus(tmp_path / "text.txt", "bytes", tmp_path)
+    source = DataConfig(source=str(file.path), tokenizer=str(tmp_path / "tokenizer.json"))
+    assert "was made with tokenizer 'bytes'" in refused(check_paths, TrainConfig(data=source))
+
+
+def test_text_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root, who may read everything, runs tests too
+    assert "you may not read it" in refused(check_paths, TrainConfig(data=DataConfig(source=str(text))))
+
+    def denied(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", denied)
+    assert "Permission denied" in refused(check_paths, TrainConfig(data=DataConfig(source=str(text))))
+
+
+def test_a_directory_without_text_is_refused(tmp_path):
+    (tmp_path / "image.png").write_bytes(b"x")
+    assert "no text in directory" in refused(check_paths, TrainConfig(data=DataConfig(source=str(tmp_path))))
 
 
 def test_init_from_brings_its_model_and_takes_rope_scaling(tmp_path):
@@ -326,6 +365,12 @@ def test_init_from_that_cannot_work_is_refused(tmp_path):
     assert "it has no config.json" in refused(resolve, (), {"init_from": str(tmp_path)})
     config = resolve((), options | {"model.num_layers": "3"})
     assert "model.num_layers 3 differs" in refused(check_paths, config)
+    config = resolve((), options)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    assert "truncated" in refused(check_paths, config)
+    (folder / "model.safetensors").unlink()
+    assert "no weights" in refused(check_paths, config)
     other, _ = hugging_face(tmp_path / "mistral", model_type="mistral")
     text = refused(resolve, (), {"init_from": str(other)})
     assert text.startswith(f"{other / 'config.json'}: model_type 'mistral'")

@@ -78,22 +78,32 @@ def test_equals_one_rank(folder, reference, split):
     for name, gradient in wanted["gradients"].items():
         assert error(ours["gradients"][name], gradient) < 1e-5, name
     assert ours["norms"][0] == pytest.approx(wanted["norms"][0], rel=1e-5)
-    assert ours["norms"] == pytest.approx(wanted["norms"], rel=1e-3)
-    assert ours["losses"] == pytest.approx(wanted["losses"], rel=1e-4)
+    assert ours["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+    assert ours["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
     for name, parameter in wanted["parameters"].items():
-        assert error(ours["parameters"][name], parameter) < 1e-3, name
+        assert error(ours["parameters"][name], parameter) < 1e-5, name
+    assert case.clip_norm is None or min(wanted["norms"]) > 2 * case.clip_norm  # it does clip
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_bf16_is_no_further_from_fp32_than_twice_one_rank(folder, split):
+    """Gradients of the first step; losses, norms and parameters of all."""
     case = program.CASES[0]
-    exact = program.result(folder, (1, 1), case, "float32")["gradients"]
-    single = program.result(folder, (1, 1), case, "bfloat16")["gradients"]
-    ours = program.result(folder, split, case, "bfloat16")["gradients"]
+    exact = program.result(folder, (1, 1), case, "float32")
+    single = program.result(folder, (1, 1), case, "bfloat16")
+    ours = program.result(folder, split, case, "bfloat16")
 
-    def total(gradients):
-        return error(*(torch.cat([g[name].double().flatten() for name in exact]) for g in (gradients, exact)))
+    def whole(result, what):
+        return torch.cat([torch.as_tensor(values).double().flatten() for values in result[what]])
 
-    assert total(ours) <= 2 * total(single)
-    for name, gradient in exact.items():
-        assert error(ours[name], gradient) <= 2 * error(single[name], gradient) + 2e-3, name
+    for result in (exact, single, ours):
+        for what in ("gradients", "parameters"):
+            assert list(result[what]) == list(exact[what])
+            result[f"all {what}"] = list(result[what].values())
+    for what in ("all gradients", "all parameters", "losses", "norms"):
+        wanted = whole(exact, what)
+        assert error(whole(ours, what), wanted) <= 2 * error(whole(single, what), wanted), what
+    for what in ("gradients", "parameters"):
+        for name, wanted in exact[what].items():
+            # Beside twice one rank's error: a small tensor's luck on one rank is no fault of the others.
+            assert error(ours[what][name], wanted) <= 2 * error(single[what][name], wanted) + 2e-3, (what, name)

@@ -1,15 +1,19 @@
 """A run that was killed, at any point, and resumed is the run that was never killed; also on other ranks."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from bmburst.errors import UserError
 from bmburst.train import checkpoint
-from bmburst.train.config import ParallelConfig
+from bmburst.train.config import DataConfig, ParallelConfig
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
+
+STATE_KEYS = ("step", "data", "tokenizer", "files")
 
 
 def losses(folder, name):
@@ -36,89 +40,110 @@ def test_a_run_leaves_what_it_should(folder):
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("moment", "count", "left"),
-    [
-        ("_save_optimizer", 1, None),  # in the first checkpoint: nothing to resume
-        ("_save_random", 2, 2),  # in the second: half of it is written
-        ("_sync", 10, 2),  # everything of the second is written, but not under its name
-        ("_sync", 14, 4),  # just after the second got its name
-    ],
-)
-def test_killed_at_any_point_and_resumed(folder, moment, count, left):
-    name = f"killed-{moment}-{count}"
-    with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        run_program(2, program.train_and_die, folder, name, moment, count)
-    newest = checkpoint.newest_complete(folder / name)
-    assert (newest and checkpoint.read_progress(newest).step) == left
-    if left is None:
-        return
-    # A line that was being written when the run died.
-    with (folder / name / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 5, "loss": 3.')
-    run_program(2, resume, folder, name, {})
-    assert losses(folder, name) == losses(folder, "whole")
-    assert held_out(folder, name) == held_out(folder, "whole")
-    assert not [path for path in (folder / name / "checkpoints").iterdir() if path.name.startswith(".step-000004")]
+# Of one run, each time it is started: the function of `checkpoint` and the call of it at which it is killed, and the
+# step of the checkpoint that it then has.
+KILLS = [
+    ("_save_optimizer", 1, None),  # in its first checkpoint
+    ("_save_random", 2, 2),  # in its second, with half of it written
+    ("_save_state", 1, 2),  # the second again, all but the file that makes it one
+    ("_sync", 3, 2),  # all of it is written, but not under its name
+    ("_sync", 7, 4),  # just after it got its name
+    ("_remove_hidden", 2, 6),  # while the first is removed, the last being there
+]
+
+
+def test_killed_at_any_point_and_resumed(folder):
+    run, left = folder / "killed", None
+    for moment, count, leaves in KILLS:
+        with pytest.raises(ProcessExitedException, match="SIGKILL"):
+            run_program(2, program.train_and_die, folder, "killed", moment, count, left is not None)
+        newest, left = checkpoint.newest_complete(run), leaves
+        assert (newest and checkpoint.read_progress(newest).step) == left, (moment, count)
+        # A line that was being written when the run died.
+        with (run / "metrics.jsonl").open("a") as metrics:
+            metrics.write('{"step": 5, "loss": 3.')
+    assert [path.name for path in run.glob("checkpoints/.step-*")] == [".step-000002.old"]
+    run_program(2, resume, folder, "killed", {"steps": program.STEPS + 1})
+    assert {step: values for step, values in losses(folder, "killed").items() if step < 7} == losses(folder, "whole")
+    assert held_out(folder, "killed")[:-1] == held_out(folder, "whole")
+    assert sorted(path.name for path in run.glob("checkpoints/*")) == ["step-000006", "step-000007"]
 
 
 def resume(folder, name, changes):
     program.train(folder, name, resume=True, **changes)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_resumed_on_other_ranks_and_longer(folder, tmp_path, ranks):
-    """Started on 2 ranks, continued on others, and then to more steps than were asked for at first."""
-    import shutil
-
+@pytest.mark.parametrize(("ranks", "data"), [(1, 1), (2, 2), (3, 1)])
+def test_resumed_on_other_ranks(folder, tmp_path, ranks, data):
+    """Started on 2 sequence ranks, continued on others."""
     shutil.copytree(folder / "whole", tmp_path / "run")
     (tmp_path / "text.txt").write_bytes((folder / "text.txt").read_bytes())
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000006")
-    parallel = ParallelConfig(data_parallel=2) if ranks == 4 else ParallelConfig()
-    run_program(ranks, resume, tmp_path, "run", {"parallel": parallel})
+    run_program(ranks, resume, tmp_path, "run", {"parallel": ParallelConfig(data_parallel=data)})
     expected = losses(folder, "whole")
+    assert losses(tmp_path, "run").keys() == expected.keys()
     for step, values in losses(tmp_path, "run").items():
         assert values == pytest.approx(expected[step], rel=1e-4), step
+    for ours, wanted in zip(held_out(tmp_path, "run"), held_out(folder, "whole"), strict=True):
+        assert ours == pytest.approx(wanted, rel=1e-4)
 
 
 def test_truncated_and_foreign_checkpoints(folder, tmp_path):
-    import shutil
-
     run = tmp_path / "run"
     shutil.copytree(folder / "whole", run)
-    newest = run / "checkpoints" / "step-000006"
+    newest = checkpoint.newest_complete(run)
+    assert newest.name == "step-000006"
     file = newest / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert checkpoint.newest_complete(run).name == "step-000004"
     with pytest.raises(UserError, match=r"optimizer.safetensors is truncated: \d+ of \d+ bytes"):
         checkpoint.read_progress(newest)
-    (newest / "state.json").write_text('{"format": "somebody else\'s"}')
-    with pytest.raises(UserError, match=r"state\.json is not of format bmburst-checkpoint-1"):
+    file.unlink()
+    with pytest.raises(UserError, match=r"optimizer.safetensors is missing"):
         checkpoint.read_progress(newest)
-    (newest / "state.json").unlink()
+    whole = json.loads((newest / "state.json").read_text())
+    for text, said in [
+        ('{"format": "somebody else\'s"}', "is not of format bmburst-checkpoint-1"),
+        ("[]", "is not of format"),
+        ("", "is truncated or not JSON"),
+        *((json.dumps({k: v for k, v in whole.items() if k != key}), f"has no valid '{key}'") for key in STATE_KEYS),
+        (json.dumps(whole | {"step": "6"}), "has no valid 'step'"),
+    ]:
+        (newest / "state.json").write_text(text)
+        with pytest.raises(UserError, match=rf"state\.json {said}") as caught:
+            checkpoint.read_progress(newest)
+        assert len(str(caught.value).splitlines()) <= 3
+        assert checkpoint.newest_complete(run).name == "step-000004"
+    shutil.rmtree(newest)
+    newest.write_text("a file, not a folder")
     with pytest.raises(UserError, match=r"it has no state\.json"):
         checkpoint.read_progress(newest)
+    assert checkpoint.newest_complete(run).name == "step-000004"
     shutil.rmtree(run / "checkpoints" / "step-000004")
     assert checkpoint.newest_complete(run) is None
+    assert checkpoint.newest_complete(tmp_path / "nowhere") is None
 
 
 def test_a_checkpoint_of_another_model_or_text_does_no_damage(folder, tmp_path):
-    import shutil
-    from dataclasses import replace
-
     run = tmp_path / "run"
     shutil.copytree(folder / "whole", run)
     text = tmp_path / "text.txt"
     text.write_bytes((folder / "text.txt").read_bytes())
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     wider = {"model": replace(program.SHAPE, intermediate_size=32)}
-    run_program(2, refused, tmp_path, wider, "intermediate_size is 32 in this model but 24")
-    text.write_text("another text\n" * 400)
-    run_program(2, refused, tmp_path, {}, "the data does not go on from this checkpoint")
+    other = tmp_path / "other.txt"
+    other.write_text("another text\n" * 400)
+    cases = [
+        (wider, "intermediate_size is 32 in this model but 24"),
+        ({"data": DataConfig(source=str(other))}, "the data does not go on from this checkpoint"),
+        ({"dtype": "bfloat16"}, "of another model or dtype: .*_param_fp32 is missing"),
+    ]
+    run_program(2, refused, tmp_path, cases)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def refused(folder, changes, message):
-    with pytest.raises(UserError, match=message) as caught:
-        resume(folder, "run", {"steps": 8, **changes})
-    assert len(str(caught.value).splitlines()) <= 3
+def refused(folder, cases):
+    for changes, message in cases:
+        with pytest.raises(UserError, match=message) as caught:
+            resume(folder, "run", {"steps": 8, **changes})
+        assert len(str(caught.value).splitlines()) <= 3

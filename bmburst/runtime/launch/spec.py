@@ -98,7 +98,8 @@ def require_command(command: Sequence[str]) -> None:
         if len(command) < 2:
             raise UserError("-m needs the name of a module\nuse: bmburst launch --nproc 2 -- -m MODULE ARGS")
         top = command[1].partition(".")[0]
-        if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+        # Ranks look in the current folder first. The other finders know, for one, what `pip install --editable` put in.
+        if PathFinder.find_spec(top, [os.getcwd()]) is None and not any(f.find_spec(top, None) for f in sys.meta_path):
             raise UserError(
                 f"no module named '{command[1]}'\n"
                 f"looked in {os.getcwd()} and the packages of {sys.executable}; install it or change to its folder"

@@ -1,0 +1,154 @@
+"""Checkpoints in one process: what they hold, what they refuse, and which of them stay; and runs at the edges."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from bmburst.errors import UserError
+from bmburst.train import checkpoint
+from bmburst.train.config import DataConfig
+from tests.distributed.programs import run_program
+from tests.train import run_program as program
+
+
+def said(message, call):
+    with pytest.raises(UserError, match=message) as caught:
+        call()
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trainer(folder, name, **changes):
+    from bmburst.train.trainer import Trainer
+
+    return Trainer(program.config(folder, name, **changes))
+
+
+def test_what_a_checkpoint_holds(tmp_path):
+    run_program(1, _holds_everything, tmp_path)
+
+
+def _holds_everything(folder):
+    for dtype, before in (("float32", 2), ("bfloat16", 2), ("bfloat16", 0)):
+        name = f"{dtype}-{before}"
+        first = trainer(folder, name, dtype=dtype)
+        for _ in range(before):
+            first.step()
+        torch.manual_seed(5)
+        assert first.save().name == f"step-{before:06d}"
+        drawn = torch.rand(3)
+        steps = [first.step() for _ in range(3)]
+        resumed = trainer(folder, name, dtype=dtype, resume=True)
+        torch.manual_seed(6)
+        resumed.restore()
+        assert torch.equal(torch.rand(3), drawn)
+        resumed.evaluate()
+        resumed.sample()
+        for wanted in steps:
+            ours = resumed.step()
+            for what in ("step", "loss", "lr", "grad_norm"):
+                assert getattr(ours, what) == getattr(wanted, what), (name, what)
+    # What bfloat16 keeps besides must not be left out in silence.
+    said("_param_fp32 is .*, here missing", trainer(folder, "bfloat16-2", resume=True).restore)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    run_program(1, _refuses_damaged_files, tmp_path)
+
+
+def _refuses_damaged_files(folder):
+    from safetensors.torch import load_file, save_file
+
+    saved = trainer(folder, "run").save()
+    ours = trainer(folder, "run", resume=True)
+    for name, message in [
+        ("model.safetensors", "cannot read .*model.safetensors"),
+        ("optimizer.safetensors", "cannot read .*optimizer.safetensors"),
+        ("random.safetensors", "random.safetensors holds no state"),
+    ]:
+        content = (saved / name).read_bytes()
+        # As long as it was, so that only reading it can tell.
+        (saved / name).write_bytes(b"\xff" * 64 + content[64:])
+        said(message, ours.restore)
+        (saved / name).write_bytes(content)
+    foreign = save_of({"cpu": torch.zeros(7)}, saved / "random.safetensors")
+    said("random.safetensors holds no state", ours.restore)
+    foreign()
+    state = json.loads((saved / "state.json").read_text())
+    tensors = load_file(saved / "optimizer.safetensors")
+    del tensors["model.norm.weight.exp_avg"]
+    save_file(tensors, saved / "optimizer.safetensors")
+    state["files"]["optimizer.safetensors"] = (saved / "optimizer.safetensors").stat().st_size
+    (saved / "state.json").write_text(json.dumps(state))
+    said("of another model or dtype: model.norm.weight.exp_avg is missing, here", ours.restore)
+
+
+def save_of(tensors, path):
+    """Put other tensors in a file of the same size, and return what undoes it."""
+    content = path.read_bytes()
+    from safetensors.torch import save
+
+    data = save(tensors)
+    header = int.from_bytes(data[:8], "little")
+    padding = len(content) - len(data)  # the format allows spaces after the header
+    path.write_bytes(
+        (header + padding).to_bytes(8, "little") + data[8 : 8 + header] + b" " * padding + data[8 + header :]
+    )
+    return lambda: path.write_bytes(content)
+
+
+def test_which_checkpoints_stay(tmp_path):
+    run_program(1, _which_stay, tmp_path)
+
+
+def _which_stay(folder):
+    ours = trainer(folder, "run", keep_checkpoints=1)
+    checkpoints = folder / "run" / "checkpoints"
+    (checkpoints / "step-000009").mkdir(parents=True)  # later, but not complete
+    (checkpoints / "step-000001").write_text("no folder")
+    (checkpoints / ".step-000005").mkdir()  # half written by a run that was killed
+    for _ in range(2):
+        ours.step()
+        ours.steps_done += 1
+        ours.save()
+        ours.save()  # again, in the place of the first
+        assert checkpoint.newest_complete(folder / "run").name == f"step-{ours.steps_done:06d}"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000001", "step-000004", "step-000009"]
+    (checkpoints / "step-000005").write_text("a file in the way")
+    ours.steps_done += 1
+    said(r"cannot write the checkpoint .*step-000005: Not a directory", ours.save)
+
+
+def test_runs_at_the_edges(tmp_path):
+    run_program(1, _edges, tmp_path)
+
+
+def _edges(folder):
+    # A model that has diverged: the run goes on to its end, and its files say so.
+    diverged = trainer(folder, "diverged", sample_tokens=3, eval_every=2)
+    diverged.step()
+    with torch.no_grad():
+        for group in diverged.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.fill_(math.nan)
+    diverged.train()
+    assert [line["loss"] for line in lines(folder / "diverged" / "metrics.jsonl")] == 5 * [None]
+    assert [line["loss"] for line in lines(folder / "diverged" / "evals.jsonl")] == 3 * [None]
+    assert (folder / "diverged" / "sample.txt").exists()
+
+    # A text of fewer sequences than a batch, held-out text shorter than one, and nothing before the end.
+    short = folder / "short.txt"
+    short.write_text("a short text that is taken again and again; " * 8)
+    with checkpoint.alone_in(folder / "short"):
+        busy = {"data": DataConfig(source=str(short), held_out_fraction=0.05), "batch_size": 9, "steps": 2}
+        said("another process is training in .*short", lambda: program.train(folder, "short", **busy))
+    program.train(folder, "short", **busy, checkpoint_every=0, eval_every=0, sample_tokens=2)
+    assert [line["step"] for line in lines(folder / "short" / "metrics.jsonl")] == [1, 2]
+    assert [(line["step"], line["tokens"]) for line in lines(folder / "short" / "evals.jsonl")] == [(2, 17)]
+    assert [path.name for path in (folder / "short" / "checkpoints").iterdir()] == ["step-000002"]
+    assert (folder / "short" / "sample.txt").read_text().endswith("\n")

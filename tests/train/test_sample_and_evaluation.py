@@ -1,0 +1,50 @@
+"""What a trainer says of its model on several ranks, a sample and an evaluation, is what transformers makes of it."""
+
+import math
+
+import pytest
+import torch
+
+from tests.distributed.programs import run_program
+from tests.train import run_program as program
+
+
+def test_equal_transformers(tmp_path):
+    run_program(3, _equal_transformers, tmp_path)
+
+
+def _equal_transformers(folder):
+    from transformers import LlamaForCausalLM
+
+    from bmburst.data import PackedSequences
+    from bmburst.train.sample import generate
+    from bmburst.train.trainer import Trainer
+
+    trainer = Trainer(program.config(folder, "run"))
+    with torch.no_grad():
+        for parameter in trainer.optimizer.param_groups[0]["params"]:
+            parameter.mul_(15)  # so that the next token hangs on the ones before it
+    saved = trainer.save()
+    reference = LlamaForCausalLM.from_pretrained(saved)
+
+    # One token is fewer than there are ranks.
+    ids = generate(
+        trainer.model, trainer.mesh, [65], 8, layout="zigzag", device=torch.device("cpu"), allowed=90, seed=3
+    )
+    generator = torch.Generator().manual_seed(3)
+    expected = [65]
+    for _ in range(8):
+        logits = reference(torch.tensor([expected])).logits[0, -1, :90]
+        expected.append(int(torch.multinomial(torch.softmax(logits / 0.7, 0), 1, generator=generator)))
+    assert ids == expected[1:]
+
+    measured = trainer.evaluate()
+    held_out = PackedSequences(trainer.corpus, split="held_out", sequence_length=48, held_out_fraction=0.2)
+    samples = torch.stack([torch.from_numpy(held_out[index]) for index in range(3)])
+    labels = samples[:, 1:]
+    logits = reference(samples[:, :-1]).logits
+    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
+    assert measured.tokens == labels.numel()
+    assert measured.loss == pytest.approx(nats / labels.numel(), rel=1e-5)
+    assert measured.perplexity == pytest.approx(math.exp(nats / labels.numel()), rel=1e-4)
+    assert measured.bits_per_byte == pytest.approx(nats / math.log(2) / int((labels < 256).sum()), rel=1e-5)
