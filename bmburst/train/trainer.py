@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 import time
 from dataclasses import asdict
 from functools import partial
@@ -210,14 +211,18 @@ class Trainer:
         return self.mesh.sum(mean.item()) / self.mesh.shape.size, int(valid.item())
 
     def update(self) -> tuple[float, float]:
-        """Clip, step and clear the gradient; return the learning rate and the gradient's norm before clipping."""
+        """Clip, step and clear the gradient; return the learning rate and the gradient's norm before clipping.
+
+        A gradient that is not finite changes nothing: it would spoil every weight and moment for good.
+        """
         self.steps_done += 1
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, self.steps_done, self.config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         clip_norm = math.inf if self.config.optimizer.clip_norm is None else self.config.optimizer.clip_norm
         norm = float(self._manager.clip_grad_norm(self.optimizer.param_groups, clip_norm))
-        self._manager.step()
+        if math.isfinite(norm):
+            self._manager.step()
         self._manager.zero_grad()
         beat()
         return rate, norm
@@ -272,6 +277,7 @@ class Trainer:
                 cache,
                 text_field=self.config.data.text_field,
                 progress=self.is_main,
+                on_skip=self._left_out,
             )
 
         if self.runtime.local_rank == 0:
@@ -280,6 +286,10 @@ class Trainer:
         corpus = opened()
         corpus.require_vocab(self.config.model.vocab_size)
         return corpus
+
+    def _left_out(self, file: str) -> None:
+        if self.is_main:
+            sys.stderr.write(f"left out: {file}\n")
 
     def _sequences(self, split: str) -> data.PackedSequences:
         return data.PackedSequences(

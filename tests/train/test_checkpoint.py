@@ -129,9 +129,17 @@ def test_runs_at_the_edges(tmp_path):
 
 
 def _edges(folder):
-    # A model that has diverged: the run goes on to its end, and its files say so.
+    # A gradient that is not finite changes neither weights nor moments.
     diverged = trainer(folder, "diverged", sample_tokens=3, eval_every=2)
     diverged.step()
+    parameters = [p for group in diverged.optimizer.param_groups for p in group["params"]]
+    before = [p.clone() for p in parameters]
+    parameters[0].grad.fill_(math.inf)
+    diverged.update()
+    assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+    assert all(not p.grad.any() for p in parameters)
+    diverged.steps_done -= 1
+    # A model that has diverged: the run goes on to its end, and its files say so.
     with torch.no_grad():
         for group in diverged.optimizer.param_groups:
             for parameter in group["params"]:

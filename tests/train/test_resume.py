@@ -1,6 +1,7 @@
 """A run that was killed, at any point, and resumed is the run that was never killed; also on other ranks."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -35,6 +36,8 @@ def folder(tmp_path_factory):
 def test_a_run_leaves_what_it_should(folder):
     run = folder / "whole"
     assert sorted(losses(folder, "whole")) == list(range(1, program.STEPS + 1))
+    for loss, bits, _, _ in losses(folder, "whole").values():
+        assert bits == pytest.approx(loss / math.log(2), rel=0.02)  # a token is a byte, but for the end of the text
     assert [line["step"] for line in held_out(folder, "whole")] == [3, 6]
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
