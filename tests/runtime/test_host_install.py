@@ -55,7 +55,10 @@ except UserError as error:
             "CUDA is usable here\nto run on CPUs all the same, set CUDA_VISIBLE_DEVICES=",
         ),
         ("sys.modules['bmtrain'] = sys", "imported already, with its own CUDA extension\ncall bmburst.runtime.start()"),
-        ("sys.path[:] = [p for p in sys.path if 'site-packages' not in p]", "not installed for"),
+        (
+            "import os; sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p, 'bmtrain'))]",
+            "not installed for",
+        ),
     ],
     ids=["CUDA", "imported", "missing"],
 )
@@ -92,7 +95,7 @@ def test_an_environment_that_names_no_rank_is_an_error(environment: dict[str, st
 def test_cuda_without_bmtrain_names_the_build() -> None:
     program = (
         "import sys, torch; torch.cuda.is_available = lambda: True\n"
-        "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n" + START
+        "import os; sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p, 'bmtrain'))]\n" + START
     )
     done = python("-c", program)
     assert "BMTrain cannot be imported" in done.stderr
