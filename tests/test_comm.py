@@ -4,6 +4,7 @@ import gc
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def raw(tensor):
 def verbs(comm, device="cpu"):
     """Checks each verb against what it means; tensors are views with strides, offsets and odd shapes."""
     rank, size = comm.rank, comm.size
+    assert communicator(comm) is comm
 
     def of(source):  # what rank `source` holds: a transposed slice, not contiguous
         values = torch.arange(60.0, device=device).reshape(3, 4, 5)
@@ -63,6 +65,7 @@ def verbs(comm, device="cpu"):
     before = mine.clone()
     (got,) = comm.all_reduce(mine).wait()
     torch.testing.assert_close(got, sum(of(r) for r in range(size)))
+    got += 1
     assert torch.equal(mine, before)
     (got,) = comm.all_reduce(torch.ones(1, device=device).expand(3)).wait()
     assert got.tolist() == [size] * 3
@@ -117,12 +120,16 @@ def _over_gloo(folder):
     verbs(world)
     verbs(communicator(None))
     starts_before_its_peer(world, folder)
+    with pytest.MonkeyPatch.context() as patch:  # the ring as it is made of collectives for nccl
+        patch.setattr(dist, "all_to_all", _all_to_all)
+        patch.setattr(world._inner, "transport", "nccl")
+        verbs(world)
     with pytest.raises(UserError, match=r"group must be a .* got str"):
         communicator("world")
     if world.size == 2:
         group = dist.new_group([0])
         if world.rank == 1:
-            with pytest.raises(UserError, match="not in the given process group"):
+            with pytest.raises(UserError, match="rank 1 is not in the given process group"):
                 communicator(group)
         group = dist.new_group([1], use_local_synchronization=True) if world.rank == 1 else None
         assert group is None or communicator(group).rank == 0
@@ -133,6 +140,19 @@ def _over_gloo(folder):
             Mesh.over_process_group(data=[4, 2, 2, 1][world.rank])
         with pytest.raises(UserError, match="cannot form a mesh of data 3"):
             Mesh.over_process_group(data=3 if world.rank == 2 else 2)
+
+
+def _all_to_all(outputs, inputs, group, async_op):
+    """Do as torch's function of lists, which gloo does not have."""
+    assert async_op and all(t.is_contiguous() for t in (*outputs, *inputs))
+    operations = [
+        dist.P2POp(verb, t, group=group, group_peer=peer)
+        for verb, tensors in ((dist.isend, inputs), (dist.irecv, outputs))
+        for peer, t in enumerate(tensors)
+        if t.numel()
+    ]
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return SimpleNamespace(wait=lambda: [work.wait() for work in works])
 
 
 def check_mesh(mesh, data, sequence):

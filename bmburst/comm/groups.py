@@ -32,14 +32,12 @@ def communicator(group: object) -> Checked:
         group = _world()
     if isinstance(group, Checked):
         return group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise UserError("this rank is not in the given process group\ncall this only on the ranks that the group holds")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to the ranks that are not in a new group
+        raise UserError(
+            f"rank {dist.get_rank()} is not in the given process group\n"
+            "call this only on the ranks that the group holds"
+        )
     if isinstance(group, dist.ProcessGroup):
-        if dist.get_rank(group) < 0:
-            raise UserError(
-                f"rank {dist.get_rank()} is not in the given process group {dist.get_process_group_ranks(group)}\n"
-                "call this only on the ranks that the group holds"
-            )
         return _checked(ProcessGroupCommunicator(group))
     nccl = sys.modules.get("bmtrain.nccl")
     if nccl is not None and isinstance(group, nccl.NCCLCommunicator):

@@ -2,6 +2,7 @@
 
 import inspect
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from bmburst.comm.local import run_ranks
 from bmburst.comm.protocol import Arrived
 from bmburst.errors import UserError
 from bmburst.schedule import AttentionShape, backward_bytes, forward_bytes
+from bmburst_ops.flash import ReferenceKernel
 from tests.attention.oracle import draw, reference
 from tests.distributed.processes import run_processes
 from tests.live_bytes import LiveBytes
@@ -229,10 +231,10 @@ def test_moves_the_bytes_that_the_formula_says(strategy, travellers, heads, kv_h
     run_ranks(3, body)
 
 
-def count(comm, dtype, heads, kv_heads, strategy):
+def count(comm, dtype, heads, kv_heads, strategy, head_dim=8):
     """Return the bytes that a rank sends in forward, and in backward."""
     counting = Counting(comm)
-    q, k, v = (torch.randn(2, 6, h, 8).to(dtype).requires_grad_() for h in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.randn(2, 6, h, head_dim).to(dtype).requires_grad_() for h in (heads, kv_heads, kv_heads))
     out = bmburst.burst_attention(q, k, v, group=counting, strategy=strategy)
     forward = counting.sent
     out.sum().backward()
@@ -243,8 +245,8 @@ def count(comm, dtype, heads, kv_heads, strategy):
 def test_auto_moves_the_fewest_bytes(dtype):
     def body(comm):
         choices = set()
-        for heads, kv_heads in ((2, 2), (4, 2), (8, 2), (3, 3)):
-            kv, burst, auto = (count(comm, dtype, heads, kv_heads, s)[1] for s in ("kv", "burst", "auto"))
+        for heads, kv_heads, head_dim in ((2, 2, 8), (4, 2, 8), (8, 2, 8), (3, 3, 2), (2, 2, 1)):
+            kv, burst, auto = (count(comm, dtype, heads, kv_heads, s, head_dim)[1] for s in ("kv", "burst", "auto"))
             assert auto == min(kv, burst)
             choices.add(kv < burst)
         assert choices == {True, False}
@@ -267,6 +269,36 @@ class Echo:
         raise AssertionError(f"{tensor.shape}: nothing may be as large as the sequence")
 
     all_to_all = reduce_scatter = all_reduce = all_gather
+
+
+class Logging(Echo):
+    """Writes down when a hop starts, with how many tensors, and when it is waited for."""
+
+    def __init__(self, size, log):
+        super().__init__(0, size)
+        self.log = log
+
+    def ring(self, *tensors, **_):
+        self.log.append(f"start {len(tensors)}")
+        return SimpleNamespace(wait=lambda: self.log.append(f"wait {len(tensors)}") or tensors)
+
+
+@pytest.mark.parametrize(("strategy", "guests", "gradients"), [("kv", 2, 2), ("burst", 4, 1)])
+def test_hops_are_hidden_behind_compute(monkeypatch, strategy, guests, gradients):
+    """The next block is on its way while a tile is computed; gradients follow one step behind and arrive meanwhile."""
+    log = []
+    for name in ("forward", "backward"):
+        real = getattr(ReferenceKernel, name)
+        monkeypatch.setattr(ReferenceKernel, name, lambda *a, real=real, **o: log.append("tile") or real(*a, **o))
+    q, k, v = (t.requires_grad_() for t in zeros(None))
+    comm = Checked(Logging(3, log), torch.device("cpu"), always=False)
+    out = bmburst.burst_attention(q, k, v, group=comm, kernel="reference", strategy=strategy)
+    assert log == ["start 2", "tile", "wait 2", "start 2", "tile", "wait 2", "tile"]
+    log.clear()
+    out.sum().backward()
+    start, wait = f"start {guests}", f"wait {guests}"
+    send, add = f"start {gradients}", f"wait {gradients}"
+    assert log == [start, "tile", send, wait, start, "tile", add, send, wait, "tile", add, send, add]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -298,6 +330,20 @@ def test_repeated_backward_is_bitwise_equal():
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_kernel_is_told_whether_to_be_deterministic(monkeypatch, wanted):
+    seen, real = set(), ReferenceKernel.backward
+
+    def backward(*args, deterministic, **options):
+        seen.add(deterministic)
+        return real(*args, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(ReferenceKernel, "backward", backward)
+    q, k, v = (t.requires_grad_() for t in zeros(None))
+    bmburst.burst_attention(q, k, v, kernel="reference", deterministic=wanted).sum().backward()
+    assert seen == {wanted}
 
 
 def zeros(comm, tokens=4, heads=2, kv_heads=2, dim=8, dtype=torch.float32):
@@ -387,6 +433,8 @@ def test_ranks_that_disagree_are_refused_on_every_rank():
             bmburst.burst_attention(*zeros(comm, tokens=4 + 2 * comm.rank), group=comm)
         inputs = [t.requires_grad_(comm.rank == 1) for t in zeros(comm)]  # a backward that only one rank would run
         with pytest.raises(UserError, match=r"rank 1: .* with gradient"):
+            bmburst.burst_attention(*inputs, group=comm)
+        with torch.no_grad():
             bmburst.burst_attention(*inputs, group=comm)
 
     run_ranks(2, body)

@@ -91,17 +91,19 @@ def _communicator_and_attention(folder):
 
 
 def check_streams(comm):
-    """Waiting on another stream orders it; a host far ahead of the GPU takes memory for few blocks, not for all."""
+    """What is sent is finished first; waiting on another stream orders it; a host far ahead of the GPU takes memory
+    for few blocks, not for all."""
     x = torch.full((1 << 20,), float(comm.rank), device="cuda")
     other = torch.cuda.Stream()
-    for _ in range(20):
-        transfer = comm.ring(x)
+    for i in range(20):
+        torch.cuda._sleep(2_000_000)  # what comes is late
+        transfer = comm.ring(x + i)
         with torch.cuda.stream(other):
             got = transfer.wait()[0] * 1.0
         del transfer
         bystander = torch.full_like(x, -1.0)
         torch.cuda.current_stream().wait_stream(other)
-        assert (got == (comm.rank - 1) % comm.size).all()
+        assert (got == (comm.rank - 1) % comm.size + i).all()
         assert (bystander == -1).all()
 
     def reserved(hops):

@@ -12,6 +12,7 @@ from bmburst_ops.flash.select import KERNELS
 from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.merge import merge_partials_, row_dots, surrogate_out
 from tests.attention.oracle import attention, draw
+from tests.live_bytes import LiveBytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNNABLE = [kernel for kernel in KERNELS if (kernel.name != "cpu" if DEVICE == "cuda" else kernel.name != "torch")]
@@ -90,13 +91,24 @@ def test_any_strides(kernel):
                 torch.testing.assert_close(a, b)
 
 
+def test_the_references_memory_is_linear():
+    rows = 2048
+    q, k, v, grad = (torch.randn(1, rows, 1, 4) for _ in "qkvg")
+    kernel, alive = ReferenceKernel(), LiveBytes()
+    with alive:
+        part = kernel.forward(q, k, v, causal=True, scale=0.5)
+        assert alive.peak < rows * rows * 4  # less than one matrix of scores
+        kernel.backward(grad, q, k, v, part.lse, part.lse, causal=True, scale=0.5, deterministic=True)
+        assert alive.peak < 2 * rows * rows * 4
+
+
 def test_torchs_switch_is_set_for_a_deterministic_call_only(monkeypatch):
     seen = []
     q = torch.zeros(1, 4, 2, 8)
 
     def backward(*args, **kwargs):
         seen.append(torch.get_deterministic_debug_mode())
-        if len(seen) == 3:
+        if len(seen) == 4:
             raise RuntimeError("on purpose")
         return q, q, q
 
@@ -106,7 +118,7 @@ def test_torchs_switch_is_set_for_a_deterministic_call_only(monkeypatch):
         for before in (0, 1):
             torch.set_deterministic_debug_mode(before)
             for wanted in (False, True):
-                with pytest.raises(RuntimeError, match="on purpose") if len(seen) == 2 else nullcontext():
+                with pytest.raises(RuntimeError, match="on purpose") if len(seen) == 3 else nullcontext():
                     call(deterministic=wanted)
                 assert torch.get_deterministic_debug_mode() == before
     finally:
