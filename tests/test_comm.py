@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmburst.comm.bmtrain_nccl import _Pending
 from bmburst.comm.checks import Checked, Mismatch
 from bmburst.comm.groups import communicator
 from bmburst.comm.local import LocalCommunicator, LostRank, Wire, run_ranks
+from bmburst.comm.side_stream import SideStreamTransfer
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape, current_mesh
 from tests.distributed.processes import run_processes
@@ -122,7 +122,7 @@ def _over_gloo(folder):
     starts_before_its_peer(world, folder)
     with pytest.MonkeyPatch.context() as patch:  # the ring as it is made of collectives for nccl
         patch.setattr(dist, "all_to_all", _all_to_all)
-        patch.setattr(world._inner, "transport", "nccl")
+        patch.setattr(world.inner, "transport", "nccl")
         verbs(world)
     with pytest.raises(UserError, match=r"group must be a .* got str"):
         communicator("world")
@@ -283,7 +283,7 @@ def test_memory_in_flight(monkeypatch):
     def transfer():
         current[0] = maker
         sent = torch.zeros(2)
-        return _Pending(side, (torch.zeros(1),), (sent,)), weakref.ref(sent)
+        return SideStreamTransfer(side, (torch.zeros(1),), (sent,)), weakref.ref(sent)
 
     pending, sent = transfer()
     assert sent() is not None  # another stream still reads it

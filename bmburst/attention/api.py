@@ -5,7 +5,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from bmburst.attention.call import AttentionOptions, decide
-from bmburst.attention.function import RingAttention
+from bmburst.attention.function import SequenceAttention
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator
 from bmburst.mesh import current_mesh
@@ -82,8 +82,10 @@ def burst_attention(
         group: A `torch.distributed` process group, a `bmt.nccl` communicator, or None for the current mesh's sequence
             group or else the world.
         scale: Factor on the scores, above 0; default `head_dim ** -0.5`.
-        kernel: "auto", "reference" (plain torch, any dtype), "cpu" (torch's flash kernel for CPUs) or "torch"
-            (FlashAttention-2 inside torch).
+        kernel: "auto", the first of these that takes the inputs on this machine: "fa4" (FlashAttention-4, package
+            flash-attn-4), "fa3" (FlashAttention-3), "cudnn" (cuDNN inside torch; expands shared KV heads for the
+            length of a call), "fa2" (package flash-attn), "torch" (FlashAttention-2 inside torch), "cpu" (torch's
+            flash kernel for CPUs), "triton" (ours) or "reference" (plain torch, any dtype).
         strategy: What moves in backward: "kv" (keys and values), "burst" (queries and their gradients), or "auto", the
             fewer bytes.
         transport: "auto", or "gloo" or "nccl" to insist on what moves the tensors.
@@ -119,7 +121,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; see `burst_attention`."""
     call = decide(resolve_group(group), q, k, v, length, options)
-    out, lse = RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    out, lse = SequenceAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return out, lse
 
 

@@ -1,23 +1,24 @@
 """One attention over a group of ranks, decided: everything the executor needs, checked."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 import torch
 from torch import Tensor
 
+from bmburst.attention.heads_plan import HeadShapes
+from bmburst.attention.strategy import STRATEGIES, Strategy, choose_strategy
 from bmburst.comm.checks import Checked, describe
+from bmburst.comm.every_nth import EveryNth
+from bmburst.comm.protocol import BlockMover
+from bmburst.comm.transports import TRANSPORTS, over_transport
 from bmburst.errors import UserError, require_known
 from bmburst.layout import LAYOUTS, Layout, make_layout, real_length
-from bmburst.schedule import MASKS, AttentionShape, Mask, Schedule, Travellers, choose_travellers, make_schedule
+from bmburst.schedule import MASKS, Mask, Schedule, Travellers, make_schedule
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import NAMES, Kernel, select_kernel
 from bmburst_ops.merge import accumulation_dtype
-
-STRATEGIES = ("auto", "kv", "burst")
-TRANSPORTS = ("auto", "gloo", "nccl")
-_TRAVELLERS: dict[str, Travellers] = {"kv": "kv", "burst": "q"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,18 +52,31 @@ class AttentionOptions:
 class AttentionCall:
     """A checked attention: the executor only obeys it."""
 
-    comm: Checked
+    comm: BlockMover
     kernel: Kernel
     layout: Layout
     length: int
     mask: Mask
     scale: float
-    backward_travellers: Travellers
+    strategy: Strategy
     deterministic: bool
 
     def schedule(self, travellers: Travellers) -> Schedule:
         """Return this rank's schedule."""
         return make_schedule(self.layout, self.length, self.mask, self.comm.rank, travellers)
+
+    def head_shapes(self, q: Tensor, k: Tensor) -> HeadShapes:
+        """Return the sizes of the exchange of heads."""
+        return _head_shapes(self.layout, q, k, self.strategy.heads)
+
+    @property
+    def outer(self) -> "AttentionCall":
+        """The attention that remains once heads are exchanged: over one rank of each group that did."""
+        degree = self.strategy.heads
+        if degree == 1:
+            return self
+        layout = type(self.layout)(self.comm.size // degree, self.layout.tokens * degree)
+        return replace(self, comm=EveryNth(self.comm, degree), layout=layout, strategy=replace(self.strategy, heads=1))
 
 
 def decide(
@@ -74,28 +88,39 @@ def decide(
         UserError: Something cannot work; where the group compares its ranks, on all of them.
     """
 
-    def here() -> tuple[AttentionCall, str]:
+    def here() -> tuple[tuple[Layout, Kernel], str]:
         options.validate()
         _require_tensors(q, k, v)
         _require_transport(comm, q, options.transport)
         layout = make_layout(options.layout, comm.size, q.shape[1])
-        call = AttentionCall(
-            comm=comm,
-            kernel=_kernel(options.kernel, q, k),
-            layout=layout,
-            length=real_length(layout, length),
-            mask="causal" if options.mask == "causal" else "full",
-            scale=q.shape[-1] ** -0.5 if options.scale is None else float(options.scale),
-            backward_travellers=_TRAVELLERS.get(options.strategy) or choose_travellers(_shape(q, k), comm.size),
-            deterministic=options.deterministic,
-        )
+        real = real_length(layout, length)
+        kernel = _kernel(options.kernel, q, k)
+        choose_strategy(options.strategy, _head_shapes(layout, q, k, 1), mask, comm.transport, wide(q))
         # A backward that one rank runs alone would wait for the others for ever.
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-        settings = (call.length, call.mask, layout.name, call.scale, call.kernel.name, call.backward_travellers)
+        settings = (real, mask, layout.name, options.scale, kernel.name, options.strategy, options.transport)
         tensors = f"q {describe(q)} k {describe(k)} v {describe(v)}"
-        return call, f"burst_attention {tensors} {settings} {'with' if differentiable else 'without'} gradient"
+        return (
+            layout,
+            kernel,
+        ), f"burst_attention {tensors} {settings} {'with' if differentiable else 'without'} gradient"
 
-    return comm.decided(here)
+    def wide(tensor: Tensor) -> int:
+        return accumulation_dtype(tensor.dtype).itemsize
+
+    mask: Mask = "full" if options.mask == "full" else "causal"
+    layout, kernel = comm.decided(here)
+    comm = over_transport(comm, options.transport)
+    return AttentionCall(
+        comm=comm,
+        kernel=kernel,
+        layout=layout,
+        length=real_length(layout, length),
+        mask=mask,
+        scale=q.shape[-1] ** -0.5 if options.scale is None else float(options.scale),
+        strategy=choose_strategy(options.strategy, _head_shapes(layout, q, k, 1), mask, comm.transport, wide(q)),
+        deterministic=options.deterministic,
+    )
 
 
 def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -128,7 +153,7 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _require_transport(comm: Checked, q: Tensor, transport: str) -> None:
     if comm.size == 1:
         return  # nothing moves
-    if transport not in ("auto", comm.transport):
+    if transport not in ("auto", comm.transport) and (transport, comm.transport) != ("peer", "nccl"):
         raise UserError(
             f"transport '{transport}' was asked for, but the group's tensors move by {comm.transport}\n"
             f"use transport='auto', or a group made for {transport}"
@@ -147,16 +172,15 @@ def _kernel(name: str, q: Tensor, k: Tensor) -> Kernel:
         raise UserError(str(error)) from None
 
 
-def _shape(q: Tensor, k: Tensor) -> AttentionShape:
-    batch, tokens, heads, head_dim = q.shape
-    wide = accumulation_dtype(q.dtype).itemsize
-    return AttentionShape(
+def _head_shapes(layout: Layout, q: Tensor, k: Tensor, degree: int) -> HeadShapes:
+    batch, _, heads, head_dim = q.shape
+    return HeadShapes(
+        layout=layout,
+        degree=degree,
         batch=batch,
-        tokens=tokens,
         heads=heads,
         kv_heads=k.shape[2],
         head_dim=head_dim,
         itemsize=q.element_size(),
-        gradient_itemsize=wide,
-        statistics_itemsize=wide,
+        statistics_itemsize=accumulation_dtype(q.dtype).itemsize,
     )

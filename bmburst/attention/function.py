@@ -1,4 +1,4 @@
-"""The ring as one differentiable function."""
+"""Attention over a group of ranks as one differentiable function."""
 
 from typing import Any
 
@@ -7,20 +7,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bmburst.attention.call import AttentionCall
-from bmburst.attention.ring import ring_backward, ring_forward
+from bmburst.attention.executor import backward, forward
 from bmburst.recompute import keep
 from bmburst_ops.flash import ReferenceKernel
 from bmburst_ops.merge import row_dots
 
 
-class RingAttention(torch.autograd.Function):
+class SequenceAttention(torch.autograd.Function):
     """`(q, k, v, call) -> (out, lse)`; see `burst_attention`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """Run the ring, or inside a checkpoint's recomputation return what it gave."""
+        """Attend, or inside a checkpoint's recomputation return what that gave."""
         with torch.autocast(q.device.type, enabled=False):  # the inputs' dtype decides, and sums are fp32 or wider
-            out, lse = keep(lambda: tuple(ring_forward(call, q, k, v)))
+            out, lse = keep(lambda: tuple(forward(call, q, k, v)))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -29,7 +29,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the ring of gradients."""
+        """Return the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
         call: AttentionCall = ctx.call
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
@@ -41,5 +41,5 @@ class RingAttention(torch.autograd.Function):
             delta = delta - grad_lse.to(delta.dtype)
             kernel = kernel if kernel.takes_delta else ReferenceKernel()
         with torch.autocast(q.device.type, enabled=False):
-            grads = ring_backward(call, kernel, grad_out, q, k, v, lse, delta)
+            grads = backward(call, kernel, grad_out, q, k, v, lse, delta)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.comm.protocol import Communicator, Transfer
+from bmburst.comm.protocol import BlockMover, Transfer
 from bmburst.schedule import Schedule, Step, Tile
 from bmburst_ops.flash import Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
@@ -79,14 +79,14 @@ def ring_backward(
             grad_v[:, tile.keys.slice] += grads.v
         return (guest_grad,)
 
-    if call.backward_travellers == "kv":
+    if call.strategy.travellers == "kv":
         grad_k, grad_v = _carry_home(call.comm, call.schedule("kv"), (k, v), keys_visit)
     else:
         (grad_q,) = _carry_home(call.comm, call.schedule("q"), (q, grad_out, lse, delta), queries_visit)
     return Gradients(grad_q, grad_k, grad_v)
 
 
-def visits(comm: Communicator, schedule: Schedule, *held: Tensor) -> Iterator[tuple[Step, tuple[Tensor, ...]]]:
+def visits(comm: BlockMover, schedule: Schedule, *held: Tensor) -> Iterator[tuple[Step, tuple[Tensor, ...]]]:
     """Yield each step with its owner's tensors as they pass by, our own first.
 
     The next hop is under way while the caller works on this one.
@@ -100,7 +100,7 @@ def visits(comm: Communicator, schedule: Schedule, *held: Tensor) -> Iterator[tu
 
 
 def _carry_home(
-    comm: Communicator,
+    comm: BlockMover,
     schedule: Schedule,
     guests: tuple[Tensor, ...],
     work: Callable[[Step, tuple[Tensor, ...]], tuple[Tensor, ...]],

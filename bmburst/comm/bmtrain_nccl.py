@@ -8,7 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bmburst.comm.exchange import Exchange
+from bmburst.comm.messages import exchange_messages
 from bmburst.comm.protocol import Arrived, Transfer
+from bmburst.comm.side_stream import SideStreamTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,37 +54,6 @@ def launched_together() -> Iterator[None]:
         nccl.groupEnd()
 
 
-class _Pending:
-    """Operations under way on a side stream, and every tensor they read or write.
-
-    The tensors are kept until the stream that made them has waited, and then simply freed. `record_stream` would keep
-    them too, but memory marked by it is free only when the host has seen the side stream pass: a host that runs ahead
-    of the GPU, as in a ring it does, would take new memory for every block of the sequence.
-    """
-
-    def __init__(self, side: Any, received: tuple[Tensor, ...], sent: tuple[Tensor, ...]) -> None:
-        self.done: Any = None
-        self._waited = False
-        self._side, self._maker = side, torch.cuda.current_stream()
-        self._received, self._sent = received, sent
-
-    def wait(self) -> tuple[Tensor, ...]:
-        current = torch.cuda.current_stream()
-        current.wait_event(self.done)
-        if current != self._maker:
-            self._mark(current)  # it has waited, but the stream that will use the memory again has not
-        self._waited, self._sent = True, ()
-        return self._received
-
-    def __del__(self) -> None:
-        if not self._waited:  # an exception came between: nobody knows when the operations end
-            self._mark(self._side)
-
-    def _mark(self, stream: Any) -> None:
-        for tensor in (*self._received, *self._sent):
-            tensor.record_stream(stream)
-
-
 class BMTrainCommunicator:
     """`Communicator` over a `bmtrain.nccl` communicator, on a stream of its own.
 
@@ -112,6 +84,28 @@ class BMTrainCommunicator:
                 self._nccl.recv(_bytes(incoming), source, self._handle)
 
         return self._start(operations, received, sent)
+
+    def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """See `Communicator.outbox`."""
+        del lane
+        device = torch.device("cpu" if self.transport == "gloo" else "cuda")
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def exchange(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `Communicator.exchange`."""
+        del lane
+
+        def swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Transfer:
+            def operations() -> None:
+                for peer, (sent, received) in enumerate(zip(outgoing, incoming, strict=True)):
+                    if sent.numel():
+                        self._nccl.send(Flat(sent), peer, self._handle)
+                    if received.numel():
+                        self._nccl.recv(Flat(received), peer, self._handle)
+
+            return self._start(operations, tuple(incoming), (outbox, *outgoing, *targets))
+
+        return exchange_messages(exchange, outbox, targets, swap)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`. BMTrain 1.0.1 has none: grouped sends and receives."""
@@ -152,7 +146,7 @@ class BMTrainCommunicator:
         """Launch on our stream, after what the current stream has made, without blocking the host."""
         if not any(tensor.numel() for tensor in received):
             return Arrived(received)  # BMTrain divides by the number of elements
-        pending = _Pending(self._stream, received, sent)
+        pending = SideStreamTransfer(self._stream, received, sent)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), launched_together():
             operations()

@@ -2,13 +2,16 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from bmburst.comm.exchange import Exchange
+from bmburst.comm.messages import exchange_messages
 from bmburst.comm.protocol import Arrived, Communicator, Transfer
 from bmburst.errors import UserError
 
@@ -30,6 +33,11 @@ def describe(*tensors: Tensor) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
 
 
+@dataclass(slots=True)
+class _Switch:
+    on: bool
+
+
 class Checked:
     """The communicator that everything else holds: it compares operation, shapes and dtypes over the ranks.
 
@@ -43,12 +51,26 @@ class Checked:
     """
 
     def __init__(self, inner: Communicator, device: torch.device, *, always: bool = True) -> None:
-        self._inner = inner
+        self.inner = inner
         self.device = device
         self.rank, self.size, self.transport = inner.rank, inner.size, inner.transport
         self.always = always or os.environ.get(DEBUG_SWITCH) == "1"
-        self.active = self.always
+        self._switch = _Switch(self.always)
+
+    @property
+    def active(self) -> bool:
         """Whether calls are compared. Set it on every rank at the same point of the program."""
+        return self._switch.on
+
+    @active.setter
+    def active(self, on: bool) -> None:
+        self._switch.on = on
+
+    def over(self, inner: Communicator) -> "Checked":
+        """Return the same group over another transport; the two are active together."""
+        other = Checked(inner, self.device)
+        other.always, other._switch = self.always, self._switch
+        return other
 
     def __deepcopy__(self, memo: object) -> "Checked":
         """Return itself: the copy of a model talks to the same ranks."""
@@ -103,27 +125,40 @@ class Checked:
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
         self._check(f"ring shift={shift}", *tensors)
-        return self._inner.ring(*tensors, shift=shift) if shift % self.size else Arrived(tensors)
+        return self.inner.ring(*tensors, shift=shift) if shift % self.size else Arrived(tensors)
+
+    def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """See `Communicator.outbox`."""
+        if self.size == 1:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self.inner.outbox(nbytes, lane)
+
+    def exchange(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `Communicator.exchange`."""
+        self._check(f"exchange of {exchange.nbytes} bytes in lane {lane} into", *targets)
+        if self.size == 1:
+            return exchange_messages(exchange, outbox, targets, lambda *_: Arrived(()))
+        return self.inner.exchange(exchange, outbox, targets, lane)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
         self._check("all_to_all", tensor, one_row_a_rank=True)
-        return self._inner.all_to_all(tensor) if self.size > 1 else Arrived((tensor,))
+        return self.inner.all_to_all(tensor) if self.size > 1 else Arrived((tensor,))
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
         self._check("all_gather", tensor)
-        return self._inner.all_gather(tensor) if self.size > 1 else Arrived((tensor[None],))
+        return self.inner.all_gather(tensor) if self.size > 1 else Arrived((tensor[None],))
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
         self._check("reduce_scatter", tensor, one_row_a_rank=True)
-        return self._inner.reduce_scatter(tensor) if self.size > 1 else Arrived((tensor[0],))
+        return self.inner.reduce_scatter(tensor) if self.size > 1 else Arrived((tensor[0],))
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
         self._check("all_reduce", tensor)
-        return self._inner.all_reduce(tensor) if self.size > 1 else Arrived((tensor.detach().clone(),))
+        return self.inner.all_reduce(tensor) if self.size > 1 else Arrived((tensor.detach().clone(),))
 
     def _check(self, call: str, *tensors: Tensor, one_row_a_rank: bool = False) -> None:
         """Refuse what cannot be exchanged, then compare the call over the ranks."""
@@ -144,7 +179,7 @@ class Checked:
         if not self.active or self.size == 1:
             return []
         mine = torch.frombuffer(bytearray(_encoded(text)), dtype=torch.uint8).to(self.device)
-        (gathered,) = self._inner.all_gather(mine).wait()
+        (gathered,) = self.inner.all_gather(mine).wait()
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gathered.tolist()]
 
 

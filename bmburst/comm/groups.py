@@ -38,7 +38,7 @@ def communicator(group: object) -> Checked:
             "call this only on the ranks that the group holds"
         )
     if isinstance(group, dist.ProcessGroup):
-        return _checked(ProcessGroupCommunicator(group))
+        return _over_process_group(group)
     nccl = sys.modules.get("bmtrain.nccl")
     if nccl is not None and isinstance(group, nccl.NCCLCommunicator):
         return _over_bmtrain(group)
@@ -112,7 +112,12 @@ def _bmtrain_config() -> dict[str, Any] | None:
     return module.config if module is not None and module.config.get("initialized") else None
 
 
-# One communicator for a handle, however often attention is called with it: each owns a stream.
+# One communicator for a group, however often attention is called with it: each may own streams and shared memory.
+@lru_cache(maxsize=64)
+def _over_process_group(group: dist.ProcessGroup) -> Checked:
+    return _checked(ProcessGroupCommunicator(group))
+
+
 @lru_cache(maxsize=64)
 def _over_bmtrain(handle: object) -> Checked:
     from bmburst.comm.bmtrain_nccl import BMTrainCommunicator

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.checks import Checked
+from bmburst.comm.exchange import Exchange
+from bmburst.comm.messages import exchange_messages
 from bmburst.comm.protocol import Transfer
 
 T = TypeVar("T")
@@ -86,23 +88,42 @@ class LocalCommunicator:
         self._to[(self.rank + shift) % self.size].put(call, tensors)
         return _Received(call, [self._from[(self.rank - shift) % self.size]], lambda messages: messages[0])
 
+    def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """See `Communicator.outbox`."""
+        del lane
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def exchange(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `Communicator.exchange`."""
+        del lane
+
+        def swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Transfer:
+            def arrive(parts: list[Tensor]) -> Tensor:
+                for buffer, part in zip(incoming, parts, strict=True):
+                    buffer.copy_(part)
+                return outbox
+
+            return self._swapped(outgoing, arrive)
+
+        return exchange_messages(exchange, outbox, targets, swap)
+
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
-        return self._exchange(list(tensor), lambda parts: torch.stack(parts))
+        return self._swapped(list(tensor), lambda parts: torch.stack(parts))
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
-        return self._exchange([tensor] * self.size, lambda parts: torch.stack(parts))
+        return self._swapped([tensor] * self.size, lambda parts: torch.stack(parts))
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
-        return self._exchange(list(tensor), lambda parts: torch.stack(parts).sum(0, dtype=tensor.dtype))
+        return self._swapped(list(tensor), lambda parts: torch.stack(parts).sum(0, dtype=tensor.dtype))
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
-        return self._exchange([tensor] * self.size, lambda parts: torch.stack(parts).sum(0, dtype=tensor.dtype))
+        return self._swapped([tensor] * self.size, lambda parts: torch.stack(parts).sum(0, dtype=tensor.dtype))
 
-    def _exchange(self, parts: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Transfer:
+    def _swapped(self, parts: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Transfer:
         call = next(self._calls)
         for wire, part in zip(self._to, parts, strict=True):
             wire.put(call, (part,))

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bmburst.comm.exchange import Exchange
+from bmburst.comm.messages import exchange_messages
 from bmburst.comm.protocol import Transfer
 
 
@@ -44,8 +46,32 @@ class ProcessGroupCommunicator:
         sent = _contiguous(tensors)
         received = tuple(torch.empty_like(t) for t in sent)
         to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
-        hop = self._nccl_hops if self.transport == "nccl" else self._gloo_hops
-        return _Pending(hop([_bytes(t) for t in sent], [_bytes(t) for t in received], to, source), received, sent)
+        nothing = torch.empty(0, dtype=torch.uint8, device=sent[0].device)
+        works: list[dist.Work] = []
+        for outgoing, incoming in zip(sent, received, strict=True):
+            works += self._swap(
+                [_bytes(outgoing) if peer == to else nothing for peer in range(self.size)],
+                [_bytes(incoming) if peer == source else nothing for peer in range(self.size)],
+            )
+        return _Pending(works, received, sent)
+
+    def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """See `Communicator.outbox`."""
+        del lane
+        device = torch.device("cuda", torch.cuda.current_device()) if self.transport == "nccl" else None
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def exchange(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `Communicator.exchange`."""
+        del lane
+        return exchange_messages(
+            exchange,
+            outbox,
+            targets,
+            lambda outgoing, incoming: _Pending(
+                self._swap(outgoing, incoming), tuple(incoming), (outbox, *outgoing, *targets)
+            ),
+        )
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
@@ -73,21 +99,19 @@ class ProcessGroupCommunicator:
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return _Pending((work,), (total,), ())
 
-    def _gloo_hops(self, sent: Sequence[Tensor], received: Sequence[Tensor], to: int, source: int) -> list[dist.Work]:
-        operations = [dist.P2POp(dist.isend, t, group=self._group, group_peer=to) for t in sent]
-        operations += [dist.P2POp(dist.irecv, t, group=self._group, group_peer=source) for t in received]
-        return dist.batch_isend_irecv(operations)
-
-    def _nccl_hops(self, sent: Sequence[Tensor], received: Sequence[Tensor], to: int, source: int) -> list[dist.Work]:
-        # Not isend and irecv: torch marks their tensors with `record_stream`, and a host that runs ahead of the GPU
-        # would take new memory for every block of the sequence. Those of a collective it keeps until the wait.
-        works = []
-        for outgoing, incoming in zip(sent, received, strict=True):
-            nothing = outgoing.new_empty(0)
-            inputs = [outgoing if peer == to else nothing for peer in range(self.size)]
-            outputs = [incoming if peer == source else nothing for peer in range(self.size)]
-            works.append(dist.all_to_all(outputs, inputs, group=self._group, async_op=True))
-        return works
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[dist.Work]:
+        """Send message r to rank r and receive rank r's, where they are not empty."""
+        if self.transport == "nccl":
+            # Not isend and irecv: torch marks their tensors with `record_stream`, and a host that runs ahead of the GPU
+            # would take new memory for every block of the sequence. Those of a collective it keeps until the wait.
+            return [dist.all_to_all(list(incoming), list(outgoing), group=self._group, async_op=True)]
+        operations = [
+            dist.P2POp(verb, message, group=self._group, group_peer=peer)
+            for verb, messages in ((dist.isend, outgoing), (dist.irecv, incoming))
+            for peer, message in enumerate(messages)
+            if message.numel()
+        ]
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def _started(
         self, verb: Callable[..., dist.Work], target: Tensor, source: Tensor, received: Tensor, sent: Tensor

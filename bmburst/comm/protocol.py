@@ -1,9 +1,12 @@
 """What attention and the trainer ask of the network: a few verbs, no backend names."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+
+from bmburst.comm.exchange import Exchange
 
 
 class Transfer(Protocol):
@@ -28,14 +31,11 @@ class Arrived:
         return self.tensors
 
 
-@runtime_checkable
-class Communicator(Protocol):
-    """A group of ranks that exchange tensors.
+class BlockMover(Protocol):
+    """The part of a communicator that moves blocks of attention.
 
     Every rank calls the same verbs in the same order with the same shapes and dtypes. Tensors may be views of any
-    strides; they may be read but not written until `wait`. What arrives is contiguous and owned by the receiver. A
-    group of one returns what it was given, without a copy. Sums are of the dtypes that the transport can add; all else
-    moves in any dtype.
+    strides; they may be read but not written until `wait`. What arrives is contiguous and owned by the receiver.
     """
 
     @property
@@ -50,12 +50,39 @@ class Communicator(Protocol):
 
     @property
     def transport(self) -> str:
-        """What moves the bytes: "gloo", "nccl" or "threads"."""
+        """What moves the bytes: "peer", "nccl", "gloo" or "threads"."""
         ...
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """Pass `tensors` to rank + shift; receive those of rank - shift, in the same shapes and dtypes."""
         ...
+
+    def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """Return memory to fill for the next `exchange` of that lane, uint8 `[nbytes]`: fill it, exchange it, drop it.
+
+        Lanes are independent of each other: exchanges of one lane start in order.
+        """
+        ...
+
+    def exchange(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """Move blocks of the ranks' outboxes into the targets, contiguous tensors, which `wait` returns.
+
+        Args:
+            exchange: Who moves what; `exchange.nbytes` is the outbox's size.
+            outbox: What `outbox` returned for this lane.
+            targets: This rank's target buffers by number; bytes that no move covers are left alone.
+            lane: The lane.
+        """
+        ...
+
+
+@runtime_checkable
+class Communicator(BlockMover, Protocol):
+    """A group of ranks that exchange tensors.
+
+    As for a `BlockMover`. A group of one returns what it was given, without a copy. Sums are of the dtypes that the
+    transport can add; all else moves in any dtype.
+    """
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """Send `tensor[r]` to rank r; receive `[size, ...]` whose item r came from rank r."""

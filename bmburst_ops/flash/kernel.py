@@ -1,6 +1,6 @@
 """What every attention kernel is to the rest of the package: one tile on one device."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -34,11 +34,26 @@ class Kernel(Protocol):
     delta in a row whose dO is zero."""
 
     def refusal(self, q: Tensor, k: Tensor) -> str | None:
-        """Return why the kernel cannot take these inputs on this machine, as a phrase, or None."""
+        """Return why the kernel cannot take these inputs on this machine, as a phrase, or None.
+
+        It is asked at every call and must be cheap: it looks for a package and imports none.
+        """
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Partial:
-        """Return the tile's output, in q's dtype or wider, and its log-sum-exp, in fp32 or wider."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None
+    ) -> Partial:
+        """Return the tile's output, in q's dtype or wider, and its log-sum-exp, in fp32 or wider.
+
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            causal: Whether the tile is causal.
+            scale: Factor on the scores.
+            out: Where to write the output, shaped as q, any strides with a dense last dimension; a kernel that cannot
+                write there itself copies. Default: memory of its own.
+        """
         ...
 
     def backward(
@@ -53,6 +68,7 @@ class Kernel(Protocol):
         causal: bool,
         scale: float,
         deterministic: bool,
+        into: Gradients | None = None,
     ) -> Gradients:
         """Return the tile's gradients.
 
@@ -66,5 +82,18 @@ class Kernel(Protocol):
             causal: Whether the tile is causal.
             scale: Factor on the scores.
             deterministic: Whether repeated calls must give the same bits.
+            into: Where to write the gradients, as `out` of forward. Default: memory of its own.
         """
+        ...
+
+
+@runtime_checkable
+class NotAlwaysDeterministic(Protocol):
+    """What a kernel also is if it cannot be deterministic everywhere. All others are, wherever that is asked for.
+
+    Its backward raises `KernelError` where it is asked for what it cannot do.
+    """
+
+    def nondeterminism(self, q: Tensor) -> str | None:
+        """Return why backward cannot give the same bits each time on q's device, as a phrase, or None if it can."""
         ...

@@ -1,0 +1,24 @@
+"""What carries out an attention: with an exchange of heads or without."""
+
+from torch import Tensor
+
+from bmburst.attention.call import AttentionCall
+from bmburst.attention.heads import heads_backward, heads_forward
+from bmburst.attention.outer import outer_backward, outer_forward
+from bmburst_ops.flash import Gradients, Kernel, Partial
+
+
+def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    """Return attention of this rank's queries over the whole sequence.
+
+    The output is in q's dtype, the log-sum-exp in fp32 or wider. Padding rows give zero and `-inf`.
+    """
+    return heads_forward(call, q, k, v) if call.strategy.heads > 1 else outer_forward(call, q, k, v)
+
+
+def backward(
+    call: AttentionCall, kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
+) -> Gradients:
+    """Return the gradients of this rank's q, k and v, in their dtype or wider."""
+    executor = heads_backward if call.strategy.heads > 1 else outer_backward
+    return executor(call, kernel, grad_out, q, k, v, lse, delta)

@@ -1,0 +1,52 @@
+"""Attention of what a rank holds: here alone, or with the groups that hold the rest of the sequence."""
+
+from torch import Tensor
+
+from bmburst.attention.call import AttentionCall
+from bmburst.attention.gather import gather_backward, gather_forward
+from bmburst.attention.local import local_backward, local_forward
+from bmburst.attention.ring import ring_backward, ring_forward
+from bmburst_ops.flash import Gradients, Kernel, Partial
+
+
+def outer_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Partial:
+    """Return attention of these queries over the whole sequence, without exchanging heads.
+
+    Args:
+        call: The attention; its communicator holds one rank of each group that exchanged heads.
+        q: `[batch, tokens, heads, head_dim]`.
+        k: `[batch, tokens, kv_heads, head_dim]`.
+        v: Shaped as k.
+        out: Where to write the output, shaped as q. Default: new memory.
+    """
+    if call.comm.size == 1:
+        return local_forward(call, q, k, v, out)
+    executor = gather_forward if call.strategy.outer == "gather" else ring_forward
+    part = executor(call, q, k, v)
+    if out is None:
+        return part
+    out.copy_(part.out)
+    return Partial(out, part.lse)
+
+
+def outer_backward(
+    call: AttentionCall,
+    kernel: Kernel,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    into: Gradients | None = None,
+) -> Gradients:
+    """Return the gradients of q, k and v, without exchanging heads; `into` as `out` above."""
+    if call.comm.size == 1:
+        return local_backward(call, kernel, grad_out, q, k, v, lse, delta, into)
+    executor = gather_backward if call.strategy.outer == "gather" else ring_backward
+    gradients = executor(call, kernel, grad_out, q, k, v, lse, delta)
+    if into is None:
+        return gradients
+    for target, gradient in zip(into, gradients, strict=True):
+        target.copy_(gradient)
+    return into

@@ -1,0 +1,97 @@
+"""Device memory that every rank of a host reads directly, opened through CUDA IPC."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bmburst.comm import cuda_driver
+from bmburst.comm.objects import gather_objects
+from bmburst.comm.protocol import Communicator
+
+_GRANULE = 2 << 20
+
+
+class SharedMemoryError(RuntimeError):
+    """Memory cannot be shared between the ranks of a group; every rank raises it, with the same text."""
+
+
+class SharedMemory:
+    """One allocation of the same size on every rank, each readable and writable by all ranks.
+
+    Making, growing and closing it are collective and wait for the device. It lies outside of torch's cache: it counts
+    in the driver's free memory, not in `torch.cuda.max_memory_allocated`.
+
+    Args:
+        comm: Exchanges the handles.
+        nbytes: Size on every rank.
+        device: This rank's GPU.
+
+    Raises:
+        SharedMemoryError: On every rank, if any rank cannot allocate it or open another's.
+    """
+
+    def __init__(self, comm: Communicator, nbytes: int, device: torch.device) -> None:
+        self._comm, self._device = comm, device
+        self._open(nbytes)
+
+    def _open(self, nbytes: int) -> None:
+        comm = self._comm
+        nbytes = -(-nbytes // _GRANULE) * _GRANULE
+        self.nbytes, self._own = 0, 0
+        self.addresses: tuple[int, ...] = ()
+        """Where each rank's memory lies in this process."""
+        problem, handle = "", b""
+        try:
+            self._own = cuda_driver.allocate(nbytes)
+            handle = cuda_driver.export(self._own)
+        except (OSError, cuda_driver.DriverError) as error:
+            problem = f"rank {comm.rank} cannot share {nbytes / 2**20:.0f} MiB of device memory: {error}"
+        handles = _agreed(comm, problem, handle.hex())
+        opened = []
+        try:
+            for rank, text in enumerate(handles):
+                opened.append(self._own if rank == comm.rank else cuda_driver.open_exported(bytes.fromhex(text)))
+        except cuda_driver.DriverError as error:
+            problem = f"rank {comm.rank} cannot read the memory of rank {len(opened)}: {error}"
+        _agreed(comm, problem, "")
+        self.addresses, self.nbytes = tuple(opened), nbytes
+        self.local: Tensor = cuda_driver.as_tensor(self._own, nbytes, self._device)
+        """This rank's memory, uint8 `[nbytes]`."""
+
+    def grow(self, nbytes: int) -> None:
+        """Make it at least that large; what it held is lost. Every rank must call it with the same size.
+
+        Raises:
+            SharedMemoryError: As above.
+        """
+        self.close()
+        self._open(nbytes)
+
+    def close(self) -> None:
+        """Give the memory back, when no rank uses it any more. Every rank must call it."""
+        torch.cuda.synchronize(self._device)
+        gather_objects(self._comm, None)  # nobody reads ours any more
+        for rank, address in enumerate(self.addresses):
+            if rank != self._comm.rank:
+                cuda_driver.close_exported(address)
+        gather_objects(self._comm, None)  # nobody has ours open any more
+        if self._own:
+            cuda_driver.free(self._own)
+        self.addresses, self.nbytes, self._own = (), 0, 0
+
+
+def _agreed(comm: Communicator, problem: str, value: str) -> list[str]:
+    """Return every rank's value, or raise the first problem of any rank on all of them."""
+    answers: Sequence[tuple[str, str]] = gather_objects(comm, (problem, value))
+    for text, _ in answers:
+        if text:
+            raise SharedMemoryError(text)
+    return [answer for _, answer in answers]
+
+
+def host_identity() -> str:
+    """Return what is equal exactly for processes of one running host."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{os.uname().nodename} {file.read().strip()}"
