@@ -11,7 +11,9 @@ assert VERSION
 
 # bmtrain and model-center are not dependencies: they would pull nvidia-nccl-cu11, whose files overwrite those of
 # torch's own NCCL and break `import torch`. They are installed with --no-deps (`make install`, `bmburst doctor`).
-TEST = ["pytest>=8", "hypothesis>=6.100", "transformers>=4.57"]
+# Without a GPU the tests run Triton's kernels in its interpreter; torch's own CUDA wheels bring their Triton.
+TRITON = "triton>=3.6; platform_system == 'Linux'"
+TEST = ["pytest>=8", "hypothesis>=6.100", "transformers>=4.57", TRITON]
 
 setup(
     name="bmburst",
@@ -34,7 +36,7 @@ setup(
         "tensorboard>=2.16",
     ],
     extras_require={
-        "gpu": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],
+        "gpu": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'", TRITON],
         "test": TEST,
         "dev": [*TEST, "ruff>=0.15", "mypy>=1.18", "types-PyYAML", "pre-commit>=4"],
         "model-center": ["transformers>=4.57", "jieba", "six", "sentencepiece", "requests"],

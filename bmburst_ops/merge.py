@@ -1,7 +1,18 @@
-"""Partial attention results and their log-sum-exp: the arithmetic that joins tiles. Plain torch."""
+"""Partial attention results and their log-sum-exp: the arithmetic that joins tiles.
+
+What stands here is plain torch and the definition; on NVIDIA GPUs where Triton is installed, `triton_merge` does the
+same in one pass over the memory.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FUSED_HEAD_DIM = 4096  # a row is held at once
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -22,6 +33,9 @@ def merge_partials_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) ->
     Source: Milakov & Gimelshein 2018, arXiv:1805.02867, section 3.1. Weights are `exp(lse - total)` with
         `total = logaddexp(lse, part_lse)`: `log(1 + exp(a - b))` would overflow fp32 once a - b > 88.
     """
+    if fused := _fused(out, lse, part, part_lse):
+        fused.merge_partials_(out, lse, part, part_lse)
+        return
     total = torch.logaddexp(lse, part_lse)
     # Where neither side has seen a key both are -inf and -inf - -inf is NaN: any finite peak gives weights of zero.
     peak = total.masked_fill(total == -torch.inf, 0.0)
@@ -39,6 +53,9 @@ def row_dots(grad_out: Tensor, out: Tensor) -> Tensor:
 
     Source: FlashAttention-2, arXiv:2307.08691, algorithm 2, line 4.
     """
+    if fused := _fused(grad_out, out):
+        delta: Tensor = fused.row_dots(grad_out, out)
+        return delta
     dtype = accumulation_dtype(grad_out.dtype)
     return (grad_out.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()
 
@@ -56,6 +73,9 @@ def surrogate_out(grad_out: Tensor, delta: Tensor) -> Tensor:
     Returns:
         O', shaped and typed as dO.
     """
+    if fused := _fused(grad_out, delta):
+        out: Tensor = fused.surrogate_out(grad_out, delta)
+        return out
     wide = grad_out.to(delta.dtype)
     # In units of a row's largest number: the square of a gradient as small as 1e-23 is zero in fp32.
     peak: Tensor = torch.linalg.vector_norm(wide, torch.inf, dim=-1, keepdim=True)
@@ -63,6 +83,32 @@ def surrogate_out(grad_out: Tensor, delta: Tensor) -> Tensor:
     squared = unit.square().sum(-1, keepdim=True)
     factor = delta.transpose(1, 2)[..., None] / (peak * squared)
     return (unit * factor.masked_fill(peak == 0, 0.0)).to(grad_out.dtype)
+
+
+def add_(total: Tensor, share: Tensor) -> None:
+    """Add a tile's gradient to a running one, in place.
+
+    Args:
+        total: Running gradient, `[batch, tokens, heads, head_dim]`, any strides, fp32 or wider. Overwritten.
+        share: The tile's, the same shape, any float dtype and strides.
+    """
+    if fused := _fused(total, share):
+        fused.add_(total, share)
+    else:
+        total.add_(share)
+
+
+def sum_parts(parts: Tensor, out: Tensor) -> None:
+    """Write the sum of partial results, taken in fp32 or wider, in the dtype of where it goes.
+
+    Args:
+        parts: `[parts, batch, tokens, heads, head_dim]`, any float dtype and strides.
+        out: `[batch, tokens, heads, head_dim]`, any float dtype and strides. Overwritten; may be one of the parts.
+    """
+    if fused := _fused(parts[0], out):
+        fused.sum_parts(parts, out)
+    else:
+        out.copy_(parts.sum(0, dtype=accumulation_dtype(parts.dtype)))
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
@@ -73,3 +119,21 @@ def dense_rows(tensor: Tensor) -> Tensor:
 def _by_query(statistic: Tensor) -> Tensor:
     """`[batch, heads, queries]` to `[batch, queries, heads, 1]`."""
     return statistic.transpose(1, 2)[..., None]
+
+
+def _fused(values: Tensor, *others: Tensor) -> Any | None:
+    """Return `triton_merge` if it takes these tensors, the first of them `[batch, tokens, heads, head_dim]`, here."""
+    if not all(t.is_cuda and t.dtype in _FUSED_DTYPES for t in (values, *others)):
+        return None
+    is_shaped = values.ndim == 4 and values.shape[-1] <= _FUSED_HEAD_DIM
+    return _triton_merge() if is_shaped and torch.cuda.get_device_capability(values.device) >= (8, 0) else None
+
+
+@cache
+def _triton_merge() -> Any | None:
+    """Import the Triton kernels where they are first needed."""
+    if find_spec("triton") is None:
+        return None
+    from bmburst_ops import triton_merge
+
+    return triton_merge

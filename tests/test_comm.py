@@ -1,6 +1,7 @@
 """Every communicator says the same: threads, gloo processes; views, dtypes, wrong shapes, lost ranks, groups."""
 
 import gc
+import random
 import time
 import weakref
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bmburst.comm.checks import Checked, Mismatch
+from bmburst.comm.exchange import Block, Move, make_exchange
 from bmburst.comm.groups import communicator
 from bmburst.comm.local import LocalCommunicator, LostRank, Wire, run_ranks
 from bmburst.comm.side_stream import SideStreamTransfer
@@ -88,6 +90,64 @@ def verbs(comm, device="cpu"):
         transfer = verb(torch.ones(size, 2, device=device))
         first = [t.clone() for t in transfer.wait()]
         assert all(torch.equal(a, b) for a, b in zip(first, transfer.wait(), strict=True))  # waiting again is allowed
+    random_exchanges(comm, device)
+
+
+def random_exchanges(comm, device):
+    """Random blocks between all ranks, pulled and pushed, in both lanes, boxes growing: equal to what the plan says."""
+    rng = random.Random(0)  # the same on every rank
+    for turn in range(40 if device == "cuda" else 12):
+        nbytes = rng.choice([40_000, 300_000, 5_000_000 if turn > 20 else 70_000])
+        pushed, lane = rng.random() < 0.5, rng.randrange(2)
+        ranks = range(comm.size)
+        moves = {(a, b): random_moves(rng, nbytes, a, b, pushed) for a in ranks for b in ranks}
+        exchange = make_exchange(comm.rank, comm.size, nbytes, lambda a, b, moves=moves: moves[a, b])
+        if device == "cuda":
+            torch.cuda._sleep(rng.randrange(3_000_000) * (1 + comm.rank))  # ranks out of step
+        if pushed:
+            box = comm.inbox(nbytes, lane)
+            before = box.clone()
+            transfer = comm.push(exchange, [content(turn, comm.rank, i, 100_000, device) for i in range(2)], box, lane)
+            wanted = [before]
+        else:
+            box = comm.outbox(nbytes, lane)
+            box.copy_(content(turn, comm.rank, 0, nbytes, device))
+            wanted = [torch.zeros(100_000, dtype=torch.uint8, device=device) for _ in range(2)]
+            transfer = comm.pull(exchange, box, [t.clone() for t in wanted], lane)
+        for source in ranks:
+            for from_, to in moves[source, comm.rank]:
+                data = content(turn, source, from_.buffer, 100_000 if pushed else nbytes, device)
+                strided(wanted[to.buffer], to).copy_(strided(data, from_))
+        for got, expected in zip(transfer.wait(), wanted, strict=True):
+            assert torch.equal(got, expected), (turn, pushed, lane)
+
+
+def content(turn, rank, buffer, nbytes, device):
+    """What a rank has in a buffer in a turn."""
+    return torch.arange(nbytes, device=device).mul(7 * rank + 3 * buffer + turn + 1).remainder(251).byte()
+
+
+def random_moves(rng, nbytes, source, target, pushed):
+    """Up to four moves; each writes 512 bytes of its own in its target."""
+    moves = []
+    for place in rng.sample(range(4), rng.randrange(5)):
+        start = source * 2048 + place * 512
+        rows = rng.choice([1, 1, 4, 7])
+        width = rng.randrange(1, 512 // rows - 8)
+        pitch, from_pitch = width + rng.choice([0, 5]), width + rng.choice([0, 11])
+        offset = rng.randrange((100_000 if pushed else nbytes) - rows * from_pitch)
+        free = rng.randrange(2)
+        moves.append(
+            Move(
+                Block(offset, width, rows, from_pitch, free if pushed else 0),
+                Block(start, width, rows, pitch, 0 if pushed else free),
+            )
+        )
+    return moves
+
+
+def strided(flat, block):
+    return flat.as_strided((block.rows, block.width), (block.pitch or block.width, 1), block.offset)
 
 
 def starts_before_its_peer(comm, folder, device="cpu"):

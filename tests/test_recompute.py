@@ -39,10 +39,8 @@ def inputs(comm, seed):
 @pytest.fixture
 def forward_calls(monkeypatch):
     calls = []
-    original = function.ring_forward
-    monkeypatch.setattr(
-        function, "ring_forward", lambda call, *args: calls.append(call.comm.rank) or original(call, *args)
-    )
+    original = function.forward
+    monkeypatch.setattr(function, "forward", lambda call, *args: calls.append(call.comm.rank) or original(call, *args))
     return calls
 
 

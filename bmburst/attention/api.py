@@ -86,9 +86,13 @@ def burst_attention(
             flash-attn-4), "fa3" (FlashAttention-3), "cudnn" (cuDNN inside torch; expands shared KV heads for the
             length of a call), "fa2" (package flash-attn), "torch" (FlashAttention-2 inside torch), "cpu" (torch's
             flash kernel for CPUs), "triton" (ours) or "reference" (plain torch, any dtype).
-        strategy: What moves in backward: "kv" (keys and values), "burst" (queries and their gradients), or "auto", the
-            fewer bytes.
-        transport: "auto", or "gloo" or "nccl" to insist on what moves the tensors.
+        strategy: How the work is spread: "heads" (ranks exchange tokens for heads, needs heads that divide by the
+            ranks), "gather" (each rank pulls the keys and values it needs), "ring" (blocks go round), "heads+ring" and
+            "heads+gather" (heads among neighbours, the other between their groups), or "auto", the one that
+            `bmburst.attention.strategy.cost` finds cheapest. "kv" and "burst" are rings whose backward moves keys and
+            values, or queries and their gradients; "ring" takes the one with fewer bytes.
+        transport: "peer" (copy engines between the GPUs of one host, beside the kernels), "nccl", "gloo", or "auto":
+            "peer" where every rank can reach the others' memory, else what the group has.
         deterministic: Whether repeated calls must give the same bits in backward too. Costs speed on a GPU.
         return_lse: Whether to return also the log-sum-exp. A loss that depends on it runs backward with "reference"
             where the kernel cannot take its gradient.

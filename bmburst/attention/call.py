@@ -88,39 +88,47 @@ def decide(
         UserError: Something cannot work; where the group compares its ranks, on all of them.
     """
 
-    def here() -> tuple[tuple[Layout, Kernel], str]:
+    def here() -> tuple[AttentionCall, str]:
         options.validate()
         _require_tensors(q, k, v)
         _require_transport(comm, q, options.transport)
         layout = make_layout(options.layout, comm.size, q.shape[1])
-        real = real_length(layout, length)
-        kernel = _kernel(options.kernel, q, k)
-        choose_strategy(options.strategy, _head_shapes(layout, q, k, 1), mask, comm.transport, wide(q))
-        # A backward that one rank runs alone would wait for the others for ever.
-        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-        settings = (real, mask, layout.name, options.scale, kernel.name, options.strategy, options.transport)
-        tensors = f"q {describe(q)} k {describe(k)} v {describe(v)}"
-        return (
-            layout,
-            kernel,
-        ), f"burst_attention {tensors} {settings} {'with' if differentiable else 'without'} gradient"
+        call = AttentionCall(
+            comm=comm,
+            kernel=_kernel(options, q, k),
+            layout=layout,
+            length=real_length(layout, length),
+            mask="full" if options.mask == "full" else "causal",
+            scale=q.shape[-1] ** -0.5 if options.scale is None else float(options.scale),
+            strategy=choose(layout, comm.transport),
+            deterministic=options.deterministic,
+        )
+        return call, _signature(call, q, k, v, options) if comm.active else ""
 
-    def wide(tensor: Tensor) -> int:
-        return accumulation_dtype(tensor.dtype).itemsize
+    def choose(layout: Layout, transport: str) -> Strategy:
+        wide = accumulation_dtype(q.dtype).itemsize
+        mask: Mask = "full" if options.mask == "full" else "causal"
+        return choose_strategy(options.strategy, _head_shapes(layout, q, k, 1), mask, transport, wide)
 
-    mask: Mask = "full" if options.mask == "full" else "causal"
-    layout, kernel = comm.decided(here)
-    comm = over_transport(comm, options.transport)
-    return AttentionCall(
-        comm=comm,
-        kernel=kernel,
-        layout=layout,
-        length=real_length(layout, length),
-        mask=mask,
-        scale=q.shape[-1] ** -0.5 if options.scale is None else float(options.scale),
-        strategy=choose_strategy(options.strategy, _head_shapes(layout, q, k, 1), mask, comm.transport, wide(q)),
-        deterministic=options.deterministic,
+    call = comm.decided(here)
+    moved = over_transport(comm, options.transport)  # collective the first time: not before all agree
+    return call if moved is comm else replace(call, comm=moved, strategy=choose(call.layout, moved.transport))
+
+
+def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
+    """Return what must be equal on every rank; a backward that one rank ran alone would wait for ever."""
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    settings = (
+        call.length,
+        call.mask,
+        call.layout.name,
+        call.scale,
+        call.kernel.name,
+        options.transport,
+        call.strategy,
     )
+    tensors = f"q {describe(q)} k {describe(k)} v {describe(v)}"
+    return f"burst_attention {tensors} {settings} {'with' if differentiable else 'without'} gradient"
 
 
 def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -165,9 +173,9 @@ def _require_transport(comm: Checked, q: Tensor, transport: str) -> None:
         )
 
 
-def _kernel(name: str, q: Tensor, k: Tensor) -> Kernel:
+def _kernel(options: AttentionOptions, q: Tensor, k: Tensor) -> Kernel:
     try:
-        return select_kernel(name, q, k)
+        return select_kernel(options.kernel, q, k, options.deterministic)
     except KernelError as error:
         raise UserError(str(error)) from None
 

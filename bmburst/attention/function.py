@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.executor import backward, forward
 from bmburst.recompute import keep
-from bmburst_ops.flash import ReferenceKernel
+from bmburst_ops.flash import Kernel, ReferenceKernel, TritonKernel
 from bmburst_ops.merge import row_dots
 
 
@@ -39,7 +39,13 @@ class SequenceAttention(torch.autograd.Function):
             # dS = P * (dO V^T - delta + dlse): the gradient of the log-sum-exp is a smaller delta. It may be non-zero
             # where dO is zero, which the surrogate output cannot express.
             delta = delta - grad_lse.to(delta.dtype)
-            kernel = kernel if kernel.takes_delta else ReferenceKernel()
+            kernel = kernel if kernel.takes_delta else _taking_delta(q, k)
         with torch.autocast(q.device.type, enabled=False):
             grads = backward(call, kernel, grad_out, q, k, v, lse, delta)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None
+
+
+def _taking_delta(q: Tensor, k: Tensor) -> Kernel:
+    """Return a kernel that uses any delta as it is given."""
+    fast = TritonKernel()
+    return fast if q.is_cuda and fast.refusal(q, k) is None else ReferenceKernel()

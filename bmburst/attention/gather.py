@@ -1,18 +1,245 @@
-"""Placeholder until the gather lands."""
+"""Attention by gathering keys: a rank pulls what its queries see, and they meet it in one or two large rectangles.
 
+Own keys come first and need nobody: that hides the first pull. Heads are cut into units, and while kernels work on one
+the next one's K and V arrive, and the last one's dK and dV go home. A run of queries is merged once, whatever the
+number of ranks.
+
+What travels as gradient is each rectangle's dK and dV as the kernel wrote it, in the inputs' dtype: the kernel writes
+them into the outbox itself, a key of a rank is in one rectangle only, and its owner adds all parts in fp32 or wider and
+rounds once. Kernels that give 16-bit gradients have rounded already, and parts in fp32 would carry the same numbers at
+twice the bytes, with one more pass over them. Those that could give wider ones (the reference) lose that. Either way
+there is one rounding a part beside one device's single one: errors of parts are independent, so where parts add up as
+random numbers do they come to one rounding more at any number of ranks, as in a ring.
+
+Memory beside inputs and results, for batch B, S tokens over P ranks, units of G KV heads and R query heads for each, in
+elements of the inputs' dtype:
+
+    forward: 2 buffers and 2 outboxes, each of K and V: 4 * B * S * G * D
+    backward: that, and 2 outboxes and 2 sets of parts, each of dK and dV: up to 4 * B * (2 * S - S / P) * G * D;
+        and parts of dQ: up to 3 * B * S / P * R * D
+
+A single unit takes one each instead of two. Over the peer transport outboxes stay allocated for the next call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
+from bmburst.attention.gather_plan import GatherPlan, GatherShapes, Rows, Sight, Unit, make_gather_plan
+from bmburst.attention.local import local_forward
+from bmburst.comm.protocol import Transfer
+from bmburst.schedule import Span, Tile
 from bmburst_ops.flash import Gradients, Kernel, Partial
+from bmburst_ops.merge import accumulation_dtype, merge_partials_, sum_parts
+
+_IN, _OUT = 2, 3  # lanes: nothing queues behind gradients that go home, nor behind heads that are being exchanged
+_TURNS = 2  # buffers: one is read while the next is filled
 
 
-def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    """x"""
-    raise NotImplementedError
+def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Partial:
+    """Return attention of this rank's queries over the whole sequence; see `ring_forward`.
+
+    Args:
+        call: The attention.
+        q: `[batch, tokens, heads, head_dim]`.
+        k: `[batch, tokens, kv_heads, head_dim]`.
+        v: Shaped as k.
+        out: Where to write the output, shaped as q. Default: new memory.
+    """
+    plan = _plan(call, q, k)
+    arriving = _Arriving(call, plan, k, v)
+    whole = _attend_to_own(call, plan, q, k, v, out)
+    for i, unit in enumerate(plan.units):
+        keys, values = arriving.wait(i)
+        heads = unit.heads.slice
+        for tile in plan.forward:
+            rows, columns = tile.queries.slice, tile.keys.slice
+            part = call.kernel.forward(
+                q[:, rows, heads], keys[:, columns], values[:, columns], causal=False, scale=call.scale
+            )
+            _merge(whole.out[:, rows, heads], whole.lse[:, heads, rows], part)
+    return whole
 
 
 def gather_backward(
-    call: AttentionCall, kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
+    call: AttentionCall,
+    kernel: Kernel,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    into: Gradients | None = None,
 ) -> Gradients:
-    """x"""
-    raise NotImplementedError
+    """Return the gradients of this rank's q, k and v in their dtype; `into` as `out` above."""
+    plan = _plan(call, q, k)
+    if into is None:
+        into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)))
+    for gradient in into:
+        gradient[:, plan.real :] = 0
+
+    def tile_backward(unit: Unit, tile: Tile, keys: Tensor, values: Tensor, shares: Gradients) -> None:
+        rows, columns, heads = tile.queries.slice, tile.keys.slice, unit.heads.slice
+        kernel.backward(
+            *(grad_out[:, rows, heads], q[:, rows, heads], keys[:, columns], values[:, columns]),
+            *(lse[:, heads, rows], delta[:, heads, rows]),
+            causal=tile.causal,
+            scale=call.scale,
+            deterministic=call.deterministic,
+            into=shares,
+        )
+
+    own = Tile(Span(0, plan.real), Span(0, plan.real), causal=call.mask == "causal")
+    arriving, returning = _Arriving(call, plan, k, v), _Returning(call, plan, k, into)
+    for i, unit in enumerate(plan.units):
+        q_parts = q.new_empty(1 + len(plan.backward), q.shape[0], plan.real, len(unit.heads), q.shape[3])
+        own_keys, own_values = (t[:, :, unit.kv_heads.slice] for t in (k, v))
+        if plan.real:
+            tile_backward(unit, own, own_keys, own_values, Gradients(q_parts[0], *returning.own_parts(i)))
+        keys, values = arriving.wait(i)
+        sent = returning.outbox(i)
+        for part, tile in enumerate(plan.backward, 1):
+            grad_k, grad_v = (t[:, tile.keys.slice] for t in sent)
+            tile_backward(unit, tile, keys, values, Gradients(q_parts[part][:, tile.queries.slice], grad_k, grad_v))
+        returning.send(i)
+        _add_up(plan.query_sums, q_parts, into.q[:, :, unit.heads.slice])
+        if i:
+            returning.bring_home(i - 1)  # it has arrived while these kernels ran
+    returning.bring_home(len(plan.units) - 1)
+    return into
+
+
+class _Turns:
+    """Memory for K and V, or for parts of their gradients, of one unit after another: every other one has the same.
+
+    Ranks see more or fewer keys and have more or fewer parts; the memory is as large as the largest needs it on all.
+    """
+
+    def __init__(self, call: AttentionCall, plan: GatherPlan, like: Tensor, blocks: int) -> None:
+        most = max(len(unit.kv_heads) for unit in plan.units)
+        numel = blocks * like.shape[0] * call.layout.tokens * most * like.shape[3]
+        turns = min(_TURNS, len(plan.units))
+        self._memory = [(like.new_empty(numel), like.new_empty(numel)) for _ in range(turns)]
+
+    def at(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return unit i's memory, the same on every rank."""
+        return self._memory[i % _TURNS]
+
+    def shaped(self, i: int, *shape: int) -> tuple[Tensor, Tensor]:
+        """Return the beginning of unit i's memory as two tensors."""
+        k, v = (flat[: torch.Size(shape).numel()].view(shape) for flat in self.at(i))
+        return k, v
+
+
+class _Arriving:
+    """The keys and values of one unit after another. The first is under way from the start."""
+
+    def __init__(self, call: AttentionCall, plan: GatherPlan, k: Tensor, v: Tensor) -> None:
+        self._call, self._plan, self._held = call, plan, (k, v)
+        self._buffers = _Turns(call, plan, k, call.layout.size - 1)
+        self._under_way: list[Transfer] = []
+        self._start()
+
+    def wait(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return the pulled keys and values of unit i, and start the next unit's, in the memory of the last one's.
+
+        Whatever reads the last one's must be launched.
+        """
+        self._start()
+        self._under_way[i].wait()
+        batch, _, _, head_dim = self._held[0].shape
+        return self._buffers.shaped(i, batch, self._plan.seen, len(self._plan.units[i].kv_heads), head_dim)
+
+    def _start(self) -> None:
+        i = len(self._under_way)
+        if i == len(self._plan.units):
+            return
+        exchange, kv = self._plan.inbound[i], self._plan.units[i].kv_heads.slice
+        box = self._call.comm.outbox(exchange.nbytes, _IN)
+        for half, tensor in enumerate(self._held):
+            mine = tensor[:, :, kv]
+            _half(box, half, mine.shape, mine.dtype).copy_(mine)
+        self._under_way.append(self._call.comm.pull(exchange, box, self._buffers.at(i), _IN))
+
+
+class _Returning:
+    """The gradients of one unit's keys and values after another: those of others leave, the own ones come home."""
+
+    def __init__(self, call: AttentionCall, plan: GatherPlan, k: Tensor, into: Gradients) -> None:
+        self._comm, self._plan, self._like, self._into = call.comm, plan, k, into
+        self._staging = _Turns(call, plan, k, call.layout.size)
+        self._box = k.new_empty(0)
+        self._under_way: list[Transfer] = []
+
+    def own_parts(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return where dK and dV of own keys by own queries go, `[batch, real, kv_heads, head_dim]` each."""
+        k, v = self._parts(i)
+        return k[0], v[0]
+
+    def outbox(self, i: int) -> list[Tensor]:
+        """Return where dK and dV of the pulled keys go, `[batch, seen, kv_heads, head_dim]` each."""
+        batch, _, _, head_dim = self._like.shape
+        shape = torch.Size((batch, self._plan.seen, len(self._plan.units[i].kv_heads), head_dim))
+        self._box = self._comm.outbox(self._plan.outbound[i].nbytes, _OUT)
+        return [_half(self._box, half, shape, self._like.dtype) for half in (0, 1)]
+
+    def send(self, i: int) -> None:
+        """Send what is in the outbox; the others' parts of own keys come."""
+        self._under_way.append(self._comm.pull(self._plan.outbound[i], self._box, self._staging.at(i), _OUT))
+
+    def bring_home(self, i: int) -> None:
+        """Add up the gradients of own keys and values."""
+        self._under_way[i].wait()
+        for parts, gradient in zip(self._parts(i), self._into[1:], strict=True):
+            _add_up(self._plan.key_sums, parts, gradient[:, :, self._plan.units[i].kv_heads.slice])
+
+    def _parts(self, i: int) -> tuple[Tensor, Tensor]:
+        batch, _, _, head_dim = self._like.shape
+        kv_heads = len(self._plan.units[i].kv_heads)
+        return self._staging.shaped(i, self._plan.key_parts, batch, self._plan.real, kv_heads, head_dim)
+
+
+def _plan(call: AttentionCall, q: Tensor, k: Tensor) -> GatherPlan:
+    shapes = GatherShapes(
+        sight=Sight(call.layout, call.length, call.mask),
+        batch=q.shape[0],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        itemsize=q.element_size(),
+    )
+    return make_gather_plan(shapes, call.comm.rank, call.strategy.most_kv_heads)
+
+
+def _attend_to_own(
+    call: AttentionCall, plan: GatherPlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
+) -> Partial:
+    """Return attention of this rank's queries to its own keys: local order is global order."""
+    if plan.real:
+        return local_forward(replace(call, length=plan.real), q, k, v, out)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    shape = (q.shape[0], q.shape[2], q.shape[1])
+    return Partial(out.zero_(), q.new_full(shape, -torch.inf, dtype=accumulation_dtype(q.dtype)))
+
+
+def _merge(out: Tensor, lse: Tensor, part: Partial) -> None:
+    """Merge in fp32 or wider into an output of any dtype: rounded once."""
+    wide = out.to(lse.dtype)
+    merge_partials_(wide, lse, *part)
+    if wide is not out:
+        out.copy_(wide)
+
+
+def _add_up(sums: Sequence[Rows], parts: Tensor, out: Tensor) -> None:
+    for rows in sums:
+        sum_parts(parts[: rows.parts, :, rows.tokens.slice], out[:, rows.tokens.slice])
+
+
+def _half(box: Tensor, half: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor at the start of the first or the second half of an outbox."""
+    start = half * box.numel() // 2
+    return box[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)

@@ -1,48 +1,45 @@
 """Attention by exchanging heads: every rank attends with its own heads over the whole sequence.
 
-No partial results, no merge, no sum over ranks: outputs and gradients are those of one device's kernel, bit for bit.
-While a kernel works on some heads, the next ones come in and the last ones go home.
+No partial results, no merge, no sum over ranks: outputs and gradients are those of one device's kernel. While a kernel
+works on some heads, the next ones come in and the last ones go home. Tensors are moved from where they lie to where
+they are needed; nothing is packed.
+
+Memory beside the results, on each rank: the inbox, `q + k + v` bytes of the local tensors forward and
+`2 q + k + v` backward (with KV heads repeated where there are fewer than ranks), and two outboxes for the results of a
+unit each. Over the peer transport they stay allocated for the next call.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.attention.heads_plan import HeadsPlan, Transferral, Unit, make_heads_plan
+from bmburst.attention.heads_plan import HeadsPlan, Strides, Unit, make_heads_plan
 from bmburst.attention.outer import outer_backward, outer_forward
 from bmburst.comm.protocol import Transfer
-from bmburst.schedule import Span
 from bmburst_ops.flash import Gradients, Kernel, Partial
-from bmburst_ops.merge import accumulation_dtype
+from bmburst_ops.merge import accumulation_dtype, dense_rows
 
 _IN, _OUT = 0, 1  # lanes: what comes in does not queue behind what goes home
-_AHEAD = 2  # units under way before the first kernel; as many outboxes as a lane has
 
 
 def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     """Return attention of this rank's queries over the whole sequence; see `ring_forward`."""
-    plan = _plan(call, q, k, backward=False)
+    brought = [dense_rows(t) for t in (q, k, v)]
+    plan = _plan(call, q, k, brought, backward=False)
     shapes, statistics = plan.shapes, accumulation_dtype(q.dtype)
-    queries, keys, values = _token_buffers(plan, q, k, v)
-    out = q.new_empty(q.shape)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((shapes.batch, shapes.heads, shapes.layout.tokens), dtype=statistics)
-
-    def pack(unit: Unit, at: Transferral, box: Tensor) -> None:
-        for start, tensor, span in zip(at.starts, (q, k, v), _spans(unit), strict=True):
-            _pack(plan, box, start, tensor, span)
-
     going_home: list[Transfer] = []
-    for i, unit in _arriving(call, plan, (queries, keys, values), pack):
+    for i, unit, (queries, keys, values) in _arriving(call, plan, brought):
         at = plan.outbound[i]
         box = call.comm.outbox(at.exchange.nbytes, _OUT)
-        own = _field(box, at.starts[0], (shapes.batch, shapes.tokens, len(unit.heads), shapes.head_dim), q.dtype)
-        own_lse = _field(box, at.starts[1], (shapes.batch, len(unit.heads), shapes.tokens), statistics)
-        heads, kv = unit.heads.slice, unit.kv_heads.slice
-        part = outer_forward(call.outer, queries[:, :, heads], keys[:, :, kv], values[:, :, kv], out=own)
+        own = _tokens_of(plan, box, at.starts[0], len(unit.heads), q.dtype)
+        own_lse = _statistic_of(plan, box, at.starts[1], len(unit.heads), statistics)
+        part = outer_forward(call.outer, queries, keys, values, out=own)
         own_lse.copy_(part.lse)
-        going_home.append(call.comm.exchange(at.exchange, box, (out, lse), _OUT))
+        going_home.append(call.comm.pull(at.exchange, box, (out, lse), _OUT))
     for transfer in going_home:
         transfer.wait()
     return Partial(out, lse)
@@ -52,111 +49,69 @@ def heads_backward(
     call: AttentionCall, kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
 ) -> Gradients:
     """Return the gradients of this rank's q, k and v; see `ring_backward`."""
-    plan = _plan(call, q, k, backward=True)
-    shapes = plan.shapes
-    tokens = _token_buffers(plan, q, k, v, grad_out)
-    by_heads = (shapes.batch, shapes.own_heads, shapes.tokens)
-    statistics = tuple(t.new_empty(by_heads) for t in (lse, delta))
-    queries, keys, values, grads = tokens
-    grad_q = q.new_empty(q.shape)
-    grad_k, grad_v = (t.new_empty((shapes.replicas, *t.shape)) for t in (k, v))
-
-    def pack(unit: Unit, at: Transferral, box: Tensor) -> None:
-        spans = (*_spans(unit), unit.heads)
-        for start, tensor, span in zip(at.starts, (q, k, v, grad_out), spans, strict=False):
-            _pack(plan, box, start, tensor, span)
-        for start, statistic in zip(at.starts[4:], (lse, delta), strict=True):
-            _pack_statistic(plan, box, start, statistic, unit.heads)
-
+    brought = [*(dense_rows(t) for t in (q, k, v, grad_out)), lse.contiguous(), delta.contiguous()]
+    plan = _plan(call, q, k, brought, backward=True)
+    grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    grad_k, grad_v = (t.new_empty((plan.shapes.replicas, *t.shape)) for t in (k, v))
     going_home: list[Transfer] = []
-    for i, unit in _arriving(call, plan, (*tokens, *statistics), pack):
+    for i, unit, (queries, keys, values, grads, own_lse, own_delta) in _arriving(call, plan, brought):
         at = plan.outbound[i]
         box = call.comm.outbox(at.exchange.nbytes, _OUT)
-        heads, kv = unit.heads.slice, unit.kv_heads.slice
-        whole = (shapes.batch, shapes.tokens)
         counts = (len(unit.heads), len(unit.kv_heads), len(unit.kv_heads))
         into = Gradients(
-            *(
-                _field(box, start, (*whole, count, shapes.head_dim), q.dtype)
-                for start, count in zip(at.starts, counts, strict=True)
-            )
+            *(_tokens_of(plan, box, start, n, q.dtype) for start, n in zip(at.starts, counts, strict=True))
         )
-        own_lse, own_delta = (t[:, heads] for t in statistics)
-        outer_backward(
-            call.outer,
-            kernel,
-            *(grads[:, :, heads], queries[:, :, heads], keys[:, :, kv], values[:, :, kv]),
-            *(own_lse, own_delta),
-            into=into,
-        )
-        going_home.append(call.comm.exchange(at.exchange, box, (grad_q, grad_k, grad_v), _OUT))
+        outer_backward(call.outer, kernel, grads, queries, keys, values, own_lse, own_delta, into=into)
+        going_home.append(call.comm.pull(at.exchange, box, (grad_q, grad_k, grad_v), _OUT))
     for transfer in going_home:
         transfer.wait()
     return Gradients(grad_q, *(_joined(t) for t in (grad_k, grad_v)))
 
 
 def _arriving(
-    call: AttentionCall,
-    plan: HeadsPlan,
-    targets: Sequence[Tensor],
-    pack: Callable[[Unit, Transferral, Tensor], None],
-) -> Iterator[tuple[int, Unit]]:
-    """Yield each unit once its tensors are here; the units after it are on their way."""
-    under_way: list[Transfer] = []
+    call: AttentionCall, plan: HeadsPlan, brought: Sequence[Tensor]
+) -> Iterator[tuple[int, Unit, list[Tensor]]]:
+    """Yield each unit with its tensors over all tokens, once they are here; the next moves while the caller works.
 
-    def send(i: int) -> None:
-        at = plan.inbound[i]
-        box = call.comm.outbox(at.exchange.nbytes, _IN)
-        pack(plan.units[i], at, box)
-        under_way.append(call.comm.exchange(at.exchange, box, targets, _IN))
-
-    for i in range(min(_AHEAD, len(plan.units))):
-        send(i)
+    Queries and what belongs to them come with the unit's heads, keys and values with its KV heads.
+    """
+    shapes = plan.shapes
+    inbox = call.comm.inbox(plan.nbytes, _IN)
+    next_one = call.comm.push(plan.inbound[0], brought, inbox, _IN)
+    by_heads = (_tokens_of, _tokens_of, _tokens_of, _tokens_of, _statistic_of, _statistic_of)
+    views = []
+    for i, (tensor, start) in enumerate(zip(brought, plan.starts, strict=True)):
+        own = shapes.own_kv_heads if i in (1, 2) else shapes.own_heads
+        views.append(by_heads[i](plan, inbox, start, own, tensor.dtype))
     for i, unit in enumerate(plan.units):
-        under_way[i].wait()
-        yield i, unit
-        if i + _AHEAD < len(plan.units):
-            send(i + _AHEAD)
+        next_one.wait()
+        heads = [unit.kv_heads.slice if j in (1, 2) else unit.heads.slice for j in range(len(views))]
+        yield i, unit, [t[:, :, own] if t.dim() == 4 else t[:, own] for t, own in zip(views, heads, strict=True)]
+        if i + 1 < len(plan.units):  # after the kernel: the host's time for this one is hidden too
+            next_one = call.comm.push(plan.inbound[i + 1], brought, inbox, _IN)
 
 
-def _plan(call: AttentionCall, q: Tensor, k: Tensor, *, backward: bool) -> HeadsPlan:
-    return make_heads_plan(call.head_shapes(q, k), call.comm.rank, backward=backward, most=call.strategy.most_kv_heads)
+def _plan(call: AttentionCall, q: Tensor, k: Tensor, brought: Sequence[Tensor], *, backward: bool) -> HeadsPlan:
+    strides = []
+    for tensor in brought:
+        batch, second, third = (stride * tensor.element_size() for stride in tensor.stride()[:3])
+        strides.append(Strides(batch, second, third) if tensor.dim() == 4 else Strides(batch, third, second))
+    return make_heads_plan(
+        call.head_shapes(q, k), call.comm.rank, tuple(strides), backward=backward, most=call.strategy.most_kv_heads
+    )
 
 
-def _spans(unit: Unit) -> tuple[Span, Span, Span]:
-    return unit.heads, unit.new_kv_heads, unit.new_kv_heads
+def _tokens_of(plan: HeadsPlan, box: Tensor, start: int, heads: int, dtype: torch.dtype) -> Tensor:
+    """Return `[batch, tokens, heads, head_dim]` in a box."""
+    return _field(box, start, (plan.shapes.batch, plan.shapes.tokens, heads, plan.shapes.head_dim), dtype)
 
 
-def _token_buffers(plan: HeadsPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return memory for the whole sequence of the rank's own heads of each tensor."""
-    shapes = plan.shapes
-    heads = (shapes.own_heads if t.shape[2] == shapes.heads else shapes.own_kv_heads for t in tensors)
-    whole = (shapes.batch, shapes.tokens)
-    return tuple(t.new_empty((*whole, own, shapes.head_dim)) for t, own in zip(tensors, heads, strict=True))
-
-
-def _pack(plan: HeadsPlan, box: Tensor, start: int, tensor: Tensor, span: Span) -> None:
-    """Lay out every rank's heads of a unit one rank after another: `[rank, batch, tokens, heads, head_dim]`."""
-    if not len(span):
-        return
-    shapes = plan.shapes
-    batch, tokens, heads, head_dim = tensor.shape
-    replicas = shapes.degree // heads if heads < shapes.degree else 1
-    shares = tensor.unflatten(2, (shapes.degree // replicas, -1))[:, :, :, span.slice]
-    target = _field(box, start, (shapes.degree // replicas, replicas, batch, tokens, len(span), head_dim), tensor.dtype)
-    target.copy_(shares.permute(2, 0, 1, 3, 4)[:, None])
-
-
-def _pack_statistic(plan: HeadsPlan, box: Tensor, start: int, statistic: Tensor, span: Span) -> None:
-    """Lay out `[batch, heads, tokens]` as `[rank, batch, heads of the unit, tokens]`."""
-    batch, _, tokens = statistic.shape
-    shares = statistic.unflatten(1, (plan.shapes.degree, -1))[:, :, span.slice]
-    target = _field(box, start, (plan.shapes.degree, batch, len(span), tokens), statistic.dtype)
-    target.copy_(shares.transpose(0, 1))
+def _statistic_of(plan: HeadsPlan, box: Tensor, start: int, heads: int, dtype: torch.dtype) -> Tensor:
+    """Return `[batch, heads, tokens]` in a box."""
+    return _field(box, start, (plan.shapes.batch, heads, plan.shapes.tokens), dtype)
 
 
 def _field(box: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return part of an outbox as a tensor."""
     numel = 1
     for size in shape:
         numel *= size

@@ -110,28 +110,29 @@ def make_units(heads: int, kv_heads: int, *, most: int, whole_groups: bool) -> t
     return tuple(units)
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One tensor's part in an exchange.
+class Strides(NamedTuple):
+    """Bytes from one batch row, token and head of a tensor to the next."""
 
-    By tokens: `[batch, tokens, heads, head_dim]` on both sides, `width` bytes a token, of `pitch` bytes a token in the
-    target, from byte `column`. By heads, for statistics: `[batch, heads, tokens]`, `rows` heads of `width` bytes a
-    token, of `pitch` heads a batch row in the target, from head `column`.
-    """
+    batch: int
+    token: int
+    head: int
 
-    start: int
+
+class Place(NamedTuple):
+    """Where a tensor lies: in which buffer, from which byte on, and how."""
+
     buffer: int
-    width: int
-    pitch: int
-    column: int
-    rows: int = 0
-    shift: int = 0
-    """Bytes into the target buffer."""
+    start: int
+    strides: Strides
+
+    def at(self, head: int) -> "Place":
+        """Return the tensor from a head on."""
+        return self._replace(start=self.start + head * self.strides.head)
 
 
 @dataclass(frozen=True, slots=True)
-class Transferral:
-    """A unit's exchange and where each field starts in the outbox."""
+class Homeward:
+    """The way home of a unit's results: the exchange, and where each tensor starts in the outbox."""
 
     exchange: Exchange
     starts: tuple[int, ...]
@@ -139,140 +140,144 @@ class Transferral:
 
 @dataclass(frozen=True, slots=True)
 class HeadsPlan:
-    """Everything one rank does in a forward or a backward pass, unit by unit."""
+    """Everything one rank does in a forward or a backward pass, unit by unit.
+
+    Attributes:
+        shapes: The sizes.
+        starts: Where each tensor of the rank's own heads starts in the inbox.
+        nbytes: Size of the inbox.
+        units: What is attended together.
+        inbound: What brings each unit.
+        outbound: What takes its results home.
+    """
 
     shapes: HeadShapes
+    starts: tuple[int, ...]
+    nbytes: int
     units: tuple[Unit, ...]
-    inbound: tuple[Transferral, ...]
-    outbound: tuple[Transferral, ...]
+    inbound: tuple[Exchange, ...]
+    outbound: tuple[Homeward, ...]
 
 
 @lru_cache(maxsize=256)
-def make_heads_plan(shapes: HeadShapes, rank: int, *, backward: bool, most: int) -> HeadsPlan:
+def make_heads_plan(
+    shapes: HeadShapes, rank: int, sources: tuple[Strides, ...], *, backward: bool, most: int
+) -> HeadsPlan:
     """Return a rank's plan.
 
-    Forward brings q, k and v (targets 0 to 2) and returns out and the log-sum-exp (targets 0 and 1). Backward brings
-    q, k, v, dO, the log-sum-exp and delta (targets 0 to 5) and returns dQ, dK and dV (targets 0 to 2).
+    Forward brings q, k and v and returns out and the log-sum-exp (targets 0 and 1). Backward brings q, k, v, dO, the
+    log-sum-exp and delta, and returns dQ, dK and dV (targets 0 to 2).
+
+    Args:
+        shapes: The sizes.
+        rank: The rank.
+        sources: Strides of the tensors that are brought, in that order, the same on every rank.
+        backward: Which of the two.
+        most: See `make_units`.
     """
-    units = make_units(shapes.own_heads, shapes.own_kv_heads, most=most, whole_groups=backward)
+    own, own_kv = shapes.own_heads, shapes.own_kv_heads
+    counts = (own, own_kv, own_kv, own, own, own) if backward else (own, own_kv, own_kv)
+    rows = shapes.batch * shapes.tokens
+    items = [_item(shapes, i) for i in range(len(counts))]
+    starts, nbytes = _placed([rows * count * item for count, item in zip(counts, items, strict=True)])
+    units = make_units(own, own_kv, most=most, whole_groups=backward)
     return HeadsPlan(
         shapes,
+        starts,
+        nbytes,
         units,
-        tuple(_inbound(shapes, rank, unit, backward=backward) for unit in units),
+        tuple(_inbound(shapes, rank, unit, sources, starts, nbytes) for unit in units),
         tuple(_outbound(shapes, rank, unit, backward=backward) for unit in units),
     )
 
 
-def _inbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> Transferral:
-    row, statistic = shapes.head_dim * shapes.itemsize, shapes.statistics_itemsize
-    heads, new = unit.heads, unit.new_kv_heads
-    queries = (len(heads) * row, shapes.own_heads * row, heads.start * row)
-    keys = (len(new) * row, shapes.own_kv_heads * row, new.start * row)
-    sides = [(0, *queries, 0), (1, *keys, 0), (2, *keys, 0)]
-    if backward:
-        by_heads = (statistic, shapes.own_heads, heads.start, len(heads))
-        sides += [(3, *queries, 0), (4, *by_heads), (5, *by_heads)]
-    size = [shapes.batch * shapes.layout.tokens * width * max(rows, 1) for _, width, _, _, rows in sides]
-    starts, total = _placed([shapes.degree * nbytes for nbytes in size])
-    fields = [
-        Field(start, buffer, width, pitch, column, rows)
-        for start, (buffer, width, pitch, column, rows) in zip(starts, sides, strict=True)
-    ]
+def _inbound(
+    shapes: HeadShapes, rank: int, unit: Unit, sources: tuple[Strides, ...], starts: tuple[int, ...], nbytes: int
+) -> Exchange:
+    def route(source: int, target: int) -> Iterator[Move]:
+        if source // shapes.degree != target // shapes.degree:
+            return
+        member = target % shapes.degree
+        for i, (strides, start) in enumerate(zip(sources, starts, strict=True)):
+            is_kv = i in (1, 2)
+            span = unit.new_kv_heads if is_kv else unit.heads
+            count = shapes.own_kv_heads if is_kv else shapes.own_heads
+            first = member * (shapes.kv_heads if is_kv else shapes.heads) // shapes.degree
+            item = _item(shapes, i)
+            here = Place(i, 0, strides).at(first + span.start)
+            there = Place(0, start, _strides(i, shapes.tokens, count, item)).at(span.start)
+            for run in _landing(shapes, source):
+                yield from _moves(shapes.batch, len(span), item, run.tokens, (here, run.offset, 1), (there, *run[1:3]))
+
+    return make_exchange(rank, shapes.layout.size, nbytes, route)
+
+
+def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> Homeward:
+    kinds = (0, 1, 2) if backward else (0, 4)  # dQ, dK, dV lie as q, k, v do; out as q, its statistic as one
+    spans = [unit.kv_heads if kind in (1, 2) else unit.heads for kind in kinds]
+    items = [_item(shapes, kind) for kind in kinds]
+    rows = shapes.batch * shapes.tokens
+    starts, nbytes = _placed([rows * len(span) * item for span, item in zip(spans, items, strict=True)])
 
     def route(source: int, target: int) -> Iterator[Move]:
         if source // shapes.degree != target // shapes.degree:
             return
-        for field, nbytes in zip(fields, size, strict=True):
-            if nbytes:
-                start = field.start + target % shapes.degree * nbytes
-                yield from _moves(shapes, field, start, _landing(shapes, source), to_heads=True)
-
-    return Transferral(make_exchange(rank, shapes.layout.size, total, route), starts)
-
-
-def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> Transferral:
-    row, statistic = shapes.head_dim * shapes.itemsize, shapes.statistics_itemsize
-    heads, kv_heads = unit.heads, unit.kv_heads
-    rows = shapes.batch * shapes.tokens
-    widths = [len(heads) * row] + ([len(kv_heads) * row] * 2 if backward else [len(heads) * statistic])
-    starts, total = _placed([rows * width for width in widths])
-
-    def fields(source: int) -> Iterator[Field]:
         member = source % shapes.degree
-        first = member * shapes.own_heads + heads.start
-        yield Field(starts[0], 0, widths[0], shapes.heads * row, first * row)
-        if not backward:
-            yield Field(starts[1], 1, statistic, shapes.heads, first, len(heads))
-            return
-        first = member * shapes.kv_heads // shapes.degree + kv_heads.start
-        replica = member % shapes.replicas * shapes.batch * shapes.layout.tokens * shapes.kv_heads * row
-        for i in (1, 2):
-            yield Field(starts[i], i, widths[i], shapes.kv_heads * row, first * row, shift=replica)
+        for buffer, (kind, span, item, start) in enumerate(zip(kinds, spans, items, starts, strict=True)):
+            is_kv = kind in (1, 2)
+            heads = shapes.kv_heads if is_kv else shapes.heads
+            replica = member % shapes.replicas if is_kv else 0
+            offset = replica * shapes.batch * shapes.layout.tokens * heads * item
+            here = Place(0, start, _strides(kind, shapes.tokens, len(span), item))
+            there = Place(buffer, offset, _strides(kind, shapes.layout.tokens, heads, item))
+            there = there.at(member * heads // shapes.degree + span.start)
+            for run in _landing(shapes, target):
+                yield from _moves(shapes.batch, len(span), item, run.tokens, (here, *run[1:3]), (there, run.offset, 1))
 
-    def route(source: int, target: int) -> Iterator[Move]:
-        if source // shapes.degree == target // shapes.degree:
-            for field in fields(source):
-                yield from _moves(shapes, field, field.start, _landing(shapes, target), to_heads=False)
-
-    return Transferral(make_exchange(rank, shapes.layout.size, total, route), starts)
+    return Homeward(make_exchange(rank, shapes.layout.size, nbytes, route), starts)
 
 
-def _moves(shapes: HeadShapes, field: Field, start: int, runs: Sequence[Run], *, to_heads: bool) -> Iterator[Move]:
-    """Yield the moves of a field, run by run: from local tokens to those of the heads, or back.
-
-    `runs` says where the tokens of the rank at the local end stand among the tokens of the heads.
-    """
-    local, whole = shapes.layout.tokens, shapes.tokens
-    for batch in range(shapes.batch):
-        for run in runs:
-            here = (run.offset, 1, local)
-            there = (run.start, run.stride, whole)
-            source, target = (here, there) if to_heads else (there, here)
-            if field.rows:
-                yield from _statistic_moves(field, start, batch, run.tokens, source, target)
-            else:
-                yield _token_move(field, start, batch, run.tokens, source, target)
+def _item(shapes: HeadShapes, kind: int) -> int:
+    """Return the bytes of a token and head: a vector of q, k, v or dO (kinds 0 to 3), or a statistic (4 and 5)."""
+    return shapes.statistics_itemsize if kind > 3 else shapes.head_dim * shapes.itemsize
 
 
-_End = tuple[int, int, int]  # first token, stride, tokens of the whole tensor
+def _strides(kind: int, tokens: int, heads: int, item: int) -> Strides:
+    """Return the strides of a contiguous `[batch, tokens, heads, head_dim]`, or statistic `[batch, heads, tokens]`."""
+    return Strides(tokens * heads * item, *((item, tokens * item) if kind > 3 else (heads * item, item)))
 
 
-def _token_move(field: Field, start: int, batch: int, tokens: int, source: _End, target: _End) -> Move:
-    (source_first, source_stride, source_tokens), (first, stride, all_tokens) = source, target
-    return Move(
-        Block(
-            start + (batch * source_tokens + source_first) * field.width,
-            field.width,
-            tokens,
-            source_stride * field.width,
-        ),
-        Block(
-            field.shift + (batch * all_tokens + first) * field.pitch + field.column,
-            field.width,
-            tokens,
-            stride * field.pitch,
-            field.buffer,
-        ),
-    )
+_Run = tuple[Place, int, int]  # of a tensor, the tokens from the first on, with a stride
 
 
-def _statistic_moves(field: Field, start: int, batch: int, tokens: int, source: _End, target: _End) -> Iterator[Move]:
-    (source_first, source_stride, source_tokens), (first, stride, all_tokens) = source, target
-    item = field.width
-    source_row, target_row = source_tokens * item, all_tokens * item
-    source_start = start + batch * field.rows * source_row + source_first * item
-    target_start = (batch * field.pitch + field.column) * target_row + first * item
-    if source_stride == stride == 1:
-        yield Move(
-            Block(source_start, tokens * item, field.rows, source_row),
-            Block(target_start, tokens * item, field.rows, target_row, field.buffer),
-        )
+def _moves(batches: int, heads: int, item: int, tokens: int, source: _Run, target: _Run) -> Iterator[Move]:
+    """Yield what moves `tokens` tokens of `heads` heads: as few rectangles of bytes as their strides allow."""
+    if not heads:
         return
-    for head in range(field.rows):
-        yield Move(
-            Block(source_start + head * source_row, item, tokens, source_stride * item),
-            Block(target_start + head * target_row, item, tokens, stride * item, field.buffer),
-        )
+    ends = [
+        (place, place.start + first * place.strides.token, stride * place.strides.token)
+        for place, first, stride in (source, target)
+    ]
+    if all(place.strides.head == item for place, _, _ in ends):
+        parts = [(0, heads * item, tokens, [pitch for _, _, pitch in ends])]
+    elif all(pitch == item for _, _, pitch in ends):
+        parts = [(0, tokens * item, heads, [place.strides.head for place, _, _ in ends])]
+    else:
+        parts = [(head, item, tokens, [pitch for _, _, pitch in ends]) for head in range(heads)]
+    for batch in range(batches):
+        for head, width, rows, pitches in parts:
+            yield Move(
+                *(
+                    Block(
+                        start + batch * place.strides.batch + head * place.strides.head,
+                        width,
+                        rows,
+                        pitch,
+                        place.buffer,
+                    )
+                    for (place, start, _), pitch in zip(ends, pitches, strict=True)
+                )
+            )
 
 
 def _landing(shapes: HeadShapes, rank: int) -> list[Run]:
@@ -287,7 +292,7 @@ def _landing(shapes: HeadShapes, rank: int) -> list[Run]:
 
 
 def _placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Return where fields of these sizes start one after another, and their end."""
+    """Return where tensors of these sizes start one after another, and their end."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

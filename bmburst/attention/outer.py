@@ -21,8 +21,9 @@ def outer_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Ten
     """
     if call.comm.size == 1:
         return local_forward(call, q, k, v, out)
-    executor = gather_forward if call.strategy.outer == "gather" else ring_forward
-    part = executor(call, q, k, v)
+    if call.strategy.outer == "gather":
+        return gather_forward(call, q, k, v, out)
+    part = ring_forward(call, q, k, v)
     if out is None:
         return part
     out.copy_(part.out)
@@ -43,8 +44,9 @@ def outer_backward(
     """Return the gradients of q, k and v, without exchanging heads; `into` as `out` above."""
     if call.comm.size == 1:
         return local_backward(call, kernel, grad_out, q, k, v, lse, delta, into)
-    executor = gather_backward if call.strategy.outer == "gather" else ring_backward
-    gradients = executor(call, kernel, grad_out, q, k, v, lse, delta)
+    if call.strategy.outer == "gather":
+        return gather_backward(call, kernel, grad_out, q, k, v, lse, delta, into)
+    gradients = ring_backward(call, kernel, grad_out, q, k, v, lse, delta)
     if into is None:
         return gradients
     for target, gradient in zip(into, gradients, strict=True):

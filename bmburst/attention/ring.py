@@ -9,7 +9,7 @@ from bmburst.attention.call import AttentionCall
 from bmburst.comm.protocol import BlockMover, Transfer
 from bmburst.schedule import Schedule, Step, Tile
 from bmburst_ops.flash import Gradients, Kernel, Partial
-from bmburst_ops.merge import accumulation_dtype, merge_partials_
+from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 
 def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
@@ -65,18 +65,18 @@ def ring_backward(
         guest_grads = zeros(k), zeros(v)
         for tile in step.tiles:
             grads = tile_gradients(tile, (q, grad_out, lse, delta), guests)
-            grad_q[:, tile.queries.slice] += grads.q
-            guest_grads[0][:, tile.keys.slice] += grads.k
-            guest_grads[1][:, tile.keys.slice] += grads.v
+            add_(grad_q[:, tile.queries.slice], grads.q)
+            add_(guest_grads[0][:, tile.keys.slice], grads.k)
+            add_(guest_grads[1][:, tile.keys.slice], grads.v)
         return guest_grads
 
     def queries_visit(step: Step, guests: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         guest_grad = zeros(q)
         for tile in step.tiles:
             grads = tile_gradients(tile, guests, (k, v))
-            guest_grad[:, tile.queries.slice] += grads.q
-            grad_k[:, tile.keys.slice] += grads.k
-            grad_v[:, tile.keys.slice] += grads.v
+            add_(guest_grad[:, tile.queries.slice], grads.q)
+            add_(grad_k[:, tile.keys.slice], grads.k)
+            add_(grad_v[:, tile.keys.slice], grads.v)
         return (guest_grad,)
 
     if call.strategy.travellers == "kv":
@@ -122,4 +122,4 @@ def _carry_home(
 
 def _add(shares: tuple[Tensor, ...], carried: tuple[Tensor, ...]) -> None:
     for share, brought in zip(shares, carried, strict=True):
-        share += brought
+        add_(share, brought)

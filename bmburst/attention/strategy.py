@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from bmburst.attention.heads_plan import HeadShapes
@@ -13,6 +14,7 @@ STRATEGIES = ("auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "h
 Outer = Literal["ring", "gather"]
 
 _OUTBOX_BYTES = 1 << 30
+_GATHERED_BYTES = 4 << 30
 _PIPELINED_WORK = 5e10  # FLOPs of one head: below, a kernel is too short to hide anything and only its launch counts
 
 
@@ -24,7 +26,7 @@ class Strategy:
         heads: Ranks that exchange heads; 1 for none.
         outer: Between groups of that many ranks: blocks go round a ring, or each rank gathers what it needs.
         travellers: What goes round in backward: keys and values, or queries.
-        most_kv_heads: KV heads that one step of a head exchange moves; 0: all in one step.
+        most_kv_heads: KV heads that one step of an exchange or of a gather moves; 0: all in one step.
     """
 
     heads: int
@@ -61,6 +63,7 @@ _KERNEL_RATE = {"peer": 6e14, "nccl": 6e14}  # FLOP/s; on CPUs 2e11
 _CUT_LOSS = 0.03  # a kernel's share lost when the scores are cut into rectangles
 
 
+@lru_cache(maxsize=1024)
 def choose_strategy(name: str, shapes: HeadShapes, mask: Mask, transport: str, wide: int) -> Strategy:
     """Return the strategy of that name, or for "auto" the one with the lowest `cost`.
 
@@ -79,9 +82,7 @@ def choose_strategy(name: str, shapes: HeadShapes, mask: Mask, transport: str, w
     if not found:
         raise UserError(f"strategy '{name}' cannot work: {_refusal(name, shapes, mask)}\nuse strategy='auto'")
     best = min(found, key=lambda strategy: cost(strategy, shapes, mask, transport, wide))
-    if best.heads == 1:
-        return best
-    return replace(best, most_kv_heads=_most_kv_heads(replace(shapes, degree=best.heads), mask, transport))
+    return replace(best, most_kv_heads=_most_kv_heads(best, replace(shapes, degree=best.heads), mask, transport))
 
 
 def cost(strategy: Strategy, shapes: HeadShapes, mask: Mask, transport: str, wide: int) -> float:
@@ -116,6 +117,9 @@ def cost(strategy: Strategy, shapes: HeadShapes, mask: Mask, transport: str, wid
 def _candidates(name: str, shapes: HeadShapes, mask: Mask, wide: int) -> Iterator[Strategy]:
     """Yield what the name allows and the shapes permit."""
     size = shapes.layout.size
+    if size == 1:
+        yield Strategy(1, "ring", "kv")  # nothing is spread, whatever the name
+        return
     for degree in range(1, size + 1):
         within = replace(shapes, degree=degree)
         if within.refusal() is not None or not _allows(name, degree, size):
@@ -132,7 +136,7 @@ def _candidates(name: str, shapes: HeadShapes, mask: Mask, wide: int) -> Iterato
 
 
 def _allows(name: str, degree: int, size: int) -> bool:
-    if name == "auto" or size == 1:
+    if name == "auto":
         return True
     if name == "heads":
         return degree == size
@@ -149,7 +153,7 @@ def gather_refusal(layout: Layout, mask: Mask) -> str | None:
 def _refusal(name: str, shapes: HeadShapes, mask: Mask) -> str:
     size = shapes.layout.size
     if name == "heads":
-        return replace(shapes, degree=size).refusal() or "there is one rank"
+        return str(replace(shapes, degree=size).refusal())
     if name.startswith("heads+"):
         reasons = (replace(shapes, degree=degree).refusal() for degree in range(2, size))
         return next((reason for reason in reasons if reason), f"{size} ranks form no smaller groups")
@@ -170,14 +174,18 @@ def _attention_shape(shapes: HeadShapes, wide: int) -> AttentionShape:
     )
 
 
-def _most_kv_heads(shapes: HeadShapes, mask: Mask, transport: str) -> int:
-    """Return how many KV heads a step of the exchange moves: as many as an outbox of 1 GiB holds, at least 1.
+def _most_kv_heads(strategy: Strategy, shapes: HeadShapes, mask: Mask, transport: str) -> int:
+    """Return how many KV heads move in one step, at least 1, so that memory for them stays bounded.
 
     All in one step (0) where transfers cannot hide: short sequences, and transports that take the kernel's place.
+    Heads: what an outbox of 1 GiB holds. Gather alone: what its boxes and buffers of 4 GiB hold, in two steps or more.
     """
-    work = 2 * shapes.batch * (shapes.layout.size * shapes.layout.tokens) ** 2 * shapes.head_dim
+    whole = shapes.layout.size * shapes.layout.tokens
+    work = 2 * shapes.batch * whole**2 * shapes.head_dim
     if transport != "peer" or work * (2 if mask == "full" else 1) < _PIPELINED_WORK:
         return 0
+    vector = shapes.batch * shapes.head_dim * shapes.itemsize
+    if strategy.heads == 1:
+        return max(1, min(-(-shapes.kv_heads // 2), _GATHERED_BYTES // (12 * vector * whole)))
     group = shapes.own_heads // shapes.own_kv_heads
-    each = shapes.batch * shapes.tokens * (2 * group + 2) * shapes.head_dim * shapes.itemsize
-    return max(1, _OUTBOX_BYTES // each)
+    return max(1, _OUTBOX_BYTES // (vector * shapes.tokens * (group + 2)))

@@ -86,15 +86,23 @@ class BMTrainCommunicator:
         return self._start(operations, received, sent)
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """See `Communicator.outbox`."""
+        """See `BlockMover.outbox`."""
         del lane
-        device = torch.device("cpu" if self.transport == "gloo" else "cuda")
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu" if self.transport == "gloo" else "cuda")
 
-    def exchange(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
-        """See `Communicator.exchange`."""
+    inbox = outbox
+
+    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `BlockMover.pull`."""
         del lane
+        return self._exchange(exchange, (outbox,), targets)
 
+    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
+        """See `BlockMover.push`."""
+        del lane
+        return self._exchange(exchange, sources, (inbox,))
+
+    def _exchange(self, exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Transfer:
         def swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Transfer:
             def operations() -> None:
                 for peer, (sent, received) in enumerate(zip(outgoing, incoming, strict=True)):
@@ -103,9 +111,9 @@ class BMTrainCommunicator:
                     if received.numel():
                         self._nccl.recv(Flat(received), peer, self._handle)
 
-            return self._start(operations, tuple(incoming), (outbox, *outgoing, *targets))
+            return self._start(operations, tuple(incoming), (*outgoing, *sources, *targets))
 
-        return exchange_messages(exchange, outbox, targets, swap)
+        return exchange_messages(exchange, sources, targets, swap)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`. BMTrain 1.0.1 has none: grouped sends and receives."""
@@ -144,7 +152,7 @@ class BMTrainCommunicator:
         self, operations: Callable[[], None], received: tuple[Tensor, ...], sent: tuple[Tensor, ...]
     ) -> Transfer:
         """Launch on our stream, after what the current stream has made, without blocking the host."""
-        if not any(tensor.numel() for tensor in received):
+        if not any(tensor.numel() for tensor in (*received, *sent)):
             return Arrived(received)  # BMTrain divides by the number of elements
         pending = SideStreamTransfer(self._stream, received, sent)
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.exchange import Exchange
-from bmburst.comm.messages import exchange_messages
 from bmburst.comm.protocol import Arrived, Communicator, Transfer
 from bmburst.errors import UserError
 
@@ -128,17 +127,22 @@ class Checked:
         return self.inner.ring(*tensors, shift=shift) if shift % self.size else Arrived(tensors)
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """See `Communicator.outbox`."""
-        if self.size == 1:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        """See `BlockMover.outbox`."""
         return self.inner.outbox(nbytes, lane)
 
-    def exchange(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
-        """See `Communicator.exchange`."""
-        self._check(f"exchange of {exchange.nbytes} bytes in lane {lane} into", *targets)
-        if self.size == 1:
-            return exchange_messages(exchange, outbox, targets, lambda *_: Arrived(()))
-        return self.inner.exchange(exchange, outbox, targets, lane)
+    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `BlockMover.pull`."""
+        self._check(f"pull of {exchange.nbytes} bytes in lane {lane} into", *targets)
+        return self.inner.pull(exchange, outbox, targets, lane)
+
+    def inbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """See `BlockMover.inbox`."""
+        return self.inner.inbox(nbytes, lane)
+
+    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
+        """See `BlockMover.push`."""
+        self._check(f"push of {exchange.nbytes} bytes in lane {lane} from", *sources)
+        return self.inner.push(exchange, sources, inbox, lane)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""

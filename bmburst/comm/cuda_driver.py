@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
-_ANY_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines rather than multiprocessors
 _WAIT_32, _WRITE_32 = 1, 2
-_UNTIL_EQUAL = 1
+_POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _PER_CALL = 128  # operations that one cuStreamBatchMemOp may hold; the driver's limit is 256
 
@@ -56,13 +55,28 @@ class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
-class _CopyAttributes(ctypes.Structure):
-    """`CUmemcpyAttributes`."""
+class _Operand(ctypes.Structure):
+    """`CUmemcpy3DOperand` of a pointer; a row's length is in bytes."""
 
     _fields_ = (
+        ("type", ctypes.c_int),
+        ("address", ctypes.c_uint64),
+        ("pitch", ctypes.c_size_t),
+        ("rows", ctypes.c_size_t),
+        ("location", _Location),
+    )
+
+
+class _BatchedCopy(ctypes.Structure):
+    """`CUDA_MEMCPY3D_BATCH_OP`."""
+
+    _fields_ = (
+        ("source", _Operand),
+        ("target", _Operand),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+        ("depth", ctypes.c_size_t),
         ("order", ctypes.c_int),
-        ("source", _Location),
-        ("target", _Location),
         ("flags", ctypes.c_uint),
     )
 
@@ -160,89 +174,90 @@ class Signals:
     """Writes and waits of 32-bit words, prepared once: what a stream does without a multiprocessor.
 
     Args:
-        raised: Addresses, on any device of the host, set to 1 once all before it in the stream is visible there.
-        awaited: Addresses on this device, then awaited until they are 1, and set back to 0.
+        raised: Addresses, on any device of the host, written once all before them in the stream is visible there.
+        awaited: Addresses on this device; the stream goes on when they have reached a value, in cyclic order.
     """
 
     def __init__(self, raised: Sequence[int] = (), awaited: Sequence[int] = ()) -> None:
-        operations = [(_WRITE_32, address, 1, 0) for address in raised]
-        operations += [(_WAIT_32, address, 1, _UNTIL_EQUAL) for address in awaited]
-        operations += [(_WRITE_32, address, 0, 0) for address in awaited]
-        parts = [operations[i : i + _PER_CALL] for i in range(0, len(operations), _PER_CALL)]
+        kinds = [(_WRITE_32, address) for address in raised] + [(_WAIT_32, address) for address in awaited]
+        parts = [kinds[i : i + _PER_CALL] for i in range(0, len(kinds), _PER_CALL)]
         self._batches = [(_MemoryOperation * len(part))(*(_MemoryOperation(*each) for each in part)) for part in parts]
 
-    def enqueue(self, stream: int) -> None:
-        """Enqueue them on a stream, given by its handle."""
+    def enqueue(self, stream: int, value: int) -> None:
+        """Enqueue them on a stream, given by its handle: write `value`, then wait until the others have reached it."""
         for batch in self._batches:
+            for operation in batch:
+                operation.value = value & 0xFFFFFFFF
             _call("cuStreamBatchMemOp_v2", ctypes.c_void_p(stream), ctypes.c_uint(len(batch)), batch, ctypes.c_uint(0))
 
 
 class Copies:
-    """Copies into this device, prepared once for whatever addresses the buffers have. In any order among themselves.
+    """Copies of rectangles of bytes, prepared once for whatever addresses the buffers have.
+
+    They are enqueued in one call, and run in any order among themselves.
 
     Args:
-        copies: Each with addresses relative to the buffers that `enqueue` gets.
+        copies: Each with offsets into the buffers that `enqueue` gets.
         targets: For each copy, the number of its target buffer.
         sources: For each copy, the number of its source buffer.
     """
 
     def __init__(self, copies: Sequence[Copy], targets: Sequence[int], sources: Sequence[int]) -> None:
-        numbered = list(zip(copies, targets, sources, strict=True))
-        flat = [entry for entry in numbered if entry[0].rows == 1]
-        self._targets = _Addresses([(copy.target, buffer) for copy, buffer, _ in flat])
-        self._sources = _Addresses([(copy.source, buffer) for copy, _, buffer in flat])
-        self._sizes = np.array([copy.width for copy, _, _ in flat], dtype=np.uint64)
-        self._rectangles = [(_rectangle(entry[0]), *entry) for entry in numbered if entry[0].rows > 1]
-        self._attributes = _CopyAttributes(order=_ANY_STREAM_ORDER, flags=_OVERLAP_WITH_COMPUTE)
+        self._batch = (_BatchedCopy * len(copies))()
+        for operation, copy in zip(self._batch, copies, strict=True):
+            operation.source.type = operation.target.type = _POINTER
+            operation.source.pitch = copy.source_pitch or copy.width
+            operation.target.pitch = copy.target_pitch or copy.width
+            operation.source.rows = operation.target.rows = copy.rows
+            operation.width, operation.height, operation.depth = copy.width, copy.rows, 1
+            operation.order, operation.flags = _STREAM_ORDER, _OVERLAP_WITH_COMPUTE
+        # All addresses are set in two steps, not in two for each copy: the host has less to do than the copy engines.
+        words = np.ndarray((len(copies), _WORDS), dtype=np.uint64, buffer=memoryview(self._batch).cast("B"))
+        self._addresses = tuple(
+            (words[:, word], np.array(buffers, dtype=np.intp), np.array(offsets, dtype=np.uint64))
+            for word, buffers, offsets in (
+                (_WORD_OF_TARGET, targets, [copy.target for copy in copies]),
+                (_WORD_OF_SOURCE, sources, [copy.source for copy in copies]),
+            )
+        )
 
     def enqueue(self, stream: int, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Enqueue them on a stream that is not the default one, given by its handle; buffers are addresses."""
-        if self._sizes.size:
-            self._enqueue_flat(stream, self._targets.over(targets), self._sources.over(sources))
-        for rectangle, copy, target, source in self._rectangles:
-            rectangle.target_device, rectangle.source_device = (
-                targets[target] + copy.target,
-                sources[source] + copy.source,
-            )
-            _call("cuMemcpy2DAsync_v2", ctypes.byref(rectangle), ctypes.c_void_p(stream))
-
-    def _enqueue_flat(self, stream: int, targets: NDArray[np.uint64], sources: NDArray[np.uint64]) -> None:
-        if not _has_batches():  # before CUDA 13
-            for target, source, size in zip(targets.tolist(), sources.tolist(), self._sizes.tolist(), strict=True):
-                _call("cuMemcpyAsync", *map(ctypes.c_uint64, (target, source, size)), ctypes.c_void_p(stream))
+        count = len(self._batch)
+        if not count:
             return
-        addresses = (ctypes.c_void_p(array.ctypes.data) for array in (targets, sources, self._sizes))
-        first = ctypes.c_size_t(0)  # the attributes hold from the first copy on
-        _call(
-            "cuMemcpyBatchAsync_v2",
-            *(*addresses, ctypes.c_size_t(self._sizes.size)),
-            *(ctypes.byref(self._attributes), ctypes.byref(first), ctypes.c_size_t(1), ctypes.c_void_p(stream)),
-        )
+        for (words, buffers, offsets), bases in zip(self._addresses, (targets, sources), strict=True):
+            words[:] = np.array(bases, dtype=np.uint64)[buffers] + offsets
+        if _has_batches():
+            _call(
+                "cuMemcpy3DBatchAsync_v2",
+                *(ctypes.c_size_t(count), self._batch, ctypes.c_ulonglong(0), ctypes.c_void_p(stream)),
+            )
+            return
+        for operation in self._batch:
+            _call("cuMemcpy2DAsync_v2", ctypes.byref(_rectangle(operation)), ctypes.c_void_p(stream))
 
 
-class _Addresses:
-    """Offsets into numbered buffers, turned into addresses in one step."""
-
-    def __init__(self, places: Sequence[tuple[int, int]]) -> None:
-        self._offsets = np.array([offset for offset, _ in places], dtype=np.uint64)
-        self._buffers = np.array([buffer for _, buffer in places], dtype=np.intp)
-
-    def over(self, bases: Sequence[int]) -> NDArray[np.uint64]:
-        """Return the addresses, uint64, over buffers that start at `bases`."""
-        return np.array(bases, dtype=np.uint64)[self._buffers] + self._offsets
+_WORDS = ctypes.sizeof(_BatchedCopy) // 8
+_WORD_OF_SOURCE = (_BatchedCopy.source.offset + _Operand.address.offset) // 8
+_WORD_OF_TARGET = (_BatchedCopy.target.offset + _Operand.address.offset) // 8
 
 
 @cache
 def _has_batches() -> bool:
-    return hasattr(_driver(), "cuMemcpyBatchAsync_v2")
+    """Whether the driver is of CUDA 13 or newer."""
+    return hasattr(_driver(), "cuMemcpy3DBatchAsync_v2")
 
 
-def _rectangle(copy: Copy) -> Any:
+def _rectangle(operation: Any) -> Any:
+    """Return the same copy for older drivers."""
     return _Copy2D(
         source_type=_DEVICE,
-        source_pitch=copy.source_pitch,
+        source_device=operation.source.address,
+        source_pitch=operation.source.pitch,
         target_type=_DEVICE,
-        target_pitch=copy.target_pitch,
-        width=copy.width,
-        height=copy.rows,
+        target_device=operation.target.address,
+        target_pitch=operation.target.pitch,
+        width=operation.width,
+        height=operation.height,
     )

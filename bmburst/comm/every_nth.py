@@ -12,7 +12,7 @@ from bmburst.comm.protocol import BlockMover, Transfer
 class EveryNth:
     """The ranks `rank % n`, `rank % n + n`, ... of a group. All n such groups must make the same calls.
 
-    It has the verbs that attention uses: `ring`, `outbox` and `exchange`.
+    Satisfies `BlockMover`.
     """
 
     def __init__(self, comm: BlockMover, n: int) -> None:
@@ -20,16 +20,24 @@ class EveryNth:
         self.rank, self.size, self.transport = comm.rank // n, comm.size // n, comm.transport
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
-        """See `Communicator.ring`."""
+        """See `BlockMover.ring`."""
         return self._comm.ring(*tensors, shift=shift * self._n)
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """See `Communicator.outbox`."""
+        """See `BlockMover.outbox`."""
         return self._comm.outbox(nbytes, lane)
 
-    def exchange(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
-        """See `Communicator.exchange`."""
-        return self._comm.exchange(_spread(exchange, self._comm.rank, self._n), outbox, targets, lane)
+    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `BlockMover.pull`."""
+        return self._comm.pull(_spread(exchange, self._comm.rank, self._n), outbox, targets, lane)
+
+    def inbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """See `BlockMover.inbox`."""
+        return self._comm.inbox(nbytes, lane)
+
+    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
+        """See `BlockMover.push`."""
+        return self._comm.push(_spread(exchange, self._comm.rank, self._n), sources, inbox, lane)
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,8 @@
 """Who moves which bytes where, as plain data: what every transport obeys, and what a test can count.
 
-A rank fills one buffer, its outbox, of the same size on every rank. An exchange then moves blocks of it to where other
-ranks want them. Ranks that read each other's memory only obey `receives`; those that send messages obey both.
+Either the senders lay out what moves in one buffer each, an outbox that the others read, or the receivers offer one
+buffer each, an inbox that the others write. Ranks that reach each other's memory need one side of an exchange only;
+those that send messages need both.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +11,10 @@ from typing import NamedTuple
 
 
 class Block(NamedTuple):
-    """`rows` runs of `width` bytes of one buffer, the first at byte `offset`, each `pitch` bytes after the last."""
+    """`rows` runs of `width` bytes of one buffer, the first at byte `offset`, each `pitch` bytes after the last.
+
+    Offsets count from the first element of the buffer's tensor, which may be a view of any strides.
+    """
 
     offset: int
     width: int
@@ -30,7 +34,7 @@ class Block(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A block of the sender's outbox, and where it lies in the receiver's target of number `target.buffer`."""
+    """A block of one of the sender's buffers, and one of the receiver's of equal width and rows."""
 
     source: Block
     target: Block
@@ -40,25 +44,26 @@ Route = Callable[[int, int], Iterable[Move]]
 """From a sender and a receiver to what moves between them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """What one rank of a group does in an exchange.
+    """What one rank of a group does in an exchange. Plans are made once and kept: equal is what is the same.
 
     Attributes:
-        nbytes: Size of the outbox, the same on every rank.
-        sends: For each rank of the group, the blocks of this rank's outbox that it gets, in the order of its moves.
-        receives: For each rank of the group, what comes from its outbox.
+        rank: The rank.
+        nbytes: Size of the outbox or inbox, the same on every rank.
+        sends: For each rank of the group, what goes there from this one.
+        receives: For each rank of the group, what comes from there.
     """
 
     rank: int
     nbytes: int
-    sends: tuple[tuple[Block, ...], ...]
+    sends: tuple[tuple[Move, ...], ...]
     receives: tuple[tuple[Move, ...], ...]
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that leave this rank."""
-        return sum(block.nbytes for p, blocks in enumerate(self.sends) if p != self.rank for block in blocks)
+        return sum(move.source.nbytes for p, moves in enumerate(self.sends) if p != self.rank for move in moves)
 
 
 def make_exchange(rank: int, size: int, nbytes: int, route: Route) -> Exchange:
@@ -66,6 +71,6 @@ def make_exchange(rank: int, size: int, nbytes: int, route: Route) -> Exchange:
     return Exchange(
         rank,
         nbytes,
-        sends=tuple(tuple(move.source for move in route(rank, peer)) for peer in range(size)),
+        sends=tuple(tuple(route(rank, peer)) for peer in range(size)),
         receives=tuple(tuple(route(peer, rank)) for peer in range(size)),
     )

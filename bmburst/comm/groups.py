@@ -1,6 +1,7 @@
 """From what a program has (a process group, BMTrain's communicator, a mesh, nothing) to a communicator."""
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -38,7 +39,7 @@ def communicator(group: object) -> Checked:
             "call this only on the ranks that the group holds"
         )
     if isinstance(group, dist.ProcessGroup):
-        return _over_process_group(group)
+        return _over_process_group(weakref.ref(group))
     nccl = sys.modules.get("bmtrain.nccl")
     if nccl is not None and isinstance(group, nccl.NCCLCommunicator):
         return _over_bmtrain(group)
@@ -114,7 +115,9 @@ def _bmtrain_config() -> dict[str, Any] | None:
 
 # One communicator for a group, however often attention is called with it: each may own streams and shared memory.
 @lru_cache(maxsize=64)
-def _over_process_group(group: dist.ProcessGroup) -> Checked:
+def _over_process_group(reference: "weakref.ref[dist.ProcessGroup]") -> Checked:
+    group = reference()
+    assert group is not None  # the caller has it
     return _checked(ProcessGroupCommunicator(group))
 
 

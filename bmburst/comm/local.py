@@ -89,23 +89,32 @@ class LocalCommunicator:
         return _Received(call, [self._from[(self.rank - shift) % self.size]], lambda messages: messages[0])
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """See `Communicator.outbox`."""
+        """See `BlockMover.outbox`."""
         del lane
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def exchange(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
-        """See `Communicator.exchange`."""
-        del lane
+    inbox = outbox
 
+    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `BlockMover.pull`."""
+        del lane
+        return self._exchange(exchange, (outbox,), targets)
+
+    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
+        """See `BlockMover.push`."""
+        del lane
+        return self._exchange(exchange, sources, (inbox,))
+
+    def _exchange(self, exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Transfer:
         def swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Transfer:
             def arrive(parts: list[Tensor]) -> Tensor:
                 for buffer, part in zip(incoming, parts, strict=True):
                     buffer.copy_(part)
-                return outbox
+                return targets[0]
 
             return self._swapped(outgoing, arrive)
 
-        return exchange_messages(exchange, outbox, targets, swap)
+        return exchange_messages(exchange, sources, targets, swap)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""

@@ -1,12 +1,12 @@
-"""A communicator whose blocks are pulled by the copy engines straight from the other GPUs' memory, inside one host.
+"""A communicator whose blocks the copy engines move between the GPUs of one host, reading or writing peers' memory.
 
 NCCL's kernels hold multiprocessors, and an attention kernel beside them waits for those; a copy engine holds none.
-Ranks tell each other by 32-bit words in shared memory, written and awaited by the streams themselves: the host never
-waits. Each lane has its own stream and two outboxes that take turns:
+Ranks tell each other by 32-bit words in shared memory, which the streams themselves write and await: the host never
+waits. A lane numbers what it moves; a word holds the number of the last thing that one rank has told another, so that
+none is ever missed:
 
-    filled by kernels -> "ready" to all that read it -> pulled -> "free" to its owner -> filled again
-
-A word is set by one rank and cleared by the other, once a turn, so it needs no counter and never overtakes.
+    pull: filled by kernels -> READY to its readers -> they copy -> DONE to its owner -> filled again
+    push: OFFER to its writers once kernels have read the last content -> they copy -> DONE to its owner
 """
 
 from collections.abc import Sequence
@@ -20,48 +20,62 @@ from torch import Tensor
 from bmburst.comm.cuda_driver import Copies, Copy, Signals
 from bmburst.comm.exchange import Block, Exchange, Move, make_exchange
 from bmburst.comm.liveness import PeerWatch
+from bmburst.comm.messages import copy_own
 from bmburst.comm.objects import gather_objects
 from bmburst.comm.protocol import Communicator, Transfer
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, host_identity
 from bmburst.comm.side_stream import SideStreamTransfer
 from bmburst.errors import UserError
 
-LANES = 2
-_SLOTS = 2
-_WORD = 64  # bytes from one signal to the next: each in a cache line of its own
+LANES = 4
+_OUTBOXES = 2
+_OFFER, _READY, _DONE = _KINDS = range(3)
+_WORD = 64  # bytes from one word to the next: each in a cache line of its own
 _ALIGN = 512
-_READY, _FREE = 0, 1
 
 
 @dataclass(slots=True)
-class _Slot:
-    """One of a lane's outboxes, and who reads it in the present turn."""
+class _Box:
+    """An outbox or inbox of a lane."""
 
-    number: int
     memory: SharedMemory | None = None
     readers: tuple[int, ...] = ()
+    """Who reads the outbox's present content."""
+    number: int = 0
+    """The lane's number of that reading, or of the inbox's offer."""
     done: Any = None
+    """The event after this rank's own part in it."""
+    user: Any = None
+    """The stream whose kernels read the inbox's present content."""
+    offered: Any = None
+    """The event at which it was offered, and all that is pushed had been made."""
 
 
 @dataclass(slots=True)
 class _Lane:
+    index: int
     stream: Any
-    slots: tuple[_Slot, ...]
+    outboxes: tuple[_Box, ...] = field(default_factory=lambda: tuple(_Box() for _ in range(_OUTBOXES)))
+    inbox: _Box = field(default_factory=_Box)
     turn: int = 0
-    filling: _Slot | None = field(default=None)
+    number: int = 0
+
+    def next(self) -> int:
+        self.number += 1
+        return self.number
 
 
 class PeerCommunicator:
-    """`Communicator` by copy engines for `exchange` and `ring`; the other verbs go over the communicator beneath.
+    """`Communicator` by copy engines for `pull`, `push` and `ring`; the other verbs go over the one beneath.
 
-    Memory: each lane keeps two outboxes, each as large as the largest exchange of that lane so far.
+    Memory: each lane keeps two outboxes and an inbox, each as large as the largest of its kind so far.
 
     Args:
-        inner: The group's own communicator; exchanges handles now and whenever an outbox grows.
+        inner: The group's own communicator; exchanges handles now and whenever a box grows.
         device: This rank's GPU.
 
     Raises:
-        SharedMemoryError: On every rank, with the reason, where some rank cannot read another's memory.
+        SharedMemoryError: On every rank, with the reason, where some rank cannot reach another's memory.
     """
 
     transport = "peer"
@@ -70,63 +84,83 @@ class PeerCommunicator:
         self._inner, self._device = inner, device
         self.rank, self.size = inner.rank, inner.size
         _require_one_host(inner)
-        self._words = SharedMemory(inner, LANES * _SLOTS * 2 * self.size * _WORD, device)
+        self._words = SharedMemory(inner, LANES * len(_KINDS) * self.size * _WORD, device)
         self._words.local.zero_()
         torch.cuda.synchronize(device)
         gather_objects(inner, None)  # no rank signals before all words are clear
-        self._lanes = [
-            _Lane(torch.cuda.Stream(device, priority=-1), tuple(_Slot(lane * _SLOTS + i) for i in range(_SLOTS)))
-            for lane in range(LANES)
-        ]
+        self._lanes = [_Lane(lane, torch.cuda.Stream(device, priority=-1)) for lane in range(LANES)]
         self._prepared = lru_cache(maxsize=1024)(self._prepare)
-        self._turn_signals = lru_cache(maxsize=1024)(self._signals_of)
+        self._signals = lru_cache(maxsize=256)(self._make_signals)
         self._watch = PeerWatch(inner, device)
+        self._others = tuple(p for p in range(self.size) if p != self.rank)
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """See `Communicator.outbox`. The current stream waits until every reader of its last turn is done.
+        """See `BlockMover.outbox`. The current stream waits until every reader of its last content is done.
 
         Raises:
             UserError: On every rank, if a GPU has no memory left for it, or a CUDA graph is being captured.
         """
-        if torch.cuda.is_current_stream_capturing():
-            raise UserError("transport 'peer' cannot be captured in a CUDA graph\nuse transport='nccl' inside graphs")
         at = self._lanes[lane]
-        slot = at.slots[at.turn % _SLOTS]
+        box = at.outboxes[at.turn % _OUTBOXES]
         at.turn += 1
-        at.filling = slot
-        current = torch.cuda.current_stream(self._device)
-        if slot.readers:
-            self._turn_signals(slot.number, slot.readers, ()).freed.enqueue(current.cuda_stream)
-            slot.readers = ()
-        if slot.done is not None:  # our own reading, which no signal tells
-            current.wait_event(slot.done)
-        if slot.memory is None or slot.memory.nbytes < nbytes:
-            self._grow(slot, nbytes)
-        assert slot.memory is not None
-        return slot.memory.local[:nbytes]
+        current = self._current()
+        if box.readers:
+            self._signals(lane, _DONE, (), box.readers).enqueue(current.cuda_stream, box.number)
+            box.readers = ()
+        return self._sized(box, nbytes)
 
-    def exchange(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
-        """See `Communicator.exchange`."""
+    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `BlockMover.pull`."""
         at = self._lanes[lane]
-        slot, at.filling = at.filling, None
-        assert slot is not None
-        assert slot.memory is not None
-        assert outbox.data_ptr() == slot.memory.addresses[self.rank]
-        prepared = self._prepared(exchange)
-        signals = self._turn_signals(slot.number, prepared.readers, prepared.owners)
+        box = at.outboxes[(at.turn - 1) % _OUTBOXES]
+        assert box.memory is not None
+        assert outbox.data_ptr() == box.memory.addresses[self.rank] or not outbox.numel()
+        calls = self._prepared(exchange, pulled=True)
         transfer = SideStreamTransfer(at.stream, tuple(targets), ())
-        at.stream.wait_stream(torch.cuda.current_stream(self._device))
+        box.readers, box.number = calls.receivers, at.next()
+        at.stream.wait_stream(self._current())
         handle = at.stream.cuda_stream
-        signals.ready.enqueue(handle)
-        prepared.copies.enqueue(handle, [target.data_ptr() for target in targets], slot.memory.addresses)
-        signals.pulled.enqueue(handle)
-        slot.readers = prepared.readers
-        slot.done = transfer.done = at.stream.record_event()
-        self._watch.expect(slot.done)
+        self._signals(lane, _READY, calls.receivers, calls.senders).enqueue(handle, box.number)
+        calls.copies.enqueue(handle, [target.data_ptr() for target in targets], box.memory.addresses)
+        self._signals(lane, _DONE, calls.senders, ()).enqueue(handle, box.number)
+        self._under_way(transfer, box)
+        copy_own(exchange, (outbox,), targets)
+        return transfer
+
+    def inbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """See `BlockMover.inbox`. It is offered to the others once the current stream has come here.
+
+        Raises:
+            UserError: As `outbox`.
+        """
+        at = self._lanes[lane]
+        current = self._current()
+        if at.inbox.user not in (None, current):
+            current.wait_stream(at.inbox.user)
+        memory = self._sized(at.inbox, nbytes)
+        at.inbox.number, at.inbox.user, at.inbox.offered = at.next(), current, current.record_event()
+        self._signals(lane, _OFFER, self._others, ()).enqueue(current.cuda_stream, at.inbox.number)
+        return memory
+
+    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
+        """See `BlockMover.push`."""
+        at = self._lanes[lane]
+        assert at.inbox.memory is not None
+        assert inbox.data_ptr() == at.inbox.memory.addresses[self.rank] or not inbox.numel()
+        calls = self._prepared(exchange, pulled=False)
+        transfer = SideStreamTransfer(at.stream, (inbox,), tuple(sources))
+        number = at.next()
+        at.stream.wait_event(at.inbox.offered)
+        handle = at.stream.cuda_stream
+        self._signals(lane, _OFFER, (), calls.receivers).enqueue(handle, at.inbox.number)
+        calls.copies.enqueue(handle, at.inbox.memory.addresses, [source.data_ptr() for source in sources])
+        self._signals(lane, _DONE, calls.receivers, calls.senders).enqueue(handle, number)
+        self._under_way(transfer, at.inbox)
+        copy_own(exchange, sources, (inbox,))
         return transfer
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
-        """See `Communicator.ring`."""
+        """See `BlockMover.ring`."""
         sent = [t.detach() for t in tensors]
         sizes = tuple(t.numel() * t.element_size() for t in sent)
         exchange, starts = _ring_exchange(self.rank, self.size, shift % self.size, sizes)
@@ -134,7 +168,7 @@ class PeerCommunicator:
         for tensor, start, size in zip(sent, starts, sizes, strict=True):
             outbox[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         received = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in sent]
-        return self.exchange(exchange, outbox, received)
+        return self.pull(exchange, outbox, received)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
@@ -152,76 +186,65 @@ class PeerCommunicator:
         """See `Communicator.all_reduce`."""
         return self._inner.all_reduce(tensor)
 
-    def _grow(self, slot: _Slot, nbytes: int) -> None:
+    def _current(self) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            raise UserError("transport 'peer' cannot be captured in a CUDA graph\nuse transport='nccl' inside graphs")
+        return torch.cuda.current_stream(self._device)
+
+    def _sized(self, box: _Box, nbytes: int) -> Tensor:
+        """Return the box's memory, grown if it is too small; our own part in its last use comes first."""
+        if box.done is not None:
+            self._current().wait_event(box.done)
         try:
-            if slot.memory is None:
-                slot.memory = SharedMemory(self._inner, nbytes, self._device)
-            else:
-                slot.memory.grow(nbytes)
+            if box.memory is None:
+                box.memory = SharedMemory(self._inner, nbytes, self._device)
+            elif box.memory.nbytes < nbytes:
+                box.memory.grow(nbytes)
         except SharedMemoryError as error:
             raise UserError(f"{error}\nuse transport='nccl', shorter sequences, or leave more memory free") from None
+        return box.memory.local[:nbytes]
 
-    def _word(self, owner: int, slot: int, kind: int, by: int) -> int:
-        """Return the address of the word in `owner`'s memory that rank `by` sets."""
-        return self._words.addresses[owner] + ((slot * 2 + kind) * self.size + by) * _WORD
+    def _under_way(self, transfer: SideStreamTransfer, box: _Box) -> None:
+        box.done = transfer.done = transfer.side.record_event()
+        self._watch.expect(transfer.done)
 
-    def _signals_of(self, slot: int, readers: tuple[int, ...], owners: tuple[int, ...]) -> "_TurnSignals":
-        return _TurnSignals(
-            freed=Signals(awaited=[self._word(self.rank, slot, _FREE, by=reader) for reader in readers]),
-            ready=Signals(
-                raised=[self._word(reader, slot, _READY, by=self.rank) for reader in readers],
-                awaited=[self._word(self.rank, slot, _READY, by=owner) for owner in owners],
-            ),
-            pulled=Signals(raised=[self._word(owner, slot, _FREE, by=self.rank) for owner in owners]),
-        )
+    def _make_signals(self, lane: int, kind: int, raised: tuple[int, ...], awaited: tuple[int, ...]) -> Signals:
+        """Return the signals of one kind that tell some ranks, and those that wait for some."""
 
-    def _prepare(self, exchange: Exchange) -> "_Prepared":
-        others = [p for p in range(self.size) if p != self.rank]
-        copies, targets, sources = [], [], []
+        def word(owner: int, by: int) -> int:
+            return self._words.addresses[owner] + ((lane * len(_KINDS) + kind) * self.size + by) * _WORD
+
+        return Signals([word(rank, self.rank) for rank in raised], [word(self.rank, rank) for rank in awaited])
+
+    def _prepare(self, exchange: Exchange, *, pulled: bool) -> "_Calls":
+        moves, boxes, own = [], [], []
         # Each rank begins with another neighbour, so that no GPU serves all of them at once.
-        for peer in ((self.rank + step) % self.size for step in range(self.size)):
-            for source, target in exchange.receives[peer]:
-                copies.append(_copy(source, target))
-                targets.append(target.buffer)
-                sources.append(peer)
-        return _Prepared(
-            readers=tuple(p for p in others if exchange.sends[p]),
-            owners=tuple(p for p in others if exchange.receives[p]),
-            copies=Copies(copies, targets, sources),
+        for peer in ((self.rank + step) % self.size for step in range(1, self.size)):
+            for move in exchange.receives[peer] if pulled else exchange.sends[peer]:
+                moves.append(_copy(*move))
+                boxes.append(peer)
+                own.append(move.target.buffer if pulled else move.source.buffer)
+        return _Calls(
+            receivers=tuple(p for p in self._others if exchange.sends[p]),
+            senders=tuple(p for p in self._others if exchange.receives[p]),
+            copies=Copies(moves, own, boxes) if pulled else Copies(moves, boxes, own),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _TurnSignals:
-    """The signals of one outbox between a rank's readers and the owners that it reads from."""
+class _Calls:
+    """An exchange as driver calls, and the ranks that take part."""
 
-    freed: Signals
-    ready: Signals
-    pulled: Signals
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """An exchange as driver calls."""
-
-    readers: tuple[int, ...]
-    owners: tuple[int, ...]
+    receivers: tuple[int, ...]
+    senders: tuple[int, ...]
     copies: Copies
 
 
 def _copy(source: Block, target: Block) -> Copy:
+    assert (source.width, source.rows) == (target.width, target.rows)
     if source.dense and target.dense:
         return Copy(target.offset, source.offset, source.nbytes)
-    assert source.width == target.width
-    assert source.rows == target.rows
-    return Copy(
-        target.offset,
-        source.offset,
-        source.width,
-        source.rows,
-        target.pitch or target.width,
-        source.pitch or source.width,
-    )
+    return Copy(target.offset, source.offset, source.width, source.rows, target.pitch, source.pitch)
 
 
 @lru_cache(maxsize=1024)
@@ -238,6 +261,7 @@ def _ring_exchange(rank: int, size: int, shift: int, sizes: tuple[int, ...]) -> 
         return [
             Move(Block(start, nbytes), Block(0, nbytes, buffer=i))
             for i, (start, nbytes) in enumerate(zip(starts, sizes, strict=True))
+            if nbytes
         ]
 
     return make_exchange(rank, size, total, route), tuple(starts)

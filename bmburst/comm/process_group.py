@@ -1,5 +1,6 @@
 """A communicator over a torch.distributed process group, gloo or nccl."""
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from bmburst.comm.exchange import Exchange
 from bmburst.comm.messages import exchange_messages
 from bmburst.comm.protocol import Transfer
+from bmburst.errors import UserError
 
 
 class _Pending:
@@ -32,14 +34,26 @@ class _Pending:
 
 
 class ProcessGroupCommunicator:
-    """`Communicator` over a `torch.distributed` process group."""
+    """`Communicator` over a `torch.distributed` process group.
+
+    It does not keep the group alive: one that outlived `destroy_process_group` would end in an abort at exit.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._reference = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # A group has a backend for each type of device, for example "cpu:gloo,cuda:nccl".
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self.transport: str = backends.get("cuda" if torch.cuda.is_available() else "cpu", dist.get_backend(group))
+        on_gpu = self.transport == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._reference()
+        if group is None:
+            raise UserError("the process group was destroyed\nmake modules and meshes anew after init_process_group")
+        return group
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
@@ -56,22 +70,27 @@ class ProcessGroupCommunicator:
         return _Pending(works, received, sent)
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """See `Communicator.outbox`."""
+        """See `BlockMover.outbox`."""
         del lane
-        device = torch.device("cuda", torch.cuda.current_device()) if self.transport == "nccl" else None
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def exchange(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
-        """See `Communicator.exchange`."""
+    inbox = outbox
+
+    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `BlockMover.pull`."""
         del lane
-        return exchange_messages(
-            exchange,
-            outbox,
-            targets,
-            lambda outgoing, incoming: _Pending(
-                self._swap(outgoing, incoming), tuple(incoming), (outbox, *outgoing, *targets)
-            ),
-        )
+        return self._exchange(exchange, (outbox,), targets)
+
+    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
+        """See `BlockMover.push`."""
+        del lane
+        return self._exchange(exchange, sources, (inbox,))
+
+    def _exchange(self, exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Transfer:
+        def swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Transfer:
+            return _Pending(self._swap(outgoing, incoming), tuple(incoming), (*outgoing, *sources, *targets))
+
+        return exchange_messages(exchange, sources, targets, swap)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""

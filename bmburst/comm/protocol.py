@@ -58,19 +58,34 @@ class BlockMover(Protocol):
         ...
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """Return memory to fill for the next `exchange` of that lane, uint8 `[nbytes]`: fill it, exchange it, drop it.
+        """Return memory to fill for the next `pull` of that lane, uint8 `[nbytes]`: fill it, pull, drop it.
 
-        Lanes are independent of each other: exchanges of one lane start in order.
+        Lanes are independent of each other: what a lane moves starts in order.
         """
         ...
 
-    def exchange(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
-        """Move blocks of the ranks' outboxes into the targets, contiguous tensors, which `wait` returns.
+    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """Move blocks of the ranks' outboxes into the targets, which `wait` returns.
 
         Args:
-            exchange: Who moves what; `exchange.nbytes` is the outbox's size.
+            exchange: Who moves what; source blocks lie in the outbox of `exchange.nbytes`.
             outbox: What `outbox` returned for this lane.
-            targets: This rank's target buffers by number; bytes that no move covers are left alone.
+            targets: This rank's buffers by number; bytes that no move covers are left alone.
+            lane: The lane.
+        """
+        ...
+
+    def inbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """Return memory that the next `push`es of that lane fill, uint8 `[nbytes]`; valid until the next `inbox`."""
+        ...
+
+    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
+        """Move blocks of this rank's sources into the other ranks' inboxes; `wait` returns the own inbox.
+
+        Args:
+            exchange: Who moves what; target blocks lie in the inbox of `exchange.nbytes`.
+            sources: This rank's buffers by number, of any strides, made before `inbox` was called.
+            inbox: What `inbox` returned for this lane.
             lane: The lane.
         """
         ...

@@ -38,7 +38,7 @@ class SharedMemory:
 
     def _open(self, nbytes: int) -> None:
         comm = self._comm
-        nbytes = -(-nbytes // _GRANULE) * _GRANULE
+        nbytes = max(1, -(-nbytes // _GRANULE)) * _GRANULE
         self.nbytes, self._own = 0, 0
         self.addresses: tuple[int, ...] = ()
         """Where each rank's memory lies in this process."""

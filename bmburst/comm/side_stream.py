@@ -23,7 +23,7 @@ class SideStreamTransfer:
         self.done: Any = None
         """The event after the operations; set it when they are launched."""
         self._waited = False
-        self._side, self._maker = side, torch.cuda.current_stream()
+        self.side, self._maker = side, torch.cuda.current_stream()
         self._received, self._sent = received, sent
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -37,7 +37,7 @@ class SideStreamTransfer:
 
     def __del__(self) -> None:
         if not self._waited:  # an exception came between: nobody knows when the operations end
-            self._mark(self._side)
+            self._mark(self.side)
 
     def _mark(self, stream: Any) -> None:
         for tensor in (*self._received, *self._sent):

@@ -82,9 +82,13 @@ class ParallelConfig:
         "Ranks that share one sequence.", default=None, default_text="ranks / data_parallel", unit="ranks", minimum=1
     )
     layout: Literal["contiguous", "zigzag", "striped"] = field("Which rank holds which tokens.", default="zigzag")
-    strategy: Literal["auto", "kv", "burst"] = field("Which blocks move in attention's backward.", default="auto")
-    kernel: Literal["auto", "reference", "cpu", "torch"] = field("What computes a tile of attention.", default="auto")
-    transport: Literal["auto", "gloo", "nccl"] = field("How attention's blocks move.", default="auto")
+    strategy: Literal["auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather"] = field(
+        "How attention is spread over the ranks of a sequence.", default="auto"
+    )
+    kernel: Literal["auto", "fa4", "fa3", "cudnn", "fa2", "torch", "cpu", "triton", "reference"] = field(
+        "What computes a tile of attention.", default="auto"
+    )
+    transport: Literal["auto", "peer", "nccl", "gloo"] = field("How attention's blocks move.", default="auto")
     zero_level: Literal[2, 3] = field("3 shards weights, gradients and optimizer; 2 keeps weights whole.", default=3)
     deterministic: bool = field("Bit-equal results from run to run, where that costs speed.", default=False)
 

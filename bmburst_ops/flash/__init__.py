@@ -3,5 +3,6 @@
 from bmburst_ops.flash.kernel import Gradients, Kernel, Partial
 from bmburst_ops.flash.reference import ReferenceKernel
 from bmburst_ops.flash.select import NAMES, select_kernel
+from bmburst_ops.flash.triton import TritonKernel
 
-__all__ = ["NAMES", "Gradients", "Kernel", "Partial", "ReferenceKernel", "select_kernel"]
+__all__ = ["NAMES", "Gradients", "Kernel", "Partial", "ReferenceKernel", "TritonKernel", "select_kernel"]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.memory import deliver, deliver_gradients
 from bmburst_ops.merge import accumulation_dtype
 
 _ROWS = 512  # queries scored at once: memory stays linear in the keys
@@ -22,7 +23,9 @@ class ReferenceKernel:
         del q, k
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Partial:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None
+    ) -> Partial:
         """See `Kernel.forward`."""
         dtype = accumulation_dtype(q.dtype)
         values = v.to(dtype)
@@ -31,7 +34,7 @@ class ReferenceKernel:
             lse = scores.logsumexp(-1)
             outs.append(torch.einsum("bkgqn,bnkd->bqkgd", torch.exp(scores - lse[..., None]), values).flatten(2, 3))
             lses.append(lse.flatten(1, 2))
-        return Partial(torch.cat(outs, 1), torch.cat(lses, 2))
+        return Partial(deliver(torch.cat(outs, 1), out), torch.cat(lses, 2))
 
     def backward(
         self,
@@ -45,6 +48,7 @@ class ReferenceKernel:
         causal: bool,
         scale: float,
         deterministic: bool,
+        into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`. P = exp(S - lse), dS = P * (dO V^T - delta) * scale (arXiv:2307.08691, alg. 2)."""
         del deterministic  # always
@@ -62,7 +66,7 @@ class ReferenceKernel:
             grad_scores = weights * (inner - row_delta) * scale
             grad_q.append(torch.einsum("bkgqn,bnkd->bqkgd", grad_scores, keys).flatten(2, 3))
             grad_k += torch.einsum("bkgqn,bqkgd->bnkd", grad_scores, queries)
-        return Gradients(torch.cat(grad_q, 1), grad_k, grad_v)
+        return deliver_gradients(Gradients(torch.cat(grad_q, 1), grad_k, grad_v), into)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Iterator[tuple[slice, Tensor]]:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.merge import dense_rows, surrogate_out
+from bmburst_ops.flash.memory import aligned, deliver, deliver_gradients
+from bmburst_ops.merge import surrogate_out
 
 
 class TorchKernel:
@@ -29,13 +30,15 @@ class TorchKernel:
             return f"needs Ampere or newer, got {torch.cuda.get_device_name(q.device)}"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Partial:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None
+    ) -> Partial:
         """See `Kernel.forward`."""
-        q, k, v = (dense_rows(t) for t in (q, k, v))
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v = (aligned(t) for t in (q, k, v))
+        result, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
-        return Partial(out, lse)
+        return Partial(deliver(result, out), lse)
 
     def backward(
         self,
@@ -49,10 +52,11 @@ class TorchKernel:
         causal: bool,
         scale: float,
         deterministic: bool,
+        into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
         unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state of a dropout that is zero
-        grad_out, q, k, v = (dense_rows(t) for t in (grad_out, q, k, v))
+        grad_out, q, k, v = (aligned(t) for t in (grad_out, q, k, v))
         out = surrogate_out(grad_out, delta)
         with _torch_deterministic() if deterministic else nullcontext():
             gradients = torch.ops.aten._flash_attention_backward(
@@ -72,7 +76,7 @@ class TorchKernel:
                 unused,
                 scale=scale,
             )
-        return Gradients(*gradients)
+        return deliver_gradients(Gradients(*gradients), into)
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def compare(comm, layout, mask, length, heads, kv_heads, options):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", ["causal", "full"])
-@pytest.mark.parametrize("strategy", ["kv", "burst"])
+@pytest.mark.parametrize("strategy", ["kv", "burst", "auto"])
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
 def test_equals_one_device_in_fp64(size, layout, mask, strategy, kernel):
     # size + 1 tokens leave whole ranks without a real one
@@ -203,7 +203,7 @@ def test_autocast_changes_nothing(kernel):
 
 
 class Counting:
-    """A communicator that counts what it sends on the ring."""
+    """A communicator that counts the bytes it sends of attention's blocks."""
 
     def __init__(self, inner):
         self.inner, self.rank, self.size, self.transport, self.sent = inner, inner.rank, inner.size, "threads", 0
@@ -212,6 +212,19 @@ class Counting:
     def ring(self, *tensors, shift=1):
         self.sent += sum(t.numel() * t.element_size() for t in tensors)
         return self.inner.ring(*tensors, shift=shift)
+
+    def outbox(self, nbytes, lane=0):
+        return self.inner.outbox(nbytes, lane)
+
+    inbox = outbox
+
+    def pull(self, exchange, outbox, targets, lane=0):
+        self.sent += exchange.bytes_sent
+        return self.inner.pull(exchange, outbox, targets, lane)
+
+    def push(self, exchange, sources, inbox, lane=0):
+        self.sent += exchange.bytes_sent
+        return self.inner.push(exchange, sources, inbox, lane)
 
     def all_to_all(self, tensor):
         raise AssertionError(tensor)
@@ -242,12 +255,12 @@ def count(comm, dtype, heads, kv_heads, strategy, head_dim=8):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_auto_moves_the_fewest_bytes(dtype):
+def test_the_ring_moves_the_fewest_bytes(dtype):
     def body(comm):
         choices = set()
         for heads, kv_heads, head_dim in ((2, 2, 8), (4, 2, 8), (8, 2, 8), (3, 3, 2), (2, 2, 1)):
-            kv, burst, auto = (count(comm, dtype, heads, kv_heads, s, head_dim)[1] for s in ("kv", "burst", "auto"))
-            assert auto == min(kv, burst)
+            kv, burst, ring = (count(comm, dtype, heads, kv_heads, s, head_dim)[1] for s in ("kv", "burst", "ring"))
+            assert ring == min(kv, burst)
             choices.add(kv < burst)
         assert choices == {True, False}
 
@@ -268,7 +281,7 @@ class Echo:
     def all_gather(self, tensor):
         raise AssertionError(f"{tensor.shape}: nothing may be as large as the sequence")
 
-    all_to_all = reduce_scatter = all_reduce = all_gather
+    all_to_all = reduce_scatter = all_reduce = outbox = inbox = pull = push = all_gather
 
 
 class Logging(Echo):
@@ -361,11 +374,17 @@ def zeros(comm, tokens=4, heads=2, kv_heads=2, dim=8, dtype=torch.float32):
             "unknown layout 'stripe'; did you mean 'striped'\\?\nknown: contiguous, striped, zigzag",
         ),
         ({"layout": {"zigzag"}}, "unknown layout"),
-        ({"kernel": "cpuu"}, "unknown kernel 'cpuu'; did you mean 'cpu'\\?\nknown: auto, cpu, reference, torch"),
+        (
+            {"kernel": "cpuu"},
+            "unknown kernel 'cpuu'; did you mean 'cpu'\\?\nknown: auto, cpu, cudnn, fa2, fa3, fa4, reference, torch",
+        ),
         ({"kernel": None}, "unknown kernel 'None'"),
         ({"kernel": "torch"}, "kernel 'torch' runs on NVIDIA GPUs only"),
-        ({"strategy": "brust"}, "unknown strategy 'brust'; did you mean 'burst'\\?\nknown: auto, burst, kv"),
-        ({"transport": "gloom"}, "unknown transport 'gloom'; did you mean 'gloo'\\?\nknown: auto, gloo, nccl"),
+        (
+            {"strategy": "brust"},
+            "unknown strategy 'brust'; did you mean 'burst'\\?\nknown: auto, burst, gather, heads, heads",
+        ),
+        ({"transport": "gloom"}, "unknown transport 'gloom'; did you mean 'gloo'\\?\nknown: auto, gloo, nccl, peer"),
         ({"transport": "nccl"}, "transport 'nccl' was asked for, but the group's tensors move by threads"),
         ({"length": 9}, "length is 9, but 2 ranks x 4 local tokens hold 1 to 8"),
         ({"length": 0}, "length is 0"),

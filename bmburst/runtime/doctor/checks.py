@@ -23,7 +23,11 @@ CHECKS: tuple[Check, ...] = (
     Check("kernel cpu", kernels.cpu_flash),
     Check("kernel torch", kernels.torch_flash),
     Check("kernel cudnn", kernels.cudnn),
-    Check("kernel fa2", GpuPackage("flash_attn", "flash-attn", _FROM_AMPERE, "--no-build-isolation flash-attn")),
+    # Not "flash_attn": flash-attn-4 has a module of that name too.
+    Check(
+        "kernel fa2",
+        GpuPackage("flash_attn.flash_attn_interface", "flash-attn", _FROM_AMPERE, "--no-build-isolation flash-attn"),
+    ),
     Check("kernel fa3", GpuPackage("flash_attn_interface", "flash_attn_3", frozenset({9}), _FA3)),
     Check("kernel fa4", GpuPackage("flash_attn.cute", "flash-attn-4", frozenset({9, 10, 12}), "--pre flash-attn-4")),
     Check("triton", GpuPackage("triton", "triton", frozenset(), "triton")),

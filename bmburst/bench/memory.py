@@ -1,0 +1,59 @@
+"""Memory of a device: how much a cell took at its peak, and whether the next can fit at all."""
+
+import gc
+import os
+from dataclasses import dataclass
+
+import torch
+
+_USABLE = 0.92  # of a device: context, communicators and fragments take the rest
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """Reads how much memory a cell takes on this rank's GPU.
+
+    Buffers that other ranks read, and NCCL's, are not torch's allocator's: what the driver has given out and the
+    allocator does not hold is added to its peak, less what that was when the run began.
+
+    Attributes:
+        device: This rank's device. On a CPU nothing is read.
+        outside: Bytes outside torch's allocator when the run began.
+    """
+
+    device: torch.device
+    outside: int = 0
+
+    @classmethod
+    def begin(cls, device: torch.device) -> "Gauge":
+        """Return a gauge for a run that has made its communicators but no buffers."""
+        return cls(device, _outside(device) if device.type == "cuda" else 0)
+
+    def clear(self) -> None:
+        """Give back what the last cell left, and begin a new peak."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int | None:
+        """Return the bytes at the peak since `clear`; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) + max(0, _outside(self.device) - self.outside)
+
+    def capacity(self, ranks_here: int) -> float:
+        """Return the bytes that a cell may take on a rank.
+
+        Args:
+            ranks_here: Ranks that share this machine's memory, where there is no GPU.
+        """
+        if self.device.type == "cuda":
+            return _USABLE * torch.cuda.get_device_properties(self.device).total_memory
+        return _USABLE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here
+
+
+def _outside(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)

@@ -1,0 +1,122 @@
+"""Megatron's tensor parallelism around attention: every rank holds the whole sequence for its own heads.
+
+Without projections there is nothing to communicate but what they would need, so the collectives run on tensors of the
+hidden state's size `[batch, tokens, heads x dim]`: forward the sum of the row-parallel output projection, which is
+done on the real output (each rank's heads in their place, zero elsewhere); backward that of the column-parallel input
+projection, which is done on dQ in the place of dX. Q, K and V are there when the clock starts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmburst.bench.cells import Cell
+from bmburst.bench.methods.method import Attend, Method, Setting, heads_refusal
+from bmburst.bench.party import Party
+from bmburst.bench.work import Traffic, sizes
+
+
+class TensorParallelV1(Method):
+    """An all-reduce behind attention, and another in backward (arXiv:1909.08053)."""
+
+    name, about = "tensor-parallel-v1", "Megatron v1: own heads of the whole sequence, all-reduce of the hidden state"
+    sequence_parallel = False
+
+    def refusal(self, cell: Cell) -> str | None:
+        """See `Method.refusal`."""
+        return heads_refusal(cell)
+
+    def traffic(self, cell: Cell) -> Traffic:
+        """See `Method.traffic`: an all-reduce is a reduce-scatter and an all-gather of the whole hidden state."""
+        once = 2.0 * sizes(cell).q * (cell.ranks - 1)
+        return Traffic(once, 2 * once)
+
+    def memory(self, cell: Cell) -> float:
+        """See `Method.memory`: own heads, and the whole hidden state as output, gradient, and both in transit."""
+        own = sizes(cell)
+        return own.held + own.q * own.wide + 4 * own.q * cell.ranks
+
+    def bind(self, cell: Cell, setting: Setting) -> Attend:
+        """See `Method.bind`."""
+        scale = cell.head_dim**-0.5
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            call = setting, self.sequence_parallel, cell.is_causal, scale
+            out: Tensor = _TensorParallel.apply(q, k, v, *call)  # type: ignore[no-untyped-call]
+            return out
+
+        return attend
+
+    def cut_input(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
+        """See `Method.cut_input`: own heads of all tokens."""
+        return whole.chunk(cell.ranks, 2)[rank]
+
+    def cut_output(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
+        """See `Method.cut_output`: all of it."""
+        del cell, rank
+        return whole
+
+    def input_shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
+        """See `Method.input_shape`."""
+        return cell.batch, cell.tokens, heads // cell.ranks, cell.head_dim
+
+    def output_shape(self, cell: Cell) -> tuple[int, ...]:
+        """See `Method.output_shape`."""
+        return cell.batch, cell.tokens, cell.heads, cell.head_dim
+
+
+class TensorParallelV3(TensorParallelV1):
+    """An all-gather before and a reduce-scatter behind attention, and the same in backward (arXiv:2205.05198)."""
+
+    name = "tensor-parallel-v3"
+    about = "Megatron v3: own heads of the whole sequence, all-gather before, reduce-scatter after"
+    sequence_parallel = True
+
+    def cut_output(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
+        """See `Method.cut_output`: own tokens."""
+        return whole.chunk(cell.ranks, 1)[rank]
+
+    def output_shape(self, cell: Cell) -> tuple[int, ...]:
+        """See `Method.output_shape`."""
+        return cell.batch, cell.tokens // cell.ranks, cell.heads, cell.head_dim
+
+
+class _TensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, setting: Setting, split: bool, causal: bool, scale: float
+    ) -> Tensor:
+        if split:  # the input of the projections; what is in it does not matter
+            batch, tokens, heads, dim = q.shape
+            setting.party.all_gather(
+                q.new_empty((batch, tokens // setting.party.size, heads * setting.party.size, dim))
+            )
+        out, lse = setting.kernel.forward(q, k, v, causal, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = setting, split, causal, scale
+        return _sum(setting.party, out, split)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        setting, split, causal, scale = ctx.call
+        q, k, v, out, lse = ctx.saved_tensors
+        party = setting.party
+        whole = party.all_gather(grad).transpose(0, 1).flatten(1, 2) if split else grad
+        mine = whole.chunk(party.size, 2)[party.rank]
+        grads = setting.kernel.backward(mine, q, k, v, out, lse, causal, scale)
+        _sum(party, grads.q, split)  # stands for dX
+        return *grads, None, None, None, None
+
+
+def _sum(party: Party, own: Tensor, split: bool) -> Tensor:
+    """Return the sum over the ranks of `[batch, tokens, all heads, dim]` with a rank's heads in their place."""
+    batch, tokens, heads, dim = own.shape
+    if not split:
+        whole = own.new_zeros((batch, tokens, heads * party.size, dim))
+        whole[:, :, party.rank * heads : (party.rank + 1) * heads] = own
+        return party.all_reduce(whole)
+    parts = own.new_zeros((party.size, batch, tokens // party.size, heads * party.size, dim))
+    rows = own.unflatten(1, (party.size, -1)).transpose(0, 1)
+    parts[:, :, :, party.rank * heads : (party.rank + 1) * heads] = rows
+    return party.reduce_scatter(parts)

@@ -1,0 +1,88 @@
+"""The ranks of a cell, and torch.distributed's plain collectives on them: what the peers are written with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Party:
+    """The ranks that share a sequence.
+
+    Attributes:
+        group: Their process group.
+        rank: This rank's number among them.
+        size: How many they are.
+        device: Where this rank's tensors live.
+        is_world: Whether they are all ranks of the run.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    device: torch.device
+    is_world: bool = True
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """Return `[size, ...]`: part i is what rank i had for this one.
+
+        Args:
+            parts: `[size, ...]` contiguous; part i goes to rank i.
+        """
+        received = torch.empty_like(parts)
+        if self.size == 1:
+            return received.copy_(parts)
+        dist.all_to_all_single(_bytes(received), _bytes(parts), group=self.group)
+        return received
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Return `[size, ...]`: every rank's tensor, in rank order."""
+        received = part.new_empty((self.size, *part.shape))
+        if self.size == 1:
+            return received.copy_(part[None])
+        _verb("all_gather_single", "all_gather_into_tensor")(
+            _bytes(received), _bytes(part.contiguous()), group=self.group
+        )
+        return received
+
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """Return the sum over the ranks of their `parts[rank]`.
+
+        Args:
+            parts: `[size, ...]` contiguous.
+        """
+        received = torch.empty_like(parts[0])
+        if self.size == 1:
+            return received.copy_(parts[0])
+        _verb("reduce_scatter_single", "reduce_scatter_tensor")(received.view(-1), parts.view(-1), group=self.group)
+        return received
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place, and return it."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def rotate(self, tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
+        """Start to send a tensor to the next rank; return what comes from the one before, and what to wait for."""
+        received = torch.empty_like(tensor)
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        hops = [
+            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
+        ]
+        return received, dist.batch_isend_irecv(hops)
+
+
+def _verb(name: str, before: str) -> Callable[..., object]:
+    """Return torch's function under the name of torch 2.13, or under the one that it had before."""
+    found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
+    return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory: what is only moved moves in any dtype."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,164 @@
+"""Results as text: a line for a cell as it is measured, and Markdown tables of methods over lengths, batches, ranks."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from bmburst.bench.cells import SUITES, Cell
+from bmburst.bench.results import OK, Results, Row
+
+DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
+_COLUMN: dict[str, Callable[[Cell], int]] = {
+    "sequence": lambda cell: cell.tokens,
+    "batch": lambda cell: cell.batch,
+    "block": lambda cell: cell.tokens,
+    "accuracy": lambda cell: cell.ranks,
+}
+_TITLE = {
+    "sequence": "Attention over sequence length, batch 1",
+    "batch": "Attention over batch size",
+    "block": "Attention block (projections, rotary, attention) over sequence length",
+    "accuracy": "Relative L2 error against fp64",
+}
+_ERRORS = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
+
+
+def one_line(cell: Cell, row: Row) -> str:
+    """Return what is printed as a cell is done."""
+    if row["status"] != OK:
+        return f"{cell.key}: {row['status']}: {row['reason']}"
+    if cell.suite == "accuracy":
+        return f"{cell.key}: " + ", ".join(f"{_ERRORS[n]} {value:.2e}" for n, value in row["errors"].items())
+    parts = [
+        f"{title} {row[d]['milliseconds']['median']:.2f} ms {row[d]['tflops']:.0f} TFLOP/s ratio {row[d]['ratio']:.3f}"
+        for d, title in DIRECTIONS.items()
+    ]
+    chosen = row.get("strategy")
+    how = f", {_how(cell, chosen)} by {row['transport']}" if chosen else ""
+    return f"{cell.key}: {'; '.join(parts)} ({row['seconds']:.1f} s{how})"
+
+
+def _how(cell: Cell, chosen: dict[str, Any]) -> str:
+    """What `burst_attention` chose: heads exchanged by how many ranks, and what lies between such groups."""
+    parts = [f"heads x{chosen['heads']}"] if chosen["heads"] > 1 else []
+    outside = chosen["outer"] if chosen["outer"] == "gather" else f"{chosen['outer']} ({chosen['travellers']} backward)"
+    return " + ".join([*parts, *([outside] if cell.ranks > chosen["heads"] else [])]) or "alone"
+
+
+def markdown(results: Results) -> str:
+    """Return all tables and, below, what could not run and where it all ran."""
+    notes: dict[str, int] = {}
+    lines: list[str] = []
+    for suite in SUITES:
+        for title, rows in comparisons(results, suite):
+            lines += [f"## {title}", ""]
+            lines += _accuracy(rows, notes) if suite == "accuracy" else _speed(suite, rows, notes)
+    if notes:
+        lines += ["## What did not run", "", *(f"{number}. {reason}" for reason, number in notes.items()), ""]
+    return "\n".join([*lines, *_runs(results)]) + "\n"
+
+
+def comparisons(results: Results, suite: str) -> Iterable[tuple[str, list[tuple[Cell, Row]]]]:
+    """Yield a title and rows for every setting in which methods of a suite can be compared."""
+    groups: dict[tuple[Any, ...], list[tuple[Cell, Row]]] = {}
+    for cell, row in results.cell_rows(suite):
+        # The column of the table is left open; accuracy tables keep lengths apart, batch tables too.
+        apart = cell.tokens if suite in ("batch", "accuracy") else 0
+        ranks = 0 if suite == "accuracy" else cell.ranks
+        key = cell.heads, cell.kv_heads, cell.head_dim, cell.mask, cell.dtype, cell.device, ranks, apart
+        groups.setdefault(key, []).append((cell, row))
+    for rows in groups.values():
+        yield _title(suite, rows[0][0]), rows
+
+
+def columns(suite: str, rows: Sequence[tuple[Cell, Row]]) -> list[int]:
+    """Return the lengths, batch sizes or ranks that occur, ascending."""
+    return sorted({_COLUMN[suite](cell) for cell, _ in rows})
+
+
+def by_method(suite: str, rows: Sequence[tuple[Cell, Row]]) -> dict[str, dict[int, Row]]:
+    """Return each method's rows by column, methods in the order of the file."""
+    found: dict[str, dict[int, Row]] = {}
+    for cell, row in rows:
+        found.setdefault(cell.method, {})[_COLUMN[suite](cell)] = row
+    return found
+
+
+def short(number: int) -> str:
+    """Return 65536 as 64K and 1048576 as 1M."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if number >= size and number % size == 0:
+            return f"{number // size}{unit}"
+    return str(number)
+
+
+def _title(suite: str, cell: Cell) -> str:
+    heads = f"{cell.heads} heads" if cell.heads == cell.kv_heads else f"{cell.heads} q / {cell.kv_heads} kv heads"
+    tokens = f", {short(cell.tokens)} tokens" if suite in ("batch", "accuracy") else ""
+    kind = "GPU" if cell.device == "cuda" else "CPU rank"
+    where = "" if suite == "accuracy" else f", {cell.ranks} {kind}{'s' if cell.ranks > 1 else ''}"
+    return f"{_TITLE[suite]}: {heads}, head dim {cell.head_dim}, {cell.mask}, {cell.dtype}{tokens}{where}"
+
+
+def _speed(suite: str, rows: list[tuple[Cell, Row]], notes: dict[str, int]) -> list[str]:
+    lines = []
+    for direction, title in DIRECTIONS.items():
+
+        def times(row: Row, direction: str = direction) -> str:
+            part = row[direction]
+            return f"{part['ratio']:.3f} / {part['milliseconds']['median']:.2f} / {part['tflops']:.0f}"
+
+        head = f"{title}: ratio to one GPU / ms / TFLOP/s a GPU"
+        lines += _grid(suite, rows, head, times, notes)
+    lines += _grid(suite, rows, "peak GiB a GPU / GB received / exposed ms (forward + backward)", _costs, notes)
+    return lines
+
+
+def _costs(row: Row) -> str:
+    both, peak = row["forward_backward"], row["peak_memory_gib"]
+    memory = "?" if peak is None else f"{peak:.1f}"
+    moved = "?" if both["bytes"] is None else f"{both['bytes'] / 1e9:.2f}"
+    return f"{memory} / {moved} / {both['exposed_ms']:.2f}"
+
+
+def _accuracy(rows: list[tuple[Cell, Row]], notes: dict[str, int]) -> list[str]:
+    def errors(row: Row) -> str:
+        return " / ".join(f"{row['errors'][name]:.2e}" for name in _ERRORS)
+
+    return _grid("accuracy", rows, "error of O / dQ / dK / dV on ranks", errors, notes)
+
+
+def _grid(
+    suite: str, rows: list[tuple[Cell, Row]], head: str, show: Callable[[Row], str], notes: dict[str, int]
+) -> list[str]:
+    heads = columns(suite, rows)
+    lines = [f"| {head} | {' | '.join(short(n) for n in heads)} |", f"|---|{'---|' * len(heads)}"]
+    for method, found in by_method(suite, rows).items():
+        cells = []
+        for column in heads:
+            row = found.get(column)
+            if row is None:
+                cells.append("")
+            elif row["status"] == OK:
+                cells.append(show(row))
+            else:
+                number = notes.setdefault(f"{row['status']}: {row['reason']}", len(notes) + 1)
+                cells.append(f"- [{number}]")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _runs(results: Results) -> list[str]:
+    used = sorted({row["run"] for row in results.rows.values()})
+    lines = ["## Runs", ""]
+    for number in used:
+        run = results.runs[number]
+        stack = [
+            f"{name} {run[name]}" for name in ("python", "torch", "cuda", "cudnn", "nccl", "driver") if run.get(name)
+        ]
+        stack += [f"{name} {version}" for name, version in run["packages"].items()]
+        commit = run["commit"] or "unknown"
+        lines.append(
+            f"- {run['date']}, {run['ranks']} x {run['device']}, bmburst {run['bmburst']} ({commit}), "
+            f"{', '.join(stack)}: `{run['command']}`"
+        )
+    return [*lines, ""]

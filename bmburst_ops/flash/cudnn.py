@@ -1,0 +1,136 @@
+"""cuDNN's fused attention as torch ships it for NVIDIA GPUs. Its causal mask is top-left, and it knows no GQA."""
+
+import torch
+from torch import Tensor
+
+from bmburst_ops.errors import KernelError
+from bmburst_ops.flash import top_left
+from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.memory import aligned
+from bmburst_ops.flash.reference import ReferenceKernel
+from bmburst_ops.merge import surrogate_out
+
+_OLDEST = 90501  # before 9.5.1, dO had to be laid out as O
+_WIDE_HEADS = 91000  # from 9.10 on: head dims up to 256, on Hopper alone
+
+
+class CudnnKernel:
+    """`Kernel` over `aten._scaled_dot_product_cudnn_attention`: fp16 and bf16.
+
+    KV heads that several query heads share are expanded for the length of a call. Tiles of one query or one key, which
+    cuDNN does not take everywhere, are computed in plain torch. Each new shape costs cuDNN a plan (once a thread).
+    The operation is called by its own name, which works also where `torch.backends.cudnn.enabled` is off: that switch
+    belongs to convolutions, and BMTrain turns it off.
+    """
+
+    name = "cudnn"
+    takes_delta = False
+
+    def refusal(self, q: Tensor, k: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        del k
+        if q.device.type != "cuda":
+            return f"runs on NVIDIA GPUs only, and the tensors are on {q.device}"
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            return f"takes float16 and bfloat16 only, got {q.dtype}"
+        version, capability = torch.backends.cudnn.version() or 0, torch.cuda.get_device_capability(q.device)
+        if version < _OLDEST:
+            return f"needs a torch with cuDNN 9.5.1 or newer, got {version or 'none'}"
+        if capability < (9, 0):
+            return f"needs Hopper or newer, got {torch.cuda.get_device_name(q.device)}"
+        widest = 256 if capability == (9, 0) and version >= _WIDE_HEADS else 128
+        if q.shape[-1] % 8 or q.shape[-1] > widest:
+            return f"takes head dims that are multiples of 8 up to {widest} here, got {q.shape[-1]}"
+        return None
+
+    def nondeterminism(self, q: Tensor) -> str:
+        """See `NotAlwaysDeterministic`: torch does not ask cuDNN for its deterministic algorithm."""
+        del q
+        return "has no deterministic backward in torch"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None
+    ) -> Partial:
+        """See `Kernel.forward`."""
+
+        def part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+            if _is_single(q, k):
+                return ReferenceKernel().forward(q, k, v, causal=causal, scale=scale)
+            keys, values = (_expanded(t, q.shape[2]) for t in (k, v))
+            result, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                *(_heads_first(t) for t in (q, keys, values)), None, True, 0.0, causal, False, scale=scale
+            )
+            return Partial(result.transpose(1, 2), lse.flatten(2))  # [batch, heads, queries, 1] as cuDNN has it
+
+        return top_left.forward(part, q, k, v, causal, out)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        deterministic: bool,
+        into: Gradients | None = None,
+    ) -> Gradients:
+        """See `Kernel.backward`."""
+        if deterministic:
+            raise KernelError(f"kernel '{self.name}' {self.nondeterminism(q)}\nchoose another kernel")
+        grad, queries, result = (_heads_first(t) for t in (grad_out, q, surrogate_out(grad_out, delta)))
+        statistics = lse.float().contiguous()[..., None]
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # random state of a dropout that is zero
+
+        def part(k: Tensor, v: Tensor, causal: bool) -> Gradients:
+            if _is_single(q, k):
+                return ReferenceKernel().backward(
+                    grad_out, q, k, v, lse, delta, causal=causal, scale=scale, deterministic=deterministic
+                )
+            keys, values = (_heads_first(_expanded(t, q.shape[2])) for t in (k, v))
+            grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                grad,
+                queries,
+                keys,
+                values,
+                result,
+                statistics,
+                unused,
+                unused,
+                None,
+                None,
+                None,
+                q.shape[1],
+                k.shape[1],
+                0.0,
+                causal,
+                scale=scale,
+            )
+            grad_q, grad_k, grad_v = (t.transpose(1, 2) for t in grads)
+            return Gradients(grad_q, *(_reduced(t, k.shape[2]) for t in (grad_k, grad_v)))
+
+        return top_left.backward(part, q, k, v, causal, into)
+
+
+def _is_single(q: Tensor, k: Tensor) -> bool:
+    return q.shape[1] == 1 or k.shape[1] == 1
+
+
+def _expanded(tensor: Tensor, heads: int) -> Tensor:
+    """Return K or V with one head a query head."""
+    group = heads // tensor.shape[2]
+    return tensor if group == 1 else tensor.repeat_interleave(group, dim=2)
+
+
+def _reduced(gradient: Tensor, kv_heads: int) -> Tensor:
+    """Return dK or dV summed over the query heads that share a KV head, in fp32 where there are several."""
+    if gradient.shape[2] == kv_heads:
+        return gradient
+    return torch.sum(gradient.unflatten(2, (kv_heads, -1)), 3, dtype=torch.float32)
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    return aligned(tensor).transpose(1, 2)

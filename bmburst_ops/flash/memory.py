@@ -1,0 +1,42 @@
+"""Memory that kernels read from and write to: what vector loads and TMA can address, and results put where asked."""
+
+import torch
+from torch import Tensor
+
+from bmburst_ops.flash.kernel import Gradients
+
+_VECTOR = 16  # bytes: a vector load, and the unit of TMA's addresses and strides
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether rows are dense, start at 16-byte boundaries, and no dimension repeats the same memory."""
+    *strides, last = tensor.stride()
+    step = _VECTOR // tensor.element_size()
+    return last == 1 and tensor.data_ptr() % _VECTOR == 0 and all(s > 0 and s % step == 0 for s in strides)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor as GPU kernels can read it, a copy only where it is not."""
+    return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def writable(target: Tensor | None, like: Tensor) -> Tensor | None:
+    """Return the target if a GPU kernel whose results are typed as `like` can write there itself, or else None."""
+    return target if target is not None and target.dtype is like.dtype and is_aligned(target) else None
+
+
+def deliver(result: Tensor, target: Tensor | None) -> Tensor:
+    """Return the result where it was asked for: copied unless it is there already, or nobody asked."""
+    return result if target is None or target is result else target.copy_(result)
+
+
+def deliver_gradients(results: Gradients, into: Gradients | None) -> Gradients:
+    """Return the gradients where they were asked for, as `deliver`."""
+    return results if into is None else Gradients(*map(deliver, results, into))
+
+
+def gradient_memory(q: Tensor, k: Tensor, v: Tensor, into: Gradients | None) -> Gradients:
+    """Return what a kernel may write gradients to: what the caller gave where it can, and new memory elsewhere."""
+    targets = (None, None, None) if into is None else into
+    written = (writable(target, like) for target, like in zip(targets, (q, k, v), strict=True))
+    return Gradients(*(torch.empty_like(x) if t is None else t for t, x in zip(written, (q, k, v), strict=True)))

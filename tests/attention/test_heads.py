@@ -1,0 +1,288 @@
+"""Attention by exchanging heads: its plan by brute force, its results against fp64 and one device's bits."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+import bmburst
+from bmburst.attention import heads_plan, strategy
+from bmburst.attention.heads_plan import HeadShapes, Strides, make_heads_plan, make_units
+from bmburst.comm.checks import Checked
+from bmburst.comm.local import run_ranks
+from bmburst.errors import UserError
+from bmburst.layout import LAYOUTS, make_layout
+from bmburst.schedule import Span
+from tests.attention.oracle import draw, reference
+from tests.attention.test_burst_attention import Counting, compare
+from tests.distributed.processes import run_processes
+
+SHARES = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 8), (9, 3), (16, 1), (32, 8)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), SHARES)
+@pytest.mark.parametrize("most", [0, 1, 2, 100])
+@pytest.mark.parametrize("whole_groups", [True, False])
+def test_units_cover_the_share_once(heads, kv_heads, most, whole_groups):
+    units = make_units(heads, kv_heads, most=most, whole_groups=whole_groups)
+    group = heads // kv_heads
+    assert [h for unit in units for h in range(*unit.heads)] == list(range(heads))
+    assert [h for unit in units for h in range(*unit.new_kv_heads)] == list(range(kv_heads))
+    arrived = 0
+    for unit in units:
+        arrived = max(arrived, unit.new_kv_heads.stop)
+        assert unit.kv_heads.stop <= arrived
+        # as one kernel call sees it: head h of the unit attends to KV head h // ratio of the unit
+        ratio = len(unit.heads) / len(unit.kv_heads)
+        wanted = [unit.kv_heads.start + int(i // ratio) for i in range(len(unit.heads))]
+        assert [h // group for h in range(*unit.heads)] == wanted
+        if whole_groups:
+            assert unit.heads == Span(unit.kv_heads.start * group, unit.kv_heads.stop * group)
+        assert most == 0 or heads == 1 or len(unit.kv_heads) <= max(most, 1)
+    if most == 0:
+        assert len(units) == 1
+
+
+def test_first_and_last_unit_are_small():
+    """Nothing hides the way in of the first and the way home of the last; the rest is one call."""
+    assert [len(u.heads) for u in make_units(8, 8, most=8, whole_groups=True)] == [1, 6, 1]
+    assert [len(u.heads) for u in make_units(8, 2, most=8, whole_groups=False)] == [1, 6, 1]
+    assert [len(u.heads) for u in make_units(8, 2, most=8, whole_groups=True)] == [4, 4]
+    assert [len(u.heads) for u in make_units(8, 8, most=2, whole_groups=True)] == [1, 2, 2, 2, 1]
+
+
+CASES = [
+    (size, degree, name, heads, kv_heads)
+    for size, degree, name, (heads, kv_heads) in product(
+        (1, 2, 4, 6), (1, 2, 3, 4, 6), LAYOUTS, ((4, 4), (8, 2), (8, 1), (12, 6))
+    )
+    if size % degree == 0 and heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+    if not (name == "striped" and 1 < degree < size)
+]
+
+
+@pytest.mark.parametrize(("size", "degree", "name", "heads", "kv_heads"), CASES)
+@pytest.mark.parametrize("most", [0, 1])
+def test_every_byte_comes_and_goes_to_its_place_once(size, degree, name, heads, kv_heads, most):
+    """Tensors whose every element is its own position, moved by the plans of all ranks."""
+    batch, tokens, dim = 2, 4, 2
+    layout = make_layout(name, size, tokens)
+    shapes = HeadShapes(
+        layout=layout, degree=degree, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=dim, itemsize=2,
+        statistics_itemsize=4,
+    )  # fmt: skip
+    assert shapes.refusal() is None
+    kinds = [(heads, "bshd"), (kv_heads, "bshd"), (kv_heads, "bshd"), (heads, "bshd"), (heads, "bhs"), (heads, "bhs")]
+    whole = [numbered(batch, size * tokens, h, dim, order, i) for i, (h, order) in enumerate(kinds)]
+    local = [[cut(t, layout, rank) for t in whole] for rank in range(size)]
+    strides = tuple(strides_of(t) for t in local[0])
+    plans = [make_heads_plan(shapes, rank, strides, backward=True, most=most) for rank in range(size)]
+    for target, plan in enumerate(plans):
+        inbox = [-1] * plan.nbytes
+        for exchange in plan.inbound:
+            for source in range(size):
+                for move in exchange.receives[source]:
+                    copy(local[source][move.source.buffer], move.source, inbox, move.target)
+        own = [own_share(t, kinds[i][1], i in (1, 2), shapes, target) for i, t in enumerate(whole)]
+        order = [r for r in range(size) if r // degree == target // degree]
+        columns = sorted(p for r in order for p in positions(layout, r))
+        for start, tensor, (_, kind) in zip(plan.starts, own, kinds, strict=True):
+            wanted = tensor[:, columns] if kind == "bshd" else tensor[:, :, columns]
+            flat = raw(wanted)
+            assert inbox[start : start + len(flat)] == flat
+
+
+def numbered(batch, tokens, heads, dim, order, seed):
+    shape = (batch, tokens, heads, dim) if order == "bshd" else (batch, heads, tokens)
+    dtype = torch.int16 if order == "bshd" else torch.int32
+    return (
+        (torch.randperm(torch.Size(shape).numel(), generator=torch.Generator().manual_seed(seed))).view(shape).to(dtype)
+    )
+
+
+def positions(layout, rank):
+    return [run.start + run.stride * i for run in layout.runs(rank) for i in range(run.tokens)]
+
+
+def cut(tensor, layout, rank):
+    index = positions(layout, rank)
+    return (tensor[:, index] if tensor.dim() == 4 else tensor[:, :, index]).contiguous()
+
+
+def strides_of(tensor):
+    batch, second, third = (stride * tensor.element_size() for stride in tensor.stride()[:3])
+    return Strides(batch, second, third) if tensor.dim() == 4 else Strides(batch, third, second)
+
+
+def own_share(tensor, order, is_kv, shapes, rank):
+    heads = shapes.kv_heads if is_kv else shapes.heads
+    own = shapes.own_kv_heads if is_kv else shapes.own_heads
+    first = rank % shapes.degree * heads // shapes.degree
+    return tensor[:, :, first : first + own] if order == "bshd" else tensor[:, first : first + own]
+
+
+def raw(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def copy(tensor, source, inbox, target):
+    data = raw(tensor)
+    for row in range(source.rows):
+        a, b = source.offset + row * source.pitch, target.offset + row * target.pitch
+        assert inbox[b : b + target.width] == [-1] * target.width  # nothing is written twice
+        inbox[b : b + target.width] = data[a : a + source.width]
+
+
+@pytest.fixture(params=["one unit", "several units"])
+def units(request, monkeypatch):
+    """A head exchange in one step, or pipelined as over the memory of peers."""
+    if request.param == "several units":
+        strategy.choose_strategy.cache_clear()
+        monkeypatch.setattr(strategy, "_most_kv_heads", lambda *_: 1)
+    yield
+    strategy.choose_strategy.cache_clear()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_equals_one_device_in_fp64(size, layout, mask, units):
+    for length, heads, kv_heads in (
+        (size, size, size),
+        (size + 1, 2 * size, 1),
+        (29, 3 * size, size),
+        (24, 2 * size, size),
+    ):
+        run_ranks(size, compare, layout, mask, length, heads, kv_heads, {"strategy": "heads"})
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_heads_inside_a_ring(layout, mask, units):
+    for size, heads, kv_heads in ((4, 2, 2), (4, 6, 1), (6, 3, 3), (6, 4, 2)):
+        for length in (size, 3 * size - 1, 29):
+            run_ranks(size, compare, layout, mask, length, heads, kv_heads, {"strategy": "heads+ring"})
+
+
+def test_over_processes(units):
+    run_processes(2, _over_processes)
+
+
+def _over_processes():
+    comm = bmburst.communicator(None)
+    for layout in LAYOUTS:
+        compare(comm, layout, "causal", 31, 4, 2, {"strategy": "heads", "scale": None})
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_the_bits_of_one_device(kernel, units):
+    """No sum over ranks, so no rounding that one device does not have."""
+    q, k, v, grad = (t.float() for t in draw(0, 1, 96, 4, 4, 16)[:4])
+    alone = run_ranks(1, attend, q, k, v, grad, kernel)[0]
+    for size in (2, 4):
+        for got in run_ranks(size, attend, q, k, v, grad, kernel):
+            for ours, theirs in zip(got, alone, strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def attend(comm, q, k, v, grad, kernel):
+    mine = [bmburst.shard(t, group=comm) for t in (q, k, v, grad)]
+    inputs = [t.clone().requires_grad_() for t in mine[:3]]
+    out = bmburst.burst_attention(*inputs, group=comm, strategy="heads", kernel=kernel)
+    parts = [out, *torch.autograd.grad(out, inputs, mine[3])]
+    return [bmburst.unshard(t.detach(), group=comm, length=q.shape[1]) for t in parts]
+
+
+def test_strided_inputs(units):
+    """Slices of one projection, heads before tokens, and a head_dim that is not dense."""
+
+    def body(comm):
+        whole = draw(5, 2, 20, 4, 2, 8)
+        expected = reference(*whole[:4], "causal")
+        fused = bmburst.shard(torch.cat(whole[:3], dim=2), group=comm)
+        grad = bmburst.shard(whole[3], group=comm)
+        for order in ((0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)):
+            back = [order.index(i) for i in range(4)]
+            base = fused.permute(order).contiguous().requires_grad_()
+            q, k, v = base.permute(back).split((4, 2, 2), dim=2)
+            out = bmburst.burst_attention(q, k, v, group=comm, strategy="heads")
+            out.backward(grad.permute(order).contiguous().permute(back))
+            got = bmburst.unshard(base.grad.permute(back), group=comm, length=20)
+            torch.testing.assert_close(got, torch.cat(expected[2:], dim=2), rtol=1e-9, atol=1e-10)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (4, 1)])
+def test_moves_the_bytes_that_its_tensors_have(heads, kv_heads, units):
+    def body(comm):
+        counting = Counting(comm)
+        q, k, v = (torch.randn(2, 6, h, 8).bfloat16().requires_grad_() for h in (heads, kv_heads, kv_heads))
+        out = bmburst.burst_attention(q, k, v, group=counting, strategy="heads")
+        away = (comm.size - 1) / comm.size
+        repeated = max(kv_heads, comm.size)  # each rank gets a KV head of its own
+        rows = 2 * 6
+        assert counting.sent == away * rows * (16 * (2 * heads + 2 * repeated) + 4 * heads)
+        counting.sent = 0
+        out.sum().backward()
+        assert counting.sent == away * rows * (16 * (3 * heads + 4 * repeated) + 2 * 4 * heads)
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "kv_heads", "layout", "problem"),
+    [
+        ("heads", 6, 2, "zigzag", "6 query heads cannot be dealt to 4 ranks"),
+        ("heads", 12, 3, "zigzag", "3 key/value heads can be neither dealt to 4 ranks nor shared by them"),
+        ("heads+ring", 3, 3, "zigzag", "3 query heads cannot be dealt to 2 ranks"),
+        ("heads+ring", 4, 4, "striped", "the tokens of neighbouring ranks in layout 'striped' are no stripe together"),
+        ("gather", 4, 4, "striped", "layout 'striped' has no run of neighbouring tokens; 'zigzag' has"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason(name, heads, kv_heads, layout, problem):
+    def body(comm):
+        q, k, v = (torch.zeros(1, 4, h, 8) for h in (heads, kv_heads, kv_heads))
+        with pytest.raises(UserError, match=f"strategy '.*' cannot work: {problem}\nuse strategy='auto'"):
+            bmburst.burst_attention(q, k, v, group=comm, strategy=name, layout=layout)
+        bmburst.burst_attention(q, k, v, group=comm, layout=layout)
+
+    run_ranks(4, body)
+
+
+def test_units_follow_each_other_while_kernels_run(monkeypatch):
+    """The next heads are on their way before a kernel's results are waited for, and results go home at once."""
+    log = []
+
+    class Logging(Checked):
+        def push(self, *args, **options):
+            log.append("push")
+            return super().push(*args, **options)
+
+        def pull(self, *args, **options):
+            log.append("pull")
+            return super().pull(*args, **options)
+
+    strategy.choose_strategy.cache_clear()
+    monkeypatch.setattr(strategy, "_most_kv_heads", lambda *_: 9)
+
+    def body(comm):
+        logging = Logging(comm.inner, comm.device)
+        q = torch.zeros(1, 4, 6, 8)
+        bmburst.burst_attention(q, q, q, group=logging if comm.rank == 0 else comm, strategy="heads")
+
+    run_ranks(2, body)
+    strategy.choose_strategy.cache_clear()
+    assert log == ["push", "pull", "push", "pull", "push", "pull"]
+
+
+def test_plans_are_made_once():
+    shapes = HeadShapes(
+        layout=make_layout("zigzag", 4, 8), degree=4, batch=1, heads=4, kv_heads=4, head_dim=8, itemsize=2,
+        statistics_itemsize=4,
+    )  # fmt: skip
+    strides = (Strides(512, 64, 16),) * 3
+    first = make_heads_plan(shapes, 0, strides, backward=False, most=0)
+    assert make_heads_plan(replace(shapes), 0, strides, backward=False, most=0) is first
+    assert heads_plan.make_heads_plan(shapes, 1, strides, backward=False, most=0) is not first

@@ -1,0 +1,141 @@
+"""`bmburst bench attention`: options, lists, and whole runs on two ranks of the CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bmburst
+from bmburst.cli import main
+
+ROOT = Path(bmburst.__file__).parents[1]
+SMALL = ("--ranks", "2", "--tokens", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--repeats", "2")
+
+
+DEADLY = """
+import os
+def set_seq_parallel_pg(*_):
+    if os.environ["RANK"] == "1":
+        os._exit(7)
+    import torch.distributed as dist
+    dist.barrier()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # what --ranks sets is taken back after the test
+
+
+def bench(*words):
+    return main(["bench", "attention", *words])
+
+
+def start(*words, cwd):
+    command = [sys.executable, "-m", "bmburst", "bench", "attention", *SMALL, *words]
+    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def environment():
+    import os
+
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:.", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_two_ranks_measure_and_go_on(tmp_path):
+    wanted = "sequence/*/causal/*,block/*/causal/ours,accuracy/*/causal/*"
+    options = (
+        "--cells",
+        wanted,
+        "--methods",
+        "one-gpu,ours,ulysses,allgather-kv,yunchang,burst-attention",
+        "--output",
+        "r.json",
+    )
+    (tmp_path / "yunchang.py").write_text(DEADLY)
+    out, _ = start(*options, "--trace", "trace", cwd=tmp_path)
+    content = json.loads((tmp_path / "r.json").read_text())
+    rows = {key.removesuffix("@2-cpu-float32"): row for key, row in content["rows"].items()}
+    assert len(rows) == 14 and content["running"] is None
+    for name in ("one-gpu", "ours", "ulysses", "allgather-kv"):
+        row = rows[f"sequence/256/4-2x8/causal/{name}"]
+        assert row["status"] == "ok" and row["kernel"] == "cpu", row
+        for direction in ("forward", "forward_backward"):
+            assert row[direction]["milliseconds"]["count"] == 2
+            assert row[direction]["ratio"] > 0 and row[direction]["tflops"] > 0
+    for direction, factor in (("forward", 1), ("forward_backward", 3.5)):  # 4 S^2 H D, half of it seen, on 2 ranks
+        part = rows["sequence/256/4-2x8/causal/ulysses"][direction]
+        done = part["tflops"] * part["milliseconds"]["median"] * 1e9
+        assert done == pytest.approx(factor * 4 * 256**2 * 4 * 8 / 2 / 2)
+    chosen = rows["sequence/256/4-2x8/causal/ours"]
+    assert chosen["transport"] == "gloo" and chosen["strategy"]["heads"] in (1, 2)
+    assert chosen["forward_backward"]["bytes"] > chosen["forward"]["bytes"] > 0
+    assert rows["block/256/4-2x8/causal/ours"]["status"] == "ok"
+    missing = rows["sequence/256/4-2x8/causal/burst-attention"]
+    assert (missing["status"], missing["reason"]) == ("refused", "the package Burst-Attention is not installed")
+    deadly = rows["sequence/256/4-2x8/causal/yunchang"]  # the cells after it were measured by other ranks
+    assert (deadly["status"], deadly["reason"]) == ("failed", "it took the ranks down: exit status 7")
+    accurate = {key: row for key, row in rows.items() if row["status"] == "ok" and "errors" in row}
+    assert {row["cell"]["ranks"] for row in accurate.values()} == {1, 2}
+    assert all(1e-9 < error < 1e-6 for row in accurate.values() for error in row["errors"].values())
+    assert "## Relative L2 error against fp64" in out and (tmp_path / "r.md").read_text() in out
+    assert (tmp_path / "r-sequence-4-2x8-causal-2cpu.png").exists()
+    timelines = [json.loads(path.read_text()) for path in (tmp_path / "trace").iterdir()]
+    assert len(timelines) == 10 and all(line["traceEvents"] for line in timelines)
+
+    before = content["rows"]
+    _, err = start(*options, "--mask", "causal", "--budget", "0.001", cwd=tmp_path)
+    after = json.loads((tmp_path / "r.json").read_text())
+    assert after["rows"] == before and len(after["runs"]) == 2
+    assert "cells are left" not in err
+
+
+def test_tables_and_pictures_come_from_a_file_alone(tmp_path, capsys):
+    from bmburst.bench.results import Results
+
+    Results().write(tmp_path / "r.json")
+    assert bench("--table", "--plot", "--output", str(tmp_path / "r.json")) == 0
+    assert "## Runs" in capsys.readouterr().out
+    assert bench("--table") == 2
+    assert "--output names none" in capsys.readouterr().err
+
+
+def test_list_says_what_cannot_run(capsys):
+    assert bench(*SMALL, "--heads", "3", "--kv-heads", "1", "--list", "--cells", "sequence/*") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "sequence/256/3-1x8/causal/ours@2-cpu-float32" in lines
+    (ulysses,) = (line for line in lines if "/causal/ulysses@" in line)
+    assert ulysses.endswith("cannot run: 3 query heads cannot be dealt out to 2 ranks evenly")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ranks", "2", "--tokens", "255"), "--tokens 255 on 2 ranks"),
+        (("--ranks", "2", "--tokens", "many"), "--tokens many"),
+        (("--ranks", "2", "--cells", "nothing/*"), "--cells nothing/* fits no cell"),
+        (("--ranks", "2", "--methods", "ulises"), "did you mean 'ulysses'?"),
+        (("--ranks", "2", "--kernel", "gpu"), "unknown kernel 'gpu'"),
+        (("--ranks", "2", "--heads", "6", "--kv-heads", "4"), "--heads 6 --kv-heads 4"),
+        (("--ranks", "0"), "--ranks 0"),
+        (("--ranks", "2", "--gpus", "2"), "exclude each other"),
+        (("--ranks", "2", "--budget", "-1"), "--budget -1"),
+        (("--gpus", "2"), "there is no GPU here"),
+        (("--ranks", "2", "--output", "no/such/r.json"), "there is no such folder"),
+        (("--rank", "2"), "did you mean '--ranks'?"),
+    ],
+)
+def test_bad_input_is_refused_before_ranks_start(words, message, capsys):
+    assert bench(*words) == 2
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) <= 3
+
+
+def test_a_rank_is_no_place_to_start_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert bench("--ranks", "2") == 2
+    assert "RANK is set" in capsys.readouterr().err

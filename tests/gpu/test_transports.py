@@ -1,0 +1,204 @@
+"""On real GPUs: every strategy over every transport, the peers' memory in particular."""
+
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import bmburst
+from bmburst.attention.strategy import STRATEGIES
+from bmburst.comm import cuda_driver
+from bmburst.comm.checks import Checked
+from bmburst.comm.groups import communicator
+from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.transports import _over_peers, over_transport
+from bmburst.errors import UserError
+from tests.attention.oracle import draw, reference
+from tests.distributed.programs import run_program
+from tests.gpu.test_gpus import check_streams, run_nccl
+from tests.test_comm import verbs
+
+GPUS = torch.cuda.device_count()
+SIZES = range(2, min(GPUS, 8) + 1)
+
+
+def run(program, size, body, *args):
+    if program == "bmtrain":
+        run_program(size, body, *args, on_gpus=True)
+    else:
+        run_nccl(size, body, *args)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+def test_the_memory_of_peers(size, program):
+    run(program, size, _the_memory_of_peers)
+
+
+def _the_memory_of_peers():
+    comm = over_transport(communicator(None), "peer")
+    assert comm.transport == "peer"
+    assert over_transport(communicator(None), "auto") is comm
+    assert over_transport(communicator(None), "nccl").transport == "nccl"
+    verbs(comm, "cuda")
+    check_streams(comm)
+    check_refusals()
+
+
+def check_refusals():
+    """Without access to a peer, "auto" says so once and goes over NCCL, on every rank; "peer" is refused."""
+    real = cuda_driver.open_exported
+    comm = communicator(None)
+
+    def refuse(handle):
+        raise cuda_driver.DriverError("peer access is not supported between these devices")
+
+    _over_peers.cache_clear()
+    if comm.rank == comm.size - 1:
+        cuda_driver.open_exported = refuse
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert over_transport(comm, "auto").transport == "nccl"
+            assert over_transport(comm, "auto").transport == "nccl"
+        assert len(caught) == (1 if comm.rank == 0 else 0)
+        with pytest.raises(UserError, match=f"rank {comm.size - 1} cannot read the memory of rank 0"):
+            over_transport(comm, "peer")
+    finally:
+        cuda_driver.open_exported = real
+        _over_peers.cache_clear()
+
+
+@pytest.mark.parametrize("size", range(1, min(GPUS, 8) + 1))
+@pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+def test_every_strategy_over_every_transport(size, program):
+    run(program, size, _every_strategy)
+
+
+def _every_strategy():
+    comm = communicator(None)
+    length = 701
+    for heads, kv_heads, mask in ((8, 8, "causal"), (8, 2, "causal"), (16, 4, "full")):
+        whole = draw(0, 1, length, heads, kv_heads, 64, torch.bfloat16)
+        exact = reference(*whole[:4], mask)
+        q, k, v, grad = (t.cuda().bfloat16() for t in whole[:4])
+        alone = errors(attend_alone(q, k, v, grad, mask), exact)
+        for layout in ("zigzag", "contiguous", "striped"):
+            for strategy in STRATEGIES:
+                for transport in ("auto", "nccl") if comm.size > 1 else ("auto",):
+                    mine = [bmburst.shard(t, layout=layout, group=comm) for t in (q, k, v, grad)]
+                    inputs = [t.clone().requires_grad_() for t in mine[:3]]
+                    options = {"mask": mask, "layout": layout, "strategy": strategy, "transport": transport}
+                    try:
+                        out = bmburst.burst_attention(*inputs, length=length, group=comm, **options)
+                    except UserError as error:
+                        refused = str(error)
+                        assert strategy != "auto" and "cannot work" in refused
+                        continue
+                    parts = [out, *torch.autograd.grad(out, inputs, mine[3])]
+                    got = [bmburst.unshard(t, layout=layout, group=comm, length=length) for t in parts]
+                    for name, ours, theirs in zip("oqkv", errors(got, exact), alone, strict=True):
+                        assert ours <= 1.25 * theirs, (heads, kv_heads, options, name, ours, theirs)
+
+
+def attend_alone(q, k, v, grad, mask):
+    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+    single = Checked(LocalCommunicator(0, [[Wire()]]), torch.device("cpu"))
+    out = bmburst.burst_attention(*inputs, mask=mask, group=single)
+    return [out, *torch.autograd.grad(out, inputs, grad)]
+
+
+def errors(got, exact):
+    """Relative errors of output and gradients against fp64."""
+    wanted = (exact[0], *exact[2:])
+    return [((a.double().cpu() - b).norm() / b.norm()).item() for a, b in zip(got, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+def test_calls_in_flight(program):
+    run(program, min(GPUS, 4), _calls_in_flight)
+
+
+def _calls_in_flight():
+    """Two models, two microbatches under way, other streams, recomputation, a compiled caller: as one by one."""
+    comm = communicator(None)
+    gen = torch.Generator("cuda").manual_seed(comm.rank)
+
+    def inputs(tokens, heads, kv_heads):
+        shapes = [(1, tokens, h, 64) for h in (heads, kv_heads, kv_heads)]
+        return [torch.randn(s, generator=gen, device="cuda").bfloat16().requires_grad_() for s in shapes]
+
+    def attend(x, strategy):
+        return bmburst.burst_attention(*x, group=comm, strategy=strategy, deterministic=True)
+
+    for strategy in ("heads", "gather", "ring"):
+        a, b, c = inputs(256, 8, 8), inputs(1024, 8, 4), inputs(512, 16, 8)
+        expected = [torch.autograd.grad(attend(x, strategy).float().square().sum(), x) for x in (a, b, c)]
+        torch.cuda.synchronize()
+        for _ in range(3):
+            losses = [attend(x, strategy).float().square().sum() for x in (a, b, c)]
+            found = [torch.autograd.grad(losses[i], (a, b, c)[i]) for i in (1, 2, 0)]
+            found = [found[2], found[0], found[1]]
+            compare(found, expected)
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        torch.cuda.synchronize()
+        found = []
+        for i, x in enumerate((a, b, c)):
+            with torch.cuda.stream(streams[i % 2]):
+                torch.cuda._sleep(2_000_000 * (comm.rank + 1))
+                found.append(torch.autograd.grad(attend(x, strategy).float().square().sum(), x))
+        torch.cuda.synchronize()
+        compare(found, expected)
+        for policy in ("block", "block-keep-attention"):
+            y = bmburst.checkpoint(policy, lambda *x, s=strategy: attend(x, s).float().square(), *a)
+            compare([torch.autograd.grad(y.sum(), a)], expected[:1])
+    compiled = torch.compile(lambda *x: (attend(x, "heads").float() * 2 - 1).sum(), backend="aot_eager")
+    plain = torch.autograd.grad((attend(a, "heads").float() * 2 - 1).sum(), a)
+    compare([torch.autograd.grad(compiled(*a), a)], [plain])
+
+
+def compare(found, expected):
+    for ours, wanted in zip(found, expected, strict=True):
+        for x, y in zip(ours, wanted, strict=True):
+            assert torch.equal(x, y)
+
+
+DYING = """
+import os, signal, sys, torch, torch.distributed as dist, bmburst
+rank = int(sys.argv[1])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+q = torch.randn(1, 4096, 8, 64, device="cuda", dtype=torch.bfloat16)
+for i in range(10_000):
+    bmburst.burst_attention(q, q, q, strategy="heads", transport="peer")
+    if i == 20:
+        torch.cuda.synchronize()
+        print("under way", flush=True)
+    if i == 40 and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+torch.cuda.synchronize()
+"""
+
+
+def test_a_dead_peer_ends_the_others(tmp_path):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", DYING]
+    ranks = [
+        subprocess.Popen([*command, str(r), str(tmp_path / "store")], cwd=root, stderr=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
+    try:
+        began = time.monotonic()
+        _, told = ranks[0].communicate(timeout=120)
+        assert ranks[0].returncode == 1
+        assert f"rank 1 (process {ranks[1].pid}) of this host has ended" in told
+        assert time.monotonic() - began < 100
+    finally:
+        for process in ranks:
+            process.send_signal(signal.SIGKILL)
+            process.wait()

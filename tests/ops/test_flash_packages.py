@@ -1,0 +1,360 @@
+"""What is passed to packages that are not installed here, by stand-ins with their signatures; and who is preferred."""
+
+import sys
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from bmburst_ops.errors import KernelError
+from bmburst_ops.flash import Gradients, ReferenceKernel, packages, select_kernel
+from bmburst_ops.flash.cudnn import CudnnKernel
+from bmburst_ops.flash.fa2 import FlashAttention2Kernel
+from bmburst_ops.flash.fa3 import FlashAttention3Kernel
+from bmburst_ops.flash.fa4 import FlashAttention4Kernel
+from bmburst_ops.flash.memory import aligned, is_aligned
+from bmburst_ops.flash.torch_cuda import TorchKernel
+from bmburst_ops.merge import row_dots
+from tests.ops.tiles import EPSILON, Tile, error, every_second, one_number_off, some_heads
+
+CASES = [
+    (2, 37, 53, True, 6, 2, 64, torch.bfloat16),
+    (1, 53, 37, False, 4, 4, 64, torch.float16),
+    (1, 1, 9, True, 2, 1, 32, torch.bfloat16),
+    (1, 6, 7, True, 2, 2, 32, torch.bfloat16),
+]
+
+
+def attend(q, k, v, scale, causal):
+    """A package's forward: everything aligned, results in the dtype of q."""
+    assert all(is_aligned(t) for t in (q, k, v))
+    out, lse = ReferenceKernel().forward(q, k, v, causal=causal, scale=scale)
+    return out.to(q.dtype), lse
+
+
+def differentiate(dout, q, k, v, lse, delta, scale, causal, into):
+    """A package's backward: aligned inputs, fp32 statistics, and aligned memory of its dtype to write to."""
+    assert all(is_aligned(t) and t.dtype is q.dtype for t in (dout, q, k, v, *into))
+    assert lse.shape == delta.shape == (q.shape[0], q.shape[2], q.shape[1])
+    assert lse.dtype is delta.dtype is torch.float32
+    options = {"causal": causal, "scale": scale, "deterministic": True, "into": Gradients(*into)}
+    ReferenceKernel().backward(dout, q, k, v, lse, delta, **options)
+
+
+def fa2(seen):
+    # fmt: off
+    def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+                            alibi_slopes, return_softmax):
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert alibi_slopes is None and not return_softmax
+        return *attend(q, k, v, softmax_scale, causal), None, None
+
+    def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+                             window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):
+        assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
+        assert softmax_lse.is_contiguous()
+        seen.append((deterministic, dq, dk, dv))
+        differentiate(dout, q, k, v, softmax_lse, row_dots(dout, out), softmax_scale, causal, (dq, dk, dv))
+    # fmt: on
+    return FlashAttention2Kernel(), "flash_attn.flash_attn_interface", _flash_attn_forward, _flash_attn_backward
+
+
+def fa3(seen):
+    # fmt: off
+    def _flash_attn_forward(q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+                            cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                            page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
+                            seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+                            causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0,
+                            rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0):
+        assert k_new is v_new is qv is out_ is q_descale is v_descale is None and softcap == 0.0
+        return *attend(q, k, v, softmax_scale, causal), torch.tensor([]), torch.tensor([])
+
+    def _flash_attn_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None,
+                             sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None,
+                             softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
+                             softcap=0.0, deterministic=False, sm_margin=0):
+        assert cu_seqlens_q is max_seqlen_k is None and softcap == 0.0 and softmax_lse.is_contiguous()
+        seen.append((deterministic, dq, dk, dv))
+        differentiate(dout, q, k, v, softmax_lse, row_dots(dout, out), softmax_scale, is_causal, (dq, dk, dv))
+    # fmt: on
+    return FlashAttention3Kernel(), "flash_attn_interface", _flash_attn_forward, _flash_attn_backward
+
+
+def older_fa3(seen):
+    # fmt: off
+    def _flash_attn_forward(q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q,
+                            seqused_k, max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos,
+                            rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal,
+                            window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+                            scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0):
+        assert k_new is out is v_descale is None
+        return attend(q, k, v, softmax_scale, causal)
+
+    def _flash_attn_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k,
+                             max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1),
+                             softcap=0.0, deterministic=False, sm_margin=0):
+        seen.append((deterministic, dq, dk, dv))
+        differentiate(dout, q, k, v, softmax_lse, row_dots(dout, out), softmax_scale, causal, (dq, dk, dv))
+        return dq, dk, dv, None
+    # fmt: on
+    return FlashAttention3Kernel(), "flash_attn_interface", _flash_attn_forward, _flash_attn_backward
+
+
+def fa4(seen, outs=None):
+    outs = [] if outs is None else outs
+
+    def _flash_attn_fwd(q, k, v, *, softmax_scale=None, causal=False, return_lse=False, out=None):
+        assert return_lse and (out is None or (is_aligned(out) and out.dtype is q.dtype))
+        result, lse = attend(q, k, v, softmax_scale, causal)
+        outs.append(out)
+        return (result if out is None else out.copy_(result)), lse, None, None, None
+
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, deterministic=False, dq, dk, dv, dlse
+    ):
+        assert out.shape == q.shape and out.dtype is q.dtype and out.untyped_storage().nbytes() <= 2 * q.shape[-1]
+        assert dlse.dtype is torch.float32
+        seen.append((deterministic, dq, dk, dv))
+        differentiate(dout, q, k, v, lse, row_dots(dout, out) - dlse, softmax_scale, causal, (dq, dk, dv))
+        return dq, dk, dv
+
+    return FlashAttention4Kernel(), "flash_attn.cute.interface", _flash_attn_fwd, _flash_attn_bwd
+
+
+def install(monkeypatch, kernel, path, forward, backward):
+    for parent in range(1, path.count(".") + 1):
+        name = ".".join(path.split(".")[:parent])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module = ModuleType(path)
+    setattr(module, forward.__name__, forward)
+    setattr(module, backward.__name__, backward)
+    monkeypatch.setitem(sys.modules, path, module)
+    return kernel
+
+
+@pytest.mark.parametrize("stand_in", [fa2, fa3, older_fa3, fa4], ids=lambda stand_in: stand_in.__name__)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("view", [some_heads, one_number_off], ids=lambda view: view.__name__)
+def test_packages_are_called_as_they_want(monkeypatch, stand_in, case, view):
+    seen = []
+    kernel = install(monkeypatch, *stand_in(seen))
+    monkeypatch.setattr("tests.ops.tiles.DEVICE", "cpu")
+    tile = Tile(case)
+    tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
+    tile.statistics = tuple(every_second(t) for t in tile.statistics)
+    for out in (None, view(torch.empty_like(tile.q)), torch.empty(tile.q.shape, dtype=torch.float32)):
+        part = tile.forward(kernel, out=out)
+        assert out is None or part.out is out
+        assert error(part.out, tile.out) < EPSILON[tile.dtype]
+        torch.testing.assert_close(part.lse.double(), tile.lse, rtol=1e-5, atol=1e-5)
+    for deterministic in (False, kernel.name != "fa3"):
+        into = Gradients(*(view(torch.empty_like(t)) for t in (tile.q, tile.k, tile.v))) if seen else None
+        gradients = tile.backward(kernel, deterministic, into=into)
+        asked, *written = seen[-1]
+        assert asked is deterministic
+        if into:
+            assert all(a is b for a, b in zip(gradients, into, strict=True))
+            if view is some_heads:  # nothing in between
+                assert all(a is b for a, b in zip(written, into, strict=True))
+        for ours, wanted in zip(gradients, tile.gradients, strict=True):
+            assert error(ours, wanted) < 1.5 * EPSILON[tile.dtype]
+
+
+def test_fa4_writes_where_it_can(monkeypatch):
+    outs = []
+    kernel = install(monkeypatch, *fa4([], outs))
+    q = torch.randn(1, 5, 2, 16).bfloat16()
+    targets = [some_heads(q), one_number_off(q), torch.empty(q.shape), None]
+    for target in targets:
+        kernel.forward(q, q, q, causal=True, scale=1.0, out=target)
+    assert outs[0] is targets[0] and outs[1:] == [None, None, None]
+
+
+def test_torch_gives_results_where_asked(monkeypatch):
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *_, **__: (1 * q, 2 * q, None))
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", lambda *_, **__: (3 * q, 4 * q, 5 * q))
+    q = torch.randn(1, 5, 2, 16).bfloat16()
+    out, *into = (some_heads(torch.zeros_like(q)) for _ in range(4))
+    kernel, options = TorchKernel(), {"causal": True, "scale": 1.0}
+    assert kernel.forward(q, q, q, **options, out=out).out is out and torch.equal(out, q)
+    statistic = torch.zeros(1, 2, 5)
+    gradients = kernel.backward(q, q, q, q, statistic, statistic, **options, deterministic=False, into=Gradients(*into))
+    assert all(a is b for a, b in zip(gradients, into, strict=True))
+    assert all(torch.equal(t, n * q) for n, t in enumerate(into, 3))
+
+
+@pytest.mark.parametrize(
+    ("view", "fits"),
+    [
+        (lambda t: t, True),
+        (lambda t: t[:, :, 1:], True),
+        (lambda t: t.transpose(1, 2), True),
+        (lambda t: t[..., 8:16], True),
+        (lambda t: t[..., 4:12], False),  # rows start at 8 bytes
+        (lambda t: t.transpose(2, 3), False),  # rows are not dense
+        (lambda t: t[..., ::2], False),
+        (lambda t: t[:, :1].expand(-1, 3, -1, -1), False),  # one memory for several tokens
+        (lambda t: t.flatten()[:180].view(1, 3, 3, 20), False),  # rows of 40 bytes
+        (lambda t: t.flatten()[:180].view(1, 3, 3, 20)[..., :16], False),
+    ],
+)
+def test_alignment(view, fits):
+    tensor = view(torch.randn(1, 3, 4, 16).bfloat16())
+    assert is_aligned(tensor) == fits
+    dense = aligned(tensor)
+    assert is_aligned(dense) or dense.is_contiguous()
+    assert torch.equal(dense, tensor) and (dense is tensor) == fits
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cudnn_is_called_as_it_wants(monkeypatch, case):
+    """Heads first and as many of K and V, no causal tile but squares, nothing of one token."""
+
+    def expect(q, k, causal):
+        assert q.shape[1] == k.shape[1] and min(q.shape[2], k.shape[2]) > 1
+        assert not causal or q.shape[2] == k.shape[2]
+
+    def forward(q, k, v, bias, wants_lse, dropout, causal, debug, *, scale):
+        assert (bias, wants_lse, dropout, debug) == (None, True, 0.0, False)
+        expect(q, k, causal)
+        out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), scale, causal)
+        return out.transpose(1, 2), lse[..., None], None, None, q.shape[2], k.shape[2], None, None, None
+
+    def backward(grad, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale):
+        assert lse.is_contiguous() and lse.shape == (*q.shape[:3], 1) and bias is cum_q is cum_k is None
+        assert (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
+        expect(q, k, causal)
+        grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
+        into = [torch.empty_like(t) for t in (q, k, v)]
+        differentiate(grad, q, k, v, lse[..., 0], row_dots(grad, out), scale, causal, into)
+        return tuple(t.transpose(1, 2) for t in into)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    monkeypatch.setattr("tests.ops.tiles.DEVICE", "cpu")
+    kernel, tile = CudnnKernel(), Tile(case)
+    tile.q, tile.k, tile.v, tile.grad = (one_number_off(t) for t in (tile.q, tile.k, tile.v, tile.grad))
+    out = some_heads(torch.empty_like(tile.q))
+    into = Gradients(*(some_heads(torch.empty_like(t)) for t in (tile.q, tile.k, tile.v)))
+    for part in (tile.forward(kernel), tile.forward(kernel, out=out)):
+        assert error(part.out, tile.out) < EPSILON[tile.dtype]
+        torch.testing.assert_close(part.lse.double(), tile.lse, rtol=1e-5, atol=1e-5)
+    assert part.out is out
+    for gradients in (tile.backward(kernel), tile.backward(kernel, into=into)):
+        for ours, wanted in zip(gradients, tile.gradients, strict=True):
+            assert error(ours, wanted) < 1.5 * EPSILON[tile.dtype]
+    assert all(a is b for a, b in zip(gradients, into, strict=True))
+
+
+def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    q = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(KernelError, match="'fa3' is installed but flash_attn_interface cannot be imported") as caught:
+        FlashAttention3Kernel().forward(q, q, q, causal=True, scale=1.0)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Return a way to pretend a GPU with packages; queries for it come back."""
+
+    def pretend(capability, installed, head_dim=128, dtype=torch.bfloat16, cudnn=91900):
+        def version(distribution):
+            if distribution in installed:
+                return installed[distribution]
+            raise metadata.PackageNotFoundError(distribution)
+
+        packages.version_of.cache_clear()
+        packages.is_there.cache_clear()
+        monkeypatch.setattr(packages.metadata, "version", version)
+        monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: installed.get(name))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+        return SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, 8, 2, head_dim))
+
+    yield pretend
+    packages.version_of.cache_clear()
+    packages.is_there.cache_clear()
+
+
+ALL = {"flash-attn": "2.8.3", "flash-attn-4": "4.0.0b36", "flash_attn_interface": "found"}
+HOPPER, AMPERE, BLACKWELL, GEFORCE = (9, 0), (8, 0), (10, 0), (12, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "options", "deterministic", "name"),
+    [
+        (HOPPER, ALL, {}, False, "fa4"),
+        (HOPPER, ALL, {"head_dim": 256}, True, "fa4"),
+        (HOPPER, {"flash_attn_interface": "found"}, {}, False, "fa3"),
+        (HOPPER, {"flash_attn_interface": "found"}, {}, True, "torch"),
+        (HOPPER, {}, {}, False, "cudnn"),
+        (HOPPER, {}, {"cudnn": None}, False, "torch"),
+        (HOPPER, {"flash-attn": "2.8.3"}, {}, True, "fa2"),
+        (HOPPER, {"flash-attn": "2.6.3"}, {}, True, "torch"),
+        (AMPERE, ALL, {}, False, "fa2"),
+        (AMPERE, {}, {"dtype": torch.float16}, False, "torch"),
+        (BLACKWELL, ALL, {"head_dim": 256}, False, "fa2"),
+        (GEFORCE, ALL, {}, False, "fa4"),
+        (GEFORCE, ALL, {}, True, "fa2"),
+        (HOPPER, ALL, {"dtype": torch.float64}, False, "reference"),
+        (HOPPER, ALL, {"head_dim": 512}, False, "reference"),
+    ],
+    ids=str,
+)
+def test_the_fastest_that_can_is_chosen(gpu, capability, installed, options, deterministic, name):
+    q = gpu(capability, installed, **options)
+    assert select_kernel("auto", q, q, deterministic).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "installed", "options", "deterministic", "reason"),
+    [
+        ("fa4", HOPPER, {}, {}, False, "needs the package flash-attn-4"),
+        ("fa4", HOPPER, {"flash-attn": "2.8.3"}, {}, False, "needs the package flash-attn-4"),
+        ("fa4", AMPERE, ALL, {}, False, "needs Hopper or Blackwell, got a GPU"),
+        ("fa4", BLACKWELL, ALL, {"head_dim": 136}, False, "multiples of 8 up to 128 here, got 136"),
+        ("fa4", HOPPER, ALL, {"head_dim": 100}, False, "multiples of 8 up to 256 here, got 100"),
+        ("fa4", HOPPER, ALL, {"dtype": torch.float32}, False, "takes float16 and bfloat16 only, got torch.float32"),
+        ("fa4", GEFORCE, ALL, {}, True, "has no deterministic backward for a GPU"),
+        ("fa3", BLACKWELL, ALL, {}, False, "is for Hopper alone, got a GPU"),
+        ("fa3", HOPPER, {}, {}, False, "whose module is flash_attn_interface"),
+        ("fa3", HOPPER, ALL, {}, True, "cannot promise a deterministic backward"),
+        ("cudnn", HOPPER, {}, {"cudnn": 90300}, False, "needs a torch with cuDNN 9.5.1 or newer, got 90300"),
+        ("cudnn", HOPPER, {}, {"cudnn": 90800, "head_dim": 256}, False, "up to 128 here, got 256"),
+        ("cudnn", AMPERE, {}, {}, False, "needs Hopper or newer, got a GPU"),
+        ("cudnn", HOPPER, {}, {}, True, "has no deterministic backward in torch"),
+        ("fa2", HOPPER, {"flash-attn-4": "4.0.0b36"}, {}, False, "needs the package flash-attn"),
+        ("fa2", HOPPER, {"flash-attn": "2.6.3"}, {}, False, "needs flash-attn 2.7 or newer, got 2.6.3"),
+        ("fa2", (7, 5), ALL, {}, False, "needs Ampere or newer, got a GPU"),
+    ],
+    ids=str,
+)
+def test_a_kernel_asked_for_says_why_not(gpu, name, capability, installed, options, deterministic, reason):
+    q = gpu(capability, installed, **options)
+    with pytest.raises(KernelError, match=f"^kernel '{name}' .*{reason}"):
+        select_kernel(name, q, q, deterministic)
+
+
+@pytest.mark.parametrize("kernel", [CudnnKernel(), FlashAttention3Kernel()], ids=lambda kernel: kernel.name)
+def test_backward_never_breaks_the_promise_of_equal_bits(kernel):
+    q, lse = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
+    with pytest.raises(KernelError, match=f"kernel '{kernel.name}' .*deterministic backward"):
+        kernel.backward(q, q, q, q, lse, lse, causal=True, scale=1.0, deterministic=True)
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn", "fa2"])
+def test_gpu_kernels_refuse_cpu_tensors(name):
+    q = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(KernelError, match=f"kernel '{name}' runs on NVIDIA GPUs only, and the tensors are on cpu"):
+        select_kernel(name, q, q)
+
+
+def test_looking_for_a_kernel_imports_nothing(gpu):
+    before = set(sys.modules)
+    q = gpu(HOPPER, ALL)
+    assert select_kernel("auto", q, q).name == "fa4"
+    assert not {name for name in set(sys.modules) - before if name.startswith("flash_attn")}

@@ -1,0 +1,64 @@
+"""One tile of attention with its definition in fp64, and views of the same numbers with other strides."""
+
+import math
+
+import torch
+
+from bmburst_ops.merge import row_dots
+from tests.attention.oracle import attention, draw
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+class Tile:
+    """Inputs of a tile on the device, and what the definition gives for them."""
+
+    def __init__(self, case, seed=0, spread=1.0):
+        batch, rows, columns, self.causal, heads, kv_heads, head_dim, dtype = case
+        self.dtype, self.scale = dtype, head_dim**-0.5
+        k, v = draw(seed, batch, columns, heads, kv_heads, head_dim, dtype, spread)[1:3]
+        q, _, _, grad, _ = draw(seed + 1, batch, rows, heads, kv_heads, head_dim, dtype, spread)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out, self.lse = attention(*leaves, "causal" if self.causal else "full", self.scale)
+        self.gradients = torch.autograd.grad(out, leaves, grad)
+        self.out, self.lse, self.delta = out.detach(), self.lse.detach(), row_dots(grad, out.detach())
+        self.q, self.k, self.v, self.grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
+        # Of the definition, as a ring knows them from the whole sequence.
+        self.statistics = tuple(t.to(DEVICE, torch.float32) for t in (self.lse, self.delta))
+
+    def forward(self, kernel, **options):
+        return kernel.forward(self.q, self.k, self.v, causal=self.causal, scale=self.scale, **options)
+
+    def backward(self, kernel, deterministic=False, **options):
+        options |= {"causal": self.causal, "scale": self.scale, "deterministic": deterministic}
+        return kernel.backward(self.grad, self.q, self.k, self.v, *self.statistics, **options)
+
+
+def error(ours, wanted):
+    """Relative error of the whole tensor."""
+    assert ours.shape == wanted.shape
+    return ((ours.double().cpu() - wanted).norm() / wanted.norm()).item()
+
+
+def some_heads(tensor, first=1):
+    """The same numbers as a slice of the heads of a wider tensor."""
+    wide = torch.full((*tensor.shape[:2], tensor.shape[2] + 3, tensor.shape[3]), math.nan).to(tensor)
+    view = wide[:, :, first : first + tensor.shape[2]]
+    return view.copy_(tensor)
+
+
+def head_major(tensor):
+    """The same numbers, laid out head by head, as pulls by head group leave them."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def one_number_off(tensor):
+    """The same numbers in rows that start where no vector load can."""
+    wide = torch.zeros(*tensor.shape[:3], tensor.shape[3] + 1).to(tensor)
+    return wide[..., 1:].copy_(tensor)
+
+
+def every_second(tensor):
+    """The same numbers in every second place."""
+    return torch.stack([tensor, tensor], -1)[..., 1]
