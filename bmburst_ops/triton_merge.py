@@ -80,13 +80,15 @@ def _merge_kernel(
     mine = tl.exp(mine - peak)
     other = tl.exp(other - peak)
     total = mine + other
-    tl.store(lse_at, peak + tl.log(total), mask=inside)
+    merged_lse = peak + tl.log(total)
     total = tl.where(total == 0.0, 1.0, total)
     out_at = _vectors(out, out_strides, batch, rows, head, columns)
     part_at = _vectors(part, part_strides, batch, rows, head, columns)
     merged = tl.load(out_at, mask=vectors_inside, other=0.0).to(tl.float32) * (mine / total)[:, None]
     merged += tl.load(part_at, mask=vectors_inside, other=0.0).to(tl.float32) * (other / total)[:, None]
     tl.store(out_at, merged.to(out.dtype.element_ty), mask=vectors_inside)
+    tl.debug_barrier()  # several warps read the same old statistic: none may find another's new one
+    tl.store(lse_at, merged_lse, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])

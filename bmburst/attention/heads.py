@@ -31,13 +31,13 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
     shapes, statistics = plan.shapes, accumulation_dtype(q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((shapes.batch, shapes.heads, shapes.layout.tokens), dtype=statistics)
-    going_home: list[Transfer] = []
+    outer, going_home = call.outer, list[Transfer]()
     for i, unit, (queries, keys, values) in _arriving(call, plan, brought):
         at = plan.outbound[i]
         box = call.comm.outbox(at.exchange.nbytes, _OUT)
         own = _tokens_of(plan, box, at.starts[0], len(unit.heads), q.dtype)
         own_lse = _statistic_of(plan, box, at.starts[1], len(unit.heads), statistics)
-        part = outer_forward(call.outer, queries, keys, values, out=own)
+        part = outer_forward(outer, queries, keys, values, out=own)
         own_lse.copy_(part.lse)
         going_home.append(call.comm.pull(at.exchange, box, (out, lse), _OUT))
     for transfer in going_home:
@@ -53,7 +53,7 @@ def heads_backward(
     plan = _plan(call, q, k, brought, backward=True)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k, grad_v = (t.new_empty((plan.shapes.replicas, *t.shape)) for t in (k, v))
-    going_home: list[Transfer] = []
+    outer, going_home = call.outer, list[Transfer]()
     for i, unit, (queries, keys, values, grads, own_lse, own_delta) in _arriving(call, plan, brought):
         at = plan.outbound[i]
         box = call.comm.outbox(at.exchange.nbytes, _OUT)
@@ -61,7 +61,7 @@ def heads_backward(
         into = Gradients(
             *(_tokens_of(plan, box, start, n, q.dtype) for start, n in zip(at.starts, counts, strict=True))
         )
-        outer_backward(call.outer, kernel, grads, queries, keys, values, own_lse, own_delta, into=into)
+        outer_backward(outer, kernel, grads, queries, keys, values, own_lse, own_delta, into=into)
         going_home.append(call.comm.pull(at.exchange, box, (grad_q, grad_k, grad_v), _OUT))
     for transfer in going_home:
         transfer.wait()

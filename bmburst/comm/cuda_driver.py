@@ -221,6 +221,9 @@ class Copies:
             )
         )
 
+    def __len__(self) -> int:
+        return len(self._batch)
+
     def enqueue(self, stream: int, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Enqueue them on a stream that is not the default one, given by its handle; buffers are addresses."""
         count = len(self._batch)

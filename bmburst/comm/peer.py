@@ -49,12 +49,15 @@ class _Box:
     """The stream whose kernels read the inbox's present content."""
     offered: Any = None
     """The event at which it was offered, and all that is pushed had been made."""
+    is_fresh: bool = False
+    """Whether nothing was pushed since it was offered: no kernel reads it yet."""
 
 
 @dataclass(slots=True)
 class _Lane:
-    index: int
     stream: Any
+    second: Any
+    """For half of the copies: on one stream each waits for the one before, and an engine rests between two."""
     outboxes: tuple[_Box, ...] = field(default_factory=lambda: tuple(_Box() for _ in range(_OUTBOXES)))
     inbox: _Box = field(default_factory=_Box)
     turn: int = 0
@@ -88,7 +91,9 @@ class PeerCommunicator:
         self._words.local.zero_()
         torch.cuda.synchronize(device)
         gather_objects(inner, None)  # no rank signals before all words are clear
-        self._lanes = [_Lane(lane, torch.cuda.Stream(device, priority=-1)) for lane in range(LANES)]
+        streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2 * LANES + 1)]
+        self._lanes = [_Lane(streams[2 * lane], streams[2 * lane + 1]) for lane in range(LANES)]
+        self._local = streams[-1]
         self._prepared = lru_cache(maxsize=1024)(self._prepare)
         self._signals = lru_cache(maxsize=256)(self._make_signals)
         self._watch = PeerWatch(inner, device)
@@ -121,7 +126,7 @@ class PeerCommunicator:
         at.stream.wait_stream(self._current())
         handle = at.stream.cuda_stream
         self._signals(lane, _READY, calls.receivers, calls.senders).enqueue(handle, box.number)
-        calls.copies.enqueue(handle, [target.data_ptr() for target in targets], box.memory.addresses)
+        self._copy(at, calls, [target.data_ptr() for target in targets], box.memory.addresses)
         self._signals(lane, _DONE, calls.senders, ()).enqueue(handle, box.number)
         self._under_way(transfer, box)
         copy_own(exchange, (outbox,), targets)
@@ -139,6 +144,7 @@ class PeerCommunicator:
             current.wait_stream(at.inbox.user)
         memory = self._sized(at.inbox, nbytes)
         at.inbox.number, at.inbox.user, at.inbox.offered = at.next(), current, current.record_event()
+        at.inbox.is_fresh = True
         self._signals(lane, _OFFER, self._others, ()).enqueue(current.cuda_stream, at.inbox.number)
         return memory
 
@@ -153,10 +159,18 @@ class PeerCommunicator:
         at.stream.wait_event(at.inbox.offered)
         handle = at.stream.cuda_stream
         self._signals(lane, _OFFER, (), calls.receivers).enqueue(handle, at.inbox.number)
-        calls.copies.enqueue(handle, at.inbox.memory.addresses, [source.data_ptr() for source in sources])
+        own, boxes = [source.data_ptr() for source in sources], at.inbox.memory.addresses
+        is_first, at.inbox.is_fresh = at.inbox.is_fresh, False
+        if is_first:
+            self._local.wait_event(at.inbox.offered)
+            calls.kept.enqueue(self._local.cuda_stream, boxes, own)
+        self._copy(at, calls, boxes, own)
         self._signals(lane, _DONE, calls.receivers, calls.senders).enqueue(handle, number)
+        if is_first:
+            at.stream.wait_stream(self._local)
         self._under_way(transfer, at.inbox)
-        copy_own(exchange, sources, (inbox,))
+        if not is_first:  # the driver's copies inside one device were seen to wait long beside a running kernel
+            copy_own(exchange, sources, (inbox,))
         return transfer
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
@@ -204,6 +218,15 @@ class PeerCommunicator:
             raise UserError(f"{error}\nuse transport='nccl', shorter sequences, or leave more memory free") from None
         return box.memory.local[:nbytes]
 
+    def _copy(self, at: _Lane, calls: "_Calls", targets: Sequence[int], sources: Sequence[int]) -> None:
+        first, second = calls.copies
+        if len(second):
+            at.second.wait_stream(at.stream)
+            second.enqueue(at.second.cuda_stream, targets, sources)
+        first.enqueue(at.stream.cuda_stream, targets, sources)
+        if len(second):
+            at.stream.wait_stream(at.second)
+
     def _under_way(self, transfer: SideStreamTransfer, box: _Box) -> None:
         box.done = transfer.done = transfer.side.record_event()
         self._watch.expect(transfer.done)
@@ -217,17 +240,16 @@ class PeerCommunicator:
         return Signals([word(rank, self.rank) for rank in raised], [word(self.rank, rank) for rank in awaited])
 
     def _prepare(self, exchange: Exchange, *, pulled: bool) -> "_Calls":
-        moves, boxes, own = [], [], []
         # Each rank begins with another neighbour, so that no GPU serves all of them at once.
-        for peer in ((self.rank + step) % self.size for step in range(1, self.size)):
-            for move in exchange.receives[peer] if pulled else exchange.sends[peer]:
-                moves.append(_copy(*move))
-                boxes.append(peer)
-                own.append(move.target.buffer if pulled else move.source.buffer)
+        neighbours = [(self.rank + step) % self.size for step in range(1, self.size)]
+        moves = [
+            (peer, move) for peer in neighbours for move in (exchange.receives if pulled else exchange.sends)[peer]
+        ]
         return _Calls(
             receivers=tuple(p for p in self._others if exchange.sends[p]),
             senders=tuple(p for p in self._others if exchange.receives[p]),
-            copies=Copies(moves, own, boxes) if pulled else Copies(moves, boxes, own),
+            copies=(_copies(moves[::2], pulled=pulled), _copies(moves[1::2], pulled=pulled)),
+            kept=_copies([(self.rank, move) for move in exchange.sends[self.rank]], pulled=False),
         )
 
 
@@ -237,7 +259,16 @@ class _Calls:
 
     receivers: tuple[int, ...]
     senders: tuple[int, ...]
-    copies: Copies
+    copies: tuple[Copies, Copies]
+    kept: Copies
+    """What a rank that pushes keeps for itself."""
+
+
+def _copies(moves: Sequence[tuple[int, Move]], *, pulled: bool) -> Copies:
+    """Return copies between the boxes of ranks, by rank, and own buffers, by number."""
+    boxes = [rank for rank, _ in moves]
+    own = [move.target.buffer if pulled else move.source.buffer for _, move in moves]
+    return Copies([_copy(*move) for _, move in moves], *((own, boxes) if pulled else (boxes, own)))
 
 
 def _copy(source: Block, target: Block) -> Copy:

@@ -8,6 +8,7 @@ from bmburst_ops.flash.memory import aligned, deliver, deliver_gradients, gradie
 from bmburst_ops.flash.packages import load, version_of
 
 _MODULE = "flash_attn.cute.interface"
+_TILE = 64  # every tile has a multiple of this many rows
 # Largest head dim by the first digit of the compute capability. On Blackwell the package has wider ones, but only with
 # other head dims for V or with a backward that takes no dLSE.
 _WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}
@@ -52,7 +53,13 @@ class FlashAttention4Kernel:
         q, k, v = (aligned(t) for t in (q, k, v))
         with torch.cuda.device_of(q):
             result, lse, *_ = load(_MODULE, self.name)._flash_attn_fwd(
-                q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=writable(out, q)
+                *(q, k, v),
+                softmax_scale=scale,
+                causal=causal,
+                # Query heads of a KV head share a tile, unless they do not fill it: it would be loaded without TMA.
+                pack_gqa=None if _TILE % (q.shape[2] // k.shape[2]) == 0 else False,
+                return_lse=True,
+                out=writable(out, q),
             )
         return Partial(deliver(result, out), lse)
 

@@ -18,12 +18,16 @@ from bmburst.comm.groups import communicator
 from bmburst.comm.local import LocalCommunicator, Wire
 from bmburst.comm.transports import _over_peers, over_transport
 from bmburst.errors import UserError
+from bmburst.recompute import checkpoint
 from tests.attention.oracle import draw, reference
 from tests.distributed.programs import run_program
 from tests.gpu.test_gpus import check_streams, run_nccl
 from tests.test_comm import verbs
 
 GPUS = torch.cuda.device_count()
+# Errors over those of one device's kernel: the same numbers where heads are exchanged; where partial results are added
+# up, each was rounded to 16 bits by the kernel.
+BOUNDS = dict.fromkeys(STRATEGIES, 1.35) | {"heads": 1.02}
 SIZES = range(2, min(GPUS, 8) + 1)
 
 
@@ -102,14 +106,14 @@ def _every_strategy():
                         continue
                     parts = [out, *torch.autograd.grad(out, inputs, mine[3])]
                     got = [bmburst.unshard(t, layout=layout, group=comm, length=length) for t in parts]
-                    for name, ours, theirs in zip("oqkv", errors(got, exact), alone, strict=True):
-                        assert ours <= 1.25 * theirs, (heads, kv_heads, options, name, ours, theirs)
+                    excess = [ours / theirs for ours, theirs in zip(errors(got, exact), alone, strict=True)]
+                    assert max(excess) <= BOUNDS[strategy], (heads, kv_heads, options, excess)
 
 
 def attend_alone(q, k, v, grad, mask):
     inputs = [t.clone().requires_grad_() for t in (q, k, v)]
     single = Checked(LocalCommunicator(0, [[Wire()]]), torch.device("cpu"))
-    out = bmburst.burst_attention(*inputs, mask=mask, group=single)
+    out = bmburst.burst_attention(*inputs, mask=mask, group=single, layout="contiguous")
     return [out, *torch.autograd.grad(out, inputs, grad)]
 
 
@@ -155,7 +159,7 @@ def _calls_in_flight():
         torch.cuda.synchronize()
         compare(found, expected)
         for policy in ("block", "block-keep-attention"):
-            y = bmburst.checkpoint(policy, lambda *x, s=strategy: attend(x, s).float().square(), *a)
+            y = checkpoint(policy, lambda *x, s=strategy: attend(x, s).float().square(), *a)
             compare([torch.autograd.grad(y.sum(), a)], expected[:1])
     compiled = torch.compile(lambda *x: (attend(x, "heads").float() * 2 - 1).sum(), backend="aot_eager")
     plain = torch.autograd.grad((attend(a, "heads").float() * 2 - 1).sum(), a)

@@ -105,7 +105,8 @@ def older_fa3(seen):
 def fa4(seen, outs=None):
     outs = [] if outs is None else outs
 
-    def _flash_attn_fwd(q, k, v, *, softmax_scale=None, causal=False, return_lse=False, out=None):
+    def _flash_attn_fwd(q, k, v, *, softmax_scale=None, causal=False, pack_gqa=None, return_lse=False, out=None):
+        assert pack_gqa is (None if q.shape[2] // k.shape[2] in (1, 2, 4, 8, 16, 32, 64) else False)
         assert return_lse and (out is None or (is_aligned(out) and out.dtype is q.dtype))
         result, lse = attend(q, k, v, softmax_scale, causal)
         outs.append(out)
