@@ -106,9 +106,9 @@ def random_exchanges(comm, device):
             torch.cuda._sleep(rng.randrange(3_000_000) * (1 + comm.rank))  # ranks out of step
         if pushed:
             box = comm.inbox(nbytes, lane)
-            before = box.clone()
             transfer = comm.push(exchange, [content(turn, comm.rank, i, 100_000, device) for i in range(2)], box, lane)
-            wanted = [before]
+            transfer.wait()
+            wanted = [box.clone()]  # once it is offered, nobody knows what is in it
         else:
             box = comm.outbox(nbytes, lane)
             box.copy_(content(turn, comm.rank, 0, nbytes, device))

@@ -1,7 +1,11 @@
 """`burst_attention`: exact attention over a sequence split over ranks."""
 
+import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionOptions, decide
@@ -123,7 +127,24 @@ def burst_attention(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, length: int | None, group: object, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp; see `burst_attention`."""
+    """Return output and log-sum-exp; see `burst_attention`. A compiled caller's graph ends before it and goes on after.
+
+    What is decided and moved here is no graph. torch's compiler takes seconds to import, as `torch.compiler.disable`
+    does: where it is not loaded, nothing compiles.
+    """
+    run = _outside_of_graphs() if "torch._dynamo" in sys.modules else _attend
+    return run(q, k, v, length, group, options)
+
+
+@cache
+def _outside_of_graphs() -> Callable[..., tuple[Tensor, Tensor]]:
+    disabled: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_attend)
+    return disabled
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, length: int | None, group: object, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
     call = decide(resolve_group(group), q, k, v, length, options)
     out, lse = SequenceAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return out, lse

@@ -487,3 +487,24 @@ def test_the_signatures_are_the_documented_ones():
     ):
         named = [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
         assert named == [(first, inspect.Parameter.empty), ("dim", 1), ("layout", "zigzag"), ("group", None), last]
+
+
+def test_a_compiled_caller():
+    """The graph ends before attention and goes on after it; results are those of an eager caller."""
+    run_processes(2, _compiled_caller)
+
+
+def _compiled_caller():
+    comm = bmburst.communicator(None)
+    q, k, v = (t.requires_grad_() for t in (torch.randn(1, 6, h, 8) for h in (4, 2, 2)))
+
+    def caller(strategy, *x):
+        out = bmburst.burst_attention(*(t * 2 for t in x), group=comm, strategy=strategy)
+        return (out.float() * 3 - 1).square().sum()
+
+    for strategy in ("heads", "gather", "ring"):
+        expected = torch.autograd.grad(caller(strategy, q, k, v), (q, k, v))
+        compiled = torch.compile(partial(caller, strategy), backend="aot_eager")
+        for _ in range(2):
+            for ours, wanted in zip(torch.autograd.grad(compiled(q, k, v), (q, k, v)), expected, strict=True):
+                torch.testing.assert_close(ours, wanted)
