@@ -72,8 +72,9 @@ def burst_attention(
     """Return exact softmax attention of this rank's queries over the whole sequence.
 
     Every rank of the group calls it with its own tokens, in the layout's order (`bmburst.shard` cuts them), with equal
-    shapes. A rank needs memory for its local tokens only, never for the whole sequence. Gradients are those of a
-    loss that is the sum of the ranks' losses.
+    shapes and strides. A rank needs memory for its share of the sequence only: its local tokens of all heads, or all
+    tokens of its own heads; "gather" also holds all tokens of a few KV heads. Gradients are those of a loss that is
+    the sum of the ranks' losses.
 
     Args:
         q: `[batch, local_tokens, heads, head_dim]`, any float dtype, any strides.

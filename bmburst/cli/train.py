@@ -21,7 +21,7 @@ HELP = (
 )
 SHORT = {"data.source": "--data"} | {
     f"parallel.{name}": f"--{name.replace('_', '-')}"
-    for name in ("data_parallel", "sequence_parallel", "layout", "strategy", "kernel")
+    for name in ("data_parallel", "sequence_parallel", "layout", "strategy", "kernel", "transport")
 }
 TITLES = {
     "": "run",

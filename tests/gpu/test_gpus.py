@@ -20,6 +20,7 @@ from tests.distributed.programs import run_program
 from tests.test_comm import starts_before_its_peer, verbs
 from tests.train import equality_program as equality
 
+pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
 
 

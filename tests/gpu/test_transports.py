@@ -24,6 +24,7 @@ from tests.distributed.programs import run_program
 from tests.gpu.test_gpus import check_streams, run_nccl
 from tests.test_comm import verbs
 
+pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
 # Errors over those of one device's kernel: the same numbers where heads are exchanged; where partial results are added
 # up, each was rounded to 16 bits by the kernel.

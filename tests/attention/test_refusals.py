@@ -1,0 +1,104 @@
+"""What attention refuses: on every rank, in one clear message, before any work starts."""
+
+import pytest
+import torch
+
+import bmburst
+from bmburst.comm.local import run_ranks
+from bmburst.errors import UserError
+from tests.attention.test_burst_attention import zeros
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": "casual"}, "unknown mask 'casual'; did you mean 'causal'\\?\nknown: causal, full"),
+        ({"mask": ["causal"]}, "unknown mask"),
+        (
+            {"layout": "stripe"},
+            "unknown layout 'stripe'; did you mean 'striped'\\?\nknown: contiguous, striped, zigzag",
+        ),
+        ({"layout": {"zigzag"}}, "unknown layout"),
+        (
+            {"kernel": "cpuu"},
+            "unknown kernel 'cpuu'; did you mean 'cpu'\\?\nknown: auto, cpu, cudnn, fa2, fa3, fa4, reference, torch",
+        ),
+        ({"kernel": None}, "unknown kernel 'None'"),
+        ({"kernel": "torch"}, "kernel 'torch' runs on NVIDIA GPUs only"),
+        (
+            {"strategy": "brust"},
+            "unknown strategy 'brust'; did you mean 'burst'\\?\nknown: auto, burst, gather, heads, heads",
+        ),
+        ({"transport": "gloom"}, "unknown transport 'gloom'; did you mean 'gloo'\\?\nknown: auto, gloo, nccl, peer"),
+        ({"transport": "nccl"}, "transport 'nccl' was asked for, but the group's tensors move by threads"),
+        ({"length": 9}, "length is 9, but 2 ranks x 4 local tokens hold 1 to 8"),
+        ({"length": 0}, "length is 0"),
+        ({"length": 8.0}, "length must be a whole number, got 8.0"),
+        ({"length": "8"}, "length must be a whole number, got '8'"),
+        ({"scale": 0.0}, "scale must be a positive number"),
+        ({"scale": -0.5}, "scale must be a positive number, got -0.5"),
+        ({"scale": float("nan")}, "scale must be a positive number"),
+        ({"scale": float("inf")}, "scale must be a positive number"),
+        ({"scale": "0.5"}, "scale must be a positive number, got '0.5'"),
+    ],
+)
+@pytest.mark.parametrize("wrong_ranks", [(0, 1), (1,)])
+def test_unknown_values_are_refused_on_every_rank(options, message, wrong_ranks):
+    def body(comm):
+        with pytest.raises(UserError, match=message) as caught:
+            bmburst.burst_attention(*zeros(comm), group=comm, **(options if comm.rank in wrong_ranks else {}))
+        assert len(str(caught.value).splitlines()) <= 3
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q[0], k, v), r"q must be \[batch, local_tokens, heads, head_dim\], got shape \[4, 2, 8\]"),
+        (lambda q, k, v: (q.numpy(), k, v), "q must be a torch tensor, got ndarray"),
+        (lambda q, k, v: (q, k, v.tolist()), "v must be a torch tensor, got list"),
+        (lambda q, k, v: (q.long(), k, v), "share one floating-point dtype of at least 16 bits, got torch.int64"),
+        (lambda q, k, v: [t.to(torch.float8_e4m3fn) for t in (q, k, v)], "of at least 16 bits, got torch.float8"),
+        (lambda q, k, v: (q, k.to("meta"), v), "must be on one device, got cpu, meta and cpu"),
+        (lambda q, k, v: [t.to("meta") for t in (q, k, v)], "moves cpu tensors by threads, but q is on meta"),
+        (lambda q, k, v: (q, k.double(), v), "share one floating-point dtype"),
+        (lambda q, k, v: (q, k, v[:, :, :1]), "k and v must have the same shape"),
+        (lambda q, k, v: (q, k[:, :2], v[:, :2]), "local_tokens and head_dim must be equal"),
+        (lambda q, k, v: (q[:, :, :1], k, v), "1 query heads cannot share 2 key/value heads"),
+        (lambda q, k, v: (q[:, :3], k[:, :3], v[:, :3]), "needs a multiple of 2 tokens a rank, got 3"),
+        (lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), "got shape"),
+    ],
+)
+@pytest.mark.parametrize("wrong_ranks", [(0, 1), (1,)])
+def test_bad_tensors_are_refused_on_every_rank(change, message, wrong_ranks):
+    def body(comm):
+        tensors = zeros(comm)
+        with pytest.raises(UserError, match=message) as caught:
+            bmburst.burst_attention(*(change(*tensors) if comm.rank in wrong_ranks else tensors), group=comm)
+        assert len(str(caught.value).splitlines()) <= 3
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_disagree_are_refused_on_every_rank():
+    def body(comm):
+        for mine in (
+            {"mask": ["causal", "full"][comm.rank]},
+            {"layout": ["zigzag", "striped"][comm.rank]},
+            {"length": 7 + comm.rank},
+            {"scale": 1.0 + comm.rank},
+            {"kernel": ["cpu", "reference"][comm.rank]},
+            {"strategy": ["kv", "burst"][comm.rank]},
+        ):
+            with pytest.raises(UserError, match="ranks of the group disagree"):
+                bmburst.burst_attention(*zeros(comm), group=comm, **mine)
+        with pytest.raises(UserError, match=r"rank 1: burst_attention q float32\[1, 6, 2, 8\]"):
+            bmburst.burst_attention(*zeros(comm, tokens=4 + 2 * comm.rank), group=comm)
+        inputs = [t.requires_grad_(comm.rank == 1) for t in zeros(comm)]  # a backward that only one rank would run
+        with pytest.raises(UserError, match=r"rank 1: .* with gradient"):
+            bmburst.burst_attention(*inputs, group=comm)
+        with torch.no_grad():
+            bmburst.burst_attention(*inputs, group=comm)
+
+    run_ranks(2, body)
