@@ -105,8 +105,9 @@ def random_exchanges(comm, device):
         if device == "cuda":
             torch.cuda._sleep(rng.randrange(3_000_000) * (1 + comm.rank))  # ranks out of step
         if pushed:
+            sources = [content(turn, comm.rank, i, 100_000, device) for i in range(2)]  # made before the offer
             box = comm.inbox(nbytes, lane)
-            transfer = comm.push(exchange, [content(turn, comm.rank, i, 100_000, device) for i in range(2)], box, lane)
+            transfer = comm.push(exchange, sources, box, lane)
             transfer.wait()
             wanted = [box.clone()]  # once it is offered, nobody knows what is in it
         else:

@@ -1,15 +1,12 @@
 """`burst_attention`: exact attention over a sequence split over ranks."""
 
 import sys
-from collections.abc import Callable
-from functools import cache
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from bmburst.attention.call import AttentionOptions, decide
-from bmburst.attention.function import SequenceAttention
+from bmburst.attention import eager
+from bmburst.attention.call import AttentionOptions
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator
 from bmburst.mesh import current_mesh
@@ -72,7 +69,7 @@ def burst_attention(
     """Return exact softmax attention of this rank's queries over the whole sequence.
 
     Every rank of the group calls it with its own tokens, in the layout's order (`bmburst.shard` cuts them), with equal
-    shapes and strides. A rank needs memory for its share of the sequence only: its local tokens of all heads, or all
+    shapes. A rank needs memory for its share of the sequence only: its local tokens of all heads, or all
     tokens of its own heads; "gather" also holds all tokens of a few KV heads. Gradients are those of a loss that is
     the sum of the ranks' losses.
 
@@ -130,25 +127,13 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; see `burst_attention`. A compiled caller's graph ends before it and goes on after.
 
-    What is decided and moved here is no graph. torch's compiler takes seconds to import, as `torch.compiler.disable`
-    does: where it is not loaded, nothing compiles.
+    What is decided and moved here is no graph. Where torch's compiler is not loaded, nothing compiles.
     """
-    run = _outside_of_graphs() if "torch._dynamo" in sys.modules else _attend
-    return run(q, k, v, length, group, options)
-
-
-@cache
-def _outside_of_graphs() -> Callable[..., tuple[Tensor, Tensor]]:
-    disabled: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_attend)
-    return disabled
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, length: int | None, group: object, options: AttentionOptions
-) -> tuple[Tensor, Tensor]:
-    call = decide(resolve_group(group), q, k, v, length, options)
-    out, lse = SequenceAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
-    return out, lse
+    if "torch._dynamo" in sys.modules:
+        from bmburst.attention.uncompiled import attend as run
+    else:
+        run = eager.attend
+    return run(q, k, v, length, resolve_group(group), options)
 
 
 def resolve_group(group: object) -> Checked:

@@ -135,6 +135,8 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise UserError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise UserError(f"{name} must be a dense tensor, got a nested or sparse one\npass a padded, dense tensor")
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise UserError(f"{name} must be [batch, local_tokens, heads, head_dim], got shape {list(tensor.shape)}")
     if not q.is_floating_point() or q.element_size() < 2 or not q.dtype == k.dtype == v.dtype:
@@ -161,7 +163,12 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _require_transport(comm: Checked, q: Tensor, transport: str) -> None:
     if comm.size == 1:
         return  # nothing moves
-    if transport not in ("auto", comm.transport) and (transport, comm.transport) != ("peer", "nccl"):
+    if transport == "peer" and comm.transport != "nccl":
+        raise UserError(
+            f"transport 'peer' reads the memory of other GPUs, but the group's tensors move by {comm.transport}\n"
+            "use transport='auto', or a group over nccl"
+        )
+    if transport not in ("auto", "peer", comm.transport):
         raise UserError(
             f"transport '{transport}' was asked for, but the group's tensors move by {comm.transport}\n"
             f"use transport='auto', or a group made for {transport}"
@@ -170,6 +177,11 @@ def _require_transport(comm: Checked, q: Tensor, transport: str) -> None:
         raise UserError(
             f"the group moves {comm.device.type} tensors by {comm.transport}, but q is on {q.device}\n"
             f"move q, k and v to {comm.device.type}, or use a group made for {q.device.type}"
+        )
+    if q.is_cuda and q.device != comm.device:
+        raise UserError(
+            f"q is on {q.device}, but this rank's group was made on {comm.device}\n"
+            "call torch.cuda.set_device(local_rank) before the first use of the group"
         )
 
 

@@ -19,14 +19,14 @@ from bmburst.attention.heads_plan import HeadsPlan, Strides, Unit, make_heads_pl
 from bmburst.attention.outer import outer_backward, outer_forward
 from bmburst.comm.protocol import Transfer
 from bmburst_ops.flash import Gradients, Kernel, Partial
-from bmburst_ops.merge import accumulation_dtype, dense_rows
+from bmburst_ops.merge import accumulation_dtype
 
 _IN, _OUT = 0, 1  # lanes: what comes in does not queue behind what goes home
 
 
 def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     """Return attention of this rank's queries over the whole sequence; see `ring_forward`."""
-    brought = [dense_rows(t) for t in (q, k, v)]
+    brought = [_token_rows(t) for t in (q, k, v)]
     plan = _plan(call, q, k, brought, backward=False)
     shapes, statistics = plan.shapes, accumulation_dtype(q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -49,7 +49,7 @@ def heads_backward(
     call: AttentionCall, kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
 ) -> Gradients:
     """Return the gradients of this rank's q, k and v; see `ring_backward`."""
-    brought = [*(dense_rows(t) for t in (q, k, v, grad_out)), lse.contiguous(), delta.contiguous()]
+    brought = [*(_token_rows(t) for t in (q, k, v, grad_out)), lse.contiguous(), delta.contiguous()]
     plan = _plan(call, q, k, brought, backward=True)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k, grad_v = (t.new_empty((plan.shapes.replicas, *t.shape)) for t in (k, v))
@@ -89,6 +89,18 @@ def _arriving(
         yield i, unit, [t[:, :, own] if t.dim() == 4 else t[:, own] for t, own in zip(views, heads, strict=True)]
         if i + 1 < len(plan.units):  # after the kernel: the host's time for this one is hidden too
             next_one = call.comm.push(plan.inbound[i + 1], brought, inbox, _IN)
+
+
+def _token_rows(tensor: Tensor) -> Tensor:
+    """Return the tensor with the heads of a token one after another, a copy only where they are not.
+
+    Ranks may hold tensors of different strides: what moves is then cut into the same blocks on all of them.
+    """
+    _, _, heads, head_dim = tensor.shape
+    _, token, head, feature = tensor.stride()
+    if feature == 1 and (head == head_dim or heads == 1) and token >= heads * head_dim:
+        return tensor
+    return tensor.contiguous()
 
 
 def _plan(call: AttentionCall, q: Tensor, k: Tensor, brought: Sequence[Tensor], *, backward: bool) -> HeadsPlan:

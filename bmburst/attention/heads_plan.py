@@ -258,7 +258,7 @@ def _moves(batches: int, heads: int, item: int, tokens: int, source: _Run, targe
         (place, place.start + first * place.strides.token, stride * place.strides.token)
         for place, first, stride in (source, target)
     ]
-    if all(place.strides.head == item for place, _, _ in ends):
+    if heads == 1 or all(place.strides.head == item for place, _, _ in ends):
         parts = [(0, heads * item, tokens, [pitch for _, _, pitch in ends])]
     elif all(pitch == item for _, _, pitch in ends):
         parts = [(0, tokens * item, heads, [place.strides.head for place, _, _ in ends])]

@@ -91,7 +91,7 @@ def cost(strategy: Strategy, shapes: HeadShapes, mask: Mask, transport: str, wid
     Compute at one device's rate; transfers by bytes over bandwidth, of which the transport's share is exposed; a
     latency a step; merging at memory speed.
     """
-    link = LINKS[transport]
+    link = LINKS.get(transport, LINKS["gloo"])  # a communicator of the user's own
     groups = shapes.layout.size // strategy.heads
     inner = _attention_shape(replace(shapes, degree=strategy.heads), wide)
     row = shapes.batch * shapes.layout.tokens * shapes.head_dim
@@ -102,7 +102,9 @@ def cost(strategy: Strategy, shapes: HeadShapes, mask: Mask, transport: str, wid
         bytes_moved += numbers * shapes.itemsize * (strategy.heads - 1) / strategy.heads
         steps += 2
     if groups > 1:
-        travellers = "kv" if strategy.outer == "gather" else strategy.travellers
+        travellers = strategy.travellers
+        if strategy.outer == "gather":  # its gradients travel as the kernel wrote them
+            travellers, inner = "kv", replace(inner, gradient_itemsize=inner.itemsize)
         bytes_moved += forward_bytes(inner, groups) + backward_bytes(inner, groups, travellers)
         steps += 2 if strategy.outer == "gather" else 2 * groups
         merged = (1 if strategy.outer == "gather" else groups) * 6 * inner.batch * inner.tokens * inner.heads
@@ -177,15 +179,18 @@ def _attention_shape(shapes: HeadShapes, wide: int) -> AttentionShape:
 def _most_kv_heads(strategy: Strategy, shapes: HeadShapes, mask: Mask, transport: str) -> int:
     """Return how many KV heads move in one step, at least 1, so that memory for them stays bounded.
 
-    All in one step (0) where transfers cannot hide: short sequences, and transports that take the kernel's place.
-    Heads: what an outbox of 1 GiB holds. Gather alone: what its boxes and buffers of 4 GiB hold, in two steps or more.
+    In two steps or more where kernels are long enough and the transport leaves them alone, so that one hides the other;
+    else in as few as memory allows (0: in one). Heads: what an outbox of 1 GiB holds. Gather alone: what its boxes and
+    buffers of 4 GiB hold.
     """
     whole = shapes.layout.size * shapes.layout.tokens
     work = 2 * shapes.batch * whole**2 * shapes.head_dim
-    if transport != "peer" or work * (2 if mask == "full" else 1) < _PIPELINED_WORK:
-        return 0
+    hides = transport == "peer" and work * (2 if mask == "full" else 1) >= _PIPELINED_WORK
     vector = shapes.batch * shapes.head_dim * shapes.itemsize
     if strategy.heads == 1:
-        return max(1, min(-(-shapes.kv_heads // 2), _GATHERED_BYTES // (12 * vector * whole)))
-    group = shapes.own_heads // shapes.own_kv_heads
-    return max(1, _OUTBOX_BYTES // (vector * shapes.tokens * (group + 2)))
+        own, bound = shapes.kv_heads, _GATHERED_BYTES // (12 * vector * whole)
+        most = min(-(-own // 2), bound) if hides else bound
+    else:
+        own, group = shapes.own_kv_heads, shapes.own_heads // shapes.own_kv_heads
+        most = _OUTBOX_BYTES // (vector * shapes.tokens * (group + 2))
+    return max(1, most) if hides or most < own else 0

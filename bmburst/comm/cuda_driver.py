@@ -18,6 +18,7 @@ _LAZY_PEER_ACCESS = 1
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines rather than multiprocessors
 _WAIT_32, _WRITE_32 = 1, 2
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _PER_CALL = 128  # operations that one cuStreamBatchMemOp may hold; the driver's limit is 256
@@ -155,6 +156,11 @@ def open_exported(handle: bytes) -> int:
 def close_exported(address: int) -> None:
     """Undo `open_exported`."""
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+
+def look_during_captures() -> None:
+    """Let this thread ask for events while another captures a CUDA graph; it could make that capture fail else."""
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 @dataclass(frozen=True, slots=True)

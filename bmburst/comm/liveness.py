@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bmburst.comm import cuda_driver
 from bmburst.comm.objects import gather_objects
 from bmburst.comm.protocol import Communicator
 
@@ -44,10 +45,11 @@ class PeerWatch:
 
     def _look(self) -> None:
         torch.cuda.set_device(self._device)
+        cuda_driver.look_during_captures()
         missed = 0.0
         while True:
             time.sleep(_LOOK_EVERY)
-            gone = self._gone() if self._expected is not None and not self._expected.query() else None
+            gone = self._gone() if self._is_waiting() else None
             missed = missed + _LOOK_EVERY if gone else 0.0
             if gone and missed >= _PATIENCE:
                 rank, pid = gone
@@ -57,6 +59,13 @@ class PeerWatch:
                 )
                 sys.stderr.flush()
                 os._exit(1)
+
+    def _is_waiting(self) -> bool:
+        """Return whether the work is still under way."""
+        expected = self._expected
+        if expected is not None and expected.query() and self._expected is expected:
+            self._expected = None
+        return self._expected is not None
 
     def _gone(self) -> tuple[int, int] | None:
         """Return rank and process id of the first peer that has ended."""

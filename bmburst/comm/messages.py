@@ -50,6 +50,7 @@ def _storage_of(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _block(data: Tensor, start: int, block: Block) -> Tensor:
+    assert block.rows == 1 or not block.pitch or block.pitch >= block.width
     return data.as_strided((block.rows, block.width), (block.pitch or block.width, 1), start + block.offset)
 
 
@@ -57,7 +58,7 @@ def _widened(*views: Tensor) -> list[Tensor]:
     """Return views of equal bytes in the widest elements that all of them allow: a copy is as fast as it has few."""
     for dtype in (torch.complex128, torch.int64, torch.int32, torch.int16):
         size = dtype.itemsize
-        if all(v.data_ptr() % size == v.shape[1] % size == v.stride(0) % size == 0 for v in views):
+        if all(n % size == 0 for v in views for n in (v.data_ptr(), v.storage_offset(), v.shape[1], v.stride(0))):
             return [v.view(dtype) for v in views]
     return list(views)
 

@@ -9,6 +9,7 @@ none is ever missed:
     push: OFFER to its writers once kernels have read the last content -> they copy -> DONE to its owner
 """
 
+import atexit
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.comm.cuda_driver import Copies, Copy, Signals
+from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
 from bmburst.comm.exchange import Block, Exchange, Move, make_exchange
 from bmburst.comm.liveness import PeerWatch
 from bmburst.comm.messages import copy_own
 from bmburst.comm.objects import gather_objects
 from bmburst.comm.protocol import Communicator, Transfer
-from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, host_identity
+from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, agreed, host_identity
 from bmburst.comm.side_stream import SideStreamTransfer
 from bmburst.errors import UserError
 
@@ -32,6 +33,7 @@ _OUTBOXES = 2
 _OFFER, _READY, _DONE = _KINDS = range(3)
 _WORD = 64  # bytes from one word to the next: each in a cache line of its own
 _ALIGN = 512
+_MOST = 1 << 30  # bytes of a row: the driver takes less than 2 GiB
 
 
 @dataclass(slots=True)
@@ -46,7 +48,7 @@ class _Box:
     done: Any = None
     """The event after this rank's own part in it."""
     user: Any = None
-    """The stream whose kernels read the inbox's present content."""
+    """The stream whose kernels fill or read its present content."""
     offered: Any = None
     """The event at which it was offered, and all that is pushed had been made."""
     is_fresh: bool = False
@@ -88,16 +90,15 @@ class PeerCommunicator:
         self.rank, self.size = inner.rank, inner.size
         _require_one_host(inner)
         self._words = SharedMemory(inner, LANES * len(_KINDS) * self.size * _WORD, device)
-        self._words.local.zero_()
-        torch.cuda.synchronize(device)
-        gather_objects(inner, None)  # no rank signals before all words are clear
         streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2 * LANES + 1)]
         self._lanes = [_Lane(streams[2 * lane], streams[2 * lane + 1]) for lane in range(LANES)]
         self._local = streams[-1]
         self._prepared = lru_cache(maxsize=1024)(self._prepare)
         self._signals = lru_cache(maxsize=256)(self._make_signals)
-        self._watch = PeerWatch(inner, device)
         self._others = tuple(p for p in range(self.size) if p != self.rank)
+        self._try()
+        self._watch = PeerWatch(inner, device)
+        atexit.register(self._finish)
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
         """See `BlockMover.outbox`. The current stream waits until every reader of its last content is done.
@@ -108,7 +109,7 @@ class PeerCommunicator:
         at = self._lanes[lane]
         box = at.outboxes[at.turn % _OUTBOXES]
         at.turn += 1
-        current = self._current()
+        current = self._turn(box)
         if box.readers:
             self._signals(lane, _DONE, (), box.readers).enqueue(current.cuda_stream, box.number)
             box.readers = ()
@@ -139,11 +140,9 @@ class PeerCommunicator:
             UserError: As `outbox`.
         """
         at = self._lanes[lane]
-        current = self._current()
-        if at.inbox.user not in (None, current):
-            current.wait_stream(at.inbox.user)
+        current = self._turn(at.inbox)
         memory = self._sized(at.inbox, nbytes)
-        at.inbox.number, at.inbox.user, at.inbox.offered = at.next(), current, current.record_event()
+        at.inbox.number, at.inbox.offered = at.next(), current.record_event()
         at.inbox.is_fresh = True
         self._signals(lane, _OFFER, self._others, ()).enqueue(current.cuda_stream, at.inbox.number)
         return memory
@@ -204,6 +203,44 @@ class PeerCommunicator:
         if torch.cuda.is_current_stream_capturing():
             raise UserError("transport 'peer' cannot be captured in a CUDA graph\nuse transport='nccl' inside graphs")
         return torch.cuda.current_stream(self._device)
+
+    def _turn(self, box: _Box) -> Any:
+        """Return the current stream, after the stream that used the box last."""
+        current = self._current()
+        if box.user not in (None, current):
+            current.wait_stream(box.user)
+        box.user = current
+        return current
+
+    def _try(self) -> None:
+        """Use every driver call once, on memory of this rank; then clear the words, before any rank signals.
+
+        Raises:
+            SharedMemoryError: On every rank, if the driver of any cannot do it.
+        """
+        own, stream, problem = self._words.addresses[self.rank], self._local.cuda_stream, ""
+        try:
+            Signals([own], [own]).enqueue(stream, 1)
+            Copies([Copy(_WORD, 0, _WORD)], [0], [0]).enqueue(stream, [own], [own])
+        except (AttributeError, DriverError) as error:
+            problem = f"rank {self.rank} has a driver that cannot signal or copy in streams: {error}"
+        torch.cuda.synchronize(self._device)
+        self._words.local.zero_()
+        torch.cuda.synchronize(self._device)
+        try:
+            agreed(self._inner, problem, "")
+        except SharedMemoryError:
+            self._words.close()
+            raise
+
+    def _finish(self) -> None:
+        """Before this process ends, wait until all that others read here is read, and all that it moves has moved."""
+        for i, lane in enumerate(self._lanes):
+            for box in lane.outboxes:
+                if box.readers:
+                    self._signals(i, _DONE, (), box.readers).enqueue(self._local.cuda_stream, box.number)
+        self._watch.expect(self._local.record_event())
+        torch.cuda.synchronize(self._device)
 
     def _sized(self, box: _Box, nbytes: int) -> Tensor:
         """Return the box's memory, grown if it is too small; our own part in its last use comes first."""
@@ -266,16 +303,21 @@ class _Calls:
 
 def _copies(moves: Sequence[tuple[int, Move]], *, pulled: bool) -> Copies:
     """Return copies between the boxes of ranks, by rank, and own buffers, by number."""
-    boxes = [rank for rank, _ in moves]
-    own = [move.target.buffer if pulled else move.source.buffer for _, move in moves]
-    return Copies([_copy(*move) for _, move in moves], *((own, boxes) if pulled else (boxes, own)))
+    copies, boxes, own = [], [], []
+    for rank, move in moves:
+        for copy in _copy(*move):
+            copies.append(copy)
+            boxes.append(rank)
+            own.append(move.target.buffer if pulled else move.source.buffer)
+    return Copies(copies, *((own, boxes) if pulled else (boxes, own)))
 
 
-def _copy(source: Block, target: Block) -> Copy:
+def _copy(source: Block, target: Block) -> list[Copy]:
     assert (source.width, source.rows) == (target.width, target.rows)
-    if source.dense and target.dense:
-        return Copy(target.offset, source.offset, source.nbytes)
-    return Copy(target.offset, source.offset, source.width, source.rows, target.pitch, source.pitch)
+    if not (source.dense and target.dense):
+        return [Copy(target.offset, source.offset, source.width, source.rows, target.pitch, source.pitch)]
+    starts = range(0, source.nbytes, _MOST)
+    return [Copy(target.offset + i, source.offset + i, min(_MOST, source.nbytes - i)) for i in starts]
 
 
 @lru_cache(maxsize=1024)

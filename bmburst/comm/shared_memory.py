@@ -37,28 +37,38 @@ class SharedMemory:
         self._open(nbytes)
 
     def _open(self, nbytes: int) -> None:
-        comm = self._comm
         nbytes = max(1, -(-nbytes // _GRANULE)) * _GRANULE
         self.nbytes, self._own = 0, 0
-        self.addresses: tuple[int, ...] = ()
-        """Where each rank's memory lies in this process."""
-        problem, handle = "", b""
+        self._opened: list[int] = []
+        self.local: Tensor = torch.empty(0, dtype=torch.uint8)
+        """This rank's memory, uint8 `[nbytes]`."""
+        try:
+            self._share(nbytes)
+        except SharedMemoryError:
+            self.close()
+            raise
+        self.nbytes = nbytes
+        self.local = cuda_driver.as_tensor(self._own, nbytes, self._device)
+
+    def _share(self, nbytes: int) -> None:
+        comm, problem, handle = self._comm, "", b""
         try:
             self._own = cuda_driver.allocate(nbytes)
             handle = cuda_driver.export(self._own)
-        except (OSError, cuda_driver.DriverError) as error:
+        except (OSError, AttributeError, cuda_driver.DriverError) as error:
             problem = f"rank {comm.rank} cannot share {nbytes / 2**20:.0f} MiB of device memory: {error}"
-        handles = _agreed(comm, problem, handle.hex())
-        opened = []
+        handles = agreed(comm, problem, handle.hex())
         try:
             for rank, text in enumerate(handles):
-                opened.append(self._own if rank == comm.rank else cuda_driver.open_exported(bytes.fromhex(text)))
+                self._opened.append(self._own if rank == comm.rank else cuda_driver.open_exported(bytes.fromhex(text)))
         except cuda_driver.DriverError as error:
-            problem = f"rank {comm.rank} cannot read the memory of rank {len(opened)}: {error}"
-        _agreed(comm, problem, "")
-        self.addresses, self.nbytes = tuple(opened), nbytes
-        self.local: Tensor = cuda_driver.as_tensor(self._own, nbytes, self._device)
-        """This rank's memory, uint8 `[nbytes]`."""
+            problem = f"rank {comm.rank} cannot read the memory of rank {len(self._opened)}: {error}"
+        agreed(comm, problem, "")
+
+    @property
+    def addresses(self) -> Sequence[int]:
+        """Where each rank's memory lies in this process."""
+        return self._opened
 
     def grow(self, nbytes: int) -> None:
         """Make it at least that large; what it held is lost. Every rank must call it with the same size.
@@ -73,16 +83,16 @@ class SharedMemory:
         """Give the memory back, when no rank uses it any more. Every rank must call it."""
         torch.cuda.synchronize(self._device)
         gather_objects(self._comm, None)  # nobody reads ours any more
-        for rank, address in enumerate(self.addresses):
+        for rank, address in enumerate(self._opened):
             if rank != self._comm.rank:
                 cuda_driver.close_exported(address)
         gather_objects(self._comm, None)  # nobody has ours open any more
         if self._own:
             cuda_driver.free(self._own)
-        self.addresses, self.nbytes, self._own = (), 0, 0
+        self._opened, self.nbytes, self._own = [], 0, 0
 
 
-def _agreed(comm: Communicator, problem: str, value: str) -> list[str]:
+def agreed(comm: Communicator, problem: str, value: str) -> list[str]:
     """Return every rank's value, or raise the first problem of any rank on all of them."""
     answers: Sequence[tuple[str, str]] = gather_objects(comm, (problem, value))
     for text, _ in answers:

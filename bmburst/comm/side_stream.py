@@ -31,6 +31,7 @@ class SideStreamTransfer:
         current = torch.cuda.current_stream()
         current.wait_event(self.done)
         if current != self._maker:
+            current.wait_stream(self._maker)  # which may have copied what this rank keeps
             self._mark(current)  # it has waited, but the stream that will use the memory again has not
         self._waited, self._sent = True, ()
         return self._received

@@ -214,6 +214,29 @@ def test_strided_inputs(units):
     run_ranks(2, body)
 
 
+def test_every_rank_may_have_strides_of_its_own(units):
+    """Contiguous, a slice of a projection, heads before tokens, and expanded over tokens or heads."""
+
+    def body(comm):
+        whole = [torch.full((1, 8, 8, 8), 0.5).double(), *draw(6, 1, 8, 8, 4, 8)[1:4]]
+        expected = reference(*whole, "causal")
+        mine = [bmburst.shard(t, group=comm) for t in whole]
+        q, k, v, grad = mine
+        if comm.rank == 0:
+            q = q[:, :1, :1].expand(q.shape)
+            k = torch.cat((k, v), 2)[:, :, :4]
+        else:
+            v = v.transpose(1, 2).contiguous().transpose(1, 2)
+            grad = grad.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = bmburst.burst_attention(*inputs, group=comm, strategy="heads")
+        got = [out, *torch.autograd.grad(out, inputs, grad)]
+        for ours, wanted in zip(got, (expected[0], *expected[2:]), strict=True):
+            torch.testing.assert_close(bmburst.unshard(ours, group=comm, length=8), wanted, rtol=1e-9, atol=1e-10)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (4, 1)])
 def test_moves_the_bytes_that_its_tensors_have(heads, kv_heads, units):
     def body(comm):

@@ -173,6 +173,42 @@ def compare(found, expected):
             assert torch.equal(x, y)
 
 
+LEAVING = """
+import sys, torch, torch.distributed as dist, bmburst
+rank = int(sys.argv[1])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+q = torch.randn(1, 4096, 8, 64, device="cuda", dtype=torch.bfloat16)
+for i in range(50):
+    if rank == 0:
+        torch.cuda._sleep(60_000_000)
+    bmburst.burst_attention(q, q, q, strategy="heads", transport="peer")
+graph, x = torch.cuda.CUDAGraph(), torch.randn(64, 64, device="cuda")
+x @ x
+torch.cuda.synchronize()
+if rank == 0:
+    import time
+    with torch.cuda.graph(graph):
+        x @ x
+        time.sleep(3)
+    graph.replay()
+    torch.cuda.synchronize()
+"""
+
+
+def test_a_rank_that_ends_first_and_a_graph_beside(tmp_path):
+    """A fast rank may end while a slow one still reads its memory; the watch does not disturb a capture."""
+    root = Path(__file__).parents[2]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LEAVING, str(r), str(tmp_path / "store")], cwd=root) for r in range(2)
+    ]
+    try:
+        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
 DYING = """
 import os, signal, sys, torch, torch.distributed as dist, bmburst
 rank = int(sys.argv[1])

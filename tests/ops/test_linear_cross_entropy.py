@@ -41,7 +41,8 @@ def test_equals_all_logits_at_once(dtype: torch.dtype, chunk: int) -> None:
     for ours, theirs in zip((hidden.grad, weight.grad), expected[1:], strict=True):
         assert ours is not None
         assert ours.dtype == dtype
-        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance * 1e-2)
+        # Terms cancel: an element is as exact as the largest of them, whatever order a machine adds them in.
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
 
 
 def test_weight_gradient_is_summed_wide() -> None:

@@ -194,7 +194,7 @@ def test_errors_name_the_file_and_the_nearest_key(tmp_path):
         ("dtype", "float16"),
         ("recompute", "all"),
         ("parallel.layout", "zig-zag"),
-        ("parallel.strategy", "ring"),
+        ("parallel.strategy", "rings"),
         ("parallel.kernel", "cuda"),
         ("parallel.transport", "mpi"),
         ("parallel.zero_level", "1"),

@@ -1,0 +1,360 @@
+"""The peer transport without a GPU, on a stand-in for the driver: what is asked of it, and what then lies where."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import bmburst
+from bmburst.comm import cuda_driver, liveness, peer, transports
+from bmburst.comm.checks import Checked
+from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
+from bmburst.comm.exchange import Block, Move, make_exchange
+from bmburst.comm.local import LocalCommunicator, Wire, run_ranks
+from bmburst.comm.objects import gather_objects
+from bmburst.comm.peer import PeerCommunicator, _ring_exchange
+from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError
+from bmburst.errors import UserError
+from tests.attention.oracle import draw, reference
+from tests.stand_in_driver import as_tensor, install
+from tests.test_comm import random_exchanges, verbs
+
+CPU = torch.device("cpu")
+GRANULE = 2 << 20
+
+
+@pytest.fixture(params=["batches", "an older driver"])
+def driver(request, monkeypatch):
+    return install(monkeypatch, batches=request.param == "batches")
+
+
+def test_copies_are_the_rectangles_that_were_asked_for(driver):
+    rng = random.Random(0)
+    copies, targets, sources, claimed = [], [], [], [0, 0, 0]
+    for _ in range(50):
+        width, rows = rng.randrange(1, 40), rng.choice([1, 1, 3, 8])
+        pitches = [width + rng.choice([0, 3, 16]) for _ in range(2)]
+        if rng.random() < 0.3:
+            pitches = [0, 0]  # dense
+        target, source = rng.randrange(3), rng.randrange(2)
+        copies.append(Copy(claimed[target], rng.randrange(3000), width, rows, *pitches))
+        claimed[target] += rows * (pitches[0] or width)
+        targets.append(target)
+        sources.append(source)
+    prepared = Copies(copies, targets, sources)
+    for shift in (0, 5):  # prepared once, for whatever addresses
+        into = [np.zeros(size + shift, dtype=np.uint8) for size in claimed]
+        held = [np.random.default_rng(shift + i).integers(0, 256, 4000 + shift, dtype=np.uint8) for i in range(2)]
+        wanted = [a.copy() for a in into]
+        for copy, target, source in zip(copies, targets, sources, strict=True):
+            for row in range(copy.rows):
+                here = copy.source + row * (copy.source_pitch or copy.width) + shift
+                there = copy.target + row * (copy.target_pitch or copy.width) + shift
+                wanted[target][there : there + copy.width] = held[source][here : here + copy.width]
+        prepared.enqueue(7, [a.ctypes.data + shift for a in into], [a.ctypes.data + shift for a in held])
+        assert all(np.array_equal(a, b) for a, b in zip(into, wanted, strict=True))
+
+
+def test_nothing_to_copy_calls_nothing(driver):
+    Copies([], [], []).enqueue(7, [1], [2])
+    Signals().enqueue(7, 1)
+    assert not driver.calls
+
+
+@pytest.mark.parametrize("value", [1, (1 << 31) + 3, (1 << 32) - 1, 1 << 32, (1 << 32) + 5])
+def test_signals_write_all_then_wait_in_cyclic_order(driver, value):
+    words = np.zeros(300, dtype=np.uint32)
+    at = [words.ctypes.data + 4 * i for i in range(300)]
+    words[200:] = np.uint32((value + 9) & 0xFFFFFFFF)  # others are ahead, perhaps past the end of the numbers
+    Signals(at[:200], [*at[200:], at[3]]).enqueue(7, value)  # its own word: written before it waits
+    assert (words[:200] == value & 0xFFFFFFFF).all()
+    assert driver.waits == [*at[200:], at[3]]
+    assert driver.calls["cuStreamBatchMemOp_v2"] == 3
+
+
+def test_a_refusal_names_the_call(driver):
+    driver.refuses = lambda name: name == "cuMemAlloc_v2"
+    with pytest.raises(DriverError, match=r"cuMemAlloc_v2: operation not supported \(801\)"):
+        cuda_driver.allocate(10)
+    assert driver.calls["cuMemAlloc_v2"] == 2  # once more after torch's cache has given way
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_verbs_of_every_communicator(driver, size):
+    run_ranks(size, lambda comm: verbs(comm.over(PeerCommunicator(comm, CPU)), "cpu"))
+    assert size == 1 or driver.calls["cuMemcpy3DBatchAsync_v2"] + driver.calls["cuMemcpy2DAsync_v2"] > 50
+
+
+def test_numbers_go_on_after_the_last(driver):
+    """Words are compared in cyclic order: 32 bits that overflow are numbers like others."""
+
+    def body(comm):
+        moved = PeerCommunicator(comm, CPU)
+        for lane in moved._lanes:
+            lane.number = (1 << 32) - 8
+        words = moved._words.local.view(torch.int32)
+        words.fill_(-8)
+        gather_objects(comm, None)
+        random_exchanges(comm.over(moved), "cpu")
+        assert any(lane.number > 1 << 32 for lane in moved._lanes)
+
+    run_ranks(3, body)
+
+
+def test_nothing_is_overwritten_that_is_still_read(driver):
+    """One rank only sends and runs ahead, the other takes its time, as the content of boxes goes by and they grow."""
+    turns = 8
+
+    def body(comm):
+        moved = comm.over(PeerCommunicator(comm, CPU))
+        moved.active = False  # comparing would hold them together
+        for turn in range(2 * turns):
+            nbytes = 1000 if turn % turns < 5 else GRANULE + 1000
+            move = Move(Block(turn, 500), Block(turn + 100, 500))
+            exchange = make_exchange(comm.rank, 2, nbytes, lambda a, b, move=move: [move] * (a < b))
+            if turn < turns:
+                box, found = moved.outbox(nbytes), torch.zeros(700, dtype=torch.uint8)
+                box.fill_(turn + 1)
+                time.sleep(0.02 * comm.rank)
+                moved.pull(exchange, box, [found]).wait()
+            else:
+                box = found = moved.inbox(nbytes, 1)
+                moved.push(exchange, [torch.full((600,), turn + 1, dtype=torch.uint8)], box, 1).wait()
+                time.sleep(0.02 * comm.rank)
+            assert box.numel() == nbytes
+            assert comm.rank == 0 or found[turn + 100 : turn + 600].eq(turn + 1).all()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("strategy", ["heads", "gather", "ring", "burst", "heads+ring", "heads+gather"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_attention(driver, strategy, strided):
+    whole = draw(0, 2, 23, 8, 4, 5)
+    exact = reference(*whole[:4], "causal")
+
+    def body(comm):
+        moved = comm.over(PeerCommunicator(comm, CPU))
+        q, k, v, grad = (bmburst.shard(t, group=comm) for t in whole[:4])
+        if strided:  # on one rank alone: who writes into others' memory needs to know only where its own lies
+            q, k = (t.transpose(1, 2).contiguous().transpose(1, 2) if comm.rank == 1 else t for t in (q, k))
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        for _ in range(2):
+            out = bmburst.burst_attention(*inputs, strategy=strategy, length=23, group=moved)
+            results = [out, *torch.autograd.grad(out, inputs, grad)]
+        return [bmburst.unshard(t, length=23, group=comm).detach() for t in results]
+
+    for got, wanted in zip(run_ranks(4, body)[2], (exact[0], *exact[2:]), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+def test_shared_memory_grows_and_closes(driver):
+    def body(comm):
+        memory = SharedMemory(comm, 3, CPU)
+        assert memory.nbytes == GRANULE
+        for nbytes in (3, GRANULE + 1):
+            memory.grow(nbytes)
+            memory.local[:3] = comm.rank + 1
+            gather_objects(comm, None)
+            assert [as_tensor(address, 3).tolist() for address in memory.addresses] == [
+                [r + 1] * 3 for r in range(comm.size)
+            ]
+        assert memory.nbytes == memory.local.numel() == 2 * GRANULE
+        memory.close()
+        assert not memory.addresses and memory.nbytes == 0
+
+    run_ranks(3, body)
+    assert not driver.memory and not +driver.opened
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("cuMemAlloc_v2", "rank 1 cannot share 2 MiB of device memory: cuMemAlloc_v2: operation not supported"),
+        ("cuIpcGetMemHandle", "rank 1 cannot share 2 MiB of device memory: cuIpcGetMemHandle"),
+        ("cuIpcOpenMemHandle_v2", "rank 1 cannot read the memory of rank 0: cuIpcOpenMemHandle_v2"),
+        ("cuStreamBatchMemOp_v2", "rank 1 has a driver that cannot signal or copy in streams: cuStreamBatchMemOp_v2"),
+    ],
+)
+def test_what_one_rank_cannot_share_is_an_error_on_all(driver, call, message):
+    refusing = []
+    driver.refuses = lambda name: name == call and threading.get_ident() in refusing
+
+    def body(comm):
+        if comm.rank == 1:
+            refusing.append(threading.get_ident())
+        with pytest.raises(SharedMemoryError, match=message):
+            PeerCommunicator(comm, CPU)
+
+    run_ranks(3, body)
+    assert not driver.memory and not +driver.opened  # nobody keeps what it could share
+
+
+def test_ranks_of_two_hosts_share_nothing(driver, monkeypatch):
+    def body(comm):
+        with pytest.raises(SharedMemoryError, match="ranks 0 and 2 are on different hosts"):
+            PeerCommunicator(comm, CPU)
+
+    names = threading.local()
+    monkeypatch.setattr(peer, "host_identity", lambda: names.host)
+
+    def on_host(comm):
+        names.host = "b" if comm.rank == 2 else "a"
+        body(comm)
+
+    run_ranks(3, on_host)
+    assert not driver.memory
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("sizes", [(), (0,), (1,), (512,), (513, 0, 7), (40_000, 2, 4, 1024)])
+def test_the_exchange_of_a_hop(size, sizes):
+    for shift in range(size):
+        ranks = [_ring_exchange(rank, size, shift, sizes) for rank in range(size)]
+        starts, total = ranks[0][1], ranks[0][0].nbytes
+        ends = [start + nbytes for start, nbytes in zip(starts, sizes, strict=True)]
+        assert all(start % 512 == 0 for start in starts) and total >= max(ends, default=0)
+        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+        for rank, (exchange, again) in enumerate(ranks):
+            assert (exchange.rank, exchange.nbytes, again) == (rank, total, starts)
+            moving = [i for i, nbytes in enumerate(sizes) if nbytes]
+            for other in range(size):
+                assert exchange.receives[other] == ranks[other][0].sends[rank]
+                sent = exchange.sends[other]
+                assert len(sent) == (len(moving) if (rank + shift) % size == other else 0)
+                for i, (source, target) in zip(moving, sent, strict=False):
+                    assert (source.offset, source.nbytes, source.buffer) == (starts[i], sizes[i], 0)
+                    assert (target.offset, target.nbytes, target.buffer) == (0, sizes[i], i)
+
+
+def test_objects_between_ranks():
+    def body(comm):
+        value = {"rank": comm.rank, "text": "\u00e9" * comm.rank, "many": [None, 1.5, True]}
+        assert gather_objects(comm, value) == [{**value, "rank": r, "text": "\u00e9" * r} for r in range(comm.size)]
+        assert gather_objects(comm, "x" * 1022) == ["x" * 1022] * comm.size  # with its quotes 1024 bytes
+        with pytest.raises(ValueError, match="1025 bytes are too many for one object, at most 1024"):
+            gather_objects(comm, "x" * 1023)
+
+    run_ranks(3, body)
+
+
+@pytest.fixture
+def fresh():
+    transports._over_peers.cache_clear()
+    yield
+    transports._over_peers.cache_clear()
+
+
+def group(rank, transport="nccl", size=2):
+    inner = LocalCommunicator(rank, [[Wire() for _ in range(size)] for _ in range(size)])
+    inner.transport = transport
+    return Checked(inner, CPU, always=False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_access_to_a_peer(monkeypatch, fresh, rank):
+    def refuse(inner, device):
+        made.append(inner)
+        raise SharedMemoryError("rank 1 cannot read the memory of rank 0")
+
+    made, comm = [], group(rank)
+    monkeypatch.setattr(transports, "PeerCommunicator", refuse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert transports.over_transport(comm, "nccl") is comm and not made
+        assert transports.over_transport(comm, "auto") is comm
+        assert transports.over_transport(comm, "auto") is comm
+    assert made == [comm.inner]  # asked once: asking is collective
+    said = ["bmburst: blocks move by NCCL, because rank 1 cannot read the memory of rank 0"]
+    assert [str(each.message) for each in caught] == (said if rank == 0 else [])
+    with pytest.raises(UserError, match="'peer' cannot work here: rank 1 cannot read") as refused:
+        transports.over_transport(comm, "peer")
+    assert len(str(refused.value).splitlines()) <= 3
+
+
+def test_with_access_to_all_peers(monkeypatch, fresh):
+    monkeypatch.setattr(transports, "PeerCommunicator", lambda *_: group(0, "peer").inner)
+    comm, other = group(0), group(0)
+    moved = transports.over_transport(comm, "auto")
+    assert moved.transport == "peer" and transports.over_transport(comm, "peer") is moved
+    assert transports.over_transport(other, "peer") is not moved
+    assert transports.over_transport(moved, "auto") is moved
+    comm.active = True
+    assert moved.active and not other.active
+    for alone in (group(0, size=1), group(0, "gloo"), group(0, "threads")):
+        assert transports.over_transport(alone, "auto") is alone
+
+
+RENAMED = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) Z (1 2'); print(1, flush=True); time.sleep(60)"
+
+
+def test_birth_of_real_processes():
+    ours = liveness.birth(os.getpid())
+    assert ours is not None and ours == liveness.birth(os.getpid())
+    time.sleep(0.05)  # some clock ticks
+    other = subprocess.Popen([sys.executable, "-c", RENAMED], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline()  # its name is "a) Z (1 2" now
+        born = liveness.birth(other.pid)
+        assert born is not None and int(born) > int(ours)
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        assert 0 <= uptime - int(born) / os.sysconf("SC_CLK_TCK") < 60
+        other.send_signal(signal.SIGKILL)
+        end = time.monotonic() + 30
+        while liveness.birth(other.pid) is not None:  # a zombie until somebody waits for it
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert Path(f"/proc/{other.pid}").exists()
+    finally:
+        other.kill()
+        other.wait()
+        other.stdout.close()
+    assert liveness.birth(other.pid) is None
+
+
+WATCHING = """
+import sys, time, torch
+from types import SimpleNamespace
+from bmburst.comm import liveness
+pid, is_done = int(sys.argv[1]), sys.argv[2] == "done"
+liveness._LOOK_EVERY, liveness._PATIENCE = 0.02, 0.1
+elsewhere = ["pid:[1]", 2**22 + 1, "1"]  # in a namespace of its own: not watched
+liveness.gather_objects = lambda inner, mine: [[mine[0], pid, liveness.birth(pid)], mine, elsewhere]
+torch.cuda.set_device = lambda device: None
+liveness.cuda_driver.look_during_captures = lambda: None
+watch = liveness.PeerWatch(SimpleNamespace(rank=1), None)
+watch.expect(SimpleNamespace(query=lambda: is_done))
+print(1, flush=True)
+sys.stdin.readline()
+time.sleep(1.0 if is_done else 60)
+"""
+
+
+@pytest.mark.parametrize("state", ["done", "waiting"])
+def test_a_rank_that_waits_for_the_dead_ends(state):
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    root = Path(__file__).parents[1]
+    watching = subprocess.Popen([sys.executable, "-c", WATCHING, str(other.pid), state], cwd=root, **pipes)
+    try:
+        assert watching.stdout.readline()
+        time.sleep(0.5)
+        assert watching.poll() is None  # its peer lives
+        other.kill()
+        _, told = watching.communicate("go\n", timeout=60)
+    finally:
+        for process in (other, watching):
+            process.kill()
+            process.wait()
+    assert watching.returncode == (0 if state == "done" else 1), told
+    line = f"bmburst: rank 0 (process {other.pid}) of this host has ended"
+    assert (line in told) == (state == "waiting")
