@@ -336,6 +336,8 @@ watch.expect(SimpleNamespace(query=lambda: is_done))
 print(1, flush=True)
 sys.stdin.readline()
 time.sleep(1.0 if is_done else 60)
+watch.close()
+assert not watch._thread.is_alive()
 """
 
 

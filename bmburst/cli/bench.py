@@ -116,6 +116,8 @@ def _place(args: argparse.Namespace) -> tuple[str, int]:
 
     if args.ranks is not None:
         return "cpu", args.ranks
+    if args.list and args.gpus is not None:
+        return "cuda", args.gpus  # of any machine
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
         raise UserError("there is no GPU here\nfix: --ranks 2 --tokens 1024 measures on the CPU, over gloo")

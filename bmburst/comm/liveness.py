@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +36,24 @@ class PeerWatch:
             if rank != inner.rank and namespace == mine[0]
         }
         self._expected: Any = None
-        threading.Thread(target=self._look, name="bmburst-peer-watch", daemon=True).start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="bmburst-peer-watch", daemon=True)
+        self._thread.start()
 
     def expect(self, event: Any) -> None:
         """Watch over the work before `event`, a CUDA event, which needs the other ranks."""
         self._expected = event
 
+    def close(self) -> None:
+        """End the watch. A thread that is inside of CUDA when Python ends would abort the process."""
+        self._over.set()
+        self._thread.join()
+
     def _look(self) -> None:
         torch.cuda.set_device(self._device)
         cuda_driver.look_during_captures()
         missed = 0.0
-        while True:
-            time.sleep(_LOOK_EVERY)
+        while not self._over.wait(_LOOK_EVERY):
             gone = self._gone() if self._is_waiting() else None
             missed = missed + _LOOK_EVERY if gone else 0.0
             if gone and missed >= _PATIENCE:

@@ -241,6 +241,7 @@ class PeerCommunicator:
                     self._signals(i, _DONE, (), box.readers).enqueue(self._local.cuda_stream, box.number)
         self._watch.expect(self._local.record_event())
         torch.cuda.synchronize(self._device)
+        self._watch.close()
 
     def _sized(self, box: _Box, nbytes: int) -> Tensor:
         """Return the box's memory, grown if it is too small; our own part in its last use comes first."""

@@ -104,6 +104,11 @@ def test_tables_and_pictures_come_from_a_file_alone(tmp_path, capsys):
     assert "--output names none" in capsys.readouterr().err
 
 
+def test_a_list_for_gpus_needs_none(capsys):
+    assert bench("--list", "--gpus", "8", "--methods", "ours", "--cells", "sequence/1048576/gqa/causal/*") == 0
+    assert capsys.readouterr().out == "sequence/1048576/gqa/causal/ours@8\n"
+
+
 def test_list_says_what_cannot_run(capsys):
     assert bench(*SMALL, "--heads", "3", "--kv-heads", "1", "--list", "--cells", "sequence/*") == 0
     lines = capsys.readouterr().out.splitlines()
