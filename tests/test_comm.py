@@ -332,9 +332,14 @@ def test_a_lost_rank_ends_the_others_at_once():
 def test_memory_in_flight(monkeypatch):
     """Of a transfer on a side stream: kept until the wait, and marked only where the wait cannot order its reuse."""
 
+    waited = []
+
     class Stream:
         def wait_event(self, event):
             pass
+
+        def wait_stream(self, stream):
+            waited.append(stream)
 
     maker, other, side, marks = Stream(), Stream(), Stream(), []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: marks.append((tensor.shape[0], stream)))
@@ -356,7 +361,9 @@ def test_memory_in_flight(monkeypatch):
 
     pending, _ = transfer()
     current[0] = other
+    assert not waited
     pending.wait()
+    assert waited == [maker]  # which may have copied what a rank keeps
     assert marks == [(1, other), (2, other)]
     marks.clear()
     del pending

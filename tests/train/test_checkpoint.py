@@ -136,7 +136,8 @@ def _edges(folder):
     before = [p.clone() for p in parameters]
     parameters[0].grad.fill_(math.inf)
     diverged.update()
-    assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+    # BMTrain pads the flat parameters of a block with memory that holds anything, NaN at times.
+    torch.testing.assert_close(parameters, before, rtol=0, atol=0, equal_nan=True)
     assert all(not p.grad.any() for p in parameters)
     diverged.steps_done -= 1
     # A model that has diverged: the run goes on to its end, and its files say so.
