@@ -53,6 +53,10 @@ class Layout(ABC):
                 f"pad the sequence to a multiple of {self.chunks * self.size} tokens (bmburst.shard does)"
             )
 
+    def over_groups(self, degree: int) -> "Layout":
+        """Return the layout of this kind over groups of `degree` neighbours, each with the tokens of all its ranks."""
+        return type(self)(self.size // degree, self.tokens * degree)
+
     @abstractmethod
     def runs(self, rank: int) -> tuple[Run, ...]:
         """Return the rank's tokens as arithmetic progressions of global positions, ascending."""

@@ -75,8 +75,8 @@ class AttentionCall:
         degree = self.strategy.heads
         if degree == 1:
             return self
-        layout = type(self.layout)(self.comm.size // degree, self.layout.tokens * degree)
-        return replace(self, comm=EveryNth(self.comm, degree), layout=layout, strategy=replace(self.strategy, heads=1))
+        strategy, layout = replace(self.strategy, heads=1), self.layout.over_groups(degree)
+        return replace(self, comm=EveryNth(self.comm, degree), layout=layout, strategy=strategy)
 
 
 def decide(
@@ -88,6 +88,8 @@ def decide(
         UserError: Something cannot work; where the group compares its ranks, on all of them.
     """
 
+    mask: Mask = "full" if options.mask == "full" else "causal"
+
     def here() -> tuple[AttentionCall, str]:
         options.validate()
         _require_tensors(q, k, v)
@@ -98,7 +100,7 @@ def decide(
             kernel=_kernel(options, q, k),
             layout=layout,
             length=real_length(layout, length),
-            mask="full" if options.mask == "full" else "causal",
+            mask=mask,
             scale=q.shape[-1] ** -0.5 if options.scale is None else float(options.scale),
             strategy=choose(layout, comm.transport),
             deterministic=options.deterministic,
@@ -107,7 +109,6 @@ def decide(
 
     def choose(layout: Layout, transport: str) -> Strategy:
         wide = accumulation_dtype(q.dtype).itemsize
-        mask: Mask = "full" if options.mask == "full" else "causal"
         return choose_strategy(options.strategy, _head_shapes(layout, q, k, 1), mask, transport, wide)
 
     call = comm.decided(here)

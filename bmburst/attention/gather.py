@@ -30,6 +30,7 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.gather_plan import GatherPlan, GatherShapes, Rows, Sight, Unit, make_gather_plan
 from bmburst.attention.local import local_forward
+from bmburst.comm.messages import tensor_in
 from bmburst.comm.protocol import Transfer
 from bmburst.schedule import Span, Tile
 from bmburst_ops.flash import Gradients, Kernel, Partial
@@ -241,5 +242,4 @@ def _add_up(sums: Sequence[Rows], parts: Tensor, out: Tensor) -> None:
 
 def _half(box: Tensor, half: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor at the start of the first or the second half of an outbox."""
-    start = half * box.numel() // 2
-    return box[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+    return tensor_in(box, half * box.numel() // 2, shape, dtype)

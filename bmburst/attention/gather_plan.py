@@ -11,11 +11,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from bmburst.comm.exchange import Block, Exchange, Move, make_exchange
+from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.layout import Layout, Run, real_tokens
 from bmburst.schedule import Mask, Span, Tile
-
-_ALIGN = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,23 +242,24 @@ def _sums(others: Iterable[tuple[Span, int]]) -> tuple[Rows, ...]:
 def _inbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
     layout = shapes.sight.layout
     row = kv_heads * shapes.head_dim * shapes.itemsize
-    half = _aligned(shapes.batch * layout.tokens * row)
+    starts, nbytes = placed([shapes.batch * layout.tokens * row] * 2)
 
     def route(source: int, target: int) -> Iterator[Move]:
         pitch = _seen(shapes.sight, target) * row
         for buffer in (0, 1):
             for piece in _from(shapes.sight, source, target):
                 size = (len(piece.tokens) * row, shapes.batch)
-                start = buffer * half + piece.tokens.start * row
+                start = starts[buffer] + piece.tokens.start * row
                 yield Move(Block(start, *size, layout.tokens * row), Block(piece.start * row, *size, pitch, buffer))
 
-    return make_exchange(rank, layout.size, 2 * half, route)
+    return make_exchange(rank, layout.size, nbytes, route)
 
 
 def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
     sight, layout = shapes.sight, shapes.sight.layout
     row = kv_heads * shapes.head_dim * shapes.itemsize
-    half = _aligned(shapes.batch * max(1, *(_seen(sight, p) for p in range(layout.size))) * row)
+    most = max(1, *(_seen(sight, p) for p in range(layout.size)))
+    starts, nbytes = placed([shapes.batch * most * row] * 2)
 
     def route(source: int, target: int) -> Iterator[Move]:
         pitch, real = _seen(sight, source) * row, _real(sight, target)
@@ -268,10 +267,10 @@ def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
             for piece in _from(sight, target, source):
                 size = (len(piece.tokens) * row, shapes.batch)
                 first = _slots(sight, target)[source] * shapes.batch * real + piece.tokens.start
-                start = buffer * half + piece.start * row
+                start = starts[buffer] + piece.start * row
                 yield Move(Block(start, *size, pitch), Block(first * row, *size, real * row, buffer))
 
-    return make_exchange(rank, layout.size, 2 * half, route)
+    return make_exchange(rank, layout.size, nbytes, route)
 
 
 def _runs(sight: Sight, rank: int) -> list[Run]:
@@ -291,7 +290,3 @@ def _real(sight: Sight, rank: int) -> int:
 
 def _seen(sight: Sight, rank: int) -> int:
     return sum(len(piece.tokens) for piece in pulled(sight, rank))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN

@@ -17,6 +17,7 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.heads_plan import HeadsPlan, Strides, Unit, make_heads_plan
 from bmburst.attention.outer import outer_backward, outer_forward
+from bmburst.comm.messages import tensor_in
 from bmburst.comm.protocol import Transfer
 from bmburst_ops.flash import Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype
@@ -115,19 +116,12 @@ def _plan(call: AttentionCall, q: Tensor, k: Tensor, brought: Sequence[Tensor], 
 
 def _tokens_of(plan: HeadsPlan, box: Tensor, start: int, heads: int, dtype: torch.dtype) -> Tensor:
     """Return `[batch, tokens, heads, head_dim]` in a box."""
-    return _field(box, start, (plan.shapes.batch, plan.shapes.tokens, heads, plan.shapes.head_dim), dtype)
+    return tensor_in(box, start, (plan.shapes.batch, plan.shapes.tokens, heads, plan.shapes.head_dim), dtype)
 
 
 def _statistic_of(plan: HeadsPlan, box: Tensor, start: int, heads: int, dtype: torch.dtype) -> Tensor:
     """Return `[batch, heads, tokens]` in a box."""
-    return _field(box, start, (plan.shapes.batch, heads, plan.shapes.tokens), dtype)
-
-
-def _field(box: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return box[start : start + numel * dtype.itemsize].view(dtype).view(shape)
+    return tensor_in(box, start, (plan.shapes.batch, heads, plan.shapes.tokens), dtype)
 
 
 def _joined(replicas: Tensor) -> Tensor:

@@ -5,17 +5,15 @@ Ranks trade tokens of all heads for all tokens of their own heads (DeepSpeed Uly
 `size / degree` ranks would.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from bmburst.comm.exchange import Block, Exchange, Move, make_exchange
+from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.layout import Layout, Run
 from bmburst.schedule import Span
-
-_ALIGN = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +52,7 @@ class HeadShapes:
     @property
     def outer(self) -> Layout:
         """How those tokens are cut over the groups."""
-        return type(self.layout)(self.layout.size // self.degree, self.tokens)
+        return self.layout.over_groups(self.degree)
 
     def refusal(self) -> str | None:
         """Return why these heads cannot be exchanged, or None."""
@@ -171,7 +169,8 @@ def make_heads_plan(
     Args:
         shapes: The sizes.
         rank: The rank.
-        sources: Strides of the tensors that are brought, in that order, the same on every rank.
+        sources: Strides of the tensors that are brought, in that order; the heads of a token follow each other. Ranks
+            may have others: blocks are cut alike.
         backward: Which of the two.
         most: See `make_units`.
     """
@@ -179,7 +178,7 @@ def make_heads_plan(
     counts = (own, own_kv, own_kv, own, own, own) if backward else (own, own_kv, own_kv)
     rows = shapes.batch * shapes.tokens
     items = [_item(shapes, i) for i in range(len(counts))]
-    starts, nbytes = _placed([rows * count * item for count, item in zip(counts, items, strict=True)])
+    starts, nbytes = placed([rows * count * item for count, item in zip(counts, items, strict=True)])
     units = make_units(own, own_kv, most=most, whole_groups=backward)
     return HeadsPlan(
         shapes,
@@ -217,7 +216,7 @@ def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> H
     spans = [unit.kv_heads if kind in (1, 2) else unit.heads for kind in kinds]
     items = [_item(shapes, kind) for kind in kinds]
     rows = shapes.batch * shapes.tokens
-    starts, nbytes = _placed([rows * len(span) * item for span, item in zip(spans, items, strict=True)])
+    starts, nbytes = placed([rows * len(span) * item for span, item in zip(spans, items, strict=True)])
 
     def route(source: int, target: int) -> Iterator[Move]:
         if source // shapes.degree != target // shapes.degree:
@@ -289,12 +288,3 @@ def _landing(shapes: HeadShapes, rank: int) -> list[Run]:
         start = into.offset + (run.start - into.start) // into.stride
         found.append(Run(run.offset, start, run.stride // into.stride, run.tokens))
     return found
-
-
-def _placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Return where tensors of these sizes start one after another, and their end."""
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += -(-size // _ALIGN) * _ALIGN
-    return tuple(starts), end

@@ -7,6 +7,7 @@ from bmburst.attention.gather import gather_backward, gather_forward
 from bmburst.attention.local import local_backward, local_forward
 from bmburst.attention.ring import ring_backward, ring_forward
 from bmburst_ops.flash import Gradients, Kernel, Partial
+from bmburst_ops.flash.memory import deliver, deliver_gradients
 
 
 def outer_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Partial:
@@ -24,10 +25,7 @@ def outer_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Ten
     if call.strategy.outer == "gather":
         return gather_forward(call, q, k, v, out)
     part = ring_forward(call, q, k, v)
-    if out is None:
-        return part
-    out.copy_(part.out)
-    return Partial(out, part.lse)
+    return Partial(deliver(part.out, out), part.lse)
 
 
 def outer_backward(
@@ -46,9 +44,4 @@ def outer_backward(
         return local_backward(call, kernel, grad_out, q, k, v, lse, delta, into)
     if call.strategy.outer == "gather":
         return gather_backward(call, kernel, grad_out, q, k, v, lse, delta, into)
-    gradients = ring_backward(call, kernel, grad_out, q, k, v, lse, delta)
-    if into is None:
-        return gradients
-    for target, gradient in zip(into, gradients, strict=True):
-        target.copy_(gradient)
-    return into
+    return deliver_gradients(ring_backward(call, kernel, grad_out, q, k, v, lse, delta), into)

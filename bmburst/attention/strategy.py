@@ -128,12 +128,8 @@ def _candidates(name: str, shapes: HeadShapes, mask: Mask, wide: int) -> Iterato
             continue
         travellers: Travellers = choose_travellers(_attention_shape(within, wide), size // degree)
         forced: dict[str, Travellers] = {"kv": "kv", "burst": "q"}
-        outers: list[Outer] = ["ring"]
-        if degree < size and gather_refusal(within.outer, mask) is None:
-            outers = [outer for outer in ("ring", "gather") if name == "auto" or name.endswith(outer)] or ["ring"]
-        elif name.endswith("gather"):
-            continue
-        for outer in outers:
+        can_gather = degree < size and gather_refusal(within.outer, mask) is None
+        for outer in _outers(name, can_gather=can_gather):
             yield Strategy(degree, outer, forced.get(name, travellers))
 
 
@@ -143,6 +139,12 @@ def _allows(name: str, degree: int, size: int) -> bool:
     if name == "heads":
         return degree == size
     return 1 < degree < size if name.startswith("heads+") else degree == 1
+
+
+def _outers(name: str, *, can_gather: bool) -> tuple[Outer, ...]:
+    if name.endswith("gather"):
+        return ("gather",) if can_gather else ()
+    return ("ring", "gather") if name == "auto" and can_gather else ("ring",)
 
 
 def gather_refusal(layout: Layout, mask: Mask) -> str | None:

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bmburst.comm.exchange import Exchange
-from bmburst.comm.messages import exchange_messages
+from bmburst.comm.messages import MessageMover
 from bmburst.comm.protocol import Arrived, Transfer
 from bmburst.comm.side_stream import SideStreamTransfer
 
@@ -54,7 +53,7 @@ def launched_together() -> Iterator[None]:
         nccl.groupEnd()
 
 
-class BMTrainCommunicator:
+class BMTrainCommunicator(MessageMover):
     """`Communicator` over a `bmtrain.nccl` communicator, on a stream of its own.
 
     Args:
@@ -71,6 +70,7 @@ class BMTrainCommunicator:
         self.rank: int = nccl.commRank(handle)
         self.size: int = nccl.commCount(handle)
         self.transport = "gloo" if on_host else "nccl"
+        self._device = torch.device("cpu" if on_host else "cuda")
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
@@ -85,47 +85,12 @@ class BMTrainCommunicator:
 
         return self._start(operations, received, sent)
 
-    def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """See `BlockMover.outbox`."""
-        del lane
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu" if self.transport == "gloo" else "cuda")
-
-    inbox = outbox
-
-    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
-        """See `BlockMover.pull`."""
-        del lane
-        return self._exchange(exchange, (outbox,), targets)
-
-    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
-        """See `BlockMover.push`."""
-        del lane
-        return self._exchange(exchange, sources, (inbox,))
-
-    def _exchange(self, exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Transfer:
-        def swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Transfer:
-            def operations() -> None:
-                for peer, (sent, received) in enumerate(zip(outgoing, incoming, strict=True)):
-                    if sent.numel():
-                        self._nccl.send(Flat(sent), peer, self._handle)
-                    if received.numel():
-                        self._nccl.recv(Flat(received), peer, self._handle)
-
-            return self._start(operations, tuple(incoming), (*outgoing, *sources, *targets))
-
-        return exchange_messages(exchange, sources, targets, swap)
-
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`. BMTrain 1.0.1 has none: grouped sends and receives."""
         (sent,) = _contiguous((tensor,))
         received = torch.empty_like(sent)
 
-        def operations() -> None:
-            for peer in range(self.size):
-                self._nccl.send(_bytes(sent[peer]), peer, self._handle)
-                self._nccl.recv(_bytes(received[peer]), peer, self._handle)
-
-        return self._start(operations, (received,), (sent,))
+        return self._start(lambda: self._messages(_rows(sent), _rows(received)), (received,), (sent,))
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
@@ -148,6 +113,17 @@ class BMTrainCommunicator:
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         return self._start(lambda: self._nccl.allReduce(Flat(total), Flat(total), "sum", self._handle), (total,), ())
 
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], held: tuple[Tensor, ...]) -> Transfer:
+        return self._start(lambda: self._messages(outgoing, incoming), tuple(incoming), held)
+
+    def _messages(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Send message r to rank r and receive rank r's, where they are not empty."""
+        for peer, (sent, received) in enumerate(zip(outgoing, incoming, strict=True)):
+            if sent.numel():
+                self._nccl.send(Flat(sent), peer, self._handle)
+            if received.numel():
+                self._nccl.recv(Flat(received), peer, self._handle)
+
     def _start(
         self, operations: Callable[[], None], received: tuple[Tensor, ...], sent: tuple[Tensor, ...]
     ) -> Transfer:
@@ -169,3 +145,8 @@ def _contiguous(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _bytes(tensor: Tensor) -> Flat:
     """A contiguous tensor's memory: what is only moved moves in any dtype."""
     return Flat(tensor.view(-1).view(torch.uint8))
+
+
+def _rows(tensor: Tensor) -> list[Tensor]:
+    """The same, item by item."""
+    return [row.view(-1).view(torch.uint8) for row in tensor]

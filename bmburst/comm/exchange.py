@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+_ALIGN = 512  # bytes: what every kernel can address
+
 
 class Block(NamedTuple):
     """`rows` runs of `width` bytes of one buffer, the first at byte `offset`, each `pitch` bytes after the last.
@@ -74,3 +76,12 @@ def make_exchange(rank: int, size: int, nbytes: int, route: Route) -> Exchange:
         sends=tuple(tuple(route(rank, peer)) for peer in range(size)),
         receives=tuple(tuple(route(peer, rank)) for peer in range(size)),
     )
+
+
+def placed(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
+    """Return where tensors of these sizes in bytes start in a box, one after another and aligned, and their end."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // _ALIGN) * _ALIGN
+    return tuple(starts), end

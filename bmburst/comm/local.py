@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.checks import Checked
-from bmburst.comm.exchange import Exchange
-from bmburst.comm.messages import exchange_messages
+from bmburst.comm.messages import MessageMover
 from bmburst.comm.protocol import Transfer
 
 T = TypeVar("T")
@@ -71,10 +70,11 @@ class _Received:
         return self.arrived
 
 
-class LocalCommunicator:
+class LocalCommunicator(MessageMover):
     """`Communicator` between threads of one process, on the CPU."""
 
     transport = "threads"
+    _device = torch.device("cpu")
 
     def __init__(self, rank: int, wires: Sequence[Sequence[Wire]]) -> None:
         self.rank, self.size = rank, len(wires)
@@ -87,34 +87,6 @@ class LocalCommunicator:
         call = next(self._calls)
         self._to[(self.rank + shift) % self.size].put(call, tensors)
         return _Received(call, [self._from[(self.rank - shift) % self.size]], lambda messages: messages[0])
-
-    def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """See `BlockMover.outbox`."""
-        del lane
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    inbox = outbox
-
-    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
-        """See `BlockMover.pull`."""
-        del lane
-        return self._exchange(exchange, (outbox,), targets)
-
-    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
-        """See `BlockMover.push`."""
-        del lane
-        return self._exchange(exchange, sources, (inbox,))
-
-    def _exchange(self, exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Transfer:
-        def swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Transfer:
-            def arrive(parts: list[Tensor]) -> Tensor:
-                for buffer, part in zip(incoming, parts, strict=True):
-                    buffer.copy_(part)
-                return targets[0]
-
-            return self._swapped(outgoing, arrive)
-
-        return exchange_messages(exchange, sources, targets, swap)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
@@ -131,6 +103,16 @@ class LocalCommunicator:
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
         return self._swapped([tensor] * self.size, lambda parts: torch.stack(parts).sum(0, dtype=tensor.dtype))
+
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], held: tuple[Tensor, ...]) -> Transfer:
+        del held  # what is sent is copied at once
+
+        def arrive(parts: list[Tensor]) -> Tensor:
+            for buffer, part in zip(incoming, parts, strict=True):
+                buffer.copy_(part)
+            return incoming[0]
+
+        return self._swapped(outgoing, arrive)
 
     def _swapped(self, parts: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Transfer:
         call = next(self._calls)

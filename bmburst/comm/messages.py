@@ -1,7 +1,10 @@
 """An exchange over transports that send messages: one message to each rank, laid out and unpacked on the device."""
 
-from collections.abc import Callable, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,53 +12,113 @@ from torch import Tensor
 from bmburst.comm.exchange import Block, Exchange, Move
 from bmburst.comm.protocol import Transfer
 
-Swap = Callable[[Sequence[Tensor], Sequence[Tensor]], Transfer]
-"""Starts sending message r to rank r and receiving the message of rank r into buffer r; empty ones do not move."""
 
+class MessageMover(ABC):
+    """The verbs of a `BlockMover` that exchange blocks, for communicators that can swap messages."""
 
-def exchange_messages(exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor], swap: Swap) -> Transfer:
-    """Start an exchange as messages; what a rank keeps for itself is copied at once."""
-    copy_own(exchange, sources, targets)
-    nothing = torch.empty(0, dtype=torch.uint8, device=sources[0].device)
-    outgoing, incoming, places = [], [], []
-    for peer, (sent, received) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
-        views = [] if peer == exchange.rank else [view_of(targets[m.target.buffer], m.target) for m in received]
-        places.append(views)
-        outgoing.append(nothing if peer == exchange.rank else _message(sources, sent, nothing))
-        incoming.append(_buffer(views, nothing))
-    return _Scattering(swap(outgoing, incoming), incoming, places, tuple(targets))
+    _device: torch.device
+
+    def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """See `BlockMover.outbox`."""
+        del lane
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    inbox = outbox
+
+    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `BlockMover.pull`."""
+        del lane
+        return self._exchange(exchange, (outbox,), targets)
+
+    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
+        """See `BlockMover.push`."""
+        del lane
+        return self._exchange(exchange, sources, (inbox,))
+
+    def _exchange(self, exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Transfer:
+        """Start an exchange; what a rank keeps for itself is copied at once."""
+        from_bytes, to_bytes = _memories(sources), _memories(targets)
+        _copy(_own(exchange, from_bytes, to_bytes))
+        nothing = torch.empty(0, dtype=torch.uint8, device=sources[0].device)
+        outgoing, incoming, places = [], [], []
+        for peer, (sent, received) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
+            is_own = peer == exchange.rank
+            views = [] if is_own else [to_bytes[move.target.buffer].view(move.target) for move in received]
+            places.append(views)
+            outgoing.append(nothing if is_own else _message(from_bytes, sent, nothing))
+            incoming.append(_buffer(views, nothing))
+        transfer = self._swap(outgoing, incoming, (*outgoing, *sources, *targets))
+        return _Scattering(transfer, incoming, places, tuple(targets))
+
+    @abstractmethod
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], held: tuple[Tensor, ...]) -> Transfer:
+        """Start sending message r to rank r and receiving the message of rank r into buffer r; empty ones do not move.
+
+        Args:
+            outgoing: Messages, uint8 `[bytes]`.
+            incoming: Buffers, uint8 `[bytes]`.
+            held: What must not be freed before the wait.
+        """
 
 
 def copy_own(exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy, on the current stream, what a rank keeps for itself."""
+    if exchange.receives[exchange.rank]:
+        _copy(_own(exchange, _memories(sources), _memories(targets)))
+
+
+def tensor_in(box: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return the contiguous tensor that starts at a byte of an outbox or inbox."""
+    return box[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+class _Memory(NamedTuple):
+    """The whole memory behind a tensor as uint8 `[bytes]`, and where its first element is."""
+
+    data: Tensor
+    start: int
+
+    def view(self, block: Block) -> Tensor:
+        """Return the block's bytes as uint8 `[rows, width]`."""
+        assert block.rows == 1 or not block.pitch or block.pitch >= block.width
+        strides = (block.pitch or block.width, 1)
+        return self.data.as_strided((block.rows, block.width), strides, self.start + block.offset)
+
+
+_Pair = tuple[Tensor, Tensor]  # where to, and what
+
+
+def _memories(tensors: Iterable[Tensor]) -> list[_Memory]:
+    return [
+        _Memory(
+            torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()),
+            int(t.storage_offset()) * t.element_size(),
+        )
+        for t in tensors
+    ]
+
+
+def _own(exchange: Exchange, sources: Sequence[_Memory], targets: Sequence[_Memory]) -> list[_Pair]:
     moves = exchange.receives[exchange.rank]
-    if moves:
-        from_bytes, to_bytes = ([_storage_of(t) for t in tensors] for tensors in (sources, targets))
-        pairs = [
-            _widened(_block(*to_bytes[target.buffer], target), _block(*from_bytes[source.buffer], source))
-            for source, target in moves
-        ]
-        torch._foreach_copy_([into for into, _ in pairs], [what for _, what in pairs])
+    return [(targets[target.buffer].view(target), sources[source.buffer].view(source)) for source, target in moves]
 
 
-def view_of(tensor: Tensor, block: Block) -> Tensor:
-    """Return the block's bytes as uint8 `[rows, width]`, in the tensor's memory."""
-    return _block(*_storage_of(tensor), block)
+def _along(message: Tensor, views: Iterable[Tensor]) -> Iterator[_Pair]:
+    """Yield each view with its part of a message, in which they follow one another."""
+    start = 0
+    for view in views:
+        yield view, message[start : start + view.numel()].view(view.shape)
+        start += view.numel()
 
 
-def _storage_of(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the whole memory behind a tensor as uint8 `[bytes]`, and where its first element is."""
-    data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return data, int(tensor.storage_offset()) * tensor.element_size()
-
-
-def _block(data: Tensor, start: int, block: Block) -> Tensor:
-    assert block.rows == 1 or not block.pitch or block.pitch >= block.width
-    return data.as_strided((block.rows, block.width), (block.pitch or block.width, 1), start + block.offset)
+def _copy(pairs: Sequence[_Pair]) -> None:
+    """Copy them all, in one call, in the widest elements that each allows: a copy is as fast as it has few."""
+    if pairs:
+        wide = [_widened(*pair) for pair in pairs]
+        torch._foreach_copy_([into for into, _ in wide], [what for _, what in wide])
 
 
 def _widened(*views: Tensor) -> list[Tensor]:
-    """Return views of equal bytes in the widest elements that all of them allow: a copy is as fast as it has few."""
     for dtype in (torch.complex128, torch.int64, torch.int32, torch.int16):
         size = dtype.itemsize
         if all(n % size == 0 for v in views for n in (v.data_ptr(), v.storage_offset(), v.shape[1], v.stride(0))):
@@ -74,14 +137,13 @@ class _Scattering:
 
     def wait(self) -> tuple[Tensor, ...]:
         self.transfer.wait()
-        for message, views in zip(self.incoming, self.places, strict=True):
-            start = 0
-            for view in views:
-                part = message[start : start + view.numel()].view(view.shape)
-                start += view.numel()
-                if part.data_ptr() != view.data_ptr():  # else it arrived in place
-                    into, what = _widened(view, part)
-                    into.copy_(what)
+        parts = [
+            pair
+            for message, views in zip(self.incoming, self.places, strict=True)
+            for pair in _along(message, views)
+            if pair[0].data_ptr() != pair[1].data_ptr()  # else it arrived in place
+        ]
+        _copy(parts)
         self.incoming, self.places = [], []
         return self.targets
 
@@ -93,21 +155,17 @@ def _buffer(views: list[Tensor], nothing: Tensor) -> Tensor:
     return nothing.new_empty(sum(view.numel() for view in views))
 
 
-def _message(sources: Sequence[Tensor], moves: tuple[Move, ...], nothing: Tensor) -> Tensor:
+def _message(sources: Sequence[_Memory], moves: Sequence[Move], nothing: Tensor) -> Tensor:
     """Return the blocks' bytes one after another, without a copy where they are so already."""
     if not moves:
         return nothing
     blocks = [move.source for move in moves]
+    total = sum(block.nbytes for block in blocks)
     ends = [(block.buffer, block.offset + block.nbytes) for block in blocks]
     starts = [(block.buffer, block.offset) for block in blocks]
     if all(block.dense for block in blocks) and starts[1:] == ends[:-1]:
-        first = blocks[0]
-        return view_of(sources[first.buffer], Block(first.offset, sum(b.nbytes for b in blocks))).view(-1)
-    message = nothing.new_empty(sum(block.nbytes for block in blocks))
-    start = 0
-    for block in blocks:
-        part = message[start : start + block.nbytes].view(block.rows, block.width)
-        start += block.nbytes
-        into, what = _widened(part, view_of(sources[block.buffer], block))
-        into.copy_(what)
+        return sources[blocks[0].buffer].view(Block(blocks[0].offset, total)).view(-1)
+    message = nothing.new_empty(total)
+    views = [sources[block.buffer].view(block) for block in blocks]
+    _copy([(part, view) for view, part in _along(message, views)])
     return message

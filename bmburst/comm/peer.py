@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
-from bmburst.comm.exchange import Block, Exchange, Move, make_exchange
+from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.comm.liveness import PeerWatch
-from bmburst.comm.messages import copy_own
+from bmburst.comm.messages import copy_own, tensor_in
 from bmburst.comm.objects import gather_objects
 from bmburst.comm.protocol import Communicator, Transfer
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, agreed, host_identity
@@ -32,7 +32,6 @@ LANES = 4
 _OUTBOXES = 2
 _OFFER, _READY, _DONE = _KINDS = range(3)
 _WORD = 64  # bytes from one word to the next: each in a cache line of its own
-_ALIGN = 512
 _MOST = 1 << 30  # bytes of a row: the driver takes less than 2 GiB
 
 
@@ -178,8 +177,8 @@ class PeerCommunicator:
         sizes = tuple(t.numel() * t.element_size() for t in sent)
         exchange, starts = _ring_exchange(self.rank, self.size, shift % self.size, sizes)
         outbox = self.outbox(exchange.nbytes)
-        for tensor, start, size in zip(sent, starts, sizes, strict=True):
-            outbox[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        for tensor, start in zip(sent, starts, strict=True):
+            tensor_in(outbox, start, tensor.shape, tensor.dtype).copy_(tensor)
         received = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in sent]
         return self.pull(exchange, outbox, received)
 
@@ -324,10 +323,7 @@ def _copy(source: Block, target: Block) -> list[Copy]:
 @lru_cache(maxsize=1024)
 def _ring_exchange(rank: int, size: int, shift: int, sizes: tuple[int, ...]) -> tuple[Exchange, tuple[int, ...]]:
     """Return the exchange of a hop, and where each tensor starts in the outbox."""
-    starts, total = [], 0
-    for nbytes in sizes:
-        starts.append(total)
-        total += -(-nbytes // _ALIGN) * _ALIGN
+    starts, total = placed(sizes)
 
     def route(source: int, target: int) -> list[Move]:
         if (source + shift) % size != target:
@@ -338,7 +334,7 @@ def _ring_exchange(rank: int, size: int, shift: int, sizes: tuple[int, ...]) -> 
             if nbytes
         ]
 
-    return make_exchange(rank, size, total, route), tuple(starts)
+    return make_exchange(rank, size, total, route), starts
 
 
 def _require_one_host(inner: Communicator) -> None:

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmburst.comm.exchange import Exchange
-from bmburst.comm.messages import exchange_messages
+from bmburst.comm.messages import MessageMover
 from bmburst.comm.protocol import Transfer
 from bmburst.errors import UserError
 
@@ -33,7 +32,7 @@ class _Pending:
         return self._received
 
 
-class ProcessGroupCommunicator:
+class ProcessGroupCommunicator(MessageMover):
     """`Communicator` over a `torch.distributed` process group.
 
     It does not keep the group alive: one that outlived `destroy_process_group` would end in an abort at exit.
@@ -63,34 +62,11 @@ class ProcessGroupCommunicator:
         nothing = torch.empty(0, dtype=torch.uint8, device=sent[0].device)
         works: list[dist.Work] = []
         for outgoing, incoming in zip(sent, received, strict=True):
-            works += self._swap(
+            works += self._works(
                 [_bytes(outgoing) if peer == to else nothing for peer in range(self.size)],
                 [_bytes(incoming) if peer == source else nothing for peer in range(self.size)],
             )
         return _Pending(works, received, sent)
-
-    def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """See `BlockMover.outbox`."""
-        del lane
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-    inbox = outbox
-
-    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
-        """See `BlockMover.pull`."""
-        del lane
-        return self._exchange(exchange, (outbox,), targets)
-
-    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
-        """See `BlockMover.push`."""
-        del lane
-        return self._exchange(exchange, sources, (inbox,))
-
-    def _exchange(self, exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Transfer:
-        def swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Transfer:
-            return _Pending(self._swap(outgoing, incoming), tuple(incoming), (*outgoing, *sources, *targets))
-
-        return exchange_messages(exchange, sources, targets, swap)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
@@ -118,7 +94,10 @@ class ProcessGroupCommunicator:
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return _Pending((work,), (total,), ())
 
-    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[dist.Work]:
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], held: tuple[Tensor, ...]) -> Transfer:
+        return _Pending(self._works(outgoing, incoming), tuple(incoming), held)
+
+    def _works(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[dist.Work]:
         """Send message r to rank r and receive rank r's, where they are not empty."""
         if self.transport == "nccl":
             # Not isend and irecv: torch marks their tensors with `record_stream`, and a host that runs ahead of the GPU

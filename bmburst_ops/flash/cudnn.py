@@ -6,6 +6,7 @@ from torch import Tensor
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import top_left
 from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.limits import unless_half_on_gpu, unless_head_dim
 from bmburst_ops.flash.memory import aligned
 from bmburst_ops.flash.reference import ReferenceKernel
 from bmburst_ops.merge import surrogate_out
@@ -29,19 +30,15 @@ class CudnnKernel:
     def refusal(self, q: Tensor, k: Tensor) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if q.device.type != "cuda":
-            return f"runs on NVIDIA GPUs only, and the tensors are on {q.device}"
-        if q.dtype not in (torch.float16, torch.bfloat16):
-            return f"takes float16 and bfloat16 only, got {q.dtype}"
+        if (reason := unless_half_on_gpu(q)) is not None:
+            return reason
         version, capability = torch.backends.cudnn.version() or 0, torch.cuda.get_device_capability(q.device)
         if version < _OLDEST:
             return f"needs a torch with cuDNN 9.5.1 or newer, got {version or 'none'}"
         if capability < (9, 0):
             return f"needs Hopper or newer, got {torch.cuda.get_device_name(q.device)}"
         widest = 256 if capability == (9, 0) and version >= _WIDE_HEADS else 128
-        if q.shape[-1] % 8 or q.shape[-1] > widest:
-            return f"takes head dims that are multiples of 8 up to {widest} here, got {q.shape[-1]}"
-        return None
+        return unless_head_dim(q, widest, " here")
 
     def nondeterminism(self, q: Tensor) -> str:
         """See `NotAlwaysDeterministic`: torch does not ask cuDNN for its deterministic algorithm."""

@@ -1,9 +1,9 @@
 """FlashAttention-2 of the package flash-attn (arXiv:2307.08691), which is newer than the one inside torch."""
 
-import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.limits import unless_ampere, unless_half_on_gpu, unless_head_dim
 from bmburst_ops.flash.memory import aligned, deliver, deliver_gradients, gradient_memory
 from bmburst_ops.flash.packages import load, version_of
 from bmburst_ops.merge import surrogate_out
@@ -20,14 +20,8 @@ class FlashAttention2Kernel:
     def refusal(self, q: Tensor, k: Tensor) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if q.device.type != "cuda":
-            return f"runs on NVIDIA GPUs only, and the tensors are on {q.device}"
-        if q.dtype not in (torch.float16, torch.bfloat16):
-            return f"takes float16 and bfloat16 only, got {q.dtype}"
-        if q.shape[-1] % 8 or q.shape[-1] > 256:
-            return f"takes head dims that are multiples of 8 up to 256, got {q.shape[-1]}"
-        if torch.cuda.get_device_capability(q.device) < (8, 0):
-            return f"needs Ampere or newer, got {torch.cuda.get_device_name(q.device)}"
+        if (reason := unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q)) is not None:
+            return reason
         version = version_of("flash-attn")
         if version is None:
             return "needs the package flash-attn"

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.limits import unless_half_on_gpu, unless_head_dim
 from bmburst_ops.flash.memory import aligned, deliver, deliver_gradients, gradient_memory
 from bmburst_ops.flash.packages import is_there, load
 from bmburst_ops.merge import surrogate_out
@@ -27,12 +28,8 @@ class FlashAttention3Kernel:
     def refusal(self, q: Tensor, k: Tensor) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if q.device.type != "cuda":
-            return f"runs on NVIDIA GPUs only, and the tensors are on {q.device}"
-        if q.dtype not in (torch.float16, torch.bfloat16):
-            return f"takes float16 and bfloat16 only, got {q.dtype}"
-        if q.shape[-1] % 8 or q.shape[-1] > 256:
-            return f"takes head dims that are multiples of 8 up to 256, got {q.shape[-1]}"
+        if (reason := unless_half_on_gpu(q) or unless_head_dim(q, 256)) is not None:
+            return reason
         if torch.cuda.get_device_capability(q.device)[0] != 9:
             return f"is for Hopper alone, got {torch.cuda.get_device_name(q.device)}"
         if not is_there(_MODULE):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.limits import unless_half_on_gpu, unless_head_dim
 from bmburst_ops.flash.memory import aligned, deliver, deliver_gradients, gradient_memory, writable
 from bmburst_ops.flash.packages import load, version_of
 
@@ -27,18 +28,14 @@ class FlashAttention4Kernel:
     def refusal(self, q: Tensor, k: Tensor) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if q.device.type != "cuda":
-            return f"runs on NVIDIA GPUs only, and the tensors are on {q.device}"
-        if q.dtype not in (torch.float16, torch.bfloat16):
-            return f"takes float16 and bfloat16 only, got {q.dtype}"
+        if (reason := unless_half_on_gpu(q)) is not None:
+            return reason
         generation = torch.cuda.get_device_capability(q.device)[0]
         if generation not in _WIDEST:
             return f"needs Hopper or Blackwell, got {torch.cuda.get_device_name(q.device)}"
-        if q.shape[-1] % 8 or q.shape[-1] > _WIDEST[generation]:
-            return f"takes head dims that are multiples of 8 up to {_WIDEST[generation]} here, got {q.shape[-1]}"
-        if version_of("flash-attn-4") is None:
-            return "needs the package flash-attn-4"
-        return None
+        if (reason := unless_head_dim(q, _WIDEST[generation], " here")) is not None:
+            return reason
+        return "needs the package flash-attn-4" if version_of("flash-attn-4") is None else None
 
     def nondeterminism(self, q: Tensor) -> str | None:
         """See `NotAlwaysDeterministic`."""

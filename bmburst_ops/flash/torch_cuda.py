@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.limits import unless_ampere, unless_half_on_gpu, unless_head_dim
 from bmburst_ops.flash.memory import aligned, deliver, deliver_gradients
 from bmburst_ops.merge import surrogate_out
 
@@ -20,15 +21,7 @@ class TorchKernel:
     def refusal(self, q: Tensor, k: Tensor) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if q.device.type != "cuda":
-            return f"runs on NVIDIA GPUs only, and the tensors are on {q.device}"
-        if q.dtype not in (torch.float16, torch.bfloat16):
-            return f"takes float16 and bfloat16 only, got {q.dtype}"
-        if q.shape[-1] % 8 or q.shape[-1] > 256:
-            return f"takes head dims that are multiples of 8 up to 256, got {q.shape[-1]}"
-        if torch.cuda.get_device_capability(q.device) < (8, 0):
-            return f"needs Ampere or newer, got {torch.cuda.get_device_name(q.device)}"
-        return None
+        return unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.limits import unless_ampere
 from bmburst_ops.flash.packages import is_there
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,8 +72,7 @@ class TritonKernel:
         if q.shape[-1] > _MAX_HEAD_DIM:
             return f"takes head dims up to {_MAX_HEAD_DIM}, got {q.shape[-1]}"
         if q.device.type == "cuda":
-            is_old = torch.cuda.get_device_capability(q.device) < (8, 0)
-            return f"needs Ampere or newer, got {torch.cuda.get_device_name(q.device)}" if is_old else None
+            return unless_ampere(q)
         if q.device.type == "cpu" and _kernels().interpreted:
             return None
         return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {q.device}"
