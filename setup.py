@@ -23,7 +23,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["bmburst*", "bmburst_ops*", "model_center_ext*"]),
-    package_data={"bmburst": ["py.typed"], "bmburst_ops": ["py.typed"]},
+    package_data={"bmburst": ["py.typed", "plan/data/*.toml"], "bmburst_ops": ["py.typed"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.11",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from bmburst.attention.module import BurstAttention
     from bmburst.comm.groups import communicator
     from bmburst.errors import UserError
+    from bmburst.mask import BlockSparse, Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
     from bmburst.mesh import Mesh, MeshShape
     from bmburst.runtime import start
     from bmburst.sequence import SequenceShard, ShardedBatch, shard, unshard
@@ -20,12 +21,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockSparse",
     "BurstAttention",
+    "Causal",
+    "Documents",
+    "Full",
+    "Mask",
     "Mesh",
     "MeshShape",
     "OpBurstAttn",
+    "PrefixLM",
     "SequenceShard",
     "ShardedBatch",
+    "SlidingWindow",
     "UserError",
     "burst_attention",
     "burst_attn_func",
@@ -37,12 +45,19 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BlockSparse": "mask",
     "BurstAttention": "attention.module",
+    "Causal": "mask",
+    "Documents": "mask",
+    "Full": "mask",
+    "Mask": "mask",
     "Mesh": "mesh",
     "MeshShape": "mesh",
     "OpBurstAttn": "attention.compat",
+    "PrefixLM": "mask",
     "SequenceShard": "sequence",
     "ShardedBatch": "sequence",
+    "SlidingWindow": "mask",
     "UserError": "errors",
     "burst_attention": "attention.api",
     "burst_attn_func": "attention.compat",

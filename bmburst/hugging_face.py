@@ -6,6 +6,7 @@ to rank 0, so that no process ever holds the model.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,7 +131,7 @@ def load(model: "Llama", directory: str | Path) -> None:
     _together(open_files)
     for shard in named_shards(model):
         if shard.count:
-            scatter_piece(shard, files[shard.name].read(shard.name, shard.begin, shard.end))
+            scatter_piece(shard, shard.read(partial(files[shard.name].read, shard.name)))
 
 
 def save(model: "Llama", directory: str | Path) -> None:

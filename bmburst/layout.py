@@ -6,10 +6,17 @@ local order is its global order, so the tokens beyond the real length (padding) 
 
 import operator
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+
 from bmburst.errors import UserError, require_known
+from bmburst.mask import Mask
+from bmburst.tiles import visible_area
+from bmburst_ops.flash.pattern import IntArray
 
 
 class Run(NamedTuple):
@@ -100,24 +107,133 @@ class Striped(Layout):
         return (Run(0, rank, self.size, self.tokens),)
 
 
-LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (Contiguous, Zigzag, Striped)}
+@dataclass(frozen=True, slots=True)
+class Balanced(Layout):
+    """Chunks of the sequence, each at the rank that `deal` gives it to, so that every rank has like work under a mask.
+
+    Attributes:
+        owners: The rank of each chunk, in global order; every rank has as many.
+    """
+
+    owners: tuple[int, ...]
+    name: ClassVar[str] = "balanced"
+    chunks: ClassVar[int] = 8
+
+    def over_groups(self, degree: int) -> "Balanced":
+        """See `Layout.over_groups`."""
+        owners = tuple(owner // degree for owner in self.owners)
+        return Balanced(self.size // degree, self.tokens * degree, owners)
+
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        """See `Layout.runs`. Neighbouring chunks are one run."""
+        return _balanced_runs(self)[rank]
+
+    @classmethod
+    def under(cls, mask: Mask, size: int, tokens: int, length: int) -> "Balanced":
+        """Return the layout for a mask over `length` real tokens."""
+        # Chunks of one token interleave to staircases, which no kernel does without windows.
+        chunks = cls.chunks if tokens > cls.chunks else cls.chunks // 2
+        return cls(size, tokens, deal(_areas(mask, length, size * chunks, tokens // chunks), size))
 
 
-def make_layout(name: str, size: int, tokens: int) -> Layout:
+def deal(areas: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return an owner for each chunk: as many chunks to each of `size` ranks, and like sums of areas.
+
+    The largest `size` chunks go one to each rank, then the next `size`, the largest to whoever has least so far. Sums
+    then differ by at most the largest area less the smallest: let sums of two ranks differ by d, and let the lighter
+    one get the larger of two chunks, which differ by c; then they differ by |d - c|, no more than the larger of d and
+    c, and c is at most the spread within its deal. At last the ranks with most and with least swap two chunks, as often
+    as that brings them closer together: with a few long documents, from 1.2 times the mean to 1.01 times it.
+    """
+    weights = np.asarray(areas, np.int64)
+    order = np.argsort(-weights, kind="stable")
+    sums, owners = np.zeros(size, np.int64), np.empty(len(areas), np.int64)
+    for chunks in order.reshape(-1, size):
+        lightest = np.argsort(sums, kind="stable")
+        owners[chunks] = lightest
+        sums[lightest] += weights[chunks]
+    for _ in areas:  # so many swaps at most; it takes about two a rank
+        if not _swap(weights, owners, sums):
+            break
+    return tuple(owners.tolist())
+
+
+def _swap(weights: IntArray, owners: IntArray, sums: IntArray) -> bool:
+    """Swap the two chunks that bring the largest and the smallest sum closest together, if any bring them closer."""
+    most, least = int(sums.argmax()), int(sums.argmin())
+    ours, theirs = np.flatnonzero(owners == most), np.flatnonzero(owners == least)
+    moved = weights[ours][:, None] - weights[theirs]
+    apart = np.abs(sums[most] - sums[least] - 2 * moved)
+    best = int(apart.argmin())
+    if apart.flat[best] >= sums[most] - sums[least]:
+        return False
+    i, j = divmod(best, len(theirs))
+    owners[ours[i]], owners[theirs[j]] = least, most
+    sums[most] -= moved[i, j]
+    sums[least] += moved[i, j]
+    return True
+
+
+@lru_cache(maxsize=64)
+def _areas(mask: Mask, length: int, chunks: int, tokens: int) -> tuple[int, ...]:
+    """Return the visible pairs of the queries of each chunk."""
+    starts = (min(i * tokens, length) for i in range(chunks))
+    return tuple(visible_area(mask, length, np.arange(start, min(start + tokens, length))) for start in starts)
+
+
+@lru_cache(maxsize=64)
+def _balanced_runs(layout: Balanced) -> tuple[tuple[Run, ...], ...]:
+    chunk = layout.tokens * layout.size // len(layout.owners)
+    found: list[list[Run]] = [[] for _ in range(layout.size)]
+    for i, owner in enumerate(layout.owners):
+        runs = found[owner]
+        if runs and runs[-1].start + runs[-1].tokens == i * chunk:
+            runs[-1] = runs[-1]._replace(tokens=runs[-1].tokens + chunk)
+        else:
+            offset = runs[-1].offset + runs[-1].tokens if runs else 0
+            runs.append(Run(offset, i * chunk, 1, chunk))
+    return tuple(map(tuple, found))
+
+
+LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (Contiguous, Zigzag, Striped, Balanced)}
+
+
+def make_layout(name: str, size: int, tokens: int, mask: Mask | None = None, length: int | None = None) -> Layout:
     """Return the layout of that name over `size` ranks of `tokens` local tokens each.
 
+    Args:
+        name: The name.
+        size: Ranks.
+        tokens: Local tokens of each rank, padding included.
+        mask: What "balanced" balances.
+        length: Real tokens of the sequence. Default: all.
+
     Raises:
-        UserError: The name is unknown, or the layout cannot hold that many tokens a rank.
+        UserError: The name is unknown, the layout cannot hold that many tokens a rank, or "balanced" has no mask, or
+            one for another number of tokens.
     """
     require_known("layout", name, LAYOUTS)
-    return LAYOUTS[name](size, tokens)
+    kind = LAYOUTS[name]
+    if kind is not Balanced:
+        return kind(size, tokens)
+    if mask is None:
+        raise UserError("layout 'balanced' gives every rank like work under a mask, but there is none\npass mask=")
+    Contiguous(size, tokens)  # refuses what no layout holds
+    if tokens % kind.chunks:
+        raise UserError(
+            f"layout '{name}' needs a multiple of {kind.chunks} tokens a rank, got {tokens}\n"
+            f"pad the sequence to a multiple of {kind.chunks * size} tokens (bmburst.shard does)"
+        )
+    real = size * tokens if length is None else length
+    mask.require(real)
+    return Balanced.under(mask, size, tokens, real)
 
 
-def padded_layout(name: str, size: int, length: int) -> Layout:
+def padded_layout(name: str, size: int, length: int, mask: Mask | None = None) -> Layout:
     """Return the smallest layout of that name that holds `length` real tokens over `size` ranks.
 
     Raises:
-        UserError: The name is unknown, or there are fewer tokens than ranks.
+        UserError: The name is unknown, there are fewer tokens than ranks, or "balanced" has no mask.
     """
     require_known("layout", name, LAYOUTS)
     if length < size:
@@ -126,16 +242,21 @@ def padded_layout(name: str, size: int, length: int) -> Layout:
             "use at least one token a rank: a longer sequence or a smaller sequence-parallel size"
         )
     chunks = LAYOUTS[name].chunks
-    return LAYOUTS[name](size, chunks * -(-length // (chunks * size)))
+    return make_layout(name, size, chunks * -(-length // (chunks * size)), mask, length)
 
 
-def real_length(layout: Layout, length: int | None) -> int:
-    """Return the number of real tokens of the whole sequence: `length`, or for None as many as the layout holds.
+def real_length(size: int, tokens: int, length: int | None) -> int:
+    """Return the number of real tokens of a whole sequence: `length`, or for None all.
+
+    Args:
+        size: Ranks.
+        tokens: Local tokens of each rank.
+        length: What was asked for.
 
     Raises:
-        UserError: It is no whole number, or the layout does not hold that many.
+        UserError: It is no whole number, or the ranks do not hold that many.
     """
-    most = layout.size * layout.tokens
+    most = size * tokens
     if length is None:
         return most
     try:
@@ -144,7 +265,7 @@ def real_length(layout: Layout, length: int | None) -> int:
         raise UserError(f"length must be a whole number, got {length!r}") from None
     if not 1 <= number <= most:
         raise UserError(
-            f"length is {number}, but {layout.size} ranks x {layout.tokens} local tokens hold 1 to {most}\n"
+            f"length is {number}, but {size} ranks x {tokens} local tokens hold 1 to {most}\n"
             "length is the number of real tokens of the whole sequence, over all ranks"
         )
     return number
@@ -153,3 +274,15 @@ def real_length(layout: Layout, length: int | None) -> int:
 def real_tokens(layout: Layout, rank: int, length: int) -> int:
     """Return how many of the rank's local tokens stand before global position `length`; they are its first ones."""
     return sum(run.real(length) for run in layout.runs(rank))
+
+
+@lru_cache(maxsize=128)
+def real_positions(layout: Layout, rank: int, length: int) -> IntArray:
+    """Return the global positions below `length` of a rank's local tokens, ascending."""
+    return np.concatenate([np.arange(run.real(length)) * run.stride + run.start for run in layout.runs(rank)])
+
+
+@lru_cache(maxsize=256)
+def rank_areas(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]:
+    """Return the visible (query, key) pairs of each rank's queries."""
+    return tuple(visible_area(mask, length, real_positions(layout, rank, length)) for rank in range(layout.size))

@@ -1,69 +1,21 @@
-"""The ranks as a grid: data x sequence. Only a Mesh knows groups.
+"""The ranks as a grid, data x sequence x tensor, with the communicators of its groups. Only a Mesh knows groups.
 
-Ranks of one sequence group are neighbours (`sequence_rank = rank % sequence`), so that the ring stays inside a node as
-long as it can; ranks of one data group are `sequence` apart.
+`bmburst.mesh_shape` says which rank stands where.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from bmburst.comm.checks import Checked
-from bmburst.comm.groups import Split, bmtrain_groups, process_groups
+from bmburst.comm.groups import Split, alone, bmtrain_groups, bmtrain_tensor_degree, process_groups
 from bmburst.errors import UserError
+from bmburst.mesh_shape import MeshShape
 
-
-@dataclass(frozen=True, slots=True)
-class MeshShape:
-    """How many ranks stand on each axis. Pure: no group, no device.
-
-    Raises:
-        UserError: An axis is smaller than 1.
-    """
-
-    data: int
-    sequence: int
-
-    def __post_init__(self) -> None:
-        if self.data < 1 or self.sequence < 1:
-            raise UserError(
-                f"a mesh needs at least 1 rank on each axis, got data {self.data} x sequence {self.sequence}"
-            )
-
-    @classmethod
-    def fit(cls, world_size: int, data: int | None = None, sequence: int | None = None) -> "MeshShape":
-        """Return the mesh of `world_size` ranks; an axis not given takes what the other leaves (data 1 by default).
-
-        Raises:
-            UserError: The axes do not multiply to the ranks there are.
-        """
-        if data is None:
-            data = world_size // sequence if sequence else 1
-        if sequence is None:
-            sequence = world_size // data if data else 0
-        if data < 1 or sequence < 1 or data * sequence != world_size:
-            divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-            raise UserError(
-                f"{world_size} ranks cannot form a mesh of data {data} x sequence {sequence}\n"
-                f"data x sequence must be {world_size}: each one of {', '.join(map(str, divisors))}"
-            )
-        return cls(data, sequence)
-
-    @property
-    def size(self) -> int:
-        """Ranks in all."""
-        return self.data * self.sequence
-
-    def sequence_groups(self) -> list[list[int]]:
-        """Return the global ranks of each sequence group, in ring order."""
-        return [[d * self.sequence + s for s in range(self.sequence)] for d in range(self.data)]
-
-    def data_groups(self) -> list[list[int]]:
-        """Return the global ranks of each data group."""
-        return [[d * self.sequence + s for d in range(self.data)] for s in range(self.sequence)]
+__all__ = ["Mesh", "MeshShape", "current_mesh", "using_mesh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +24,14 @@ class Mesh:
 
     Made by `Mesh.over_bmtrain` or `Mesh.over_process_group`. `with mesh.current():` makes its sequence group the one
     that `burst_attention`, `shard` and `unshard` use when no group is named.
+
+    Attributes:
+        shape: Ranks on each axis.
+        rank: This rank in the world.
+        world: All ranks.
+        sequence: Ranks that share this rank's sequences, and, under tensor parallelism, its heads.
+        data: Ranks that hold the same part of other sequences.
+        tensor: Ranks that share this rank's matrices; they hold the same part of the same sequences.
     """
 
     shape: MeshShape
@@ -79,45 +39,92 @@ class Mesh:
     world: Checked
     sequence: Checked
     data: Checked
+    tensor: Checked = field(default_factory=alone)
 
     @property
     def sequence_rank(self) -> int:
         """This rank's place on its sequence ring."""
-        return self.rank % self.shape.sequence
+        return self.shape.coordinates(self.rank)[1]
 
     @property
     def data_rank(self) -> int:
         """Which sample of a batch this rank works on."""
-        return self.rank // self.shape.sequence
+        return self.shape.coordinates(self.rank)[0]
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of every matrix this rank has."""
+        return self.shape.coordinates(self.rank)[2]
 
     @classmethod
-    def over_bmtrain(cls, *, data: int | None = None, sequence: int | None = None) -> "Mesh":
+    def over_bmtrain(
+        cls,
+        *,
+        data: int | None = None,
+        sequence: int | None = None,
+        tensor: int | None = None,
+        heads: int | None = None,
+        nodes: int | None = None,
+    ) -> "Mesh":
         """Return the mesh over all ranks of a running BMTrain; every rank must call it.
 
+        Args:
+            data: See `MeshShape.fit`.
+            sequence: See `MeshShape.fit`.
+            tensor: The degree BMTrain was started with, which is the default: it cuts its parameters by it.
+            heads: See `MeshShape`.
+            nodes: See `MeshShape`.
+
         Raises:
-            UserError: BMTrain was not started, the axes do not match the ranks, or the ranks ask for different axes.
+            UserError: BMTrain was not started, or with another tensor degree, the axes do not match the ranks, or the
+                ranks ask for different axes.
         """
-        return cls._over(*bmtrain_groups(), data, sequence)
+        world, split = bmtrain_groups()
+        started = bmtrain_tensor_degree()
+
+        def fit() -> MeshShape:
+            if tensor is not None and tensor != started:
+                raise UserError(
+                    f"tensor {tensor}, but BMTrain was started with {started}\n"
+                    f"fix: bmburst.start(tensor={tensor}), or bmtrain.init_distributed(tp_size={tensor})"
+                )
+            return MeshShape.fit(world.size, data, sequence, started, heads, nodes)
+
+        return cls._over(world, split, fit)
 
     @classmethod
-    def over_process_group(cls, *, data: int | None = None, sequence: int | None = None) -> "Mesh":
+    def over_process_group(
+        cls,
+        *,
+        data: int | None = None,
+        sequence: int | None = None,
+        tensor: int = 1,
+        heads: int | None = None,
+        nodes: int | None = None,
+    ) -> "Mesh":
         """Return the mesh over all ranks of torch.distributed's default group; every rank must call it.
+
+        The arguments are those of `MeshShape.fit`.
 
         Raises:
             UserError: `torch.distributed` was not initialised, the axes do not match the ranks, or the ranks ask for
                 different axes.
         """
-        return cls._over(*process_groups(), data, sequence)
+        world, split = process_groups()
+        return cls._over(world, split, lambda: MeshShape.fit(world.size, data, sequence, tensor, heads, nodes))
 
     @classmethod
-    def _over(cls, world: Checked, split: Split, data: int | None, sequence: int | None) -> "Mesh":
+    def _over(cls, world: Checked, split: Split, fit: Callable[[], MeshShape]) -> "Mesh":
         def decide() -> tuple[MeshShape, str]:
-            shape = MeshShape.fit(world.size, data, sequence)
-            return shape, f"mesh of data {shape.data} x sequence {shape.sequence}"
+            shape = fit()
+            return shape, f"mesh of {shape}, heads {shape.heads}, nodes {shape.nodes}"
 
         with world.checking():  # ranks that make different groups wait for each other for ever
             shape = world.decided(decide)
-        return cls(shape, world.rank, world, split(shape.sequence_groups()), split(shape.data_groups()))
+        sequence, data = split(shape.sequence_groups()), split(shape.data_groups())
+        sequence.nodes = shape.nodes if shape.nodes > 1 else None  # else they are found
+        tensor = split(shape.tensor_groups()) if shape.tensor > 1 else alone()
+        return cls(shape, world.rank, world, sequence, data, tensor)
 
     def current(self) -> AbstractContextManager[None]:
         """Make this the mesh that functions use when no group is named, in this thread, until the block ends.
@@ -129,7 +136,7 @@ class Mesh:
 
     def set_checks(self, active: bool) -> None:
         """Compare the ranks' calls on GPUs, or no longer do (unless BMBURST_CHECK=1); on CPUs they always are."""
-        for comm in (self.world, self.sequence, self.data):
+        for comm in (self.world, self.sequence, self.data, self.tensor):
             comm.active = active or comm.always
 
     def sum(self, value: float) -> float:

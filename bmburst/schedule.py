@@ -6,53 +6,22 @@ obey it; tests count every (query, key) pair of it by brute force.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from bmburst.errors import require_known
-from bmburst.layout import Layout, Run, real_tokens
+import numpy as np
 
-MASKS = ("causal", "full")
-Mask = Literal["causal", "full"]
+from bmburst.layout import Layout, real_positions
+from bmburst.mask import Mask
+from bmburst.tiles import Tile, make_tiles, seen_by
+
 Travellers = Literal["kv", "q"]
-
-
-class Span(NamedTuple):
-    """Local tokens `start` to `stop`, exclusive."""
-
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def slice(self) -> slice:
-        """The span as an index."""
-        return slice(self.start, self.stop)
-
-
-class Tile(NamedTuple):
-    """A rectangle of the score matrix with work in it, in local coordinates.
-
-    `causal` is bottom-right aligned: the last query sees the last key, each query before it one key fewer.
-    Otherwise every query sees every key.
-    """
-
-    queries: Span
-    keys: Span
-    causal: bool
-
-    @property
-    def area(self) -> int:
-        """Visible (query, key) pairs."""
-        rows, columns = len(self.queries), len(self.keys)
-        return rows * columns - (rows * (rows - 1) // 2 if self.causal else 0)
 
 
 class Step(NamedTuple):
     """One stop of the ring: whose blocks are here, and what to compute with them."""
 
+    distance: int
+    """How far they came: ours are of rank - distance."""
     owner: int
     tiles: tuple[Tile, ...]
 
@@ -64,7 +33,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What one rank does, step by step. Blocks move one rank up between steps, so step t holds those of rank - t."""
+    """What one rank does, step by step.
+
+    All ranks have steps of the same distances: 0, and those at which any of them has work. Blocks move from one to the
+    next at once, and after the last one what must return goes the rest of the way home.
+    """
 
     rank: int
     size: int
@@ -76,79 +49,68 @@ class Schedule:
         """Visible (query, key) pairs that this rank computes."""
         return sum(step.area for step in self.steps)
 
+    @property
+    def hops(self) -> tuple[int, ...]:
+        """How far blocks move behind each step; behind the last one, to be home."""
+        distances = [step.distance for step in self.steps]
+        return tuple(np.diff([*distances, self.size]).tolist())
 
-@lru_cache(maxsize=4096)
+
+@lru_cache(maxsize=512)
 def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, travellers: Travellers) -> Schedule:
     """Return the schedule of one rank.
 
     Args:
         layout: Which rank holds which tokens.
         length: Global number of real tokens; positions from there on are padding, in no tile.
-        mask: "causal" or "full".
+        mask: Which keys a query sees.
         rank: The rank on the sequence ring.
         travellers: "kv": keys and values visit our queries. "q": queries visit our keys and values.
-
-    Raises:
-        UserError: The mask is unknown.
     """
-    require_known("mask", mask, MASKS)
-    owners = [(rank - step) % layout.size for step in range(layout.size)]
-    pairs = [(rank, owner) if travellers == "kv" else (owner, rank) for owner in owners]
-    steps = (Step(owner, tiles(layout, length, mask, *pair)) for owner, pair in zip(owners, pairs, strict=True))
+    steps = []
+    for distance in distances(layout, length, mask, travellers):
+        owner = (rank - distance) % layout.size
+        pair = (rank, owner) if travellers == "kv" else (owner, rank)
+        steps.append(Step(distance, owner, tiles(layout, length, mask, *pair)))
     return Schedule(rank, layout.size, travellers, tuple(steps))
 
 
 def tiles(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
     """Return the work between one rank's queries and another's keys, in the local coordinates of each."""
-    queries, keys = (Span(0, real_tokens(layout, rank, length)) for rank in (query_rank, key_rank))
-    if not len(queries) or not len(keys):
-        return ()
-    if mask == "full":
-        return (Tile(queries, keys, causal=False),)
-    if query_rank == key_rank:  # local order is global order
-        return (Tile(queries, keys, causal=True),)
-    pieces = [
-        tile
-        for query_run in layout.runs(query_rank)
-        for key_run in layout.runs(key_rank)
-        for tile in _between(query_run, key_run, length)
-    ]
-    return _joined(pieces)
+    return make_tiles(
+        mask, length, real_positions(layout, query_rank, length), real_positions(layout, key_rank, length)
+    )
 
 
-def _between(queries: Run, keys: Run, length: int) -> list[Tile]:
-    """Tiles of two runs of equal stride: query i sees key j where j <= i - shift."""
-    rows, columns = queries.real(length), keys.real(length)
-    shift = -((queries.start - keys.start) // queries.stride)
-    first = max(shift, 0)  # the first query that sees any key
-    last = columns - 1 + shift  # the first query that sees all of them
-    if not columns or first >= rows:
-        return []
-
-    def tile(row: int, stop: int, width: int, causal: bool) -> Tile:
-        return Tile(
-            Span(queries.offset + row, queries.offset + stop), Span(keys.offset, keys.offset + width), causal=causal
-        )
-
-    if last <= first:
-        return [tile(first, rows, columns, causal=False)]
-    triangle = tile(first, min(last + 1, rows), min(columns, rows - shift), causal=True)
-    return [triangle] if last + 1 >= rows else [triangle, tile(last + 1, rows, columns, causal=False)]
+@lru_cache(maxsize=512)
+def distances(layout: Layout, length: int, mask: Mask, travellers: Travellers) -> tuple[int, ...]:
+    """Return 0 and the distances at which a rank's queries may see another's keys."""
+    seen = {
+        (query - key if travellers == "kv" else key - query) % layout.size
+        for query in range(layout.size)
+        for key in range(layout.size)
+        if meet(layout, length, mask, query, key)
+    }
+    return tuple(sorted({0} | seen))
 
 
-def _joined(pieces: list[Tile]) -> tuple[Tile, ...]:
-    """Join unmasked rectangles that lie side by side: one kernel call instead of two."""
-    for a, b in pairwise(pieces):
-        if a.causal or b.causal:
+@lru_cache(maxsize=16384)
+def meet(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int) -> bool:
+    """Return whether any query of one rank may see a key of another.
+
+    Judged by what runs of neighbouring tokens see. Where a run is of every n-th token, as if it were of all: no work is
+    missed.
+    """
+    for run in layout.runs(query_rank):
+        if not run.real(length):
             continue
-        if a.queries == b.queries and a.keys.stop == b.keys.start:
-            both = Tile(a.queries, Span(a.keys.start, b.keys.stop), causal=False)
-        elif a.keys == b.keys and a.queries.stop == b.queries.start:
-            both = Tile(Span(a.queries.start, b.queries.stop), a.keys, causal=False)
-        else:
-            continue
-        return _joined([both if piece is a else piece for piece in pieces if piece is not b])
-    return tuple(pieces)
+        last = run.start + run.stride * (run.real(length) - 1)
+        for seen in seen_by(mask, length, run.start, last):
+            for keys in layout.runs(key_rank):
+                first = keys.start + max(0, -(-(seen.start - keys.start) // keys.stride)) * keys.stride
+                if first < min(seen.stop, keys.start + keys.stride * keys.real(length)):
+                    return True
+    return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

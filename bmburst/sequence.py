@@ -1,6 +1,7 @@
 """Cutting a sequence over ranks and putting it together again. Nothing else in the package cuts one."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from bmburst.attention.api import resolve_group
 from bmburst.comm.checks import Checked, describe
 from bmburst.errors import UserError
-from bmburst.layout import Layout, make_layout, padded_layout, real_length, real_tokens
+from bmburst.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
+from bmburst.mask import Mask, make_mask
 from bmburst_ops.constants import IGNORE_INDEX
 
 
@@ -20,6 +22,7 @@ class ShardedBatch(NamedTuple):
     tokens: Tensor
     labels: Tensor
     positions: Tensor
+    """Of each token in its document, or in the sequence where documents are not told apart."""
     weights: Tensor
     """One over the number of valid labels on all ranks, zero without a label: summed over all ranks, weights times
     token losses are the mean loss of the batch."""
@@ -44,15 +47,43 @@ class SequenceShard:
     rank: int
 
     @classmethod
-    def cut(cls, length: int, *, layout: str, size: int, rank: int) -> "SequenceShard":
+    def cut(cls, length: int, *, layout: str, size: int, rank: int, mask: Mask | str | None = None) -> "SequenceShard":
         """Return the shard of `rank` among `size`, with as little padding as the layout allows.
 
+        Args:
+            length: Real tokens of a sequence.
+            layout: "contiguous", "zigzag", "striped" or "balanced".
+            size: Ranks of the sequence group.
+            rank: One of them.
+            mask: What attention will be called with. Layout "balanced" needs it; the others do not look at it.
+
         Raises:
-            UserError: The layout is unknown, there are fewer tokens than ranks, or no such rank.
+            UserError: The layout is unknown, there are fewer tokens than ranks, no such rank, or the mask is missing or
+                made for another number of tokens.
         """
         if not 0 <= rank < size:
             raise UserError(f"rank {rank} is not one of {size} ranks\nranks count from 0 to {size - 1}")
-        return cls(length, padded_layout(layout, size, length), rank)
+        return cls(length, padded_layout(layout, size, length, _fitting(mask, length)), rank)
+
+    def under(self, mask: Mask | Sequence[Mask]) -> "SequenceShard":
+        """Return the shard of the same ranks for a batch with a mask of its own, by which "balanced" deals its chunks.
+
+        Args:
+            mask: Of every sample, or one for each. Made for the sequence's tokens or fewer: then the rest is padding,
+                and attention's `length` is the mask's.
+
+        Raises:
+            UserError: The layout is "balanced" and the samples have a mask each, or the mask is for more tokens.
+        """
+        if not isinstance(self.layout, Balanced):
+            return self
+        if not isinstance(mask, Mask):
+            raise UserError(
+                "layout 'balanced' is made for one mask, but each sample of the batch has its own\n"
+                "use batches (micro_batch_size) of 1 sequence, or layout 'zigzag'"
+            )
+        real = self._real(mask)
+        return replace(self, layout=make_layout("balanced", self.layout.size, self.layout.tokens, mask, real))
 
     @property
     def local_tokens(self) -> int:
@@ -82,26 +113,35 @@ class SequenceShard:
             raise UserError(f"dimension {dim} must hold the sequence's {self.length} tokens, got shape {list(x.shape)}")
         return _take(x, self.layout, self.rank, dim, pad_value)
 
-    def batch(self, tokens: Tensor, labels: Tensor | None = None) -> ShardedBatch:
+    def batch(
+        self, tokens: Tensor, labels: Tensor | None = None, documents: Mask | Sequence[Mask] | None = None
+    ) -> ShardedBatch:
         """Return this rank's part of whole sequences.
+
+        With documents, positions begin again at each of them, and a document's last token has no label. Where they
+        have fewer tokens than the sequence, what lies behind them is padding and has no label: give attention their
+        number of tokens as `length`, and it costs nothing there.
 
         Args:
             tokens: Token ids `[batch, length]`.
-            labels: Label of each token, `[batch, length]`, `IGNORE_INDEX` where there is none. Default: each token's
-                label is the token after it; the last has none.
+            labels: Label of each token, `[batch, length]`, `IGNORE_INDEX` where there is none, taken as they are.
+                Default: each token's label is the token after it in its document; the last has none.
+            documents: `bmburst.Documents`, or another mask with documents, of every sample, or one for each. Default:
+                a sequence is one document.
 
         Raises:
-            UserError: The shapes differ from these.
+            UserError: The shapes differ from these, or the documents do not fit the batch.
         """
-        if tokens.dim() != 2 or (labels is not None and labels.shape != tokens.shape):
+        shape = (len(tokens) if tokens.dim() else 0, self.length)
+        if tokens.shape != shape or (labels is not None and labels.shape != shape):
             shapes = " and ".join(str(list(t.shape)) for t in (tokens, labels) if t is not None)
             raise UserError(f"tokens and labels must be [batch, {self.length}], got shape {shapes}")
-        if labels is None:
-            labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
-        positions = self.positions(tokens.device).expand(tokens.shape[0], -1)
+        masks = self._of_samples(documents, len(tokens))
+        lengths = [self._real(mask) for mask in masks]
+        labels = _without_padding(_following(tokens, masks, lengths) if labels is None else labels, lengths)
         mine, valid = self.take(labels, pad_value=IGNORE_INDEX), (labels != IGNORE_INDEX).sum()
         weights = (mine != IGNORE_INDEX).float() / valid.clamp(min=1)
-        return ShardedBatch(self.take(tokens), mine, positions, weights)
+        return ShardedBatch(self.take(tokens), mine, self._positions_in(masks, tokens), weights)
 
     def join(self, parts: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor without padding.
@@ -112,31 +152,68 @@ class SequenceShard:
         """
         return _join(parts, self.layout, self.length, _dimension(parts[0], dim))
 
+    def _real(self, mask: Mask) -> int:
+        """Return how many tokens a mask is for: the sequence's, or the fewer that it was made for."""
+        if mask.length is None or mask.length > self.length:
+            mask.require(self.length)
+            return self.length
+        return mask.length
 
-def shard(x: Tensor, dim: int = 1, layout: str = "zigzag", group: object = None, pad_value: float = 0) -> Tensor:
+    def _of_samples(self, documents: Mask | Sequence[Mask] | None, batch: int) -> tuple[Mask, ...]:
+        """Return one mask for all samples, one for each, or none."""
+        if documents is None or isinstance(documents, Mask):
+            return () if documents is None else (documents,)
+        if len(documents) != batch:
+            raise UserError(
+                f"got documents of {len(documents)} samples for a batch of {batch}\n"
+                "give one bmburst.Documents to each sample, or a single one for all"
+            )
+        return tuple(documents)
+
+    def _positions_in(self, masks: tuple[Mask, ...], tokens: Tensor) -> Tensor:
+        """Return the position of each local token in its document, `[batch, local_tokens]`; padding counts on."""
+        whole = self.positions(tokens.device)
+        rows = []
+        for mask in masks:
+            starts = torch.tensor(mask.starts or (0,), dtype=torch.int64, device=tokens.device)
+            rows.append(whole - starts[torch.searchsorted(starts, whole, right=True) - 1])
+        return torch.stack(rows or [whole]).expand(len(tokens), -1)
+
+
+def shard(
+    x: Tensor,
+    dim: int = 1,
+    layout: str = "zigzag",
+    group: object = None,
+    pad_value: float = 0,
+    mask: Mask | str | None = None,
+) -> Tensor:
     """Return this rank's part of a tensor that every rank holds whole.
 
     Args:
         x: Any dtype; dimension `dim` is the sequence, of any length of at least one token a rank.
         dim: The sequence dimension.
-        layout: "contiguous", "zigzag" or "striped".
+        layout: "contiguous", "zigzag", "striped" or "balanced".
         group: As in `burst_attention`.
         pad_value: What the padding at the end of the sequence holds.
+        mask: As in `burst_attention`; "balanced" needs it, the others do not look at it.
 
     Returns:
         `x` with `local_tokens` in dimension `dim`: equal on all ranks, `ceil(length / size)`, rounded up to an even
-        number for zigzag. Its backward puts this rank's gradient in its places and zero elsewhere: the gradient of an
-        objective that is the sum of the ranks' losses is the sum of the ranks' gradients of `x`.
+        number for zigzag and to a multiple of 8 for balanced. Its backward puts this rank's gradient in its places and
+        zero elsewhere: the gradient of an objective that is the sum of the ranks' losses is the sum of the ranks'
+        gradients of `x`.
 
     Raises:
-        UserError: The layout is unknown, there are fewer tokens than ranks, or the ranks of the group disagree.
+        UserError: The layout is unknown, there are fewer tokens than ranks, the mask is missing or for another number
+            of tokens, or the ranks of the group disagree.
     """
     comm = resolve_group(group)
 
     def decide() -> tuple[tuple[SequenceShard, int], str]:
         along = _dimension(x, dim)
-        cut = SequenceShard.cut(x.shape[along], layout=layout, size=comm.size, rank=comm.rank)
-        return (cut, along), f"shard {describe(x)} dim={along} layout={layout}"
+        cut = SequenceShard.cut(x.shape[along], layout=layout, size=comm.size, rank=comm.rank, mask=mask)
+        return (cut, along), f"shard {describe(x)} dim={along} layout={layout} mask={mask}"
 
     cut, along = comm.decided(decide)
     part: Tensor = _Shard.apply(x, cut, along, pad_value)  # type: ignore[no-untyped-call]
@@ -144,7 +221,12 @@ def shard(x: Tensor, dim: int = 1, layout: str = "zigzag", group: object = None,
 
 
 def unshard(
-    x_local: Tensor, dim: int = 1, layout: str = "zigzag", group: object = None, length: int | None = None
+    x_local: Tensor,
+    dim: int = 1,
+    layout: str = "zigzag",
+    group: object = None,
+    length: int | None = None,
+    mask: Mask | str | None = None,
 ) -> Tensor:
     """Return the whole tensor on every rank: the exact inverse of `shard`.
 
@@ -154,21 +236,23 @@ def unshard(
         layout: The one it was cut by.
         group: As in `burst_attention`.
         length: Real tokens of the sequence; what lies behind is padding and dropped. Default: none is padding.
+        mask: The one it was cut by; see `shard`.
 
     Returns:
         `x_local` with `length` in dimension `dim`. Its backward sums the gradients of all ranks and takes this rank's
         part.
 
     Raises:
-        UserError: The layout is unknown, the length does not fit the local tokens, or the ranks disagree.
+        UserError: The layout is unknown, the length or the mask does not fit the local tokens, or the ranks disagree.
     """
     comm = resolve_group(group)
 
     def decide() -> tuple[tuple[SequenceShard, int], str]:
         along = _dimension(x_local, dim)
-        whole = make_layout(layout, comm.size, x_local.shape[along])
-        cut = SequenceShard(real_length(whole, length), whole, comm.rank)
-        return (cut, along), f"unshard {describe(x_local)} dim={along} layout={layout} length={cut.length}"
+        size, tokens = comm.size, x_local.shape[along]
+        real = real_length(size, tokens, length)
+        cut = SequenceShard(real, make_layout(layout, size, tokens, _fitting(mask, real), real), comm.rank)
+        return (cut, along), f"unshard {describe(x_local)} dim={along} layout={layout} mask={mask} length={real}"
 
     cut, along = comm.decided(decide)
     joined: Tensor = _Unshard.apply(x_local, cut, along, comm)  # type: ignore[no-untyped-call]
@@ -200,6 +284,32 @@ class _Unshard(torch.autograd.Function):
         parts = torch.stack([_take(grad, layout, rank, ctx.dim, 0) for rank in range(layout.size)])
         (summed,) = ctx.comm.reduce_scatter(parts).wait()
         return summed, None, None, None
+
+
+def _fitting(mask: Mask | str | None, length: int) -> Mask | None:
+    """Return the mask, if any, checked to fit `length` tokens."""
+    if mask is None:
+        return None
+    made = make_mask(mask)
+    made.require(length)
+    return made
+
+
+def _following(tokens: Tensor, masks: tuple[Mask, ...], lengths: list[int]) -> Tensor:
+    """Return each token's follower in its document; a mask and a length for all rows, for each, or none."""
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
+    for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
+        last = torch.tensor([*mask.starts[1:], length], dtype=torch.int64, device=tokens.device) - 1
+        labels[row if len(masks) > 1 else slice(None), last] = IGNORE_INDEX
+    return labels
+
+
+def _without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
+    """Return labels of which those from the given lengths on, one for all rows or one for each, do not count."""
+    if all(length == labels.shape[1] for length in lengths):
+        return labels
+    column = torch.tensor(lengths, device=labels.device)[:, None]
+    return labels.masked_fill(torch.arange(labels.shape[1], device=labels.device) >= column, IGNORE_INDEX)
 
 
 def _dimension(x: Tensor, dim: int) -> int:

@@ -4,9 +4,13 @@ BMTrain flattens the parameters of a `Block` into one storage for each dtype and
 rank's piece of one tensor is any run of its numbers, or none. A `DistributedParameter` outside a Block is cut alone.
 What an optimizer keeps (`exp_avg` and so on) has the shape of the piece, so the same map serves weights, gradients and
 optimizer states, on any number of ranks.
+
+Under tensor parallelism a rank of each tensor group has a part of a matrix, and ZeRO cuts that part over the ranks that
+have the same. Names and shapes are those of whole tensors all the same: what is gathered, saved and loaded does not
+show on how many ranks it lay.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import prod
@@ -27,10 +31,15 @@ class Weights(Enum):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NamedShard:
-    """One parameter of a model and this rank's piece of it."""
+    """One parameter of a model and this rank's piece of it.
+
+    Its numbers are counted in shard order: of a tensor that tensor ranks share, one rank's part after the other, each
+    flattened. That is the order of the flattened tensor itself unless it is split along another dimension than 0.
+    """
 
     name: str
     shape: tuple[int, ...]
+    """Of the whole tensor."""
     dtype: torch.dtype
     group: str | None
     """BMTrain's name of the parameter group, for example "no_decay"."""
@@ -41,18 +50,23 @@ class NamedShard:
     offset: int
     """Where the piece starts in `storage`."""
     ranges: tuple[tuple[int, int], ...]
-    """For every ZeRO rank the run [begin, end) of the flattened full tensor that it holds; may be empty."""
+    """For every rank of the world the run [begin, end), in shard order, that it holds; may be empty."""
     rank: int
     comm: Any = field(repr=False)
+    """Of all ranks that hold pieces: the world."""
+    split: int = 0
+    """Dimension along which tensor ranks share the tensor."""
+    parts: int = 1
+    """Tensor ranks that share it."""
 
     @property
     def begin(self) -> int:
-        """First of this rank's numbers in the flattened full tensor."""
+        """First of this rank's numbers, in shard order."""
         return self.ranges[self.rank][0]
 
     @property
     def end(self) -> int:
-        """One past the last of this rank's numbers in the flattened full tensor."""
+        """One past the last of this rank's numbers, in shard order."""
         return self.ranges[self.rank][1]
 
     @property
@@ -80,6 +94,37 @@ class NamedShard:
             f"{self.storage.numel()}"
         )
 
+    def ordered(self, full: Tensor) -> Tensor:
+        """Return a full tensor's numbers in shard order, flat; a copy only where that is another order."""
+        if self.parts == 1 or self.split == 0:
+            return full.reshape(-1)
+        numbers: Tensor = full.unflatten(self.split, (self.parts, -1)).movedim(self.split, 0).reshape(-1)
+        return numbers
+
+    def whole(self, ordered: Tensor) -> Tensor:
+        """Return the full tensor of numbers in shard order: the inverse of `ordered`."""
+        if self.parts == 1 or self.split == 0:
+            return ordered.view(self.shape)
+        part = [size // self.parts if dim == self.split else size for dim, size in enumerate(self.shape)]
+        full: Tensor = ordered.view(self.parts, *part).movedim(0, self.split).reshape(self.shape)
+        return full
+
+    def read(self, run: Callable[[int, int], Tensor]) -> Tensor:
+        """Return this rank's numbers from where whole tensors are kept, reading no more than the rows that hold them.
+
+        Args:
+            run: Returns the numbers [begin, end) of the flattened full tensor, flat.
+        """
+        if self.parts == 1 or self.split == 0 or not self.count:
+            return run(self.begin, self.end)
+        assert self.split == 1 and len(self.shape) == 2
+        rows, columns = self.shape
+        width = columns // self.parts
+        part, begin = divmod(self.begin, rows * width)  # a rank's numbers are all of one part
+        first, last = begin // width, -(-(begin + self.count) // width)
+        read = run(first * columns, last * columns).view(-1, columns)[:, part * width : (part + 1) * width]
+        return read.reshape(-1)[begin - first * width :][: self.count]
+
 
 def named_shards(model: torch.nn.Module) -> list[NamedShard]:
     """Return every distributed parameter of a model once, in the model's order, the same on all ranks."""
@@ -88,32 +133,38 @@ def named_shards(model: torch.nn.Module) -> list[NamedShard]:
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, bmt.DistributedParameter):
             raise TypeError(f"{name} is no bmtrain.DistributedParameter: BMTrain would not keep it equal on all ranks")
-        shape = tuple(parameter._original_shape)
-        size, comm = prod(shape), parameter._zero_comm
-        world, rank = bmt.nccl.commCount(comm), bmt.nccl.commRank(comm)
+        if parameter._tp_mode and parameter._tp_split_dim < 0:
+            raise TypeError(f"{name} is in tensor-parallel mode but not split: each tensor rank would have its own")
+        size = prod(parameter._original_shape)
+        zero_size, zero_rank = bmt.nccl.commCount(parameter._zero_comm), bmt.nccl.commRank(parameter._zero_comm)
+        parts = bmt.config["tp_size"] if parameter._tp_mode else 1
         if id(parameter) in inside:
             block, info = inside[id(parameter)]
             storage = block._storage_params[info["kw_name"]]
             partition, start = block._storage_info[info["kw_name"]]["partition_size"], info["offset"]
         else:
             storage, start = parameter, 0
-            partition = -(-size // world)
-        ranges = tuple(
+            partition = -(-size // zero_size)
+        pieces = [
             (min(max(r * partition - start, 0), size), min(max((r + 1) * partition - start, 0), size))
-            for r in range(world)
-        )
+            for r in range(zero_size)
+        ]
+        begin, end = pieces[zero_rank]
         shards.append(
             NamedShard(
                 name=name,
-                shape=shape,
+                shape=tuple(parameter._tp_original_shape),
                 dtype=storage.dtype,
                 group=parameter.group,
                 parameter=parameter,
                 storage=storage,
-                offset=max(start - rank * partition, 0) if ranges[rank][0] < ranges[rank][1] else 0,
-                ranges=ranges,
-                rank=rank,
-                comm=comm,
+                offset=max(start - zero_rank * partition, 0) if begin < end else 0,
+                # As BMTrain's topology has it, tensor ranks are neighbours.
+                ranges=tuple((p * size + b, p * size + e) for b, e in pieces for p in range(parts)),
+                rank=bmt.rank(),
+                comm=bmt.config["comm"],
+                split=max(parameter._tp_split_dim, 0),
+                parts=parts,
             )
         )
     return shards
@@ -151,7 +202,7 @@ def gather(
     if piece.dtype != dtype:
         raise ValueError(f"{shard.name}: gathering {dtype} on all ranks, but this one holds {piece.dtype}")
     receivers = range(len(shard.ranges)) if root is None else (root,)
-    full = torch.empty(shard.shape, dtype=dtype, device=piece.device) if shard.rank in receivers else None
+    full = torch.empty(prod(shard.shape), dtype=dtype, device=piece.device) if shard.rank in receivers else None
     # BMTrain reduces and gathers on its own stream; what we read must be finished.
     torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])
     flat = Flat(piece.contiguous())
@@ -161,10 +212,12 @@ def gather(
                 bmt.nccl.send(flat, peer, shard.comm)
         for peer, (begin, end) in enumerate(shard.ranges):
             if full is not None and begin < end and peer != shard.rank:
-                bmt.nccl.recv(Flat(full.view(-1)[begin:end]), peer, shard.comm)
-    if full is not None and not empty:
-        full.view(-1)[shard.begin : shard.end] = piece
-    return full
+                bmt.nccl.recv(Flat(full[begin:end]), peer, shard.comm)
+    if full is None:
+        return None
+    if not empty:
+        full[shard.begin : shard.end] = piece
+    return shard.whole(full)
 
 
 @torch.no_grad()
@@ -173,7 +226,7 @@ def scatter(shard: NamedShard, full: Tensor, into: Tensor | Weights = Weights.TH
 
     Args:
         shard: Which parameter.
-        full: In the parameter's shape; only the run [begin, end) of its flattened numbers is read, and converted.
+        full: In the parameter's shape; only this rank's numbers are read, and converted.
         into: Laid out as the parameter is (see `NamedShard.local`); by default the weights.
 
     Raises:
@@ -182,7 +235,7 @@ def scatter(shard: NamedShard, full: Tensor, into: Tensor | Weights = Weights.TH
     if tuple(full.shape) != shard.shape:
         raise ValueError(f"{shard.name} has shape {shard.shape}, got {tuple(full.shape)}")
     if shard.count:
-        scatter_piece(shard, full.reshape(-1)[shard.begin : shard.end], into)
+        scatter_piece(shard, shard.ordered(full)[shard.begin : shard.end], into)
 
 
 @torch.no_grad()

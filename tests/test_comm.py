@@ -197,6 +197,8 @@ def _over_gloo(folder):
     if world.size == 4:
         for data, sequence in ((4, 1), (2, 2), (1, 4)):
             check_mesh(Mesh.over_process_group(data=data, sequence=sequence), data, sequence)
+        for data in (1, 2):
+            check_mesh(Mesh.over_process_group(data=data, tensor=2), data, 2 // data, 2)
         with pytest.raises(UserError, match=r"disagree|cannot form a mesh"):
             Mesh.over_process_group(data=[4, 2, 2, 1][world.rank])
         with pytest.raises(UserError, match="cannot form a mesh of data 3"):
@@ -216,16 +218,19 @@ def _all_to_all(outputs, inputs, group, async_op):
     return SimpleNamespace(wait=lambda: [work.wait() for work in works])
 
 
-def check_mesh(mesh, data, sequence):
-    assert (mesh.shape, mesh.sequence.size, mesh.data.size) == (MeshShape(data, sequence), sequence, data)
-    assert mesh.rank == mesh.world.rank == mesh.data_rank * sequence + mesh.sequence_rank
-    assert (mesh.sequence.rank, mesh.data.rank) == (mesh.sequence_rank, mesh.data_rank)
-    (peers,) = mesh.sequence.all_gather(torch.tensor(mesh.rank)).wait()
-    assert peers.tolist() == mesh.shape.sequence_groups()[mesh.data_rank]
-    (peers,) = mesh.data.all_gather(torch.tensor(mesh.rank)).wait()
-    assert peers.tolist() == mesh.shape.data_groups()[mesh.sequence_rank]
+def check_mesh(mesh, data, sequence, tensor=1):
+    assert mesh.shape == MeshShape(data, sequence, tensor)
+    place = (mesh.data_rank, mesh.sequence_rank, mesh.tensor_rank)
+    assert (mesh.data.rank, mesh.sequence.rank, mesh.tensor.rank) == place
+    assert mesh.rank == mesh.world.rank == (place[0] * sequence + place[1]) * tensor + place[2]
+    groups = (mesh.shape.data_groups(), mesh.shape.sequence_groups(), mesh.shape.tensor_groups())
+    for comm, partition in zip((mesh.data, mesh.sequence, mesh.tensor), groups, strict=True):
+        (peers,) = comm.all_gather(torch.tensor(mesh.rank)).wait()
+        assert peers.tolist() == next(ranks for ranks in partition if mesh.rank in ranks)
+        assert comm.size == len(peers)
     verbs(mesh.sequence)  # its ranks are not 0, 1, ... of the world
     verbs(mesh.data)
+    verbs(mesh.tensor)
     assert mesh.sum(mesh.rank) == sum(range(mesh.shape.size))
     with mesh.current():
         assert current_mesh() is mesh
@@ -302,7 +307,7 @@ def test_checks_on_demand(monkeypatch):
             world.set_checks(active)
             assert (off.active, comm.active) == (active, True)
         with pytest.raises(UserError, match="disagree"):  # a mesh is made once, and compared always
-            Mesh._over(off, lambda _: off, data=1 + comm.rank, sequence=None)
+            Mesh._over(off, lambda _: off, lambda: MeshShape(1 + comm.rank, 2))
         assert not off.active
         if comm.rank:
             with pytest.raises(UserError, match="mine alone"):

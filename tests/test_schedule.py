@@ -1,48 +1,93 @@
-"""Every schedule is the mask: each allowed (query, key) pair exactly once, no other pair, by brute force."""
+"""Every schedule is the mask: each visible (query, key) pair exactly once, no other pair, by brute force."""
 
-from collections import Counter
+import random
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from bmburst.errors import UserError
-from bmburst.layout import LAYOUTS, Layout, Run, make_layout, padded_layout, real_tokens
+from bmburst.layout import LAYOUTS, Layout, Run, make_layout, padded_layout, rank_areas, real_positions
+from bmburst.mask import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow
 from bmburst.schedule import (
     AttentionShape,
-    Tile,
     backward_bytes,
     choose_travellers,
+    distances,
     forward_bytes,
     make_schedule,
+    meet,
 )
+from bmburst.tiles import Span
+from bmburst_ops.flash.pattern import CAUSAL, Segments
+from tests.mask_oracle import random_mask, visible
+from tests.ops.masks import visible as shown
 
 
-def positions(layout, rank):
-    return [run.start + i * run.stride for run in layout.runs(rank) for i in range(run.tokens)]
+def held(layout, rank, length):
+    """Return the positions of a rank's real tokens."""
+    every = [run.start + i * run.stride for run in layout.runs(rank) for i in range(run.tokens)]
+    return [position for position in every if position < length]
 
 
-def pairs(tile: Tile):
-    hidden = len(tile.keys) - len(tile.queries)
-    for row, query in enumerate(range(*tile.queries)):
-        for column, key in enumerate(range(*tile.keys)):
-            if not tile.causal or column <= row + hidden:
-                yield query, key
+def check_every_pair(layout, length, mask, travellers):
+    """Hold the schedules of all ranks to the definition; return the distances with work."""
+    size, seen = layout.size, np.zeros((length, length), dtype=int)
+    steps, worked = distances(layout, length, mask, travellers), {0}
+    tokens = [held(layout, rank, length) for rank in range(size)]
+    for rank in range(size):
+        schedule = make_schedule(layout, length, mask, rank, travellers)
+        assert (schedule.rank, schedule.size, schedule.travellers) == (rank, size, travellers)
+        assert [(step.distance, step.owner) for step in schedule.steps] == [(d, (rank - d) % size) for d in steps]
+        check_hops(schedule)
+        before = seen.sum()
+        for step in schedule.steps:
+            query_rank, key_rank = (rank, step.owner) if travellers == "kv" else (step.owner, rank)
+            worked |= {step.distance} if step.tiles else set()
+            assert step.area == sum(tile.area for tile in step.tiles)
+            for tile in step.tiles:
+                pairs = shown(tile.pattern, len(tile.queries), len(tile.keys)).numpy()
+                assert tile.area == pairs.sum() > 0
+                check_needs(tile.pattern.needs, mask)
+                queries, keys = tokens[query_rank][tile.queries.slice], tokens[key_rank][tile.keys.slice]
+                seen[np.ix_(queries, keys)] += pairs
+        assert schedule.area == seen.sum() - before
+    assert (seen == visible(mask, length)).all()
+    return worked
 
 
-@given(
-    name=st.sampled_from(sorted(LAYOUTS)),
-    size=st.integers(1, 8),
-    extra=st.integers(0, 40),
-    mask=st.sampled_from(["causal", "full"]),
-    travellers=st.sampled_from(["kv", "q"]),
-)
-@settings(max_examples=300, deadline=None)
-def test_schedule_is_exactly_the_mask(name, size, extra, mask, travellers):
-    length = size + extra
-    check_every_pair(padded_layout(name, size, length), length, mask, travellers)
+def check_hops(schedule):
+    """Blocks are at each step's distance when it comes, and at home at the end."""
+    places = list(accumulate(schedule.hops, initial=0))
+    assert places[:-1] == [step.distance for step in schedule.steps]
+    assert places[-1] == schedule.size
+    assert all(hop > 0 for hop in schedule.hops)
+
+
+def check_needs(needs, mask):
+    """What is asked of a kernel is what the mask told when one was chosen; one that does segments does bands."""
+    assert needs <= mask.needs | ({"window"} if "segments" in mask.needs else set())
+
+
+@pytest.mark.parametrize("seed", range(160))
+def test_schedule_is_exactly_the_mask(seed):
+    rng = random.Random(seed)
+    name, size, travellers = rng.choice(sorted(LAYOUTS)), rng.randint(1, 8), rng.choice(["kv", "q"])
+    length = rng.randint(size, size + 60)
+    mask = random_mask(rng, length)
+    layout = padded_layout(name, size, length, mask)
+    worked = check_every_pair(layout, length, mask, travellers)
+    if mask.blocks is None and name != "striped":  # where no cells are off, no step is for nothing
+        assert set(distances(layout, length, mask, travellers)) == worked
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("mask", [Causal(), Full(), PrefixLM(11), SlidingWindow(6)], ids=str)
+def test_plain_masks_at_every_length(name, size, mask):
+    for length in range(size, 9 * size, 3):
+        check_every_pair(padded_layout(name, size, length, mask), length, mask, "kv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,101 +107,122 @@ class Lopsided(Layout):
 @pytest.mark.parametrize("length", range(2, 15))
 @pytest.mark.parametrize("travellers", ["kv", "q"])
 def test_another_layout_needs_no_change_here(length, travellers):
-    check_every_pair(Lopsided(2, 7), length, "causal", travellers)
+    for mask in (Causal(), Documents([1, length - 1]), SlidingWindow(3, causal=False)):
+        check_every_pair(Lopsided(2, 7), length, mask, travellers)
 
 
-def check_every_pair(layout, length, mask, travellers):
-    size, seen = layout.size, Counter()
-    for rank in range(size):
-        schedule = make_schedule(layout, length, mask, rank, travellers)
-        assert [step.owner for step in schedule.steps] == [(rank - t) % size for t in range(size)]
-        area = 0
-        for owner, tiles in schedule.steps:
-            query_rank, key_rank = (rank, owner) if travellers == "kv" else (owner, rank)
-            queries, keys = positions(layout, query_rank), positions(layout, key_rank)
-            for tile in tiles:
-                assert len(tile.keys) >= len(tile.queries) or not tile.causal
-                visible = list(pairs(tile))
-                assert tile.area == len(visible) > 0
-                area += len(visible)
-                seen.update((queries[q], keys[k]) for q, k in visible)
-        assert schedule.area == area
-    wanted = {(q, k): 1 for q in range(length) for k in range(q + 1 if mask == "causal" else length)}
-    assert seen == wanted
+@pytest.mark.parametrize("seed", range(80))
+def test_ranks_meet_where_one_sees_a_key_of_another(seed):
+    rng = random.Random(seed)
+    name, size = rng.choice(sorted(LAYOUTS)), rng.randint(1, 6)
+    length = rng.randint(size, size + 50)
+    mask = random_mask(rng, length)
+    layout, seen = padded_layout(name, size, length, mask), visible(mask, length)
+    for query in range(size):
+        for key in range(size):
+            met = meet(layout, length, mask, query, key)
+            truth = seen[np.ix_(held(layout, query, length), held(layout, key, length))].any()
+            assert met >= truth  # never is work missed
+            if mask.blocks is None and name != "striped":
+                assert met == truth
+            assert meet(layout, length, Full(), query, key) == bool(
+                held(layout, query, length) and held(layout, key, length)
+            )
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_layout_is_a_permutation_in_ascending_local_order(name, size):
-    layout = make_layout(name, size, tokens=6)
-    local = [positions(layout, rank) for rank in range(size)]
-    assert all(part == sorted(part) and len(part) == 6 for part in local)
-    assert sorted(position for part in local for position in part) == list(range(6 * size))
+def test_ranks_meet_late_in_their_stripes():
+    """Only the last four tokens see each other, each rank's second; or the last two of four."""
+    striped, late = make_layout("striped", 4, 2), Documents([1] * 4 + [4])
+    assert check_every_pair(striped, 8, late, "kv") == {0, 1, 2, 3}
+    assert all(meet(striped, 8, late, 3, rank) for rank in range(4))
+    assert distances(make_layout("striped", 4, 1), 4, Documents([2, 2]), "kv") == (0, 1)
 
 
-def test_where_each_layout_puts_tokens():
-    """The orders that other programs know by these names: their data must fit."""
-    held = {name: [positions(make_layout(name, 3, 4), rank) for rank in range(3)] for name in LAYOUTS}
-    assert held == {
-        "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
-        "zigzag": [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]],
-        "striped": [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]],
-    }
+def test_blocks_decide_who_meets():
+    """To the block, on ranks of several blocks each."""
+    on = np.zeros((8, 8), dtype=bool)
+    on[0, 6] = on[3, 2] = True
+    layout = make_layout("contiguous", 4, 10)
+    mask = BlockSparse(on, 5)
+    met = {(q, k) for q in range(4) for k in range(4) if meet(layout, 40, mask, q, k)}
+    assert met == {(0, 3), (1, 1)}
+    assert distances(layout, 40, mask, "kv") == (0, 1)
+    assert distances(layout, 40, mask & Causal(), "kv") == (0,)
+    assert [step.area for step in make_schedule(layout, 40, mask, 0, "kv").steps] == [0, 25]
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_window_stops_the_ring_early(size):
+    layout = make_layout("contiguous", size, 16)
+
+    def taken(tokens, travellers, causal=True):
+        mask = SlidingWindow(tokens, causal=causal)
+        schedule = make_schedule(layout, 16 * size, mask, 1, travellers)
+        return [step.distance for step in schedule.steps], list(schedule.hops)
+
+    assert taken(1, "kv") == ([0], [size])
+    assert taken(2, "kv") == taken(17, "kv") == ([0, 1], [1, size - 1])
+    assert taken(18, "kv")[0] == [0, 1, 2]
+    assert taken(17, "q") == ([0, size - 1], [size - 1, 1])  # queries come from the rank behind
+    assert taken(17, "kv", causal=False)[0] == sorted({0, 1, size - 1})
+    assert taken(16 * size, "kv")[0] == list(range(size))
+
+
+def test_documents_that_live_on_one_rank_move_nothing():
+    for lengths in ([16] * 4, [3, 13, 7, 9, 16, 1, 15]):
+        for mask in (Documents(lengths), Documents(lengths, causal=False), PrefixLM([1] * len(lengths), lengths)):
+            for travellers in ("kv", "q"):
+                (step,) = make_schedule(make_layout("contiguous", 4, 16), 64, mask, 2, travellers).steps
+                assert (step.distance, step.owner) == (0, 2)
+                assert make_schedule(make_layout("contiguous", 4, 16), 64, mask, 2, travellers).hops == (4,)
+    long = Documents([16, 32, 16])
+    assert distances(make_layout("contiguous", 4, 16), 64, long, "kv") == (0, 1)  # one document is on two ranks
+    schedule = make_schedule(make_layout("contiguous", 4, 16), 64, long, 3, "kv")
+    assert [len(step.tiles) for step in schedule.steps] == [1, 0]  # all take the step, most have nothing to do
 
 
 @pytest.mark.parametrize("name", ["zigzag", "striped"])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_causal_work_is_balanced_to_a_diagonal(name, size):
     layout = make_layout(name, size, tokens=32)
-    areas = [make_schedule(layout, 32 * size, "causal", rank, "kv").area for rank in range(size)]
+    areas = [make_schedule(layout, 32 * size, Causal(), rank, "kv").area for rank in range(size)]
     assert max(areas) - min(areas) <= size * 32
-
-
-def test_zigzag_needs_one_call_a_step():
-    layout = make_layout("zigzag", 4, tokens=8)
-    for rank in range(4):
-        assert all(len(step.tiles) == 1 for step in make_schedule(layout, 32, "causal", rank, "kv").steps)
-
-
-@given(name=st.sampled_from(sorted(LAYOUTS)), size=st.integers(1, 6), extra=st.integers(0, 30))
-def test_padding_is_a_suffix_and_as_short_as_it_can_be(name, size, extra):
-    length = size + extra
-    layout = padded_layout(name, size, length)
-    assert 0 <= layout.size * layout.tokens - length < size * layout.chunks
-    for rank in range(size):
-        real = real_tokens(layout, rank, length)
-        assert [p < length for p in positions(layout, rank)] == [i < real for i in range(layout.tokens)]
-
-
-def test_unknown_and_impossible_layouts_are_refused():
-    with pytest.raises(UserError, match="did you mean 'zigzag'"):
-        make_layout("zigzga", 2, 4)
-    with pytest.raises(UserError, match="multiple of 2 tokens a rank, got 5"):
-        make_layout("zigzag", 2, 5)
-    with pytest.raises(UserError, match="3 tokens cannot be split over 4 ranks"):
-        padded_layout("striped", 4, 3)
-    with pytest.raises(UserError, match="at least 1 rank and 1 token a rank, got 0 and 4"):
-        make_layout("striped", 0, 4)
-    with pytest.raises(UserError, match="unknown layout 'None'"):
-        padded_layout(None, 2, 4)
-    with pytest.raises(UserError, match="unknown mask 'causl'; did you mean 'causal'"):
-        make_schedule(make_layout("zigzag", 2, 4), 8, "causl", 0, "kv")
-
-
-def test_a_schedule_is_made_once_and_is_its_own():
-    """Cached by value: layouts of one size do not share a schedule."""
-    first = make_schedule(make_layout("zigzag", 2, 4), 8, "causal", 0, "kv")
-    assert make_schedule(make_layout("zigzag", 2, 4), 8, "causal", 0, "kv") is first
-    assert make_schedule(make_layout("striped", 2, 4), 8, "causal", 0, "kv") != first
-    assert "causal=True" in repr(first)
+    assert rank_areas(layout, 32 * size, Causal()) == tuple(areas)
 
 
 def test_full_and_diagonal_work_is_one_call():
     for name in LAYOUTS:
-        layout = make_layout(name, 4, tokens=8)
+        layout = make_layout(name, 4, 8, Causal())
         for rank in range(4):
-            assert all(len(step.tiles) == 1 for step in make_schedule(layout, 32, "full", rank, "kv").steps)
-            assert len(make_schedule(layout, 32, "causal", rank, "q").steps[0].tiles) == 1
+            assert all(len(step.tiles) == 1 for step in make_schedule(layout, 32, Full(), rank, "kv").steps)
+            assert [tile.pattern for tile in make_schedule(layout, 32, Causal(), rank, "q").steps[0].tiles] == [CAUSAL]
+    for rank in range(4):
+        layout = make_layout("zigzag", 4, 8)
+        assert all(len(step.tiles) == 1 for step in make_schedule(layout, 32, Causal(), rank, "kv").steps)
+
+
+def test_a_document_over_the_seam_of_two_chunks_is_in_one_call():
+    """Rank 1 of zigzag holds chunks 1 and 2, here of 8 tokens: 8 to 23."""
+    mask = Documents([6, 4, 10, 12])
+    schedule = make_schedule(make_layout("zigzag", 2, 16), 32, mask, 1, "kv")
+    (tile,) = schedule.steps[0].tiles
+    assert tile == (Span(0, 16), Span(0, 16), Segments(CAUSAL, (0, 2, 12, 16), (0, 2, 12, 16)), 3 + 55 + 10)
+    (tile,) = schedule.steps[1].tiles  # of the document that began on rank 0
+    assert (tile.queries, tile.keys, tile.area) == (Span(0, 2), Span(6, 8), 4)
+
+
+def test_a_schedule_is_made_once_and_is_its_own():
+    """Cached by value: neither layouts of one size nor masks of one kind share a schedule."""
+    layout = make_layout("zigzag", 2, 4)
+    first = make_schedule(layout, 8, Documents([3, 5]), 0, "kv")
+    assert make_schedule(make_layout("zigzag", 2, 4), 8, Documents((3, 5)), 0, "kv") is first
+    assert make_schedule(make_layout("striped", 2, 4), 8, Documents([3, 5]), 0, "kv") != first
+    assert make_schedule(layout, 8, Documents([5, 3]), 0, "kv") != first
+    assert make_schedule(layout, 8, BlockSparse([[1, 0], [0, 1]], 4), 0, "kv") != make_schedule(
+        layout, 8, BlockSparse([[1, 1], [0, 1]], 4), 0, "kv"
+    )
+    assert "Segments" in repr(first) or "Band" in repr(first)
+    assert real_positions(layout, 1, 7).tolist() == [2, 3, 4, 5]
 
 
 def test_bytes_follow_the_published_break_even():

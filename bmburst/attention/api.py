@@ -6,7 +6,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from bmburst.attention import eager
-from bmburst.attention.call import AttentionOptions
+from bmburst.attention.call import AttentionOptions, MaskOption
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator
 from bmburst.mesh import current_mesh
@@ -18,7 +18,7 @@ def burst_attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: str = ...,
+    mask: MaskOption = ...,
     layout: str = ...,
     length: int | None = ...,
     group: object = ...,
@@ -37,7 +37,7 @@ def burst_attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: str = ...,
+    mask: MaskOption = ...,
     layout: str = ...,
     length: int | None = ...,
     group: object = ...,
@@ -55,7 +55,7 @@ def burst_attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: str = "causal",
+    mask: MaskOption = "causal",
     layout: str = "zigzag",
     length: int | None = None,
     group: object = None,
@@ -77,10 +77,13 @@ def burst_attention(
         q: `[batch, local_tokens, heads, head_dim]`, any float dtype, any strides.
         k: `[batch, local_tokens, kv_heads, head_dim]`; heads is a multiple of kv_heads (GQA, MQA). Never expanded.
         v: Shaped as k.
-        mask: "causal" or "full", in global positions.
-        layout: "contiguous", "zigzag" or "striped": which global positions the local tokens are.
+        mask: Which keys a query sees, in global positions: "causal", "full", or one of `bmburst.Causal`, `Full`,
+            `SlidingWindow`, `Documents`, `PrefixLM`, `BlockSparse`, joined with `&`. A tuple of them has one for each
+            sample of the batch.
+        layout: "contiguous", "zigzag", "striped" or "balanced" (like work for every rank under this mask): which global
+            positions the local tokens are.
         length: Real tokens of the whole sequence; later ones are padding: never attended to, zero output, zero
-            gradient. Default: all of them are real.
+            gradient. Default: what the mask is made for, or all of them.
         group: A `torch.distributed` process group, a `bmt.nccl` communicator, or None for the current mesh's sequence
             group or else the world.
         scale: Factor on the scores, above 0; default `head_dim ** -0.5`.
@@ -89,8 +92,11 @@ def burst_attention(
             length of a call), "fa2" (package flash-attn), "torch" (FlashAttention-2 inside torch), "cpu" (torch's
             flash kernel for CPUs), "triton" (ours) or "reference" (plain torch, any dtype).
         strategy: How the work is spread: "heads" (ranks exchange tokens for heads, needs heads that divide by the
-            ranks), "gather" (each rank pulls the keys and values it needs), "ring" (blocks go round), "heads+ring" and
-            "heads+gather" (heads among neighbours, the other between their groups), or "auto", the one that
+            ranks), "gather" (each rank pulls the keys and values that its queries see), "ring" (blocks go round, as far
+            as any rank needs them), "heads+ring" and
+            "heads+gather" (heads among neighbours, the other between their groups), "double-ring" (blocks go round
+            inside nodes, and from node to node behind that; BMBURST_NODE names a process's node where it is not its
+            host), or "auto", the one that
             `bmburst.attention.strategy.cost` finds cheapest. "kv" and "burst" are rings whose backward moves keys and
             values, or queries and their gradients; "ring" takes the one with fewer bytes.
         transport: "peer" (copy engines between the GPUs of one host, beside the kernels), "nccl", "gloo", or "auto":

@@ -11,21 +11,28 @@ from bmburst.attention.heads_plan import HeadShapes
 from bmburst.attention.strategy import STRATEGIES, Strategy, choose_strategy
 from bmburst.comm.checks import Checked, describe
 from bmburst.comm.every_nth import EveryNth
+from bmburst.comm.levels import Levels, find_nodes, over_levels
 from bmburst.comm.protocol import BlockMover
 from bmburst.comm.transports import TRANSPORTS, over_transport
+from bmburst.double_schedule import DoubleSchedule, make_double_schedule
 from bmburst.errors import UserError, require_known
 from bmburst.layout import LAYOUTS, Layout, make_layout, real_length
-from bmburst.schedule import MASKS, Mask, Schedule, Travellers, make_schedule
+from bmburst.mask import Mask, make_mask
+from bmburst.schedule import Schedule, Travellers, make_schedule, tiles
+from bmburst.tiles import Tile
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import NAMES, Kernel, select_kernel
 from bmburst_ops.merge import accumulation_dtype
+
+MaskOption = Mask | str | tuple[Mask | str, ...]
+"""A mask or its name, or one for each sample of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
     """What a user may set on an attention; see `burst_attention` for the meaning of each."""
 
-    mask: str = "causal"
+    mask: MaskOption = "causal"
     layout: str = "zigzag"
     scale: float | None = None
     kernel: str = "auto"
@@ -39,7 +46,8 @@ class AttentionOptions:
         Raises:
             UserError: A name is unknown, or the scale is no positive number.
         """
-        require_known("mask", self.mask, MASKS)
+        for mask in self.mask if isinstance(self.mask, tuple) else (self.mask,):
+            make_mask(mask)
         require_known("layout", self.layout, LAYOUTS)
         require_known("kernel", self.kernel, NAMES)
         require_known("strategy", self.strategy, STRATEGIES)
@@ -60,10 +68,23 @@ class AttentionCall:
     scale: float
     strategy: Strategy
     deterministic: bool
+    levels: Levels | None = None
+    """Of a double ring."""
+
+    def double_schedule(self, travellers: Travellers, *, returning: bool) -> DoubleSchedule:
+        """Return this rank's schedule in a double ring; `returning`: whether something follows the travellers home."""
+        assert self.levels is not None
+        nodes = self.levels.outer.size
+        options = (self.layout, self.length, self.mask, self.comm.rank, travellers, nodes)
+        return make_double_schedule(*options, returning=returning)
 
     def schedule(self, travellers: Travellers) -> Schedule:
         """Return this rank's schedule."""
         return make_schedule(self.layout, self.length, self.mask, self.comm.rank, travellers)
+
+    def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
+        """Return the work between one rank's queries and another's keys."""
+        return tiles(self.layout, self.length, self.mask, query_rank, key_rank)
 
     def head_shapes(self, q: Tensor, k: Tensor) -> HeadShapes:
         """Return the sizes of the exchange of heads."""
@@ -88,32 +109,59 @@ def decide(
         UserError: Something cannot work; where the group compares its ranks, on all of them.
     """
 
-    mask: Mask = "full" if options.mask == "full" else "causal"
-
     def here() -> tuple[AttentionCall, str]:
         options.validate()
         _require_tensors(q, k, v)
         _require_transport(comm, q, options.transport)
-        layout = make_layout(options.layout, comm.size, q.shape[1])
+        assert not isinstance(options.mask, tuple)  # one call for each sample
+        mask = make_mask(options.mask)
+        real = real_length(comm.size, q.shape[1], mask.length if length is None else length)
+        mask.require(real)
+        layout = make_layout(options.layout, comm.size, q.shape[1], mask, real)
         call = AttentionCall(
             comm=comm,
-            kernel=_kernel(options, q, k),
+            kernel=_kernel(options, mask, q, k),
             layout=layout,
-            length=real_length(layout, length),
+            length=real,
             mask=mask,
             scale=q.shape[-1] ** -0.5 if options.scale is None else float(options.scale),
-            strategy=choose(layout, comm.transport),
+            strategy=choose(layout, real, mask, comm.transport),
             deterministic=options.deterministic,
         )
-        return call, _signature(call, q, k, v, options) if comm.active else ""
+        return call, f"{_signature(call, q, k, v, options)} nodes {comm.nodes}" if comm.active else ""
 
-    def choose(layout: Layout, transport: str) -> Strategy:
+    def choose(layout: Layout, real: int, mask: Mask, transport: str, nodes: int | None = None) -> Strategy:
         wide = accumulation_dtype(q.dtype).itemsize
-        return choose_strategy(options.strategy, _head_shapes(layout, q, k, 1), mask, transport, wide)
+        return choose_strategy(options.strategy, _head_shapes(layout, q, k, 1), real, mask, transport, wide, nodes)
 
     call = comm.decided(here)
-    moved = over_transport(comm, options.transport)  # collective the first time: not before all agree
-    return call if moved is comm else replace(call, comm=moved, strategy=choose(call.layout, moved.transport))
+    # What follows is collective the first time: not before all agree.
+    moved = comm if options.strategy == "double-ring" else over_transport(comm, options.transport)
+    nodes = _nodes(comm, moved, options.strategy)
+    if moved is comm and nodes is None:
+        return call
+    strategy = choose(call.layout, call.length, call.mask, moved.transport, nodes)
+    if strategy.outer != "double-ring":
+        return replace(call, comm=moved, strategy=strategy)
+    assert nodes is not None
+    levels = over_levels(comm, nodes, options.transport, strategy.heads)
+    return replace(call, comm=moved, strategy=strategy, levels=levels)
+
+
+def _nodes(comm: Checked, moved: Checked, strategy: str) -> int | None:
+    """Return how many nodes the ranks lie on, or None where no strategy asks or they lie unevenly.
+
+    Raises:
+        UserError: They do, and the strategy asked for needs it.
+    """
+    if comm.size == 1 or strategy not in ("auto", "double-ring") or moved.transport == "peer":
+        return None
+    found = find_nodes(comm)
+    if isinstance(found, int):
+        return found
+    if strategy == "double-ring":
+        raise UserError(f"strategy 'double-ring' cannot work: {found}\nuse strategy='auto'")
+    return None
 
 
 def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
@@ -121,7 +169,7 @@ def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: At
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     settings = (
         call.length,
-        call.mask,
+        str(call.mask),
         call.layout.name,
         call.scale,
         call.kernel.name,
@@ -186,9 +234,9 @@ def _require_transport(comm: Checked, q: Tensor, transport: str) -> None:
         )
 
 
-def _kernel(options: AttentionOptions, q: Tensor, k: Tensor) -> Kernel:
+def _kernel(options: AttentionOptions, mask: Mask, q: Tensor, k: Tensor) -> Kernel:
     try:
-        return select_kernel(options.kernel, q, k, options.deterministic)
+        return select_kernel(options.kernel, q, k, options.deterministic, mask.needs)
     except KernelError as error:
         raise UserError(str(error)) from None
 

@@ -1,16 +1,42 @@
 """Attention as it runs: decided, then carried out."""
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionOptions, decide
 from bmburst.attention.function import SequenceAttention
 from bmburst.comm.checks import Checked
+from bmburst.errors import UserError
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, length: int | None, comm: Checked, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; see `burst_attention`."""
+    if isinstance(options.mask, tuple):
+        return _sample_by_sample(q, k, v, length, comm, options)
     call = decide(comm, q, k, v, length, options)
     out, lse = SequenceAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return out, lse
+
+
+def _sample_by_sample(
+    q: Tensor, k: Tensor, v: Tensor, length: int | None, comm: Checked, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    masks = options.mask
+    assert isinstance(masks, tuple)
+
+    def check() -> tuple[None, str]:
+        if not masks or len(masks) != len(q):
+            raise UserError(f"got {len(masks)} masks for a batch of {len(q)}\ngive one mask, or one to each sample")
+        return None, f"attention with {len(masks)} masks"
+
+    comm.decided(check)
+    parts = [
+        attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], length, comm, replace(options, mask=mask))
+        for i, mask in enumerate(masks)
+    ]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(lses)

@@ -16,25 +16,24 @@ elements of the inputs' dtype:
 
     forward: 2 buffers and 2 outboxes, each of K and V: 4 * B * S * G * D
     backward: that, and 2 outboxes and 2 sets of parts, each of dK and dV: up to 4 * B * (2 * S - S / P) * G * D;
-        and parts of dQ: up to 3 * B * S / P * R * D
+        and parts of dQ: up to 3 * B * S / P * R * D under a causal or full mask
+
+Under masks that hide more, buffers and outboxes hold what is seen, and parts are as many as ranks that see a key.
 
 A single unit takes one each instead of two. Over the peer transport outboxes stay allocated for the next call.
 """
-
-from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.attention.gather_plan import GatherPlan, GatherShapes, Rows, Sight, Unit, make_gather_plan
-from bmburst.attention.local import local_forward
+from bmburst.attention.gather_plan import GatherPlan, GatherShapes, Sight, Sums, Unit, make_gather_plan
+from bmburst.attention.local import backward_by_tiles, forward_by_tiles, merge_rounded_
 from bmburst.comm.messages import tensor_in
 from bmburst.comm.protocol import Transfer
-from bmburst.schedule import Span, Tile
+from bmburst.tiles import Tile
 from bmburst_ops.flash import Gradients, Kernel, Partial
-from bmburst_ops.merge import accumulation_dtype, merge_partials_, sum_parts
+from bmburst_ops.merge import sum_parts
 
 _IN, _OUT = 2, 3  # lanes: nothing queues behind gradients that go home, nor behind heads that are being exchanged
 _TURNS = 2  # buffers: one is read while the next is filled
@@ -52,16 +51,16 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Te
     """
     plan = _plan(call, q, k)
     arriving = _Arriving(call, plan, k, v)
-    whole = _attend_to_own(call, plan, q, k, v, out)
+    whole = forward_by_tiles(call, plan.own, q, k, v, out)
     for i, unit in enumerate(plan.units):
         keys, values = arriving.wait(i)
         heads = unit.heads.slice
         for tile in plan.forward:
             rows, columns = tile.queries.slice, tile.keys.slice
             part = call.kernel.forward(
-                q[:, rows, heads], keys[:, columns], values[:, columns], causal=False, scale=call.scale
+                q[:, rows, heads], keys[:, columns], values[:, columns], pattern=tile.pattern, scale=call.scale
             )
-            _merge(whole.out[:, rows, heads], whole.lse[:, heads, rows], part)
+            merge_rounded_(whole.out[:, rows, heads], whole.lse[:, heads, rows], part)
     return whole
 
 
@@ -83,31 +82,43 @@ def gather_backward(
     for gradient in into:
         gradient[:, plan.real :] = 0
 
-    def tile_backward(unit: Unit, tile: Tile, keys: Tensor, values: Tensor, shares: Gradients) -> None:
+    def tile_backward(unit: Unit, tile: Tile, keys: Tensor, values: Tensor, into: Gradients | None) -> Gradients:
         rows, columns, heads = tile.queries.slice, tile.keys.slice, unit.heads.slice
-        kernel.backward(
+        return kernel.backward(
             *(grad_out[:, rows, heads], q[:, rows, heads], keys[:, columns], values[:, columns]),
             *(lse[:, heads, rows], delta[:, heads, rows]),
-            causal=tile.causal,
+            pattern=tile.pattern,
             scale=call.scale,
             deterministic=call.deterministic,
-            into=shares,
+            into=into,
         )
 
-    own = Tile(Span(0, plan.real), Span(0, plan.real), causal=call.mask == "causal")
     arriving, returning = _Arriving(call, plan, k, v), _Returning(call, plan, k, into)
     for i, unit in enumerate(plan.units):
+        heads = unit.heads.slice
         q_parts = q.new_empty(1 + len(plan.backward), q.shape[0], plan.real, len(unit.heads), q.shape[3])
-        own_keys, own_values = (t[:, :, unit.kv_heads.slice] for t in (k, v))
-        if plan.real:
-            tile_backward(unit, own, own_keys, own_values, Gradients(q_parts[0], *returning.own_parts(i)))
+        if plan.query_sums.zeroed:
+            q_parts[1:] = 0
+        kv = unit.kv_heads.slice
+        own = [
+            *(t[:, : plan.real, heads] for t in (grad_out, q)),
+            *(t[:, : plan.real, kv] for t in (k, v)),
+            *(t[:, heads, : plan.real] for t in (lse, delta)),
+        ]
+        backward_by_tiles(call, kernel, plan.own, *own, into=Gradients(q_parts[0], *returning.own_parts(i)))
         keys, values = arriving.wait(i)
-        sent = returning.outbox(i)
+        grad_k, grad_v = returning.outbox(i)
         for part, tile in enumerate(plan.backward, 1):
-            grad_k, grad_v = (t[:, tile.keys.slice] for t in sent)
-            tile_backward(unit, tile, keys, values, Gradients(q_parts[part][:, tile.queries.slice], grad_k, grad_v))
+            grad_q, columns = q_parts[part][:, tile.queries.slice], tile.keys.slice
+            if plan.apart:
+                tile_backward(unit, tile, keys, values, Gradients(grad_q, grad_k[:, columns], grad_v[:, columns]))
+            else:
+                shares = tile_backward(unit, tile, keys, values, None)
+                grad_q.copy_(shares.q)
+                grad_k[:, columns] += shares.k  # of a key one tile's is not zero
+                grad_v[:, columns] += shares.v
         returning.send(i)
-        _add_up(plan.query_sums, q_parts, into.q[:, :, unit.heads.slice])
+        _add_up(plan.query_sums, q_parts, into.q[:, :, heads])
         if i:
             returning.bring_home(i - 1)  # it has arrived while these kernels ran
     returning.bring_home(len(plan.units) - 1)
@@ -120,9 +131,9 @@ class _Turns:
     Ranks see more or fewer keys and have more or fewer parts; the memory is as large as the largest needs it on all.
     """
 
-    def __init__(self, call: AttentionCall, plan: GatherPlan, like: Tensor, blocks: int) -> None:
+    def __init__(self, plan: GatherPlan, like: Tensor, tokens: int) -> None:
         most = max(len(unit.kv_heads) for unit in plan.units)
-        numel = blocks * like.shape[0] * call.layout.tokens * most * like.shape[3]
+        numel = tokens * like.shape[0] * most * like.shape[3]
         turns = min(_TURNS, len(plan.units))
         self._memory = [(like.new_empty(numel), like.new_empty(numel)) for _ in range(turns)]
 
@@ -141,7 +152,7 @@ class _Arriving:
 
     def __init__(self, call: AttentionCall, plan: GatherPlan, k: Tensor, v: Tensor) -> None:
         self._call, self._plan, self._held = call, plan, (k, v)
-        self._buffers = _Turns(call, plan, k, call.layout.size - 1)
+        self._buffers = _Turns(plan, k, plan.most_seen)
         self._under_way: list[Transfer] = []
         self._start()
 
@@ -151,13 +162,14 @@ class _Arriving:
         Whatever reads the last one's must be launched.
         """
         self._start()
-        self._under_way[i].wait()
+        if self._under_way:
+            self._under_way[i].wait()
         batch, _, _, head_dim = self._held[0].shape
         return self._buffers.shaped(i, batch, self._plan.seen, len(self._plan.units[i].kv_heads), head_dim)
 
     def _start(self) -> None:
         i = len(self._under_way)
-        if i == len(self._plan.units):
+        if i == len(self._plan.units) or not self._plan.most_seen:
             return
         exchange, kv = self._plan.inbound[i], self._plan.units[i].kv_heads.slice
         box = self._call.comm.outbox(exchange.nbytes, _IN)
@@ -172,7 +184,7 @@ class _Returning:
 
     def __init__(self, call: AttentionCall, plan: GatherPlan, k: Tensor, into: Gradients) -> None:
         self._comm, self._plan, self._like, self._into = call.comm, plan, k, into
-        self._staging = _Turns(call, plan, k, call.layout.size)
+        self._staging = _Turns(plan, k, plan.most_key_parts * call.layout.tokens)
         self._box = k.new_empty(0)
         self._under_way: list[Transfer] = []
 
@@ -182,19 +194,31 @@ class _Returning:
         return k[0], v[0]
 
     def outbox(self, i: int) -> list[Tensor]:
-        """Return where dK and dV of the pulled keys go, `[batch, seen, kv_heads, head_dim]` each."""
+        """Return where dK and dV of the pulled keys go, `[batch, seen, kv_heads, head_dim]` each.
+
+        They are zero if the tiles do not write all of them.
+        """
         batch, _, _, head_dim = self._like.shape
         shape = torch.Size((batch, self._plan.seen, len(self._plan.units[i].kv_heads), head_dim))
+        if not self._plan.most_seen:
+            return [self._like.new_empty(shape) for _ in range(2)]
         self._box = self._comm.outbox(self._plan.outbound[i].nbytes, _OUT)
-        return [_half(self._box, half, shape, self._like.dtype) for half in (0, 1)]
+        halves = [_half(self._box, half, shape, self._like.dtype) for half in (0, 1)]
+        return halves if self._plan.apart else [half.zero_() for half in halves]
 
     def send(self, i: int) -> None:
         """Send what is in the outbox; the others' parts of own keys come."""
+        if self._plan.key_sums.zeroed:
+            for parts in self._parts(i):
+                parts[1:] = 0
+        if not self._plan.most_seen:
+            return
         self._under_way.append(self._comm.pull(self._plan.outbound[i], self._box, self._staging.at(i), _OUT))
 
     def bring_home(self, i: int) -> None:
         """Add up the gradients of own keys and values."""
-        self._under_way[i].wait()
+        if self._under_way:
+            self._under_way[i].wait()
         for parts, gradient in zip(self._parts(i), self._into[1:], strict=True):
             _add_up(self._plan.key_sums, parts, gradient[:, :, self._plan.units[i].kv_heads.slice])
 
@@ -216,27 +240,8 @@ def _plan(call: AttentionCall, q: Tensor, k: Tensor) -> GatherPlan:
     return make_gather_plan(shapes, call.comm.rank, call.strategy.most_kv_heads)
 
 
-def _attend_to_own(
-    call: AttentionCall, plan: GatherPlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
-) -> Partial:
-    """Return attention of this rank's queries to its own keys: local order is global order."""
-    if plan.real:
-        return local_forward(replace(call, length=plan.real), q, k, v, out)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    shape = (q.shape[0], q.shape[2], q.shape[1])
-    return Partial(out.zero_(), q.new_full(shape, -torch.inf, dtype=accumulation_dtype(q.dtype)))
-
-
-def _merge(out: Tensor, lse: Tensor, part: Partial) -> None:
-    """Merge in fp32 or wider into an output of any dtype: rounded once."""
-    wide = out.to(lse.dtype)
-    merge_partials_(wide, lse, *part)
-    if wide is not out:
-        out.copy_(wide)
-
-
-def _add_up(sums: Sequence[Rows], parts: Tensor, out: Tensor) -> None:
-    for rows in sums:
+def _add_up(sums: Sums, parts: Tensor, out: Tensor) -> None:
+    for rows in sums.rows:
         sum_parts(parts[: rows.parts, :, rows.tokens.slice], out[:, rows.tokens.slice])
 
 

@@ -1,19 +1,23 @@
 """Gathered keys as plain data: which bytes a rank pulls, who attends to them, and how their gradients go home.
 
-A rank has its own keys already. Of the others it pulls those that its mask lets it see, into one buffer, in global
-order (under a full mask order does not matter, and they stand in rank order). So each run of its queries sees a prefix
-of that buffer, all of it, and no rectangle needs a mask. Padding is neither pulled nor attended to.
+A rank has its own keys already. Of the others it pulls those that its queries see, into one buffer, in global order
+(under a full mask order does not matter, and they stand in rank order). So what a query sees of the buffer is one
+interval. Padding is neither pulled nor attended to.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
-from bmburst.layout import Layout, Run, real_tokens
-from bmburst.schedule import Mask, Span, Tile
+from bmburst.layout import Layout, Run, real_positions, real_tokens
+from bmburst.mask import Full, Mask
+from bmburst.tiles import Span, Tile, make_tiles, seen_by
+from bmburst_ops.flash.pattern import FULL, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,14 @@ class Rows(NamedTuple):
     parts: int
 
 
+class Sums(NamedTuple):
+    """How parts of gradients add up."""
+
+    rows: tuple[Rows, ...]
+    zeroed: bool
+    """Whether parts are added where they were not written, and must be zero there."""
+
+
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
     """Everything one rank does in a forward or a backward pass.
@@ -67,12 +79,15 @@ class GatherPlan:
         units: The heads, cut.
         real: Own local tokens that are no padding.
         seen: Tokens pulled from others.
-        forward: Rectangles of own queries and pulled keys. A query is in one of them at most: one merge.
-        backward: The same pairs, cut so that a key is in exactly one of them: its gradient leaves as the kernel wrote
-            it.
+        most_seen: Tokens that the rank with most of them pulls: 0 where nothing moves at all.
+        own: What own queries see of own keys.
+        forward: What own queries see of pulled keys. A query is in one tile at most: one merge.
+        backward: The same pairs, cut so that a key is in one tile at most: its gradient leaves as the kernel wrote it.
+        apart: Whether the tiles of `backward` share no key and leave none out: kernels may write where gradients lie.
         query_sums: How the gradients of own queries add up: part 0 is of own keys, the others of `backward`.
         key_sums: How those of own keys do: part 0 is of own queries, the others come from ranks.
         key_parts: Parts of the latter.
+        most_key_parts: Parts that the rank with most of them has.
         inbound: For each unit, K and V: each fills one half of an outbox `[batch, local tokens, kv_heads, head_dim]`,
             and goes to targets 0 and 1, `[batch, seen, kv_heads, head_dim]`.
         outbound: For each unit, dK and dV: from halves of an outbox, shaped as those targets, to targets 0 and 1,
@@ -82,11 +97,15 @@ class GatherPlan:
     units: tuple[Unit, ...]
     real: int
     seen: int
+    most_seen: int
+    own: tuple[Tile, ...]
     forward: tuple[Tile, ...]
     backward: tuple[Tile, ...]
-    query_sums: tuple[Rows, ...]
-    key_sums: tuple[Rows, ...]
+    apart: bool
+    query_sums: Sums
+    key_sums: Sums
     key_parts: int
+    most_key_parts: int
     inbound: tuple[Exchange, ...]
     outbound: tuple[Exchange, ...]
 
@@ -105,17 +124,24 @@ def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
     sizes = [len(unit.kv_heads) for unit in units]
     inbound = {heads: _inbound(shapes, rank, heads) for heads in set(sizes)}
     outbound = {heads: _outbound(shapes, rank, heads) for heads in set(sizes)}
-    prefixes = _prefixes(sight, rank)
-    backward = _rectangles_by_keys(prefixes)
+    mine, others = real_positions(sight.layout, rank, sight.length), _pulled_positions(sight, rank)
+    backward = _tiles(sight, mine, others, by="keys")
+    spans = sorted(tile.keys for tile in backward)
     return GatherPlan(
         units=units,
         real=_real(sight, rank),
         seen=_seen(sight, rank),
-        forward=_rectangles_by_queries(prefixes),
+        most_seen=most_seen(sight),
+        own=make_tiles(sight.mask, sight.length, mine, mine),
+        forward=_tiles(sight, mine, others, by="queries"),
         backward=backward,
-        query_sums=_sums((span, sum(t.queries.start <= span.start for t in backward)) for span, _ in prefixes),
-        key_sums=_sums((span, _seers(sight, rank, span.start)) for span, _ in prefixes),
+        apart=[span.start for span in spans] + [_seen(sight, rank)] == [0, *(span.stop for span in spans)],
+        query_sums=_sums(_real(sight, rank), [[tile.queries] for tile in backward]),
+        key_sums=_sums(
+            _real(sight, rank), [[piece.tokens for piece in _from(sight, rank, p)] for p in _slots(sight, rank)]
+        ),
         key_parts=1 + len(_slots(sight, rank)),
+        most_key_parts=1 + max(len(_slots(sight, p)) for p in range(sight.layout.size)),
         inbound=tuple(inbound[heads] for heads in sizes),
         outbound=tuple(outbound[heads] for heads in sizes),
     )
@@ -136,12 +162,17 @@ def make_units(heads: int, kv_heads: int, most: int) -> tuple[Unit, ...]:
 @lru_cache(maxsize=4096)
 def pulled(sight: Sight, rank: int) -> tuple[Piece, ...]:
     """Return what a rank pulls from others, in the order of its buffer."""
-    wanted = _everybody(sight, rank) if sight.mask == "full" else _before(sight, rank)
+    wanted = _everybody(sight, rank) if sight.mask == Full() else _visible(sight, rank)
     pieces, start = [], 0
     for owner, tokens in wanted:
         pieces.append(Piece(owner, tokens, start))
         start += len(tokens)
     return tuple(pieces)
+
+
+def most_seen(sight: Sight) -> int:
+    """Return the tokens that the rank with most of them pulls from others."""
+    return max(_seen(sight, rank) for rank in range(sight.layout.size))
 
 
 def _everybody(sight: Sight, rank: int) -> list[tuple[int, Span]]:
@@ -151,51 +182,39 @@ def _everybody(sight: Sight, rank: int) -> list[tuple[int, Span]]:
     return [(p, span) for p, span in others if len(span)]
 
 
-def _before(sight: Sight, rank: int) -> list[tuple[int, Span]]:
-    """Others' runs before the last one of this rank, in global order. Before a real token nothing is padding."""
-    last = max((run.start for run in _runs(sight, rank)), default=0)
-    found = [
-        (run.start, p, Span(run.offset, run.offset + run.tokens))
-        for p in range(sight.layout.size)
-        if p != rank
-        for run in _runs(sight, p)
-        if run.start < last
-    ]
-    return [(p, span) for _, p, span in sorted(found)]
-
-
-def _prefixes(sight: Sight, rank: int) -> list[tuple[Span, int]]:
-    """Return each run of a rank's real tokens, and how many of the pulled keys its queries see."""
-    pieces = pulled(sight, rank)
-    if sight.mask == "full":
-        real = _real(sight, rank)
-        return [(Span(0, real), _seen(sight, rank))] if real else []
+def _visible(sight: Sight, rank: int) -> list[tuple[int, Span]]:
+    """Return the others' tokens that a rank's queries see, in global order."""
+    seen = [span for run in _runs(sight, rank) for span in seen_by(sight.mask, sight.length, *_ends(sight, run))]
     found = []
-    for run in _runs(sight, rank):
-        seen = sum(len(p.tokens) for p in pieces if _global_start(sight, p.owner, p.tokens.start) < run.start)
-        found.append((Span(run.offset, run.offset + run.real(sight.length)), seen))
-    return found
+    for p in range(sight.layout.size):
+        for run in () if p == rank else _runs(sight, p):
+            end = run.start + run.real(sight.length)
+            parts = (Span(max(span.start, run.start), min(span.stop, end)) for span in seen)
+            found += [(part.start, p, part.stop, run.offset - run.start) for part in _united(parts)]
+    return [(p, Span(start + shift, stop + shift)) for start, p, stop, shift in sorted(found)]
 
 
-def _rectangles_by_queries(prefixes: Sequence[tuple[Span, int]]) -> tuple[Tile, ...]:
-    """One rectangle a run, of all keys that it sees; runs that see the same keys share one."""
-    tiles: list[Tile] = []
-    for queries, seen in prefixes:
-        if tiles and len(tiles[-1].keys) == seen:
-            tiles[-1] = Tile(Span(tiles[-1].queries.start, queries.stop), tiles[-1].keys, causal=False)
-        elif seen:
-            tiles.append(Tile(queries, Span(0, seen), causal=False))
-    return tuple(tiles)
+def _united(spans: Iterable[Span]) -> list[Span]:
+    """Return the same tokens in spans that do not touch; the empty ones are left out."""
+    united: list[Span] = []
+    for span in sorted(span for span in spans if span.start < span.stop):
+        if united and span.start <= united[-1].stop:
+            united[-1] = Span(united[-1].start, max(span.stop, united[-1].stop))
+        else:
+            united.append(span)
+    return united
 
 
-def _rectangles_by_keys(prefixes: Sequence[tuple[Span, int]]) -> tuple[Tile, ...]:
-    """One rectangle for the keys that each run sees and the run before it does not, of all queries from there on."""
-    tiles, before = [], 0
-    for queries, seen in prefixes:
-        if seen > before:
-            tiles.append(Tile(Span(queries.start, prefixes[-1][0].stop), Span(before, seen), causal=False))
-        before = seen
-    return tuple(tiles)
+def _pulled_positions(sight: Sight, rank: int) -> IntArray:
+    """Return the global positions of the tokens in a rank's buffer."""
+    parts = [real_positions(sight.layout, p.owner, sight.length)[p.tokens.slice] for p in pulled(sight, rank)]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _tiles(sight: Sight, queries: IntArray, keys: IntArray, by: Literal["queries", "keys"]) -> tuple[Tile, ...]:
+    if sight.mask == Full() and len(queries) and len(keys):
+        return (Tile(Span(0, len(queries)), Span(0, len(keys)), FULL, len(queries) * len(keys)),)
+    return make_tiles(sight.mask, sight.length, queries, keys, by)
 
 
 @lru_cache(maxsize=4096)
@@ -207,12 +226,6 @@ def _slots(sight: Sight, rank: int) -> dict[int, int]:
     counts = {p: sum(len(piece.tokens) for piece in _from(sight, rank, p)) for p in range(sight.layout.size)}
     seers = sorted((p for p, tokens in counts.items() if tokens), key=lambda p: (-counts[p], p))
     return {p: slot for slot, p in enumerate(seers, 1)}
-
-
-def _seers(sight: Sight, rank: int, token: int) -> int:
-    """Return how many other ranks pull this token of a rank."""
-    pieces = (piece for p in _slots(sight, rank) for piece in _from(sight, rank, p))
-    return sum(piece.tokens.start <= token < piece.tokens.stop for piece in pieces)
 
 
 def _from(sight: Sight, owner: int, puller: int) -> Sequence[Piece]:
@@ -228,15 +241,23 @@ def _by_owner(sight: Sight, puller: int) -> dict[int, list[Piece]]:
     return found
 
 
-def _sums(others: Iterable[tuple[Span, int]]) -> tuple[Rows, ...]:
-    """Return runs of tokens with the number of their parts, own part included; equal neighbours are one."""
+def _sums(tokens: int, parts: Sequence[Sequence[Span]]) -> Sums:
+    """Return how the parts of tokens add up: part 0 is of all of them, each next one of the tokens in its spans.
+
+    Where every token's parts are the first ones, as under a causal mask, no others are read.
+    """
+    edges = sorted({0, tokens, *(edge for spans in parts for span in spans for edge in span)})
     rows: list[Rows] = []
-    for span, count in others:
-        if rows and rows[-1].parts == count + 1:
-            rows[-1] = Rows(Span(rows[-1].tokens.start, span.stop), count + 1)
+    for start, stop in pairwise(edges):
+        has = [any(span.start <= start < span.stop for span in spans) for spans in parts]
+        count = 1 + sum(has)
+        if not all(has[: count - 1]):
+            return Sums((Rows(Span(0, tokens), 1 + len(parts)),), zeroed=True)
+        if rows and rows[-1].parts == count:
+            rows[-1] = Rows(Span(rows[-1].tokens.start, stop), count)
         else:
-            rows.append(Rows(span, count + 1))
-    return tuple(rows)
+            rows.append(Rows(Span(start, stop), count))
+    return Sums(tuple(rows), zeroed=False)
 
 
 def _inbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
@@ -276,12 +297,12 @@ def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
 def _runs(sight: Sight, rank: int) -> list[Run]:
     """Return a rank's runs that have a real token."""
     runs = [run for run in sight.layout.runs(rank) if run.real(sight.length)]
-    assert all(run.stride == 1 for run in runs)  # under a causal mask, where runs matter, striped is refused
+    assert all(run.stride == 1 for run in runs)  # where runs matter, striped is refused
     return runs
 
 
-def _global_start(sight: Sight, rank: int, offset: int) -> int:
-    return next(run.start for run in sight.layout.runs(rank) if run.offset == offset)
+def _ends(sight: Sight, run: Run) -> tuple[int, int]:
+    return run.start, run.start + run.real(sight.length) - 1
 
 
 def _real(sight: Sight, rank: int) -> int:

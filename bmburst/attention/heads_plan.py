@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.layout import Layout, Run
-from bmburst.schedule import Span
+from bmburst.tiles import Span
+
+
+_TILE_ROWS = 64  # every FlashAttention tile has a multiple of this many rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +82,8 @@ def make_units(heads: int, kv_heads: int, *, most: int, whole_groups: bool) -> t
     """Return what a rank's share is cut into, one kernel call each, so that blocks move while kernels run.
 
     The first unit and the last are small: nothing hides the first one's way in and the last one's way out. Those
-    between them are few: each kernel has a tail.
+    between them are few: each kernel has a tail. Where the heads of a group are parted, those that stay together fill
+    a kernel's tile evenly if they can, which is what lets it share keys and values among them.
 
     Args:
         heads: Query heads of the share.
@@ -91,10 +95,12 @@ def make_units(heads: int, kv_heads: int, *, most: int, whole_groups: bool) -> t
     if most == 0 or heads == 1:
         cuts = [(Span(0, heads), Span(0, kv_heads))]
     elif kv_heads <= min(2, most) and heads >= 3 and group > 1 and not whole_groups:
+        fitting = (n for n in range(1, heads // 4 + 1) if _TILE_ROWS % ((heads - 2 * n) // kv_heads) == 0)
+        edge = next(fitting, 1)
         cuts = [
-            (Span(0, 1), Span(0, 1)),
-            (Span(1, heads - 1), Span(0, kv_heads)),
-            (Span(heads - 1, heads), Span(kv_heads - 1, kv_heads)),
+            (Span(0, edge), Span(0, 1)),
+            (Span(edge, heads - edge), Span(0, kv_heads)),
+            (Span(heads - edge, heads), Span(kv_heads - 1, kv_heads)),
         ]
     else:
         middle = range(1, kv_heads - 1, most)

@@ -1,27 +1,20 @@
-"""Attention of one device over a whole sequence: one tile, one kernel call, nothing to merge."""
+"""Attention of one device to what it holds: tile after tile of kernel calls, for most masks a single one."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
+from bmburst.tiles import Tile
 from bmburst_ops.flash import Gradients, Kernel, Partial
+from bmburst_ops.flash.memory import deliver_gradients
+from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 
 def local_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Partial:
-    """Return attention of these queries over these keys, of which the first `call.length` tokens are real."""
-    real = slice(0, call.length)
-    whole = call.length == q.shape[1]
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    part = call.kernel.forward(
-        q[:, real], k[:, real], v[:, real], causal=call.mask == "causal", scale=call.scale, out=out[:, real]
-    )
-    if whole:
-        return Partial(out, part.lse)
-    out[:, call.length :] = 0
-    lse = part.lse.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
-    lse[:, :, real] = part.lse
-    return Partial(out, lse)
+    """Return attention of a device that holds the whole sequence, of which the first `call.length` tokens are real."""
+    return forward_by_tiles(call, call.tiles(0, 0), q, k, v, out)
 
 
 def local_backward(
@@ -36,17 +29,96 @@ def local_backward(
     into: Gradients | None = None,
 ) -> Gradients:
     """Return the gradients of q, k and v."""
-    real = slice(0, call.length)
+    return backward_by_tiles(call, kernel, call.tiles(0, 0), grad_out, q, k, v, lse, delta, into=into)
+
+
+def forward_by_tiles(
+    call: AttentionCall, tiles: Sequence[Tile], q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
+) -> Partial:
+    """Return attention by these tiles: no query sees keys in two of them. In none, it gets zero and `-inf`.
+
+    Args:
+        call: The attention.
+        tiles: The work.
+        q: `[batch, queries, heads, head_dim]`.
+        k: `[batch, keys, kv_heads, head_dim]`.
+        v: Shaped as k.
+        out: Where to write the output, shaped as q. Default: new memory.
+    """
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+
+    def tile_forward(tile: Tile, target: Tensor | None) -> Partial:
+        rows, columns = tile.queries.slice, tile.keys.slice
+        return call.kernel.forward(
+            q[:, rows], k[:, columns], v[:, columns], pattern=tile.pattern, scale=call.scale, out=target
+        )
+
+    if len(tiles) == 1 and len(tiles[0].queries) == q.shape[1]:
+        return Partial(out, tile_forward(tiles[0], out).lse)
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=accumulation_dtype(q.dtype))
+    done = 0  # rows from here on were not written
+    for tile in tiles:
+        rows = tile.queries.slice
+        if tile.queries.start >= done:
+            out[:, done : tile.queries.start] = 0
+            lse[:, :, rows] = tile_forward(tile, out[:, rows]).lse
+            done = tile.queries.stop
+        else:  # segments of one tile lie between those of another
+            out[:, done : tile.queries.stop] = 0
+            merge_rounded_(out[:, rows], lse[:, :, rows], tile_forward(tile, None))
+            done = max(done, tile.queries.stop)
+    out[:, done:] = 0
+    return Partial(out, lse)
+
+
+def backward_by_tiles(
+    call: AttentionCall,
+    kernel: Kernel,
+    tiles: Sequence[Tile],
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    into: Gradients | None = None,
+) -> Gradients:
+    """Return the gradients of q, k and v by these tiles, written to `into` if it is given; several add up in fp32."""
     if into is None:
         into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)))
-    kernel.backward(
-        *(t[:, real] for t in (grad_out, q, k, v)),
-        *(t[:, :, real] for t in (lse, delta)),
-        causal=call.mask == "causal",
-        scale=call.scale,
-        deterministic=call.deterministic,
-        into=Gradients(*(t[:, real] for t in into)),
-    )
-    for gradient in into:
-        gradient[:, call.length :] = 0
-    return into
+
+    def tile_backward(tile: Tile, target: Gradients | None) -> Gradients:
+        rows, columns = tile.queries.slice, tile.keys.slice
+        return kernel.backward(
+            *(grad_out[:, rows], q[:, rows], k[:, columns], v[:, columns], lse[:, :, rows], delta[:, :, rows]),
+            pattern=tile.pattern,
+            scale=call.scale,
+            deterministic=call.deterministic,
+            into=target,
+        )
+
+    if len(tiles) == 1:
+        (tile,) = tiles
+        spans = (tile.queries, tile.keys, tile.keys)
+        tile_backward(tile, Gradients(*(t[:, span.slice] for t, span in zip(into, spans, strict=True))))
+        for gradient, span in zip(into, spans, strict=True):
+            gradient[:, : span.start] = 0
+            gradient[:, span.stop :] = 0
+        return into
+    sums = Gradients(*(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (q, k, v)))
+    for tile in tiles:
+        for total, span, share in zip(
+            sums, (tile.queries, tile.keys, tile.keys), tile_backward(tile, None), strict=True
+        ):
+            add_(total[:, span.slice], share)
+    return deliver_gradients(sums, into)
+
+
+def merge_rounded_(out: Tensor, lse: Tensor, part: Partial) -> None:
+    """Merge a part into an output of any dtype, in fp32 or wider: rounded once."""
+    wide = out.to(lse.dtype)
+    merge_partials_(wide, lse, *part)
+    if wide is not out:
+        out.copy_(wide)

@@ -1,13 +1,13 @@
 """BurstAttention as a BMTrain module."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import bmtrain as bmt
 from torch import Tensor
 
 from bmburst.attention.api import attend, resolve_group
-from bmburst.attention.call import AttentionOptions
+from bmburst.attention.call import AttentionOptions, MaskOption
 from bmburst.mesh import current_mesh
 
 
@@ -29,7 +29,9 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         self.options = AttentionOptions(**options)
         self.options.validate()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, length: int | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, length: int | None = None, mask: MaskOption | None = None
+    ) -> Tensor:
         """Return attention's output.
 
         Args:
@@ -37,11 +39,13 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
             k: `[batch, local_tokens, kv_heads, head_dim]`.
             v: Shaped as k.
             length: Real tokens of the whole sequence. Positional: BMTrain's blocks drop late keywords.
+            mask: Instead of the one that the module was made with.
 
         Returns:
             Shaped and typed as q.
         """
-        return attend(q, k, v, length, self.group, self.options)[0]
+        options = self.options if mask is None else replace(self.options, mask=mask)
+        return attend(q, k, v, length, self.group, options)[0]
 
     def extra_repr(self) -> str:
         """Show the options in `print(model)`."""

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from bmburst.attention import double_ring
 from bmburst.attention.call import AttentionCall
 from bmburst.comm.protocol import BlockMover, Transfer
-from bmburst.schedule import Schedule, Step, Tile
+from bmburst.schedule import Schedule, Step
+from bmburst.tiles import Tile
 from bmburst_ops.flash import Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
@@ -20,11 +22,11 @@ def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partia
     dtype = accumulation_dtype(q.dtype)
     out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype, device=q.device)
-    for step, (keys, values) in visits(call.comm, call.schedule("kv"), k, v):
+    for step, (keys, values) in _visits(call, k, v):
         for tile in step.tiles:
             rows, columns = tile.queries.slice, tile.keys.slice
             part = call.kernel.forward(
-                q[:, rows], keys[:, columns], values[:, columns], causal=tile.causal, scale=call.scale
+                q[:, rows], keys[:, columns], values[:, columns], pattern=tile.pattern, scale=call.scale
             )
             merge_partials_(out[:, rows], lse[:, :, rows], *part)
     return Partial(out.to(q.dtype), lse)
@@ -54,7 +56,7 @@ def ring_backward(
             values[:, columns],
             tile_lse[:, :, rows],
             tile_delta[:, :, rows],
-            causal=tile.causal,
+            pattern=tile.pattern,
             scale=call.scale,
             deterministic=call.deterministic,
         )
@@ -80,10 +82,31 @@ def ring_backward(
         return (guest_grad,)
 
     if call.strategy.travellers == "kv":
-        grad_k, grad_v = _carry_home(call.comm, call.schedule("kv"), (k, v), keys_visit)
+        grad_k, grad_v = _carry_home(call, (k, v), keys_visit)
     else:
-        (grad_q,) = _carry_home(call.comm, call.schedule("q"), (q, grad_out, lse, delta), queries_visit)
+        (grad_q,) = _carry_home(call, (q, grad_out, lse, delta), queries_visit)
     return Gradients(grad_q, grad_k, grad_v)
+
+
+def _visits(call: AttentionCall, k: Tensor, v: Tensor) -> Iterator[tuple[Step, tuple[Tensor, ...]]]:
+    """Yield each step with the keys and values that visit."""
+    if call.levels is None:
+        return visits(call.comm, call.schedule("kv"), k, v)
+    schedule = call.double_schedule("kv", returning=False)
+    return zip(schedule.steps, double_ring.visits(call.levels, schedule.itinerary, k, v), strict=True)
+
+
+def _carry_home(
+    call: AttentionCall,
+    guests: tuple[Tensor, ...],
+    work: Callable[[Step, tuple[Tensor, ...]], tuple[Tensor, ...]],
+) -> tuple[Tensor, ...]:
+    """Let guests visit, and bring home what `work` gives for them."""
+    if call.levels is None:
+        return carry_home(call.comm, call.schedule(call.strategy.travellers), guests, work)
+    schedule = call.double_schedule(call.strategy.travellers, returning=True)
+    steps = iter(schedule.steps)
+    return double_ring.carry_home(call.levels, schedule.itinerary, guests, lambda held: work(next(steps), held))
 
 
 def visits(comm: BlockMover, schedule: Schedule, *held: Tensor) -> Iterator[tuple[Step, tuple[Tensor, ...]]]:
@@ -91,15 +114,15 @@ def visits(comm: BlockMover, schedule: Schedule, *held: Tensor) -> Iterator[tupl
 
     The next hop is under way while the caller works on this one.
     """
-    for step in schedule.steps:
+    for step, hop in zip(schedule.steps, schedule.hops, strict=True):
         is_last = step is schedule.steps[-1]
-        arriving = None if is_last else comm.ring(*held)
+        arriving = None if is_last else comm.ring(*held, shift=hop)
         yield step, held
         if arriving is not None:
             held = arriving.wait()
 
 
-def _carry_home(
+def carry_home(
     comm: BlockMover,
     schedule: Schedule,
     guests: tuple[Tensor, ...],
@@ -110,12 +133,12 @@ def _carry_home(
     A guest's gradients leave a rank as its next host still computes; when they arrive, the host's share is added.
     """
     returning: Transfer | None = None
-    for step, held in visits(comm, schedule, *guests):
+    for (step, held), hop in zip(visits(comm, schedule, *guests), schedule.hops, strict=True):
         shares = work(step, held)
         if returning is not None:
             _add(shares, returning.wait())
             returning = None  # what it brought is not needed while the next hop takes memory
-        returning = comm.ring(*shares)
+        returning = comm.ring(*shares, shift=hop)
     assert returning is not None  # a schedule has at least one step
     return returning.wait()
 

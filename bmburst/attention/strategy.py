@@ -5,13 +5,23 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from bmburst.attention.gather_plan import Sight, most_seen
 from bmburst.attention.heads_plan import HeadShapes
+from bmburst.double_schedule import layout_itinerary
 from bmburst.errors import UserError
-from bmburst.layout import Layout
-from bmburst.schedule import AttentionShape, Mask, Travellers, backward_bytes, choose_travellers, forward_bytes
+from bmburst.layout import Layout, rank_areas
+from bmburst.mask import Full, Mask
+from bmburst.schedule import (
+    AttentionShape,
+    Travellers,
+    backward_bytes,
+    choose_travellers,
+    distances,
+    forward_bytes,
+)
 
-STRATEGIES = ("auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather")
-Outer = Literal["ring", "gather"]
+STRATEGIES = ("auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather", "double-ring")
+Outer = Literal["ring", "gather", "double-ring"]
 
 _OUTBOX_BYTES = 1 << 30
 _GATHERED_BYTES = 4 << 30
@@ -24,7 +34,8 @@ class Strategy:
 
     Attributes:
         heads: Ranks that exchange heads; 1 for none.
-        outer: Between groups of that many ranks: blocks go round a ring, or each rank gathers what it needs.
+        outer: Between groups of that many ranks: blocks go round a ring, each rank gathers what it needs, or blocks go
+            round inside nodes and from node to node.
         travellers: What goes round in backward: keys and values, or queries.
         most_kv_heads: KV heads that one step of an exchange or of a gather moves; 0: all in one step.
     """
@@ -58,65 +69,105 @@ LINKS = {
 }
 """By transport; measured on 8 H200s, and guessed for hosts without GPUs."""
 
+BETWEEN_NODES = {"nccl": Link(4.5e10, 5e-5, 0.5)}
+"""The same between nodes, where it differs; a guess for a port of 400 Gb/s a GPU."""
+
 _MEMORY_BANDWIDTH = 3.5e12  # bytes a second, for merging partial results
 _KERNEL_RATE = {"peer": 6e14, "nccl": 6e14}  # FLOP/s; on CPUs 2e11
 _CUT_LOSS = 0.03  # a kernel's share lost when the scores are cut into rectangles
 
 
 @lru_cache(maxsize=1024)
-def choose_strategy(name: str, shapes: HeadShapes, mask: Mask, transport: str, wide: int) -> Strategy:
+def choose_strategy(
+    name: str, shapes: HeadShapes, length: int, mask: Mask, transport: str, wide: int, nodes: int | None = None
+) -> Strategy:
     """Return the strategy of that name, or for "auto" the one with the lowest `cost`.
 
     Args:
         name: One of `STRATEGIES`.
         shapes: Sizes; `degree` is not looked at.
+        length: Real tokens of the sequence.
         mask: The mask.
         transport: What moves the blocks.
         wide: Bytes of an accumulated number.
+        nodes: Nodes that the ranks lie on, in order, each with as many; None: not known yet.
 
     Raises:
         UserError: The strategy asked for cannot work with these shapes, with the reason.
     """
     shapes = replace(shapes, degree=1)
-    found = list(_candidates(name, shapes, mask, wide))
+    found = list(_candidates(name, shapes, mask, wide, nodes))
     if not found:
-        raise UserError(f"strategy '{name}' cannot work: {_refusal(name, shapes, mask)}\nuse strategy='auto'")
-    best = min(found, key=lambda strategy: cost(strategy, shapes, mask, transport, wide))
-    return replace(best, most_kv_heads=_most_kv_heads(best, replace(shapes, degree=best.heads), mask, transport))
+        raise UserError(f"strategy '{name}' cannot work: {_refusal(name, shapes, mask, nodes)}\nuse strategy='auto'")
+    best = min(found, key=lambda strategy: cost(strategy, shapes, length, mask, transport, wide, nodes or 1))
+    within = replace(shapes, degree=best.heads)
+    return replace(best, most_kv_heads=_most_kv_heads(best, within, length, mask, transport))
 
 
-def cost(strategy: Strategy, shapes: HeadShapes, mask: Mask, transport: str, wide: int) -> float:
+def cost(
+    strategy: Strategy, shapes: HeadShapes, length: int, mask: Mask, transport: str, wide: int, nodes: int = 1
+) -> float:
     """Return the predicted seconds of a forward and a backward pass.
 
-    Compute at one device's rate; transfers by bytes over bandwidth, of which the transport's share is exposed; a
-    latency a step; merging at memory speed.
+    Compute at one device's rate, of the rank with most to see; transfers by bytes over bandwidth, of which the
+    transport's share is exposed; a latency a step; merging at memory speed. Links inside nodes and between them are
+    busy at the same time in a double ring only.
     """
     link = LINKS.get(transport, LINKS["gloo"])  # a communicator of the user's own
-    groups = shapes.layout.size // strategy.heads
-    inner = _attention_shape(replace(shapes, degree=strategy.heads), wide)
-    row = shapes.batch * shapes.layout.tokens * shapes.head_dim
-    bytes_moved, steps, merged = 0.0, 0, 0
+    far = BETWEEN_NODES.get(transport, link)
+    within = replace(shapes, degree=strategy.heads)
+    outer = within.outer
+    bytes_moved, across, steps, merged = 0.0, 0.0, 0, 0
     if strategy.heads > 1:
         # q, k, v, out and lse forward; q, k, v, dO, lse, delta, dQ, dK and dV backward
+        row = shapes.batch * shapes.layout.tokens * shapes.head_dim
         numbers = row * (5 * shapes.heads + 6 * max(shapes.kv_heads, strategy.heads))
         bytes_moved += numbers * shapes.itemsize * (strategy.heads - 1) / strategy.heads
+        across += numbers * shapes.itemsize * max(0, strategy.heads - shapes.layout.size // nodes) / strategy.heads
         steps += 2
-    if groups > 1:
-        travellers = strategy.travellers
-        if strategy.outer == "gather":  # its gradients travel as the kernel wrote them
-            travellers, inner = "kv", replace(inner, gradient_itemsize=inner.itemsize)
-        bytes_moved += forward_bytes(inner, groups) + backward_bytes(inner, groups, travellers)
-        steps += 2 if strategy.outer == "gather" else 2 * groups
-        merged = (1 if strategy.outer == "gather" else groups) * 6 * inner.batch * inner.tokens * inner.heads
-    flops = 7.0 * shapes.batch * (shapes.layout.tokens * shapes.layout.size) ** 2 * shapes.heads * shapes.head_dim
-    compute = flops * (1 if mask == "full" else 0.5) * 2 / shapes.layout.size / _KERNEL_RATE.get(transport, 2e11)
-    compute *= 1 + (_CUT_LOSS if groups > 1 else 0)
-    moving = bytes_moved / link.bandwidth
-    exposed = max(moving * link.exposed, moving - compute)
+    inner = _attention_shape(within, wide)
+    if outer.size > 1:
+        moved, slow, hops = _outer_traffic(strategy, inner, outer, length, mask, nodes)
+        bytes_moved += moved
+        across += slow
+        steps += 2 * hops
+        merged = hops * 6 * inner.batch * inner.tokens * inner.heads
+    flops = 14.0 * shapes.batch * max(rank_areas(outer, length, mask)) * inner.heads * shapes.head_dim
+    compute = flops / _KERNEL_RATE.get(transport, 2e11)
+    compute *= 1 + (_CUT_LOSS if merged else 0)
+    if strategy.outer == "double-ring" and transport == "nccl":
+        link = LINKS["peer"]  # inside nodes
+    times = (bytes_moved - across) / link.bandwidth, across / far.bandwidth
+    moving = max(times) if strategy.outer == "double-ring" else sum(times)
+    exposed = max(times[0] * link.exposed + times[1] * far.exposed, moving - compute)
     return compute + exposed + steps * link.latency + merged * inner.head_dim * wide / _MEMORY_BANDWIDTH
 
 
-def _candidates(name: str, shapes: HeadShapes, mask: Mask, wide: int) -> Iterator[Strategy]:
+def _outer_traffic(
+    strategy: Strategy, inner: AttentionShape, outer: Layout, length: int, mask: Mask, nodes: int
+) -> tuple[float, float, int]:
+    """Return the bytes that a rank moves between groups, forward and backward, and the steps of each pass.
+
+    All are 0 where no rank sees a key of another. The second number: of those bytes, what waits for links between
+    nodes; each hop of a ring does that on some rank.
+    """
+    if strategy.outer == "gather":  # its gradients travel as the kernel wrote them
+        inner = replace(inner, gradient_itemsize=inner.itemsize)
+        whole = forward_bytes(inner, outer.size) + backward_bytes(inner, outer.size, "kv")
+        seen = most_seen(Sight(outer, length, mask))
+        moved = whole * seen / ((outer.size - 1) * outer.tokens)
+        return moved, moved * (nodes - 1) / nodes, int(seen > 0)
+    whole = forward_bytes(inner, outer.size) + backward_bytes(inner, outer.size, strategy.travellers)
+    hop = whole / (outer.size - 1)
+    if strategy.outer == "double-ring":
+        way = layout_itinerary(outer, length, mask, strategy.travellers, nodes, returning=True)
+        stops, moved = len(way.owners(0)), way.outer_hops + way.inner_hops
+        return hop * moved, hop * way.outer_hops, stops if stops > 1 else 0
+    hops = len(distances(outer, length, mask, strategy.travellers)) - 1
+    return hop * hops, hop * hops if nodes > 1 else 0.0, 1 + hops if hops else 0
+
+
+def _candidates(name: str, shapes: HeadShapes, mask: Mask, wide: int, nodes: int | None) -> Iterator[Strategy]:
     """Yield what the name allows and the shapes permit."""
     size = shapes.layout.size
     if size == 1:
@@ -129,7 +180,7 @@ def _candidates(name: str, shapes: HeadShapes, mask: Mask, wide: int) -> Iterato
         travellers: Travellers = choose_travellers(_attention_shape(within, wide), size // degree)
         forced: dict[str, Travellers] = {"kv": "kv", "burst": "q"}
         can_gather = degree < size and gather_refusal(within.outer, mask) is None
-        for outer in _outers(name, can_gather=can_gather):
+        for outer in _outers(name, can_gather=can_gather, can_double=_can_double(name, size, degree, nodes)):
             yield Strategy(degree, outer, forced.get(name, travellers))
 
 
@@ -141,21 +192,38 @@ def _allows(name: str, degree: int, size: int) -> bool:
     return 1 < degree < size if name.startswith("heads+") else degree == 1
 
 
-def _outers(name: str, *, can_gather: bool) -> tuple[Outer, ...]:
-    if name.endswith("gather"):
-        return ("gather",) if can_gather else ()
-    return ("ring", "gather") if name == "auto" and can_gather else ("ring",)
+def _outers(name: str, *, can_gather: bool, can_double: bool) -> tuple[Outer, ...]:
+    allowed: dict[Outer, bool] = {"ring": True, "gather": can_gather, "double-ring": can_double}
+    wanted: tuple[Outer, ...] = ("ring",)
+    if name == "auto":
+        wanted = ("ring", "gather", "double-ring")
+    elif name.endswith("gather"):
+        wanted = ("gather",)
+    elif name == "double-ring":
+        wanted = ("double-ring",)
+    return tuple(outer for outer in wanted if allowed[outer])
+
+
+def _can_double(name: str, size: int, degree: int, nodes: int | None) -> bool:
+    """Return whether there are nodes, and ranks in each, between which no heads are exchanged; None: whether may be."""
+    if nodes is None:
+        return name == "double-ring" and any(size % count == 0 for count in range(2, size))
+    places = size // nodes
+    return nodes > 1 and places % degree == 0 and places > degree
 
 
 def gather_refusal(layout: Layout, mask: Mask) -> str | None:
     """Return why keys cannot be gathered in global order under this layout, or None."""
-    if layout.name == "striped" and mask == "causal":
+    if layout.name == "striped" and mask != Full():
         return "layout 'striped' has no run of neighbouring tokens; 'zigzag' has"
     return None
 
 
-def _refusal(name: str, shapes: HeadShapes, mask: Mask) -> str:
+def _refusal(name: str, shapes: HeadShapes, mask: Mask, nodes: int | None) -> str:
     size = shapes.layout.size
+    if name == "double-ring":
+        found = f"{size} ranks" if nodes is None else f"{size} ranks on {nodes} node{'s' * (nodes != 1)}"
+        return f"{found} are no 2 nodes or more of 2 ranks or more (BMBURST_NODE names a rank's node)"
     if name == "heads":
         return str(replace(shapes, degree=size).refusal())
     if name.startswith("heads+"):
@@ -178,7 +246,7 @@ def _attention_shape(shapes: HeadShapes, wide: int) -> AttentionShape:
     )
 
 
-def _most_kv_heads(strategy: Strategy, shapes: HeadShapes, mask: Mask, transport: str) -> int:
+def _most_kv_heads(strategy: Strategy, shapes: HeadShapes, length: int, mask: Mask, transport: str) -> int:
     """Return how many KV heads move in one step, at least 1, so that memory for them stays bounded.
 
     In two steps or more where kernels are long enough and the transport leaves them alone, so that one hides the other;
@@ -186,8 +254,8 @@ def _most_kv_heads(strategy: Strategy, shapes: HeadShapes, mask: Mask, transport
     buffers of 4 GiB hold.
     """
     whole = shapes.layout.size * shapes.layout.tokens
-    work = 2 * shapes.batch * whole**2 * shapes.head_dim
-    hides = transport == "peer" and work * (2 if mask == "full" else 1) >= _PIPELINED_WORK
+    work = 4 * shapes.batch * sum(rank_areas(shapes.layout, length, mask)) * shapes.head_dim
+    hides = transport == "peer" and work >= _PIPELINED_WORK
     vector = shapes.batch * shapes.head_dim * shapes.itemsize
     if strategy.heads == 1:
         own, bound = shapes.kv_heads, _GATHERED_BYTES // (12 * vector * whole)

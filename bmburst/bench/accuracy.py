@@ -13,6 +13,7 @@ from bmburst.bench.cells import ONE_GPU, Cell
 from bmburst.bench.inputs import both, forward
 from bmburst.bench.methods import Method, Setting
 from bmburst.bench.party import Party
+from bmburst.bench.patterns import pattern_of
 from bmburst_ops.flash import ReferenceKernel
 from bmburst_ops.merge import row_dots
 
@@ -44,6 +45,7 @@ def measure_accuracy(method: Method, cell: Cell, setting: Setting) -> dict[str, 
     attend = method.bind(cell, setting)
     found = forward(attend, q, k, v), *both(attend, q, k, v, out_in(whole.inputs[3]).contiguous())
     expected = out_in(whole.exact[0]), *(grad_in(t) for t in whole.exact[1:])
+    found, expected = (tuple(method.real(t, cell, party.rank) for t in tensors) for tensors in (found, expected))
     return {"errors": dict(zip(NAMES, _errors(found, expected, party), strict=True))}
 
 
@@ -73,12 +75,12 @@ def _whole(
     generator = torch.Generator().manual_seed(_SEED)  # a CPU's: the same numbers wherever the ranks run
     shapes = [(batch, tokens, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
     q, k, v, grad = (torch.randn(s, generator=generator).to(device, getattr(torch, dtype)) for s in shapes)
-    kernel, causal, scale = ReferenceKernel(), mask == "causal", head_dim**-0.5
+    kernel, pattern, scale = ReferenceKernel(), pattern_of(mask, tokens), head_dim**-0.5
     wide_q, wide_k, wide_v, wide_grad = (t.double() for t in (q, k, v, grad))
-    out, lse = kernel.forward(wide_q, wide_k, wide_v, causal=causal, scale=scale)
+    out, lse = kernel.forward(wide_q, wide_k, wide_v, pattern=pattern, scale=scale)
     grads = kernel.backward(
         *(wide_grad, wide_q, wide_k, wide_v, lse, row_dots(wide_grad, out)),
-        causal=causal,
+        pattern=pattern,
         scale=scale,
         deterministic=True,
     )

@@ -1,22 +1,25 @@
 """What can be measured, as plain data: a cell is one method on one shape, with a name that stays the same."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from bmburst.errors import UserError
 
-SUITES = ("sequence", "batch", "block", "accuracy")
-MASKS = ("causal", "full")
+SUITES = ("sequence", "batch", "block", "documents", "window", "accuracy")
+PLAIN_MASKS = ("causal", "full")
+MASKS = (*PLAIN_MASKS, "documents", "window")  # the latter two have a suite each, of the same name
 _KIB = 1024
 SEQUENCE_TOKENS = tuple(_KIB * n for n in (32, 64, 128, 256, 512, 1024))
 BATCH_TOKENS, BATCHES = 64 * _KIB, (1, 2, 4, 8)
 BLOCK_TOKENS = tuple(_KIB * n for n in (32, 64, 128, 256))
+MASK_TOKENS = {"documents": (128 * _KIB, 512 * _KIB), "window": (256 * _KIB,)}
 ACCURACY_TOKENS = 4 * _KIB
 MHA, GQA = (32, 32), (32, 8)
 HEAD_DIM = 128
 ONE_GPU = "one-gpu"
+BALANCED, LLAMA3 = "-balanced", "-llama3"  # ends of names of methods that are for documents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +36,7 @@ class Cell:
         heads: Query heads.
         kv_heads: Key/value heads.
         head_dim: Features of a head.
-        mask: "causal" or "full".
+        mask: One of `MASKS`.
         dtype: Name of a torch dtype.
     """
 
@@ -64,11 +67,12 @@ class Cell:
     def shape_name(self) -> str:
         """Everything but the method: what the rows of one comparison share."""
         tokens = f"{self.batch}x{self.tokens}" if self.suite == "batch" else f"{self.tokens}"
-        return f"{self.suite}/{tokens}/{self.head_setup}/{self.mask}"
+        mask = "" if self.suite == self.mask else f"/{self.mask}"
+        return f"{self.suite}/{tokens}/{self.head_setup}{mask}"
 
     @property
     def name(self) -> str:
-        """For example `sequence/65536/mha/causal/ours-heads-peer`; globs are matched against it."""
+        """For example `sequence/65536/mha/causal/ours` or `window/262144/gqa/ours`; globs are matched against it."""
         return f"{self.shape_name}/{self.method}"
 
     @property
@@ -124,7 +128,7 @@ class Choice:
 
 def list_cells(choice: Choice) -> tuple[Cell, ...]:
     """Return the chosen cells of every suite, in the order in which they run: causal first, short sequences first."""
-    found = (cell for suite in SUITES for cell in _SUITE_CELLS[suite](choice))
+    found = (cell for suite in SUITES for cell in _SUITE_CELLS[suite](choice) if _is_for(cell))
     return tuple(cell for cell in found if any(fnmatchcase(cell.name, glob) for glob in choice.globs))
 
 
@@ -134,9 +138,21 @@ def accuracy_ranks(world: int) -> tuple[int, ...]:
     return tuple(sorted({p for p in powers if p <= world} | {world}))
 
 
-def _cells(choice: Choice, suite: str, shapes: Iterable[tuple[int, int]], setups: Sequence[tuple[int, int]]) -> Any:
+def _is_for(cell: Cell) -> bool:
+    if cell.suite == "block" and cell.method.startswith("tensor-parallel"):
+        return False
+    return cell.mask == "documents" or not cell.method.endswith((BALANCED, LLAMA3))
+
+
+def _cells(
+    choice: Choice,
+    suite: str,
+    shapes: Iterable[tuple[int, int]],
+    setups: Sequence[tuple[int, int]] = (MHA, GQA),
+    masks: Sequence[str] = PLAIN_MASKS,
+) -> Iterator[Cell]:
     shapes = tuple(shapes)
-    for mask in choice.masks:
+    for mask in (m for m in choice.masks if m in masks):
         for heads, kv_heads in choice.heads or setups:
             for batch, tokens in shapes:
                 for method in choice.methods:
@@ -156,17 +172,23 @@ def _cells(choice: Choice, suite: str, shapes: Iterable[tuple[int, int]], setups
 
 
 def _sequence(choice: Choice) -> Iterator[Cell]:
-    yield from _cells(choice, "sequence", ((1, n) for n in choice.tokens or SEQUENCE_TOKENS), (MHA, GQA))
+    yield from _cells(choice, "sequence", ((1, n) for n in choice.tokens or SEQUENCE_TOKENS))
 
 
 def _batch(choice: Choice) -> Iterator[Cell]:
     lengths = choice.tokens or (BATCH_TOKENS,)
-    yield from _cells(choice, "batch", ((b, n) for n in lengths for b in BATCHES), (MHA, GQA))
+    yield from _cells(choice, "batch", ((b, n) for n in lengths for b in BATCHES))
 
 
 def _block(choice: Choice) -> Iterator[Cell]:
-    shapes = ((1, n) for n in choice.tokens or BLOCK_TOKENS)
-    yield from (c for c in _cells(choice, "block", shapes, (GQA,)) if not c.method.startswith("tensor-parallel"))
+    yield from _cells(choice, "block", ((1, n) for n in choice.tokens or BLOCK_TOKENS), (GQA,))
+
+
+def _masked(mask: str) -> Callable[[Choice], Iterator[Cell]]:
+    def listed(choice: Choice) -> Iterator[Cell]:
+        yield from _cells(choice, mask, ((1, n) for n in choice.tokens or MASK_TOKENS[mask]), masks=(mask,))
+
+    return listed
 
 
 def _accuracy(choice: Choice) -> Iterator[Cell]:
@@ -174,9 +196,15 @@ def _accuracy(choice: Choice) -> Iterator[Cell]:
     for ranks in accuracy_ranks(choice.ranks):
         names = choice.methods if ranks > 1 else (m for m in choice.methods if m in (ONE_GPU, "ours"))
         names = tuple(m for m in names if ranks == 1 or m != ONE_GPU)
-        for cell in _cells(choice, "accuracy", shapes, (MHA, GQA)):
+        for cell in _cells(choice, "accuracy", shapes, masks=MASKS):
             if cell.method in names:
-                yield Cell(**{**cell.to_dict(), "ranks": ranks})
+                yield replace(cell, ranks=ranks)
 
 
-_SUITE_CELLS = {"sequence": _sequence, "batch": _batch, "block": _block, "accuracy": _accuracy}
+_SUITE_CELLS: Mapping[str, Callable[[Choice], Iterator[Cell]]] = {
+    "sequence": _sequence,
+    "batch": _batch,
+    "block": _block,
+    **{mask: _masked(mask) for mask in MASK_TOKENS},
+    "accuracy": _accuracy,
+}

@@ -9,7 +9,7 @@ from bmburst.bench.cells import ONE_GPU, Cell
 from bmburst.bench.results import OK, Results, Row
 from bmburst.bench.table import DIRECTIONS, by_method, columns, comparisons, short
 
-SUITES = ("sequence", "batch", "block")
+SUITES = ("sequence", "batch", "block", "documents", "window")
 _ALONE = {"color": "#000000", "linestyle": "--", "marker": ""}
 _OURS = ("#b2182b", "#d6604d", "#f4a582", "#e08214", "#8c510a", "#bf812d", "#c51b7d", "#de77ae", "#762a83", "#9970ab")
 _PEERS = ("#2166ac", "#4393c3", "#1b7837", "#5aae61", "#35978f", "#01665e", "#636363", "#969696")
@@ -94,7 +94,8 @@ def _styles(methods: list[str]) -> dict[str, dict[str, Any]]:
 def _path(suite: str, cell: Cell, stem: Path) -> Path:
     where = f"{cell.ranks}" + ("" if cell.device == "cuda" else cell.device)
     tokens = f"-{short(cell.tokens)}" if suite == "batch" else ""
-    return stem.with_name(f"{stem.name}-{suite}{tokens}-{cell.head_setup}-{cell.mask}-{where}.png")
+    mask = "" if cell.mask == suite else f"-{cell.mask}"
+    return stem.with_name(f"{stem.name}-{suite}{tokens}-{cell.head_setup}{mask}-{where}.png")
 
 
 def _save(figure: Any, path: Path) -> Path:

@@ -19,6 +19,7 @@ from bmburst.bench.job import LAST_WORDS, Job
 from bmburst.bench.memory import Gauge
 from bmburst.bench.methods import LocalKernel, Method, Setting, all_methods
 from bmburst.bench.party import Party
+from bmburst.bench.patterns import pattern_of
 from bmburst.bench.results import FAILED, OK, REFUSED, Results, Row
 from bmburst.bench.speed import Effort, measure_speed, memory_refusal
 from bmburst.bench.table import one_line
@@ -162,7 +163,7 @@ class _Bench:
     def _kernel_name(self, cell: Cell) -> str:
         dtype: torch.dtype = getattr(torch, cell.dtype)
         q, k = (torch.empty(1, 1, h, cell.head_dim, dtype=dtype, device=self.device) for h in (1, 1))
-        return self.kernel.name(q, k)
+        return self.kernel.name(q, k, pattern_of(cell.mask, cell.tokens))
 
     def _is_broken(self) -> bool:
         if self.device.type == "cuda":

@@ -14,6 +14,7 @@ from bmburst.errors import UserError
 
 FORMAT = "bmburst attention benchmark 1"
 OK, REFUSED, FAILED = "ok", "refused", "failed"
+_PLAIN = ("sequence", "batch")  # suites whose cells take the same time for the same work
 Row = dict[str, Any]
 
 
@@ -79,7 +80,7 @@ class Results:
         """
         known = [
             (other, float(row["seconds"]))
-            for suite in ((cell.suite,) if cell.suite in ("block", "accuracy") else ("sequence", "batch"))
+            for suite in (_PLAIN if cell.suite in _PLAIN else (cell.suite,))
             for other, row in self.cell_rows(suite)
             if row["status"] == OK and (other.ranks, other.device) == (cell.ranks, cell.device)
         ]

@@ -1,19 +1,20 @@
 """Measure one cell of the suites that are about speed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bmburst.bench.block import prepare_block, prepare_block_alone, projection_flops
-from bmburst.bench.cells import ONE_GPU, Cell
+from bmburst.bench.cells import ONE_GPU, PLAIN_MASKS, Cell
 from bmburst.bench.inputs import Calls, prepare
 from bmburst.bench.memory import Gauge
 from bmburst.bench.methods import Method, Setting
 from bmburst.bench.methods.one_gpu import OneGpu
-from bmburst.bench.timing import in_turns
+from bmburst.bench.pairs import facts
+from bmburst.bench.timing import Times, in_turns, quotient
 from bmburst.bench.trace import record
-from bmburst.bench.work import BACKWARD, forward_flops, one_gpu_memory, one_gpu_tokens
+from bmburst.bench.work import BACKWARD, alone, forward_flops, one_gpu_memory, plain_causal
 
 _GIB = 2**30
 
@@ -23,8 +24,8 @@ class Effort:
     """How much is measured.
 
     Attributes:
-        repeats: Pairs of calls for each direction.
-        seconds: About how long the pairs of one direction may take.
+        repeats: Rounds of calls for each direction.
+        seconds: About how long the rounds of one direction may take.
         trace: Folder for profiler timelines, or None.
     """
 
@@ -35,8 +36,8 @@ class Effort:
 
 def memory_refusal(method: Method, cell: Cell, gauge: Gauge) -> str | None:
     """Return why the cell would not fit this rank's memory, by the method's estimate, or None."""
-    alone = 0.0 if cell.method == ONE_GPU else one_gpu_memory(cell)
-    needed, capacity = method.memory(cell) + alone, gauge.capacity(cell.ranks)
+    beside = 0.0 if cell.method == ONE_GPU else one_gpu_memory(cell)
+    needed, capacity = method.memory(cell) + beside, gauge.capacity(cell.ranks)
     if needed <= capacity:
         return None
     return f"would not fit: about {needed / _GIB:.0f} GiB a rank, of {capacity / _GIB:.0f} GiB"
@@ -47,9 +48,11 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, ef
 
     * `milliseconds`: the slowest rank's.
     * `tflops`: a GPU's share of the FLOPs over that time.
-    * `ratio`: the median over the pairs of the method's rate over one GPU's.
+    * `ratio`: the median over the rounds of the method's rate over one GPU's.
     * `exposed_ms`: the median time less what one GPU's kernel would need for the same FLOPs: transfers that nothing
       hides, and whatever else the method does beside the kernel (layout changes, merges, smaller tiles).
+    * Under masks beyond causal and full, `arithmetic_ms`: what one GPU's kernel needs for the same FLOPs under a plain
+      causal mask; and `times_arithmetic`: the median over the rounds of the method's time over that.
     """
     traffic, decided = method.resolve(cell, setting)
     gauge.clear()
@@ -57,49 +60,57 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, ef
     for call in (calls.forward, calls.both):
         call()
     peak = gauge.peak()
-    alone = _alone(cell, setting)
+    others = _others(cell, setting)
     row: dict[str, Any] = {"peak_memory_gib": None if peak is None else peak / _GIB, **decided}
+    row |= facts(cell.mask, cell.tokens)
     for direction, factor in (("forward", 1.0), ("forward_backward", 1 + BACKWARD)):
         moved = None if traffic is None else getattr(traffic, direction)
-        shares = _flops(cell, direction, factor)
-        pair = getattr(calls, _CALL[direction]), getattr(alone, _CALL[direction])
-        row[direction] = _measure(pair, shares, setting, effort) | {"bytes": moved}
+        together = [getattr(own, _CALL[direction]) for own in (calls, *others)]
+        row[direction] = _measure(together, _flops(cell, direction, factor), setting, effort) | {"bytes": moved}
         if effort.trace is not None:
-            record(pair[0], effort.trace, f"{cell.key}/{direction}", setting.party)
+            record(together[0], effort.trace, f"{cell.key}/{direction}", setting.party)
     return row
 
 
 _CALL = {"forward": "forward", "forward_backward": "both"}
 
 
-def _alone(cell: Cell, setting: Setting) -> Calls:
+def _others(cell: Cell, setting: Setting) -> tuple[Calls, ...]:
+    """Return one GPU on the same FLOPs, and if that is under another mask one GPU under a plain causal one."""
     if cell.suite == "block":
-        return prepare_block_alone(cell, setting)
-    return prepare(OneGpu(), cell, setting)
+        return (prepare_block_alone(cell, setting),)
+    if cell.mask in PLAIN_MASKS:
+        return (prepare(OneGpu(), cell, setting),)
+    return prepare(OneGpu(), cell, setting), prepare(OneGpu(), plain_causal(cell), setting)
 
 
-def _flops(cell: Cell, direction: str, factor: float) -> tuple[float, float]:
-    """FLOPs of a rank's share, and of the sequence that one GPU is given, which ends on a whole tile."""
-    method, alone = forward_flops(cell) / cell.ranks, forward_flops(cell, one_gpu_tokens(cell))
+def _flops(cell: Cell, direction: str, factor: float) -> list[float]:
+    """FLOPs of a rank's share, and of what one GPU is given, which ends on a whole tile; of `_others`, in order."""
+    method, one = forward_flops(cell) / cell.ranks, forward_flops(alone(cell))
     projections = projection_flops(cell, direction) if cell.suite == "block" else 0.0
-    own = alone if cell.method == ONE_GPU else method
-    return own * factor + projections, alone * factor + projections
+    own = one if cell.method == ONE_GPU else method
+    plain = [] if cell.mask in PLAIN_MASKS else [forward_flops(plain_causal(cell))]
+    return [flops * factor + projections for flops in (own, one, *plain)]
 
 
 def _measure(
-    pair: tuple[Callable[[], object], Callable[[], object]],
-    flops: tuple[float, float],
-    setting: Setting,
-    effort: Effort,
+    calls: Sequence[Callable[[], object]], flops: Sequence[float], setting: Setting, effort: Effort
 ) -> dict[str, Any]:
-    times, alone, ratio = in_turns(*pair, setting.party, repeats=effort.repeats, seconds=effort.seconds)
-    mine, ones = flops
-    same_work = mine / ones
-    return {
+    """Return times and rates of the first call, and how they are to those of the second, and third if there is one."""
+    rounds = in_turns(*calls, party=setting.party, repeats=effort.repeats, seconds=effort.seconds)
+    times, one = (Times.of(milliseconds) for milliseconds in rounds[:2])
+    same_work = flops[0] / flops[1]
+    row: dict[str, Any] = {
         "milliseconds": times.to_dict(),
-        "one_gpu_milliseconds": alone.to_dict(),
-        "tflops": mine / times.median / 1e9,
-        "one_gpu_tflops": ones / alone.median / 1e9,
-        "ratio": ratio * same_work,
-        "exposed_ms": times.median - alone.median * same_work,
+        "one_gpu_milliseconds": one.to_dict(),
+        "tflops": flops[0] / times.median / 1e9,
+        "one_gpu_tflops": flops[1] / one.median / 1e9,
+        "ratio": quotient(rounds[1], rounds[0]) * same_work,
+        "exposed_ms": times.median - one.median * same_work,
     }
+    if len(rounds) > 2:
+        same_work = flops[0] / flops[2]
+        plain = Times.of(rounds[2]).median
+        row |= {"arithmetic_ms": plain * same_work, "arithmetic_tflops": flops[2] / plain / 1e9}
+        row["times_arithmetic"] = quotient(rounds[0], rounds[2]) / same_work
+    return row

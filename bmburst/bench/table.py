@@ -3,20 +3,21 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bmburst.bench.cells import SUITES, Cell
+from bmburst.bench.cells import MASK_TOKENS, SUITES, Cell
 from bmburst.bench.results import OK, Results, Row
 
 DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 _COLUMN: dict[str, Callable[[Cell], int]] = {
-    "sequence": lambda cell: cell.tokens,
+    **dict.fromkeys(SUITES, lambda cell: cell.tokens),
     "batch": lambda cell: cell.batch,
-    "block": lambda cell: cell.tokens,
     "accuracy": lambda cell: cell.ranks,
 }
 _TITLE = {
     "sequence": "Attention over sequence length, batch 1",
     "batch": "Attention over batch size",
     "block": "Attention block (projections, rotary, attention) over sequence length",
+    "documents": "Attention of packed causal documents over tokens in all",
+    "window": "Attention in a causal sliding window over sequence length",
     "accuracy": "Relative L2 error against fp64",
 }
 _ERRORS = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
@@ -28,13 +29,15 @@ def one_line(cell: Cell, row: Row) -> str:
         return f"{cell.key}: {row['status']}: {row['reason']}"
     if cell.suite == "accuracy":
         return f"{cell.key}: " + ", ".join(f"{_ERRORS[n]} {value:.2e}" for n, value in row["errors"].items())
-    parts = [
-        f"{title} {row[d]['milliseconds']['median']:.2f} ms {row[d]['tflops']:.0f} TFLOP/s ratio {row[d]['ratio']:.3f}"
-        for d, title in DIRECTIONS.items()
-    ]
+    parts = [f"{title} {_speed_of(row[direction])}" for direction, title in DIRECTIONS.items()]
     chosen = row.get("strategy")
     how = f", {_how(cell, chosen)} by {row['transport']}" if chosen else ""
     return f"{cell.key}: {'; '.join(parts)} ({row['seconds']:.1f} s{how})"
+
+
+def _speed_of(part: Row) -> str:
+    times = f", {part['times_arithmetic']:.2f} x arithmetic" if "times_arithmetic" in part else ""
+    return f"{part['milliseconds']['median']:.2f} ms {part['tflops']:.0f} TFLOP/s ratio {part['ratio']:.3f}{times}"
 
 
 def _how(cell: Cell, chosen: dict[str, Any]) -> str:
@@ -50,7 +53,7 @@ def markdown(results: Results) -> str:
     lines: list[str] = []
     for suite in SUITES:
         for title, rows in comparisons(results, suite):
-            lines += [f"## {title}", ""]
+            lines += [f"## {title}", "", *_mask_facts(rows)]
             lines += _accuracy(rows, notes) if suite == "accuracy" else _speed(suite, rows, notes)
     if notes:
         lines += ["## What did not run", "", *(f"{number}. {reason}" for reason, number in notes.items()), ""]
@@ -96,7 +99,24 @@ def _title(suite: str, cell: Cell) -> str:
     tokens = f", {short(cell.tokens)} tokens" if suite in ("batch", "accuracy") else ""
     kind = "GPU" if cell.device == "cuda" else "CPU rank"
     where = "" if suite == "accuracy" else f", {cell.ranks} {kind}{'s' if cell.ranks > 1 else ''}"
-    return f"{_TITLE[suite]}: {heads}, head dim {cell.head_dim}, {cell.mask}, {cell.dtype}{tokens}{where}"
+    mask = "" if cell.mask == suite else f", {cell.mask}"
+    return f"{_TITLE[suite]}: {heads}, head dim {cell.head_dim}{mask}, {cell.dtype}{tokens}{where}"
+
+
+def _mask_facts(rows: Sequence[tuple[Cell, Row]]) -> list[str]:
+    """Return what the masks are beyond their names, for every length that was measured."""
+    measured = {cell.tokens: row for cell, row in rows if row.keys() & {"documents", "window"}}
+    found = []
+    for tokens, row in sorted(measured.items()):
+        if "window" in row:
+            found.append(f"- {short(tokens)} tokens: a query sees itself and the {row['window'] - 1} tokens before it.")
+            continue
+        own = row["documents"]
+        found.append(
+            f"- {short(tokens)} tokens: {own['number']} documents, median {own['median']:g}, longest {own['longest']}; "
+            f"drawn log-normal, median {own['drawn_median']}, sigma {own['sigma']}, seed {own['seed']}."
+        )
+    return [*found, ""] if found else []
 
 
 def _speed(suite: str, rows: list[tuple[Cell, Row]], notes: dict[str, int]) -> list[str]:
@@ -109,6 +129,9 @@ def _speed(suite: str, rows: list[tuple[Cell, Row]], notes: dict[str, int]) -> l
 
         head = f"{title}: ratio to one GPU / ms / TFLOP/s a GPU"
         lines += _grid(suite, rows, head, times, notes)
+    if suite in MASK_TOKENS:
+        head = "time over one GPU's for as many FLOPs of plain causal attention: forward / forward + backward"
+        lines += _grid(suite, rows, head, _over_arithmetic, notes)
     lines += _grid(suite, rows, "peak GiB a GPU / GB received / exposed ms (forward + backward)", _costs, notes)
     return lines
 
@@ -118,6 +141,10 @@ def _costs(row: Row) -> str:
     memory = "?" if peak is None else f"{peak:.1f}"
     moved = "?" if both["bytes"] is None else f"{both['bytes'] / 1e9:.2f}"
     return f"{memory} / {moved} / {both['exposed_ms']:.2f}"
+
+
+def _over_arithmetic(row: Row) -> str:
+    return " / ".join(f"{row[direction]['times_arithmetic']:.2f}" for direction in DIRECTIONS)
 
 
 def _accuracy(rows: list[tuple[Cell, Row]], notes: dict[str, int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The clock: the slowest rank's time of a call, and two calls measured in turns so that both meet the same heat."""
+"""The clock: the slowest rank's time of a call, and calls measured in turns so that all meet the same heat."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from bmburst.bench.party import Party
 
-LEAST = 3  # pairs that are measured however long they take
+LEAST = 3  # rounds that are measured however long they take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,29 +70,33 @@ def once(call: Callable[[], object], party: Party) -> float:
     return float(slowest.item())
 
 
-def in_turns(
-    method: Callable[[], object], one_gpu: Callable[[], object], party: Party, *, repeats: int, seconds: float
-) -> tuple[Times, Times, float]:
-    """Measure a method and one GPU's kernel in turns.
+def in_turns(*calls: Callable[[], object], party: Party, repeats: int, seconds: float) -> tuple[tuple[float, ...], ...]:
+    """Measure calls in turns, round by round.
 
     Args:
-        method: One call of the method.
-        one_gpu: One call of the kernel alone.
+        calls: What is measured, in this order.
         party: The ranks.
-        repeats: Pairs to measure.
-        seconds: About how long all pairs may take; fewer are then measured, `LEAST` or `repeats` at least.
+        repeats: Rounds to measure.
+        seconds: About how long all rounds may take; fewer are then measured, `LEAST` or `repeats` at least.
 
     Returns:
-        The method's times, the kernel's, and the median over the pairs of the kernel's time over the method's.
+        For each call its milliseconds, round by round.
     """
+
+    def once_each() -> tuple[float, ...]:
+        return tuple(once(call, party) for call in calls)
+
     # Kernels are compiled, buffers and communicators made. Long calls need no second round for clocks to settle.
     # What `once` returns is equal on all ranks: they agree on what follows without another word.
     for _ in range(2):
-        if once(one_gpu, party) + once(method, party) > seconds * 1e3 / 4:
+        if sum(once_each()) > seconds * 1e3 / 4:
             break
-    first = once(one_gpu, party), once(method, party)
+    first = once_each()
     affordable = int(seconds * 1e3 / max(sum(first), 1e-3))
     count = min(repeats, max(LEAST, affordable))
-    pairs = [first, *((once(one_gpu, party), once(method, party)) for _ in range(count - 1))]
-    ones, ours = zip(*pairs, strict=True)
-    return Times.of(ours), Times.of(ones), statistics.median(one / our for one, our in pairs)
+    return tuple(zip(first, *(once_each() for _ in range(count - 1)), strict=True))
+
+
+def quotient(times: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median over the rounds of one call's time over another's."""
+    return statistics.median(one / other for one, other in zip(times, others, strict=True))

@@ -1,9 +1,10 @@
-"""The arithmetic of a cell: FLOPs, the sequence on which one GPU does the same work, bytes of its tensors."""
+"""The arithmetic of a cell: FLOPs, what one GPU does of the same work, bytes of its tensors."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from bmburst.bench.cells import Cell
+from bmburst.bench.cells import PLAIN_MASKS, Cell
+from bmburst.bench.pairs import visible_pairs
 
 BACKWARD = 2.5  # FLOPs of backward over those of forward: five products against two (arXiv:2307.08691, section 4.1)
 _TILE = 128  # rows of a kernel's block: a sequence that ends inside one would cost one GPU more than its FLOPs
@@ -41,9 +42,9 @@ class Traffic:
     forward_backward: float
 
 
-def sizes(cell: Cell, tokens: int | None = None) -> Sizes:
-    """Return the bytes of tensors of `tokens` tokens, by default a rank's share of the sequence."""
-    rows = cell.batch * (cell.tokens // cell.ranks if tokens is None else tokens)
+def sizes(cell: Cell) -> Sizes:
+    """Return the bytes of the tensors of a rank's share of the sequence."""
+    rows = cell.batch * (cell.tokens // cell.ranks)
     item = _ITEMSIZE[cell.dtype]
     wide = max(FP32, item)
     return Sizes(
@@ -54,19 +55,40 @@ def sizes(cell: Cell, tokens: int | None = None) -> Sizes:
     )
 
 
-def forward_flops(cell: Cell, tokens: int | None = None) -> float:
-    """Return the FLOPs of attention forward over a whole sequence: 4 B S^2 H D, a causal mask counted as half."""
-    length = cell.tokens if tokens is None else tokens
-    return 4.0 * cell.batch * length**2 * cell.heads * cell.head_dim * (0.5 if cell.is_causal else 1.0)
+def forward_flops(cell: Cell) -> float:
+    """Return the FLOPs of attention forward over a whole sequence: 4 B H D for every pair that is seen."""
+    return 4.0 * cell.batch * visible_pairs(cell.mask, cell.tokens) * cell.heads * cell.head_dim
 
 
-def one_gpu_tokens(cell: Cell) -> int:
-    """Return the length at which one GPU has a rank's share of the FLOPs: S / sqrt(P), in whole tiles of the kernel."""
-    tokens = int(cell.tokens / math.sqrt(cell.ranks))
-    return tokens // _TILE * _TILE if tokens > 8 * _TILE else max(1, tokens)
+def alone(cell: Cell) -> Cell:
+    """Return what one GPU computes beside a method: a rank's share of the FLOPs.
+
+    Under a causal or full mask a sequence of S / sqrt(P), in whole tiles of the kernel. Under the others the same
+    sequence, with the same documents or window, for a P-th of the heads: all documents are as long as those of the
+    ranks, and no sample of them has a P-th of the pairs where the longest has more. Heads that do not divide evenly are
+    rounded down, and no KV head is left without a query head: rates are compared, not times.
+    """
+    if cell.mask in PLAIN_MASKS:
+        return replace(cell, ranks=1, tokens=_whole_tiles(cell.tokens / math.sqrt(cell.ranks)))
+    kv_heads = max(1, cell.kv_heads // cell.ranks)
+    heads = kv_heads * max(1, cell.heads // cell.ranks // kv_heads)
+    return replace(cell, ranks=1, heads=heads, kv_heads=kv_heads)
+
+
+def plain_causal(cell: Cell) -> Cell:
+    """Return a causal sequence of all heads that has a rank's share of the FLOPs, in whole tiles of the kernel.
+
+    Its rate is that of the arithmetic: of one GPU's kernel where neither documents nor a window cut its work short.
+    """
+    tokens = math.sqrt(2 * visible_pairs(cell.mask, cell.tokens) / cell.ranks)
+    return replace(cell, ranks=1, mask="causal", tokens=_whole_tiles(tokens))
 
 
 def one_gpu_memory(cell: Cell) -> float:
     """Return about what the comparison on one GPU holds at its peak, in bytes: its tensors and dQ in fp32."""
-    alone = sizes(cell, one_gpu_tokens(cell))
-    return alone.held + alone.q * alone.wide
+    others = (alone(cell),) if cell.mask in PLAIN_MASKS else (alone(cell), plain_causal(cell))
+    return sum(own.held + own.q * own.wide for own in map(sizes, others))
+
+
+def _whole_tiles(tokens: float) -> int:
+    return int(tokens) // _TILE * _TILE if tokens > 8 * _TILE else max(1, int(tokens))

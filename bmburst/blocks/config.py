@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError, unknown
+from bmburst.mesh_shape import MeshShape
 
 ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
 # Hugging Face's own defaults, used where a config.json leaves the key out.
@@ -110,6 +111,15 @@ class LlamaConfig:
         block = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return tables + self.num_layers * block + self.hidden_size
+
+    def require_mesh(self, shape: MeshShape) -> None:
+        """Check that the ranks of a mesh can share the model's heads and the width of its MLP.
+
+        Raises:
+            UserError: They cannot; the message names the nearest degrees that work.
+        """
+        shape.require_heads(self.num_heads, self.num_kv_heads)
+        shape.require_width("intermediate_size", self.intermediate_size)
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> "LlamaConfig":

@@ -13,42 +13,78 @@ NO_DECAY = "no_decay"
 """BMTrain's parameter group of everything that weight decay leaves alone: vectors."""
 
 
-def parameter(*shape: int, dtype: torch.dtype) -> bmt.DistributedParameter:
-    """Return a parameter of undefined value, cut over all ranks: a vector without weight decay, a matrix with."""
-    return bmt.DistributedParameter(torch.empty(shape, dtype=dtype), group=NO_DECAY if len(shape) == 1 else None)
+def parameter(*shape: int, dtype: torch.dtype, split: int | None = None) -> bmt.DistributedParameter:
+    """Return a parameter of undefined value, cut over all ranks: a vector without weight decay, a matrix with.
+
+    Args:
+        shape: Of the whole parameter.
+        dtype: Its type.
+        split: Dimension of which each rank of a tensor group has a part; it divides. None: every rank has all.
+    """
+    degree = bmt.config["tp_size"]
+    if split is None or degree == 1:
+        return bmt.DistributedParameter(torch.empty(shape, dtype=dtype), group=NO_DECAY if len(shape) == 1 else None)
+    local = [size // degree if dim == split else size for dim, size in enumerate(shape)]
+    # BMTrain calls the parameter group "tp", whatever it is told.
+    return bmt.DistributedParameter(torch.empty(local, dtype=dtype), tp_mode=True, tp_split_dim=split)
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` that keeps the parameter itself for its backward.
+    """`F.linear`, with some rows of a weight, that keeps the parameter itself for its backward.
 
     torch's own keeps the transpose, a view of the numbers gathered by ZeRO-3 for the forward pass: every layer's would
     stay in memory until its backward pass. BMTrain gathers them again, into the same parameter, so nothing is lost.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: slice) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return torch.nn.functional.linear(x, weight)
+        ctx.rows = rows
+        return torch.nn.functional.linear(x, weight[rows])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad_x = grad_output @ weight if ctx.needs_input_grad[0] else None
-        grad_weight = grad_output.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight
+        grad_x = grad_output @ weight[ctx.rows] if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None
+        grad_rows = grad_output.flatten(0, -2).t() @ x.flatten(0, -2)
+        if grad_rows.shape == weight.shape:
+            return grad_x, grad_rows, None
+        grad_weight = torch.zeros_like(weight)
+        grad_weight[ctx.rows] = grad_rows
+        return grad_x, grad_weight, None
 
 
 class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """A matrix without bias: `[..., in_features]` to `[..., out_features]`. `weight` is `[out, in]`."""
+    """A matrix without bias, or this rank's part of it. `weight` is `[out, in]`; nothing is sent.
 
-    def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype) -> None:
+    Args:
+        in_features: Width of the input, over all ranks of a tensor group.
+        out_features: Width of the output, likewise.
+        dtype: Of the weight.
+        split: Of which width each rank of a tensor group has a part: 0, out; 1, in, so that results add up to the
+            product; None, of neither. See `bmburst.blocks.tensor_parallel`.
+        rows: Which of its outputs this rank computes.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        split: int | None = None,
+        rows: slice = slice(None),
+    ) -> None:
         super().__init__()
-        self.weight = parameter(out_features, in_features, dtype=dtype)
+        self.weight = parameter(out_features, in_features, dtype=dtype, split=split)
+        self.rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T."""
-        result: Tensor = _Linear.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        """Return x @ weight[rows].T."""
+        result: Tensor = _Linear.apply(x, self.weight, self.rows)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -6,14 +6,18 @@ import bmtrain as bmt
 import torch
 from torch import Tensor
 
+from bmburst.attention.call import MaskOption
 from bmburst.attention.module import BurstAttention
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.initialization import initialize
 from bmburst.blocks.layers import RMSNorm, Table
 from bmburst.blocks.rope import rotary_tables
+from bmburst.blocks.tensor_parallel import TensorGroup
 from bmburst.blocks.transformer import AttentionFactory, TransformerBlock
 from bmburst.errors import UserError, unknown
-from bmburst.loss import DEFAULT_CHUNK, require_ids, token_loss_sum
+from bmburst.loss import DEFAULT_CHUNK, IGNORE_INDEX, require_ids, token_loss_sum
+from bmburst.mesh import current_mesh
+from bmburst.mesh_shape import MeshShape
 from bmburst.recompute import POLICIES
 from bmburst_ops.merge import accumulation_dtype
 
@@ -22,27 +26,40 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
     """Embedding, blocks and last norm: what Hugging Face calls `model`."""
 
     def __init__(
-        self, config: LlamaConfig, attention: AttentionFactory, dtype: torch.dtype, recompute: str, zero_level: int
+        self,
+        config: LlamaConfig,
+        attention: AttentionFactory,
+        dtype: torch.dtype,
+        recompute: str,
+        zero_level: int,
+        tensor: TensorGroup,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.tensor = config, tensor
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = bmt.TransformerBlockList(
             [
                 # Recomputation is ours (bmburst.recompute): BMTrain's would run the ring a second time.
                 bmt.Block(
-                    TransformerBlock(config, attention, dtype, recompute), use_checkpoint=False, zero_level=zero_level
+                    TransformerBlock(config, attention, dtype, recompute, tensor),
+                    use_checkpoint=False,
+                    zero_level=zero_level,
                 )
                 for _ in range(config.num_layers)
             ]
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
 
-    def forward(self, tokens: Tensor, positions: Tensor, length: int | None, embedding: Tensor) -> Tensor:
-        """See `Llama.forward`; `embedding` is the gathered table."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, length: int | None, embedding: Tensor, mask: MaskOption | None = None
+    ) -> Tensor:
+        """Return the hidden states of this rank's tokens of its tensor group.
+
+        See `Llama.forward`; `embedding` is the gathered table.
+        """
         cos, sin = rotary_tables(self.config, positions, length, embedding.dtype)
-        hidden = _embed(tokens, embedding)
-        hidden = self.layers(hidden, cos, sin, length)
+        hidden = _embed(self.tensor.own(tokens), embedding)
+        hidden = self.layers(hidden, cos, sin, length, mask)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -50,7 +67,9 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
 class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
     """LLaMA with its language model head. Parameters are named as Hugging Face names them.
 
-    Every rank of the world builds it with the same arguments and calls the same methods in the same order.
+    Every rank of the world builds it with the same arguments and calls the same methods in the same order. Where
+    BMTrain was started with tensor parallelism (`bmburst.start(tensor=N)`), the ranks of a tensor group share its
+    matrices and heads, and are given the same tokens; see `bmburst.blocks.tensor_parallel`.
 
     Args:
         config: The shape.
@@ -64,7 +83,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         loss_chunk: Tokens whose logits exist at one time in `loss`.
 
     Raises:
-        UserError: An option has an unknown value.
+        UserError: An option has an unknown value, the ranks of a tensor group cannot share the model, or with tensor
+            parallelism neither attention nor a current mesh says which ranks share a sequence.
     """
 
     def __init__(
@@ -85,34 +105,53 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             raise UserError(f"zero_level {zero_level} is unknown\nknown: 2, 3")
         if loss_chunk < 1:
             raise UserError(f"loss_chunk {loss_chunk} is not positive\nfix: the tokens of a chunk, for example 1024")
-        self.config = config
+        tensor = TensorGroup.of_bmtrain()
+        config.require_mesh(MeshShape(1, 1, tensor.size))
+        if tensor.size > 1 and attention is None and current_mesh() is None:
+            raise UserError(
+                f"with tensor {tensor.size} the world is more than the ranks of a sequence\n"
+                "fix: with mesh.current(): Llama(...), or attention=functools.partial(BurstAttention, "
+                "group=mesh.sequence)"
+            )
+        self.config, self.tensor = config, tensor
         self.loss_chunk = loss_chunk
         self._checked_on_device = False
         self.model = LlamaModel(
-            config, attention or partial(BurstAttention, mask="causal"), dtype, recompute, zero_level
+            config, attention or partial(BurstAttention, mask="causal"), dtype, recompute, zero_level, tensor
         )
         if not config.tie_embeddings:
             self.lm_head = Table(config.vocab_size, config.hidden_size, dtype=dtype)
         if seed is not None:
             initialize(self, config, seed)
 
-    def forward(self, tokens: Tensor, positions: Tensor, length: int | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, length: int | None = None, mask: MaskOption | None = None
+    ) -> Tensor:
         """Return what the last norm gives for this rank's tokens, `[batch, tokens, hidden_size]`.
+
+        Ranks of a tensor group return the same. A loss made of it is the sum of what the ranks count: let each token
+        count on one of them, as `loss` does.
 
         Args:
             tokens: `[batch, tokens]` int64, this rank's part.
-            positions: `[batch, tokens]` int64, of each token in the whole sequence.
-            length: Real tokens of the whole sequence over all ranks, where padding follows them; None if all are real.
+            positions: `[batch, tokens]` int64, of each token in the whole sequence, or in its document.
+            length: Real tokens of the whole sequence over all ranks, where padding follows them. Default: what the mask
+                is made for, or all of them.
+            mask: Which tokens of this batch see which, as in `burst_attention`. Default: the one that attention was
+                made with.
 
         Raises:
             UserError: A token id is out of range. Looked at always on a CPU, in the first pass on a GPU.
         """
-        return self._hidden(tokens, positions, length, self.model.embed_tokens.weight)
+        hidden = self._hidden(tokens, positions, length, self.model.embed_tokens.weight, mask)
+        return self.tensor.gather(hidden, tokens.shape[1])
 
-    def logits(self, tokens: Tensor, positions: Tensor, length: int | None = None) -> Tensor:
+    def logits(
+        self, tokens: Tensor, positions: Tensor, length: int | None = None, mask: MaskOption | None = None
+    ) -> Tensor:
         """Return the logits of every token, `[batch, tokens, vocab_size]`: for short inputs. See `forward`."""
         embedding = self.model.embed_tokens.weight
-        hidden = self._hidden(tokens, positions, length, embedding)
+        hidden = self.tensor.gather(self._hidden(tokens, positions, length, embedding, mask), tokens.shape[1])
         return torch.nn.functional.linear(hidden, self._head(embedding))
 
     def project(self, hidden: Tensor) -> Tensor:
@@ -120,27 +159,39 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         table = self.model.embed_tokens if self.config.tie_embeddings else self.lm_head
         return torch.nn.functional.linear(hidden, table.weight)
 
-    def loss(self, tokens: Tensor, positions: Tensor, labels: Tensor, length: int | None = None) -> Tensor:
+    def loss(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        labels: Tensor,
+        length: int | None = None,
+        mask: MaskOption | None = None,
+    ) -> Tensor:
         """Return the sum of this rank's token losses in nats, a scalar in fp32 or wider.
 
-        `bmburst.loss.global_mean` makes of it what BMTrain's `OptimManager.backward` is given.
+        `bmburst.loss.global_mean` makes of it what BMTrain's `OptimManager.backward` is given. In a tensor group each
+        token counts on one rank, so that losses add up over all ranks of the world.
 
         Args:
             tokens: See `forward`, as `positions` and `length`.
             positions: See `forward`.
             labels: `[batch, tokens]` int64, the token that follows each; `bmburst.loss.IGNORE_INDEX` for no loss.
             length: See `forward`.
+            mask: See `forward`.
 
         Raises:
             UserError: A token id or label is out of range.
         """
         first = not self._checked_on_device
         embedding = self.model.embed_tokens.weight
-        hidden = self._hidden(tokens, positions, length, embedding)
+        hidden = self._hidden(tokens, positions, length, embedding, mask)
         head = self._head(embedding)
-        return token_loss_sum(hidden, head, labels, chunk=self.loss_chunk, check=first or not labels.is_cuda)
+        own = self.tensor.own(labels, pad_value=IGNORE_INDEX)
+        return token_loss_sum(hidden, head, own, chunk=self.loss_chunk, check=first or not labels.is_cuda)
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, length: int | None, embedding: Tensor) -> Tensor:
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor, length: int | None, embedding: Tensor, mask: MaskOption | None
+    ) -> Tensor:
         if tokens.shape != positions.shape or tokens.dim() != 2:
             raise UserError(
                 f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)} do not fit\n"
@@ -149,7 +200,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         if not (tokens.is_cuda and self._checked_on_device):
             require_ids("token id", tokens, self.config.vocab_size)
             self._checked_on_device = True
-        hidden: Tensor = self.model(tokens, positions, length, embedding)
+        hidden: Tensor = self.model(tokens, positions, length, embedding, mask)
         return hidden
 
     def _head(self, embedding: Tensor) -> Tensor:

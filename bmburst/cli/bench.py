@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 HELP = (
     "Measure attention over ranks, cell by cell: burst_attention by every strategy and transport, its peers, and "
     "beside each, in turns, one GPU's kernel on the same FLOPs. Suites: sequence (32K to 1M tokens), batch (1 to 8), "
-    "block (with projections and rotary), accuracy (errors against fp64)."
+    "block (with projections and rotary), documents (packed, 128K and 512K tokens), window (of 4,096 tokens in 256K), "
+    "accuracy (errors against fp64)."
 )
 _USAGE = (
     "bmburst bench attention [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS] [--output FILE]\n"
@@ -30,10 +31,11 @@ _USAGE = (
     "       bmburst bench attention --table --plot --output FILE"
 )
 _EPILOG = (
-    "A cell is SUITE/TOKENS/HEADS/MASK/METHOD, for example sequence/65536/mha/causal/ulysses; in --cells a * also "
-    "stands for slashes. With --output the file is continued: cells that it has measured are skipped (--again measures "
-    "them anew), tables go to FILE with .md in place of .json and pictures beside it. Ratios are rates over those of "
-    "one GPU's kernel; exposed time is a method's less the kernel's for the same FLOPs."
+    "A cell is SUITE/TOKENS/HEADS/MASK/METHOD, for example sequence/65536/mha/causal/ulysses; the suites documents and "
+    "window are their mask's and leave it out: documents/131072/gqa/ours. In --cells a * also stands for slashes. With "
+    "--output the file is continued: cells that it has measured are skipped (--again measures them anew), tables go to "
+    "FILE with .md in place of .json and pictures beside it. Ratios are rates over those of one GPU's kernel; exposed "
+    "time is a method's less the kernel's for the same FLOPs."
 )
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -52,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=int, metavar="N", help="query heads, in place of 32/32 and 32/8")
     add("--kv-heads", type=int, metavar="N", help="key/value heads (default: as --heads)")
     add("--head-dim", type=int, metavar="N", default=HEAD_DIM, help=f"features of a head (default: {HEAD_DIM})")
-    add("--mask", choices=(*MASKS, "both"), default="both", help="which masks (default: both)")
+    add("--mask", choices=(*MASKS, "all"), default="all", help="which masks (default: all)")
     add("--dtype", choices=_DTYPES, help="of the inputs (default: bfloat16 on GPUs, float32 on CPUs)")
     add("--kernel", metavar="NAME", default="auto", help="kernel under test, for all methods (default: auto)")
     add("--deterministic", action="store_true", help="ask burst_attention for gradients that repeat bit for bit")
@@ -141,7 +143,7 @@ def _choice(args: argparse.Namespace, device: str, ranks: int, methods: tuple[st
         tokens=None if args.tokens is None else _numbers("--tokens", args.tokens),
         heads=heads,
         head_dim=args.head_dim,
-        masks=MASKS if args.mask == "both" else (args.mask,),
+        masks=MASKS if args.mask == "all" else (args.mask,),
         methods=methods,
         globs=tuple(args.cells.split(",")),
     )

@@ -47,8 +47,7 @@ class _Phase:
     config: TrainConfig
 
     def __str__(self) -> str:
-        data, sequence = self.config.mesh_shape(self.nproc)
-        ranks = "one rank" if self.nproc == 1 else f"{self.nproc} ranks (data {data} x sequence {sequence})"
+        ranks = "one rank" if self.nproc == 1 else f"{self.nproc} ranks ({self.config.mesh_shape(self.nproc)})"
         return f"{ranks} in {self.config.dtype}"
 
 
@@ -122,7 +121,9 @@ def plan(config: TrainConfig, nproc: int) -> tuple[_Phase, ...]:
             "check compares several ranks with one, but there is 1\n"
             "fix: --nproc 2; or CUDA_VISIBLE_DEVICES= (empty) to check on the CPU"
         )
-    alone = dataclasses.replace(config.parallel, data_parallel=1, sequence_parallel=1, transport="auto")
+    alone = dataclasses.replace(
+        config.parallel, data_parallel=1, sequence_parallel=1, tensor_parallel=1, transport="auto"
+    )
     phases = [
         _Phase(name="ranks", nproc=nproc, config=config),
         _Phase(name="single", nproc=1, config=config.replace(parallel=alone)),

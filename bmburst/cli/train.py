@@ -21,7 +21,7 @@ HELP = (
 )
 SHORT = {"data.source": "--data"} | {
     f"parallel.{name}": f"--{name.replace('_', '-')}"
-    for name in ("data_parallel", "sequence_parallel", "layout", "strategy", "kernel", "transport")
+    for name in ("data_parallel", "sequence_parallel", "tensor_parallel", "layout", "strategy", "kernel", "transport")
 }
 TITLES = {
     "": "run",
@@ -118,9 +118,9 @@ def ranks_to_start(config: TrainConfig) -> int:
     parallel = config.parallel
     nproc = config.nproc
     if nproc is None and parallel.sequence_parallel is not None:
-        nproc = parallel.data_parallel * parallel.sequence_parallel
+        nproc = parallel.data_parallel * parallel.sequence_parallel * parallel.tensor_parallel
     if nproc is None:
-        nproc = devices or max(2, parallel.data_parallel)
+        nproc = devices or max(2, parallel.data_parallel * parallel.tensor_parallel)
     require_devices(nproc, devices)
     return nproc
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.messages import MessageMover
+from bmburst.comm.objects import gather_objects
 from bmburst.comm.protocol import Arrived, Transfer
 from bmburst.comm.side_stream import SideStreamTransfer
 
@@ -71,6 +72,13 @@ class BMTrainCommunicator(MessageMover):
         self.size: int = nccl.commCount(handle)
         self.transport = "gloo" if on_host else "nccl"
         self._device = torch.device("cpu" if on_host else "cuda")
+
+    def split(self, partition: Sequence[Sequence[int]]) -> "BMTrainCommunicator":
+        """Return the communicator of the part that holds this rank; every rank must call it with the same partition."""
+        mine = next(part for part in partition if self.rank in part)
+        ids = gather_objects(self, self._nccl.getUniqueId().hex() if mine[0] == self.rank else "")
+        handle = self._nccl.commInitRank(bytes.fromhex(ids[mine[0]]), len(mine), mine.index(self.rank))
+        return BMTrainCommunicator(handle, on_host=self.transport == "gloo")
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""

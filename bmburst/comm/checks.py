@@ -53,6 +53,8 @@ class Checked:
         self.inner = inner
         self.device = device
         self.rank, self.size, self.transport = inner.rank, inner.size, inner.transport
+        self.nodes: int | None = None
+        """On how many nodes the ranks lie, in order, each with as many; None: what they find (`levels.find_nodes`)."""
         self.always = always or os.environ.get(DEBUG_SWITCH) == "1"
         self._switch = _Switch(self.always)
 
@@ -66,7 +68,7 @@ class Checked:
         self._switch.on = on
 
     def over(self, inner: Communicator) -> "Checked":
-        """Return the same group over another transport; the two are active together."""
+        """Return the same group, or a part of it, over another transport; the two are active together."""
         other = Checked(inner, self.device)
         other.always, other._switch = self.always, self._switch
         return other

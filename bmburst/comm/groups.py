@@ -65,6 +65,8 @@ def bmtrain_groups() -> tuple[Checked, Split]:
         from bmtrain import nccl
         from bmtrain.store import allgather_objects
 
+        if [list(ranks) for ranks in groups] == _neighbours(world.size, bmtrain_tensor_degree()):
+            return _over_bmtrain(config["tp_comm"])  # BMTrain has made it; another would take memory of its own
         if len(groups) == 1:
             return world
         mine = _group_of(world.rank, groups)
@@ -73,6 +75,17 @@ def bmtrain_groups() -> tuple[Checked, Split]:
         return _over_bmtrain(nccl.commInitRank(ids[mine[0]], len(mine), mine.index(world.rank)))
 
     return world, split
+
+
+def bmtrain_tensor_degree() -> int:
+    """Return how many neighbouring ranks share each matrix of a running BMTrain; 1 where none runs."""
+    config = _bmtrain_config()
+    return 1 if config is None else int(config["tp_size"])
+
+
+def alone() -> Checked:
+    """Return the communicator of a group that is this rank alone."""
+    return Checked(LocalCommunicator(0, [[Wire()]]), torch.device("cpu"))
 
 
 def process_groups() -> tuple[Checked, Split]:
@@ -96,6 +109,12 @@ def process_groups() -> tuple[Checked, Split]:
 
 def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
     return next(ranks for ranks in groups if rank in ranks)
+
+
+def _neighbours(world_size: int, degree: int) -> list[list[int]]:
+    """Return BMTrain's tensor groups; nothing where there are none."""
+    starts = range(0, world_size, degree) if degree > 1 else ()
+    return [list(range(first, first + degree)) for first in starts]
 
 
 def _world() -> object:

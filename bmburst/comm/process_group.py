@@ -54,11 +54,26 @@ class ProcessGroupCommunicator(MessageMover):
             raise UserError("the process group was destroyed\nmake modules and meshes anew after init_process_group")
         return group
 
+    def split(self, partition: Sequence[Sequence[int]]) -> "ProcessGroupCommunicator":
+        """Return the communicator of the part that holds this rank; every rank must call it with the same partition.
+
+        Ranks are in ascending order. Only the ranks of this group take part, unless torch.distributed was initialised
+        with a `device_id`: then torch splits NCCL's communicator of the world, and all of the world must.
+        """
+        mine = next(part for part in partition if self.rank in part)
+        ranks = dist.get_process_group_ranks(self._group)
+        backend = dist.get_backend_config(self._group)
+        group = dist.new_group([ranks[rank] for rank in mine], backend=backend, use_local_synchronization=True)
+        return ProcessGroupCommunicator(group)
+
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
         sent = _contiguous(tensors)
         received = tuple(torch.empty_like(t) for t in sent)
         to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
+        if self.transport != "nccl":
+            outbound, inbound = ([(peer, _bytes(t)) for t in part] for peer, part in ((to, sent), (source, received)))
+            return _Pending(self._posted(outbound, inbound), received, sent)
         nothing = torch.empty(0, dtype=torch.uint8, device=sent[0].device)
         works: list[dist.Work] = []
         for outgoing, incoming in zip(sent, received, strict=True):
@@ -103,10 +118,19 @@ class ProcessGroupCommunicator(MessageMover):
             # Not isend and irecv: torch marks their tensors with `record_stream`, and a host that runs ahead of the GPU
             # would take new memory for every block of the sequence. Those of a collective it keeps until the wait.
             return [dist.all_to_all(list(incoming), list(outgoing), group=self._group, async_op=True)]
+        return self._posted(list(enumerate(outgoing)), list(enumerate(incoming)))
+
+    def _posted(
+        self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]
+    ) -> list[dist.Work]:
+        """Receive messages from ranks and send messages to ranks, those between two ranks in order; empty ones are not.
+
+        All receives come first: gloo tells a sender of each, over the connection that messages take the other way too.
+        """
         operations = [
             dist.P2POp(verb, message, group=self._group, group_peer=peer)
-            for verb, messages in ((dist.isend, outgoing), (dist.irecv, incoming))
-            for peer, message in enumerate(messages)
+            for verb, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
+            for peer, message in messages
             if message.numel()
         ]
         return dist.batch_isend_irecv(operations) if operations else []

@@ -1,9 +1,9 @@
 """What attention and the trainer ask of the network: a few verbs, no backend names."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from bmburst.comm.exchange import Exchange
@@ -20,15 +20,25 @@ class Transfer(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class Arrived:
-    """A `Transfer` with nothing to wait for."""
+    """A `Transfer` of what is here already, or will be once the stream that is current now has made it.
 
-    tensors: tuple[Tensor, ...]
+    Args:
+        tensors: What `wait` returns.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self._tensors = tensors
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        self._maker: Any = torch.cuda.current_stream() if on_gpu else None
 
     def wait(self) -> tuple[Tensor, ...]:
         """See `Transfer.wait`."""
-        return self.tensors
+        if self._maker is not None and (current := torch.cuda.current_stream()) != self._maker:
+            current.wait_stream(self._maker)
+            for tensor in self._tensors:  # the stream that will use the memory again has not waited
+                tensor.record_stream(current)
+        return self._tensors
 
 
 class BlockMover(Protocol):

@@ -30,6 +30,8 @@ class Batches:
     Attributes:
         samples: How many samples all ranks together have taken since the beginning of training.
         text_bytes: Bytes of text that the labels of the last batch stand for, over all data ranks; 0 before the first.
+        documents: Inputs of each document of each sample of this rank's last batch; None where the sequences are
+            streams, and before the first.
 
     Raises:
         UserError: `batch_size` is not a positive multiple of `data_parallel`.
@@ -52,6 +54,7 @@ class Batches:
         self._order: tuple[int, Permutation] | None = None  # of the epoch that was last asked for
         self.samples = 0
         self.text_bytes = 0
+        self.documents: tuple[tuple[int, ...], ...] | None = None
 
     def __iter__(self) -> "Batches":
         """Return itself: there is one position in the data."""
@@ -63,6 +66,8 @@ class Batches:
         mine = taken[self._first : self._first + self._local]
         self.samples += self._batch_size
         self.text_bytes = sum(map(self._sequences.text_bytes, taken))
+        lengths = [self._sequences.documents(index) for index in mine]
+        self.documents = tuple(n for n in lengths if n is not None) or None
         return np.stack([self._sequences[index] for index in mine])
 
     @property

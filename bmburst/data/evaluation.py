@@ -21,12 +21,15 @@ class EvaluationBatch:
         labels: The same shape; `IGNORE_INDEX` where there is no text.
         label_count: Labels that count, over all data ranks.
         text_bytes: Bytes of text that they stand for, over all data ranks.
+        documents: Inputs of each document of each row, padding left out, or None where the sequences are streams. A row
+            without text has one of a single token.
     """
 
     inputs: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     label_count: int
     text_bytes: int
+    documents: tuple[tuple[int, ...], ...] | None = None
 
 
 def evaluation_batches(
@@ -61,7 +64,8 @@ def evaluation_batches(
         taken = range(first, min(first + batch_size, count))
         inputs = np.full((local, sequences.sequence_length), sequences.token_file.eos_id, np.int64)
         labels = np.full((local, sequences.sequence_length), IGNORE_INDEX, np.int64)
-        for row, index in enumerate(taken[data_rank * local : (data_rank + 1) * local]):
+        mine = taken[data_rank * local : (data_rank + 1) * local]
+        for row, index in enumerate(mine):
             ids = sequences[index]
             inputs[row, : len(ids) - 1] = ids[:-1]
             labels[row, : len(ids) - 1] = ids[1:]
@@ -71,6 +75,14 @@ def evaluation_batches(
             label_count=min(taken.stop * sequences.sequence_length, sequences.label_count)
             - first * sequences.sequence_length,
             text_bytes=sum(map(sequences.text_bytes, taken)),
+            documents=_documents(sequences, mine, local),
         )
 
     return map(step, range(0, count, batch_size))
+
+
+def _documents(sequences: PackedSequences, taken: range, rows: int) -> tuple[tuple[int, ...], ...] | None:
+    """See `EvaluationBatch.documents`; rows beyond the samples taken are all padding."""
+    if sequences.pack == "stream":
+        return None
+    return tuple(sequences.documents(index) or () for index in taken) + ((1,),) * (rows - len(taken))

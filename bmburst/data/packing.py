@@ -7,9 +7,11 @@ import numpy.typing as npt
 
 from bmburst.data.split import split_documents
 from bmburst.data.token_file import TokenFile
-from bmburst.errors import UserError, unknown
+from bmburst.errors import UserError, require_known
 
 SPLITS = ("train", "held_out", "all")
+PACKS = ("stream", "documents")
+"""What a token may see: all of the sequence before it, or only what of it is of its own document."""
 HELD_OUT_FRACTION = 0.05
 
 
@@ -22,11 +24,18 @@ class PackedSequences:
     end-of-document id. What is left at the end, fewer than S labels, is the partial sample: training leaves it out,
     evaluation pads it.
 
+    With documents kept apart the samples are the same, and `documents` says how they divide: into each document's
+    inputs, which are the end-of-document id before it and its text, and whose labels are its text and the
+    end-of-document id behind it. So no label is lost, and no token sees another document, except that where the end of
+    a document is held out, the next one in training begins with the last token kept of it. What a sample's border cuts
+    off of a document is a document of its own in the next sample, and begins with the token before the cut.
+
     Args:
         token_file: The corpus.
         split: "train", "held_out" or "all".
         sequence_length: S, tokens a sequence.
         held_out_fraction: The share of the corpus's tokens that is never trained on, in (0, 1); "all" ignores it.
+        pack: "stream", each sample is one text; or "documents", kept apart.
 
     Attributes:
         label_count: Tokens in the part, which is how many labels there are.
@@ -43,9 +52,10 @@ class PackedSequences:
         split: str,
         sequence_length: int,
         held_out_fraction: float = HELD_OUT_FRACTION,
+        pack: str = "stream",
     ) -> None:
-        if split not in SPLITS:
-            raise unknown("split", split, SPLITS)
+        require_known("split", split, SPLITS)
+        require_known("pack", pack, PACKS)
         if sequence_length < 1:
             raise UserError(f"sequence_length must be at least 1 token, got {sequence_length}")
         if split == "all":
@@ -57,6 +67,7 @@ class PackedSequences:
         self.split = split
         self.sequence_length = sequence_length
         self.held_out_fraction = held_out_fraction
+        self.pack = pack
         self._spans = spans
         self._ends = np.cumsum(spans[:, 1] - spans[:, 0])  # of each span, counted in labels
         self.label_count = int(self._ends[-1])
@@ -94,6 +105,23 @@ class PackedSequences:
         the bytes of its documents; see `TokenFile.bytes_between` for what is exact within a document.
         """
         return sum(self.token_file.bytes_between(*r) for r in self._file_ranges(*self._labels_of(index)))
+
+    def documents(self, index: int) -> tuple[int, ...] | None:
+        """Return how many inputs of sample `index` each of its documents has, in order; None in a stream.
+
+        They add up to the sample's labels: to `sequence_length`, but for the partial sample.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
+        if self.pack == "stream":
+            return None
+        offsets = self.token_file.document_offsets
+        lengths: list[int] = []
+        for start, stop in self._file_ranges(*self._labels_of(index)):
+            first, last = np.searchsorted(offsets, [start + 1, stop])
+            lengths += np.diff(offsets[first:last], prepend=start, append=stop).tolist()
+        return tuple(lengths)
 
     def _labels_of(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self) + (self.partial_labels > 0):

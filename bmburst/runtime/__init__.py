@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bmburst.errors import UserError
+from bmburst.mesh_shape import MeshShape
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ class Runtime:
     """Whether the host runtime stands in for CUDA."""
 
 
-def start(*, seed: int = 0) -> Runtime:
+def start(*, seed: int = 0, tensor: int | None = None) -> Runtime:
     """Start BMTrain: on this rank's GPU, or on the CPU by the host runtime where there is no CUDA.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers set them; without
@@ -40,9 +41,12 @@ def start(*, seed: int = 0) -> Runtime:
 
     Args:
         seed: Of every random number generator.
+        tensor: Neighbouring ranks that share each matrix of the models built later (BMTrain's `tp_size`); by default
+            1, or what BMTrain was started with.
 
     Raises:
-        UserError: The environment does not name a rank, or BMTrain is missing.
+        UserError: The environment does not name a rank, BMTrain is missing, the tensor degree does not divide the
+            ranks, or BMTrain was started with another one.
     """
     import torch
 
@@ -52,8 +56,14 @@ def start(*, seed: int = 0) -> Runtime:
         _complete_environment()
         if not torch.cuda.is_available():
             host.install()
-        _start_bmtrain(seed)
+        _start_bmtrain(seed, 1 if tensor is None else tensor)
     import bmtrain as bmt
+
+    if tensor is not None and tensor != bmt.config["tp_size"]:
+        raise UserError(
+            f"tensor {tensor}, but BMTrain was started with {bmt.config['tp_size']}\n"
+            f"fix: bmburst.start(tensor={tensor}) before anything else starts BMTrain"
+        )
 
     on_host = host.is_installed()
     local_rank = int(bmt.config["local_rank"])
@@ -71,8 +81,11 @@ def _bmtrain_has_started() -> bool:
     return bmtrain is not None and bool(bmtrain.config["initialized"])
 
 
-def _start_bmtrain(seed: int) -> None:
+def _start_bmtrain(seed: int, tensor: int) -> None:
     import torch
+
+    # BMTrain would find it after the ranks have met, and only assert.
+    MeshShape.fit(int(os.environ.get("WORLD_SIZE", "1")), tensor=tensor)
 
     from bmburst.runtime import host
 
@@ -87,7 +100,7 @@ def _start_bmtrain(seed: int) -> None:
     # BMTrain prints ten lines a rank to stdout, where users, and programs, look for results.
     bmtrain.init.print_dict = lambda title, facts: _LOG.debug("BMTrain: %s %s", title, facts)
     try:
-        bmtrain.init.init_distributed(seed=seed)
+        bmtrain.init.init_distributed(seed=seed, tp_size=tensor)
     finally:
         bmtrain.init.print_dict = print_dict
         torch.backends.cudnn.enabled = cudnn  # BMTrain switches it off for the whole process

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +247,7 @@ def _load_optimizer(path: Path, model: "Llama", optimizer: "AdamW", step: int) -
             state.update(initial_state(shard))
         state["step"] = step
         for name in state_names(shard):
-            scatter_piece(shard, file.read(f"{shard.name}.{name}", shard.begin, shard.end), state[name])
+            scatter_piece(shard, shard.read(partial(file.read, f"{shard.name}.{name}")), state[name])
 
 
 def _said(shape: tuple[int, ...] | None) -> str:

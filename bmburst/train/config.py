@@ -9,6 +9,7 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
+from bmburst.mesh_shape import MeshShape, divisors
 
 STANDARD_LIBRARY = "stdlib"
 # The 256 bytes, and the ids that end a document, start a text and pad.
@@ -79,12 +80,20 @@ class ParallelConfig:
 
     data_parallel: int = field("Groups of ranks that train on different sequences.", default=1, unit="ranks", minimum=1)
     sequence_parallel: int | None = field(
-        "Ranks that share one sequence.", default=None, default_text="ranks / data_parallel", unit="ranks", minimum=1
+        "Ranks that share one sequence.",
+        default=None,
+        default_text="ranks / data_parallel / tensor_parallel",
+        unit="ranks",
+        minimum=1,
     )
-    layout: Literal["contiguous", "zigzag", "striped"] = field("Which rank holds which tokens.", default="zigzag")
-    strategy: Literal["auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather"] = field(
-        "How attention is spread over the ranks of a sequence.", default="auto"
+    tensor_parallel: int = field("Ranks that share each matrix and its heads.", default=1, unit="ranks", minimum=1)
+    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
+        "Which rank holds which tokens; balanced: like work for each, whatever documents are packed.",
+        default="zigzag",
     )
+    strategy: Literal[
+        "auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather", "double-ring"
+    ] = field("How attention is spread over the ranks of a sequence.", default="auto")
     kernel: Literal["auto", "fa4", "fa3", "cudnn", "fa2", "torch", "cpu", "triton", "reference"] = field(
         "What computes a tile of attention.", default="auto"
     )
@@ -102,6 +111,11 @@ class TrainConfig:
 
     preset: str | None = field(f"Named shape that model.* starts from: {', '.join(PRESETS)}.", default="llama-tiny")
     sequence_length: int = field("Tokens of a sequence, over all its ranks.", default=4096, unit="tokens", minimum=1)
+    pack: Literal["stream", "documents"] = field(
+        "What a token sees: all text before it in its sequence, or only its own document, in which positions and "
+        "labels begin anew.",
+        default="stream",
+    )
     steps: int = field("Optimizer steps in all, also on resume.", default=200, unit="steps", minimum=1)
     batch_size: int = field("Sequences a step, over all data ranks.", default=1, unit="sequences", minimum=1)
     micro_batch_size: int = field(
@@ -139,7 +153,7 @@ class TrainConfig:
     nproc: int | None = field(
         "Ranks to start on this machine.",
         default=None,
-        default_text="sequence * data parallel where both are given, else all GPUs, else 2",
+        default_text="data * sequence * tensor parallel where sequence is given, else all GPUs, else at least 2",
         unit="processes",
         minimum=1,
     )
@@ -169,39 +183,61 @@ class TrainConfig:
                 f"{self.model.max_position_embeddings}\nfix: --model.max_position_embeddings {self.sequence_length}, "
                 "with --model.rope_scaling.* for weights trained on shorter ones"
             )
+        check_packing(self.pack, self.model)
+        if self.pack == "documents" and self.parallel.layout == "balanced" and self.micro_batch_size > 1:
+            raise UserError(
+                f"layout balanced is another one for each sequence of documents, but micro_batch_size "
+                f"{self.micro_batch_size} puts several together\nfix: --micro-batch-size 1, or --parallel.layout zigzag"
+            )
         if self.data.tokenizer == "bytes" and self.model.vocab_size < BYTE_IDS:
             raise UserError(
                 f"model.vocab_size {self.model.vocab_size} is too small for the tokenizer 'bytes'\n"
                 f"allowed: at least {BYTE_IDS}"
             )
 
-    def mesh_shape(self, world_size: int) -> tuple[int, int]:
-        """Return (data ranks, sequence ranks) of a run on `world_size` ranks.
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        """Return how `world_size` ranks are cut.
 
         Raises:
             UserError: They do not make up the ranks.
         """
         data, sequence = self.parallel.data_parallel, self.parallel.sequence_parallel
-        if sequence is not None and data * sequence != world_size:
+        tensor = self.parallel.tensor_parallel
+        if world_size < 1 or world_size % tensor:
             raise UserError(
-                f"data_parallel {data} x sequence_parallel {sequence} is {data * sequence} ranks, but there are "
-                f"{world_size}\nfix: --nproc {data * sequence}, or leave --sequence-parallel out"
+                f"tensor_parallel {tensor} does not divide {world_size} ranks\n"
+                f"allowed: {', '.join(map(str, divisors(world_size)))}\n"
+                f"fix: --nproc {tensor * max(1, world_size // tensor)}, or another --tensor-parallel"
             )
-        if world_size < 1 or world_size % data:
-            divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        if sequence is not None and data * sequence * tensor != world_size:
+            shape = MeshShape(data, sequence, tensor)
+            product = f"data_parallel {data} x sequence_parallel {sequence}" + (
+                f" x tensor_parallel {tensor}" if tensor > 1 else ""
+            )
             raise UserError(
-                f"data_parallel {data} does not divide {world_size} ranks\nallowed: {', '.join(divisors)}\n"
-                f"fix: --nproc {data * max(1, world_size // data)}, or another --data-parallel"
+                f"{product} is {shape.size} ranks, but there are {world_size}\n"
+                f"fix: --nproc {shape.size}, or leave --sequence-parallel out"
             )
-        return data, world_size // data
+        rest = world_size // tensor
+        if rest % data:
+            each = f" with tensor_parallel {tensor}" if tensor > 1 else ""
+            raise UserError(
+                f"data_parallel {data} does not divide {world_size} ranks{each}\n"
+                f"allowed: {', '.join(map(str, divisors(rest)))}\n"
+                f"fix: --nproc {data * tensor * max(1, rest // data)}, or another --data-parallel"
+            )
+        return MeshShape(data, rest // data, tensor)
 
     def validate(self, world_size: int) -> None:
         """Check what only the number of ranks decides. Values alone were checked when the configuration was built.
 
         Raises:
-            UserError: The ranks do not match the mesh, the batch does not divide, or a rank would have no token.
+            UserError: The ranks do not match the mesh or cannot share the model, the batch does not divide, or a rank
+                would have no token.
         """
-        data, sequence = self.mesh_shape(world_size)
+        shape = self.mesh_shape(world_size)
+        self.model.require_mesh(shape)
+        data, sequence = shape.data, shape.sequence
         if self.batch_size % (data * self.micro_batch_size):
             group = data * self.micro_batch_size
             raise UserError(
@@ -218,3 +254,16 @@ class TrainConfig:
     def replace(self, **changes: object) -> "TrainConfig":
         """Return a copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def check_packing(pack: str, model: LlamaConfig) -> None:
+    """Check that a model can tell packed documents apart.
+
+    Raises:
+        UserError: Its rotary embedding hangs on the length of a text, of which a sequence then has several.
+    """
+    if pack == "documents" and model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
+        raise UserError(
+            "pack documents: model.rope_scaling.kind dynamic turns by a text's length, and documents differ in it\n"
+            "allowed: linear, yarn and llama3, or none\nfix: --pack stream, or another --model.rope_scaling.kind"
+        )

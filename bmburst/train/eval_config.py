@@ -16,6 +16,10 @@ class EvalConfig:
     )
     data: str = field("Held-out text: text file, JSONL file, directory of them, or token file.")
     sequence_length: int = field("Tokens of a sequence, over all its ranks.", default=4096, unit="tokens", minimum=1)
+    pack: Literal["stream", "documents"] = field(
+        "What a token sees: all text before it in its sequence, or only its own document; as in training.",
+        default="stream",
+    )
     tokenizer: str | None = field(
         "'bytes', a tokenizer.json, a directory with one, or the name of a Hugging Face tokenizer.",
         default=None,
@@ -26,7 +30,9 @@ class EvalConfig:
         "Sequences that are read at most.", default=None, default_text="all", unit="sequences", minimum=1
     )
     dtype: Literal["float32", "bfloat16"] = field("Type of weights and activations.", default="float32")
-    layout: Literal["contiguous", "zigzag", "striped"] = field("Which rank holds which tokens.", default="zigzag")
+    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
+        "Which rank holds which tokens.", default="zigzag"
+    )
     loss_chunk_tokens: int = field(
         "Tokens whose logits exist at once, on a rank.", default=1024, unit="tokens", minimum=1
     )

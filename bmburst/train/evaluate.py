@@ -17,8 +17,9 @@ from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
 from bmburst.sequence import SequenceShard
 from bmburst.train.checkpoint import STATE_FILE, newest_complete, read_progress
-from bmburst.train.config import STANDARD_LIBRARY
+from bmburst.train.config import STANDARD_LIBRARY, check_packing
 from bmburst.train.eval_config import EvalConfig
+from bmburst.train.token_losses import token_losses
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -50,8 +51,7 @@ def measure(
     with torch.no_grad():
         for batch in batches:
             inputs, labels = (torch.from_numpy(ids).to(device) for ids in (batch.inputs, batch.labels))
-            part = cut.batch(inputs, labels)
-            nats += model.loss(part.tokens, part.positions, part.labels, cut.length)
+            nats += token_losses(model, cut, inputs, labels, batch.documents)
             tokens, text_bytes = tokens + batch.label_count, text_bytes + batch.text_bytes
             beat()
     total = mesh.sum(nats.item())
@@ -78,6 +78,7 @@ def run(config: EvalConfig) -> Measurement:
     mesh = Mesh.over_bmtrain(data=1)
     directory, tokenizer = find_model(config)
     shape = hugging_face.read_config(directory)
+    check_packing(config.pack, shape)
     source = None if config.data == STANDARD_LIBRARY else config.data
     corpus = open_corpus(source, tokenizer, user_cache(), text_field=config.text_field)
     corpus.require_vocab(shape.vocab_size)
@@ -91,9 +92,13 @@ def run(config: EvalConfig) -> Measurement:
     hugging_face.load(model, directory)
     model.eval()
     cut = SequenceShard.cut(
-        config.sequence_length, layout=config.layout, size=mesh.shape.sequence, rank=mesh.sequence_rank
+        config.sequence_length,
+        layout=config.layout,
+        size=mesh.shape.sequence,
+        rank=mesh.sequence_rank,
+        mask="causal",
     )
-    sequences = PackedSequences(corpus, split="all", sequence_length=config.sequence_length)
+    sequences = PackedSequences(corpus, split="all", sequence_length=config.sequence_length, pack=config.pack)
     batches = evaluation_batches(sequences, limit=config.max_sequences)
     return measure(model, mesh, cut, batches, runtime.device)
 

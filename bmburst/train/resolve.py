@@ -17,7 +17,7 @@ CONFIG_FILE = "config.json"
 # They say where a run lies and how it was called, not what it computes: a run's config.json serves another run.
 _OF_ONE_CALL = ("output", "resume")
 # What the data's order, the weights' shapes or their meaning hang on.
-_FIXED_ON_RESUME = ("model", "data", "sequence_length", "seed")
+_FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed")
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
@@ -127,7 +127,7 @@ def check_resumable(before: TrainConfig, now: TrainConfig, folder: Path) -> None
     """Check that a run is continued as what it was; steps, ranks, rates and intervals may change.
 
     Raises:
-        UserError: The model, data, sequence length or seed differ from the run's own.
+        UserError: The model, data, sequence length, packing or seed differ from the run's own.
     """
     was, wanted = to_dict(before), to_dict(now)
     for leaf in leaves(before):

@@ -43,7 +43,9 @@ def generate(
         for _ in range(count):
             # A sequence shorter than its group gives every rank a token of padding.
             length = max(len(ids), mesh.shape.sequence)
-            cut = SequenceShard.cut(length, layout=layout, size=mesh.shape.sequence, rank=mesh.sequence_rank)
+            cut = SequenceShard.cut(
+                length, layout=layout, size=mesh.shape.sequence, rank=mesh.sequence_rank, mask="causal"
+            )
             whole = torch.tensor([ids + [0] * (length - len(ids))], dtype=torch.int64, device=device)
             part = cut.batch(whole)
             hidden = model(part.tokens, part.positions, length)

@@ -4,6 +4,7 @@ import contextlib
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, memor
 from bmburst.train.plot import plot_losses
 from bmburst.train.progress import Progress
 from bmburst.train.sample import generate
+from bmburst.train.token_losses import token_losses
 
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
@@ -66,7 +68,7 @@ class Trainer:
             raise UserError("output is not set\nfix: give the run folder, TrainConfig(output=...)")
         self.config = config
         self.folder: Path = config.output
-        self.runtime = start(seed=config.seed)
+        self.runtime = start(seed=config.seed, tensor=config.parallel.tensor_parallel)
         config.validate(self.runtime.world_size)
         # These define BMTrain classes: BMTrain must have been started.
         import bmtrain as bmt
@@ -82,6 +84,7 @@ class Trainer:
             layout=parallel.layout,
             size=self.mesh.shape.sequence,
             rank=self.mesh.sequence_rank,
+            mask="causal",
         )
         self.corpus = self._open_corpus()
         self._held_out = self._sequences("held_out")
@@ -173,8 +176,7 @@ class Trainer:
         # Shapes are compared between GPUs in this process's first step: every later one does the same.
         self.mesh.set_checks(self._is_first)
         self._is_first = False
-        samples = torch.from_numpy(next(self.batches)).to(self.runtime.device)
-        loss, tokens = self.backward(samples[:, :-1], samples[:, 1:])
+        loss, tokens = self.backward(*self.next_batch())
         rate, norm = self.update()
         seconds = time.perf_counter() - started
         return StepMetrics(
@@ -188,12 +190,20 @@ class Trainer:
             memory_gib=memory_gib(),
         )
 
-    def backward(self, inputs: Tensor, labels: Tensor) -> tuple[float, int]:
+    def next_batch(self) -> tuple[Tensor, Tensor, tuple[tuple[int, ...], ...] | None]:
+        """Move on in the data by one step, and return what `backward` takes."""
+        samples = torch.from_numpy(next(self.batches)).to(self.runtime.device)
+        return samples[:, :-1], samples[:, 1:], self.batches.documents
+
+    def backward(
+        self, inputs: Tensor, labels: Tensor, documents: Sequence[Sequence[int]] | None = None
+    ) -> tuple[float, int]:
         """Add the gradient of the mean loss of a step's labels, in microbatches.
 
         Args:
             inputs: `[sequences of this data rank, sequence_length]` int64, whole sequences.
             labels: The token after each, in the same shape; `IGNORE_INDEX` where there is no loss.
+            documents: Tokens of each document of each sequence, where a token sees only its own one.
 
         Returns:
             The mean loss in nats over all ranks' valid labels, and how many there are.
@@ -202,9 +212,10 @@ class Trainer:
         (valid,) = self.mesh.data.all_reduce(count_valid(labels)).wait()
         mean = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         size = self.config.micro_batch_size
-        for micro_inputs, micro_labels in zip(inputs.split(size), labels.split(size), strict=True):
-            part = self.cut.batch(micro_inputs, micro_labels)
-            nats = self.model.loss(part.tokens, part.positions, part.labels, self.cut.length)
+        for first in range(0, len(inputs), size):
+            rows = slice(first, first + size)
+            packed = None if documents is None else documents[rows]
+            nats = token_losses(self.model, self.cut, inputs[rows], labels[rows], packed)
             objective = global_mean(nats, valid, self.mesh.shape.size)
             self._manager.backward(objective)
             mean += objective.detach()
@@ -250,7 +261,8 @@ class Trainer:
     def sample(self) -> str:
         """Return a prompt from held-out text and what the model makes of it."""
         tokenizer = data.load_tokenizer(self.corpus.tokenizer_name)
-        prompt = self._held_out[0][:_PROMPT_TOKENS].tolist()
+        first = (self._held_out.documents(0) or (_PROMPT_TOKENS,))[0]
+        prompt = self._held_out[0][: min(first, _PROMPT_TOKENS)].tolist()
         ids = generate(
             self.model,
             self.mesh,
@@ -297,6 +309,7 @@ class Trainer:
             split=split,
             sequence_length=self.config.sequence_length,
             held_out_fraction=self.config.data.held_out_fraction,
+            pack=self.config.pack,
         )
 
 

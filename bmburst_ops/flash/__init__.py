@@ -1,8 +1,24 @@
 """Attention of one tile on one device: one file a backend, and the table that picks."""
 
 from bmburst_ops.flash.kernel import Gradients, Kernel, Partial
+from bmburst_ops.flash.pattern import CAUSAL, FULL, Band, Cells, Need, Pattern, Segments
 from bmburst_ops.flash.reference import ReferenceKernel
 from bmburst_ops.flash.select import NAMES, select_kernel
 from bmburst_ops.flash.triton import TritonKernel
 
-__all__ = ["NAMES", "Gradients", "Kernel", "Partial", "ReferenceKernel", "TritonKernel", "select_kernel"]
+__all__ = [
+    "CAUSAL",
+    "FULL",
+    "NAMES",
+    "Band",
+    "Cells",
+    "Gradients",
+    "Kernel",
+    "Need",
+    "Partial",
+    "Pattern",
+    "ReferenceKernel",
+    "Segments",
+    "TritonKernel",
+    "select_kernel",
+]

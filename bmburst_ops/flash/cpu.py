@@ -1,43 +1,56 @@
 """torch's flash attention for CPUs. Its causal mask is top-left."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from bmburst_ops.flash import top_left
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.merge import dense_rows, surrogate_out
+from bmburst_ops.flash.limits import PACKED, unless_able, without_cells
+from bmburst_ops.flash.memory import deliver, deliver_gradients
+from bmburst_ops.flash.pattern import CAUSAL, FULL, Band, Need, Pattern, Segments, rectangles
+from bmburst_ops.flash.visible import Visibility
+from bmburst_ops.merge import accumulation_dtype, dense_rows, surrogate_out
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ROWS = 512  # queries of a window at once: what they see is passed as a mask, and memory stays linear
 
 
 class CpuKernel:
-    """`Kernel` over `aten._scaled_dot_product_flash_attention_for_cpu`."""
+    """`Kernel` over `aten._scaled_dot_product_flash_attention_for_cpu`.
+
+    It is called once a segment, and once for every 512 queries of a window: on a CPU a call costs microseconds.
+    """
 
     name = "cpu"
     takes_delta = False
 
-    def refusal(self, q: Tensor, k: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
         if q.device.type != "cpu":
             return f"runs on the CPU only, and the tensors are on {q.device}"
         if q.dtype not in _DTYPES:
             return f"takes float64, float32, bfloat16 and float16 only, got {q.dtype}"
-        return None
+        return unless_able(needs, PACKED)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
     ) -> Partial:
         """See `Kernel.forward`."""
-
-        def part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-            heads_first = (_heads_first(t) for t in (q, k, v))
-            result, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *heads_first, 0.0, causal, scale=scale
-            )
-            return Partial(result.transpose(1, 2), lse)
-
-        return top_left.forward(part, q, k, v, causal, out)
+        whole = _as_one_call(pattern, q, k)
+        if whole is not None:
+            return _forward(q, k, v, whole, scale, out)
+        dtype = accumulation_dtype(q.dtype)
+        result = torch.zeros(q.shape, dtype=dtype) if out is None or out.dtype != dtype else out.zero_()
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
+        for piece in _pieces(without_cells(pattern, self.name), q, k):
+            rows, near = piece.queries, piece.keys
+            part = _forward(q[:, rows], k[:, near], v[:, near], piece.sight, scale, result[:, rows])
+            lse[:, :, rows] = part.lse
+        return Partial(deliver(result, out), lse)
 
     def backward(
         self,
@@ -48,23 +61,91 @@ class CpuKernel:
         lse: Tensor,
         delta: Tensor,
         *,
-        causal: bool,
+        pattern: Pattern,
         scale: float,
         deterministic: bool,
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
         del deterministic  # always: each (batch, head) is one thread's
-        grad, queries, result = (_heads_first(t) for t in (grad_out, q, surrogate_out(grad_out, delta)))
-        lse = lse.contiguous()
+        result, whole = surrogate_out(grad_out, delta), _as_one_call(pattern, q, k)
+        if whole is not None:
+            return _backward(grad_out, q, k, v, result, lse, whole, scale, into)
+        sums = Gradients(*(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype)) for t in (q, k, v)))
+        for rows, keys, sight in _pieces(without_cells(pattern, self.name), q, k):
+            near = (grad_out[:, rows], q[:, rows], k[:, keys], v[:, keys], result[:, rows], lse[:, :, rows])
+            part = _backward(*near, sight, scale, None)
+            for total, share, place in zip(sums, part, (rows, keys, keys), strict=True):
+                total[:, place] += share
+        return deliver_gradients(sums, into)
 
-        def part(k: Tensor, v: Tensor, causal: bool) -> Gradients:
-            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, queries, _heads_first(k), _heads_first(v), result, lse, 0.0, causal, scale=scale
-            )
-            return Gradients(*(t.transpose(1, 2) for t in gradients))
 
-        return top_left.backward(part, q, k, v, causal, into)
+_Sight = bool | Tensor
+"""What one call of torch's kernel is told: whether it is causal, or a mask `[queries, keys]`."""
+
+
+class _Piece(NamedTuple):
+    queries: slice
+    keys: slice
+    sight: _Sight
+
+
+def _as_one_call(pattern: Pattern, q: Tensor, k: Tensor) -> bool | None:
+    """Return whether to call it causal if one call does the whole pattern, else None."""
+    queries, keys = q.shape[1], k.shape[1]
+    if not isinstance(pattern, Band) or not queries or not keys:  # of nothing, torch divides by zero
+        return None
+    band = pattern.within(queries, keys)
+    if band == FULL:
+        return False
+    return True if band == CAUSAL and queries <= keys else None
+
+
+def _pieces(pattern: Band | Segments, q: Tensor, k: Tensor) -> Iterator[_Piece]:
+    for queries, keys, band in rectangles(pattern, q.shape[1], k.shape[1]):
+        if band in (FULL, CAUSAL):
+            yield _Piece(queries, keys, band == CAUSAL)
+            continue
+        visible = Visibility(band, queries.stop - queries.start, keys.stop - keys.start)
+        for first in range(queries.start, queries.stop, _ROWS):
+            last = min(first + _ROWS, queries.stop)
+            seen, mask = visible.block(slice(first - queries.start, last - queries.start))
+            sight = False if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+            yield _Piece(slice(first, last), slice(keys.start + seen.start, keys.start + seen.stop), sight)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, sight: _Sight, scale: float, out: Tensor | None) -> Partial:
+    def part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+        mask = sight if isinstance(sight, Tensor) else None
+        result, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(_heads_first(t) for t in (q, k, v)), 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return Partial(result.transpose(1, 2), lse)
+
+    return top_left.forward(part, q, k, v, sight is True, out)
+
+
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    result: Tensor,
+    lse: Tensor,
+    sight: _Sight,
+    scale: float,
+    into: Gradients | None,
+) -> Gradients:
+    grad, queries, result = (_heads_first(t) for t in (grad_out, q, result))
+    lse, mask = lse.contiguous(), sight if isinstance(sight, Tensor) else None
+
+    def part(k: Tensor, v: Tensor, causal: bool) -> Gradients:
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, queries, _heads_first(k), _heads_first(v), result, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return Gradients(*(t.transpose(1, 2) for t in gradients))
+
+    return top_left.backward(part, q, k, v, sight is True, into)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:

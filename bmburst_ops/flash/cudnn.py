@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import top_left
+from bmburst_ops.flash import blind, top_left
+from bmburst_ops.flash.blind import Given
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.flash.limits import unless_half_on_gpu, unless_head_dim
+from bmburst_ops.flash.limits import band_of, causal_or_full, unless_able, unless_half_on_gpu, unless_head_dim
 from bmburst_ops.flash.memory import aligned
+from bmburst_ops.flash.pattern import CAUSAL, FULL, Need, Pattern
 from bmburst_ops.flash.reference import ReferenceKernel
 from bmburst_ops.merge import surrogate_out
 
@@ -27,10 +29,10 @@ class CudnnKernel:
     name = "cudnn"
     takes_delta = False
 
-    def refusal(self, q: Tensor, k: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if (reason := unless_half_on_gpu(q)) is not None:
+        if (reason := unless_half_on_gpu(q) or unless_able(needs)) is not None:
             return reason
         version, capability = torch.backends.cudnn.version() or 0, torch.cuda.get_device_capability(q.device)
         if version < _OLDEST:
@@ -46,20 +48,23 @@ class CudnnKernel:
         return "has no deterministic backward in torch"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
     ) -> Partial:
         """See `Kernel.forward`."""
 
         def part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
             if _is_single(q, k):
-                return ReferenceKernel().forward(q, k, v, causal=causal, scale=scale)
+                return ReferenceKernel().forward(q, k, v, pattern=CAUSAL if causal else FULL, scale=scale)
             keys, values = (_expanded(t, q.shape[2]) for t in (k, v))
             result, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 *(_heads_first(t) for t in (q, keys, values)), None, True, 0.0, causal, False, scale=scale
             )
             return Partial(result.transpose(1, 2), lse.flatten(2))  # [batch, heads, queries, 1] as cuDNN has it
 
-        return top_left.forward(part, q, k, v, causal, out)
+        def rectangle(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, out: Tensor | None) -> Partial:
+            return top_left.forward(part, q, k, v, causal_or_full(seen, self.name), out)
+
+        return blind.forward(rectangle, q, k, v, band_of(pattern, self.name), out)
 
     def backward(
         self,
@@ -70,7 +75,7 @@ class CudnnKernel:
         lse: Tensor,
         delta: Tensor,
         *,
-        causal: bool,
+        pattern: Pattern,
         scale: float,
         deterministic: bool,
         into: Gradients | None = None,
@@ -78,38 +83,36 @@ class CudnnKernel:
         """See `Kernel.backward`."""
         if deterministic:
             raise KernelError(f"kernel '{self.name}' {self.nondeterminism(q)}\nchoose another kernel")
-        grad, queries, result = (_heads_first(t) for t in (grad_out, q, surrogate_out(grad_out, delta)))
-        statistics = lse.float().contiguous()[..., None]
-        unused = torch.empty((), dtype=torch.int64, device=q.device)  # random state of a dropout that is zero
 
-        def part(k: Tensor, v: Tensor, causal: bool) -> Gradients:
-            if _is_single(q, k):
-                return ReferenceKernel().backward(
-                    grad_out, q, k, v, lse, delta, causal=causal, scale=scale, deterministic=deterministic
-                )
-            keys, values = (_heads_first(_expanded(t, q.shape[2])) for t in (k, v))
-            grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                grad,
-                queries,
-                keys,
-                values,
-                result,
-                statistics,
-                unused,
-                unused,
-                None,
-                None,
-                None,
-                q.shape[1],
-                k.shape[1],
-                0.0,
-                causal,
-                scale=scale,
+        def rectangle(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
+            return _rectangle_backward(given, causal_or_full(seen, self.name), scale, into)
+
+        given = Given(grad_out, q, k, v, lse, delta)
+        return blind.backward(rectangle, given, band_of(pattern, self.name), into)
+
+
+def _rectangle_backward(given: Given, causal: bool, scale: float, into: Gradients | None) -> Gradients:
+    grad_out, q, k, v, lse, delta = given
+    grad, queries, result = (_heads_first(t) for t in (grad_out, q, surrogate_out(grad_out, delta)))
+    statistics = lse.float().contiguous()[..., None]
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # random state of a dropout that is zero
+
+    def part(k: Tensor, v: Tensor, causal: bool) -> Gradients:
+        if _is_single(q, k):
+            pattern = CAUSAL if causal else FULL
+            return ReferenceKernel().backward(
+                grad_out, q, k, v, lse, delta, pattern=pattern, scale=scale, deterministic=False
             )
-            grad_q, grad_k, grad_v = (t.transpose(1, 2) for t in grads)
-            return Gradients(grad_q, *(_reduced(t, k.shape[2]) for t in (grad_k, grad_v)))
+        keys, values = (_heads_first(_expanded(t, q.shape[2])) for t in (k, v))
+        lengths = q.shape[1], k.shape[1]
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(grad, queries, keys, values, result, statistics, unused, unused, None, None, None, *lengths, 0.0, causal),
+            scale=scale,
+        )
+        grad_q, grad_k, grad_v = (t.transpose(1, 2) for t in grads)
+        return Gradients(grad_q, *(_reduced(t, k.shape[2]) for t in (grad_k, grad_v)))
 
-        return top_left.backward(part, q, k, v, causal, into)
+    return top_left.backward(part, q, k, v, causal, into)
 
 
 def _is_single(q: Tensor, k: Tensor) -> bool:

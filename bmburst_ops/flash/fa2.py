@@ -1,26 +1,41 @@
 """FlashAttention-2 of the package flash-attn (arXiv:2307.08691), which is newer than the one inside torch."""
 
+from typing import Any
+
 from torch import Tensor
 
+from bmburst_ops.flash import blind
+from bmburst_ops.flash.blind import Given
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.flash.limits import unless_ampere, unless_half_on_gpu, unless_head_dim
-from bmburst_ops.flash.memory import aligned, deliver, deliver_gradients, gradient_memory
+from bmburst_ops.flash.limits import (
+    PACKED,
+    unless_able,
+    unless_ampere,
+    unless_half_on_gpu,
+    unless_head_dim,
+    without_cells,
+)
+from bmburst_ops.flash.memory import aligned, gradient_memory
 from bmburst_ops.flash.packages import load, version_of
+from bmburst_ops.flash.pattern import Need, Pattern
+from bmburst_ops.flash.varlen import Told, told_flash_attention_2
 from bmburst_ops.merge import surrogate_out
 
 _MODULE = "flash_attn.flash_attn_interface"
 
 
 class FlashAttention2Kernel:
-    """`Kernel` over `_flash_attn_forward` and `_flash_attn_backward` of flash-attn 2.7 or newer: fp16 and bf16."""
+    """`Kernel` over the private functions of flash-attn 2.7 or newer, dense and varlen: fp16 and bf16."""
 
     name = "fa2"
     takes_delta = False
 
-    def refusal(self, q: Tensor, k: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if (reason := unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q)) is not None:
+        if (
+            reason := unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q) or unless_able(needs, PACKED)
+        ) is not None:
             return reason
         version = version_of("flash-attn")
         if version is None:
@@ -30,21 +45,20 @@ class FlashAttention2Kernel:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
     ) -> Partial:
         """See `Kernel.forward`. The package cannot write into given memory: `out` is a copy."""
-        result, lse, *_ = load(_MODULE, self.name)._flash_attn_forward(
-            *(aligned(t) for t in (q, k, v)),
-            dropout_p=0.0,
-            softmax_scale=scale,
-            causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-            return_softmax=False,
-        )
-        return Partial(deliver(result, out), lse)
+        package = load(_MODULE, self.name)
+
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, out: Tensor | None) -> Partial:
+            call = told_flash_attention_2(seen, q, k)
+            function = package._flash_attn_forward if call.queries is None else package._flash_attn_varlen_forward
+            result, lse, *_ = function(
+                *(aligned(call.flat(t)) for t in (q, k, v)), **_options(call, scale), return_softmax=False
+            )
+            return call.partial(result, lse, q, out)
+
+        return blind.forward(part, q, k, v, without_cells(pattern, self.name), out)
 
     def backward(
         self,
@@ -55,29 +69,49 @@ class FlashAttention2Kernel:
         lse: Tensor,
         delta: Tensor,
         *,
-        causal: bool,
+        pattern: Pattern,
         scale: float,
         deterministic: bool,
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
-        grad_out, q, k, v = (aligned(t) for t in (grad_out, q, k, v))
-        gradients = gradient_memory(q, k, v, into)
-        load(_MODULE, self.name)._flash_attn_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            surrogate_out(grad_out, delta),
-            lse.contiguous(),
-            *gradients,
-            dropout_p=0.0,
-            softmax_scale=scale,
-            causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-            deterministic=deterministic,
-        )
-        return deliver_gradients(gradients, into)
+        package = load(_MODULE, self.name)
+
+        def part(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
+            call = told_flash_attention_2(seen, given.q, given.k)
+            grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
+            gradients = gradient_memory(q, k, v, call.flat_targets(into))
+            function = package._flash_attn_backward if call.queries is None else package._flash_attn_varlen_backward
+            function(
+                grad_out,
+                q,
+                k,
+                v,
+                call.flat(surrogate_out(given.grad_out, given.delta)),
+                call.flat_statistic(given.lse).contiguous(),
+                *gradients,
+                **_options(call, scale),
+                deterministic=deterministic,
+            )
+            return call.gradients(gradients, given.q.shape[0], into)
+
+        given = Given(grad_out, q, k, v, lse, delta)
+        return blind.backward(part, given, without_cells(pattern, self.name), into)
+
+
+def _options(call: Told, scale: float) -> dict[str, Any]:
+    """Return what all functions of the package are told."""
+    left, right = call.window
+    options: dict[str, Any] = {
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": call.causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
+    if call.queries is not None:
+        options |= {"cu_seqlens_q": call.queries, "cu_seqlens_k": call.keys}
+        options |= {"max_seqlen_q": call.longest_queries, "max_seqlen_k": call.longest_keys}
+    return options

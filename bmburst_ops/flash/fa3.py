@@ -1,34 +1,41 @@
 """FlashAttention-3 for Hopper (arXiv:2407.08608): module `flash_attn_interface`, built from flash-attention/hopper."""
 
+import inspect
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from bmburst_ops.errors import KernelError
+from bmburst_ops.flash import blind
+from bmburst_ops.flash.blind import Given
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.flash.limits import unless_half_on_gpu, unless_head_dim
-from bmburst_ops.flash.memory import aligned, deliver, deliver_gradients, gradient_memory
+from bmburst_ops.flash.limits import PACKED, unless_able, unless_half_on_gpu, unless_head_dim, without_cells
+from bmburst_ops.flash.memory import aligned, gradient_memory
 from bmburst_ops.flash.packages import is_there, load
+from bmburst_ops.flash.pattern import Need, Pattern
+from bmburst_ops.flash.varlen import Told, told
 from bmburst_ops.merge import surrogate_out
 
 _MODULE = "flash_attn_interface"
 _FORWARD_OPTIONS = 20  # k_new to v_descale: arguments that some releases have no defaults for
-_BACKWARD_OPTIONS = 6  # cu_seqlens_q to max_seqlen_k
+_OFFSETS, _LENGTHS = slice(4, 6), slice(9, 11)  # of these, cu_seqlens_q and cu_seqlens_k, and max_seqlen_q and _k
 
 
 class FlashAttention3Kernel:
     """`Kernel` over `_flash_attn_forward` and `_flash_attn_backward` of FlashAttention-3: fp16 and bf16.
 
     Releases differ in the names of arguments (`out` or `out_`, `causal` or `is_causal`, one window or two numbers) but
-    not in their order up to the causal flag: what comes before it is passed by position, windows are left alone.
+    not in their order up to the causal flag: what comes before it is passed by position, a window by the name it has.
     """
 
     name = "fa3"
     takes_delta = False
 
-    def refusal(self, q: Tensor, k: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if (reason := unless_half_on_gpu(q) or unless_head_dim(q, 256)) is not None:
+        if (reason := unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_able(needs, PACKED)) is not None:
             return reason
         if torch.cuda.get_device_capability(q.device)[0] != 9:
             return f"is for Hopper alone, got {torch.cuda.get_device_name(q.device)}"
@@ -42,13 +49,26 @@ class FlashAttention3Kernel:
         return "cannot promise a deterministic backward: some builds of FlashAttention-3 ignore the request"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
     ) -> Partial:
         """See `Kernel.forward`. `out` is a copy: newer releases are functional operations, which must not alias."""
-        result, lse, *_ = load(_MODULE, self.name)._flash_attn_forward(
-            *(aligned(t) for t in (q, k, v)), *(None,) * _FORWARD_OPTIONS, softmax_scale=scale, causal=causal
-        )
-        return Partial(deliver(result, out), lse)
+        function = load(_MODULE, self.name)._flash_attn_forward
+
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, out: Tensor | None) -> Partial:
+            call = told(seen, q, k)
+            options: list[object] = [None] * _FORWARD_OPTIONS
+            if call.queries is not None:
+                options[_OFFSETS], options[_LENGTHS] = call[1:3], call[3:5]
+            result, lse, *_ = function(
+                *(aligned(call.flat(t)) for t in (q, k, v)),
+                *options,
+                softmax_scale=scale,
+                causal=call.causal,
+                **_window(function, call),
+            )
+            return call.partial(result, lse, q, out)
+
+        return blind.forward(part, q, k, v, without_cells(pattern, self.name), out)
 
     def backward(
         self,
@@ -59,7 +79,7 @@ class FlashAttention3Kernel:
         lse: Tensor,
         delta: Tensor,
         *,
-        causal: bool,
+        pattern: Pattern,
         scale: float,
         deterministic: bool,
         into: Gradients | None = None,
@@ -67,18 +87,37 @@ class FlashAttention3Kernel:
         """See `Kernel.backward`."""
         if deterministic:
             raise KernelError(f"kernel '{self.name}' {self.nondeterminism(q)}\nchoose another kernel")
-        grad_out, q, k, v = (aligned(t) for t in (grad_out, q, k, v))
-        gradients = gradient_memory(q, k, v, into)
-        load(_MODULE, self.name)._flash_attn_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            surrogate_out(grad_out, delta),
-            lse.contiguous(),
-            *(None,) * _BACKWARD_OPTIONS,
-            *gradients,
-            scale,
-            causal,
-        )
-        return deliver_gradients(gradients, into)
+        function = load(_MODULE, self.name)._flash_attn_backward
+
+        def part(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
+            call = told(seen, given.q, given.k)
+            grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
+            gradients = gradient_memory(q, k, v, call.flat_targets(into))
+            lengths = (None,) * 6 if call.queries is None else (*call[1:3], None, None, *call[3:5])
+            function(
+                grad_out,
+                q,
+                k,
+                v,
+                call.flat(surrogate_out(given.grad_out, given.delta)),
+                call.flat_statistic(given.lse).contiguous(),
+                *lengths,
+                *gradients,
+                scale,
+                call.causal,
+                **_window(function, call),
+            )
+            return call.gradients(gradients, given.q.shape[0], into)
+
+        given = Given(grad_out, q, k, v, lse, delta)
+        return blind.backward(part, given, without_cells(pattern, self.name), into)
+
+
+def _window(function: Callable[..., object], call: Told) -> dict[str, object]:
+    """Return the window as this release names it; without one it is not named."""
+    left, right = call.window
+    if left == right == -1:
+        return {}
+    if "window_size" in inspect.signature(function).parameters:
+        return {"window_size": (left, right)}
+    return {"window_size_left": left, "window_size_right": right}

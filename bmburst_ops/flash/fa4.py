@@ -1,12 +1,18 @@
 """FlashAttention-4: the package flash-attn-4, kernels in CuTe DSL that are compiled when first used."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from bmburst_ops.flash import blind
+from bmburst_ops.flash.blind import Given
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.flash.limits import unless_half_on_gpu, unless_head_dim
-from bmburst_ops.flash.memory import aligned, deliver, deliver_gradients, gradient_memory, writable
+from bmburst_ops.flash.limits import PACKED, unless_able, unless_half_on_gpu, unless_head_dim, without_cells
+from bmburst_ops.flash.memory import aligned, gradient_memory, writable
 from bmburst_ops.flash.packages import load, version_of
+from bmburst_ops.flash.pattern import FULL, Need, Pattern
+from bmburst_ops.flash.varlen import Told, told
 
 _MODULE = "flash_attn.cute.interface"
 _TILE = 64  # every tile has a multiple of this many rows
@@ -25,10 +31,10 @@ class FlashAttention4Kernel:
     name = "fa4"
     takes_delta = True
 
-    def refusal(self, q: Tensor, k: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if (reason := unless_half_on_gpu(q)) is not None:
+        if (reason := unless_half_on_gpu(q) or unless_able(needs, PACKED)) is not None:
             return reason
         generation = torch.cuda.get_device_capability(q.device)[0]
         if generation not in _WIDEST:
@@ -44,21 +50,27 @@ class FlashAttention4Kernel:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
     ) -> Partial:
         """See `Kernel.forward`."""
-        q, k, v = (aligned(t) for t in (q, k, v))
-        with torch.cuda.device_of(q):
-            result, lse, *_ = load(_MODULE, self.name)._flash_attn_fwd(
-                *(q, k, v),
-                softmax_scale=scale,
-                causal=causal,
-                # Query heads of a KV head share a tile, unless they do not fill it: it would be loaded without TMA.
-                pack_gqa=None if _TILE % (q.shape[2] // k.shape[2]) == 0 else False,
-                return_lse=True,
-                out=writable(out, q),
-            )
-        return Partial(deliver(result, out), lse)
+        function = load(_MODULE, self.name)._flash_attn_fwd
+
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, out: Tensor | None) -> Partial:
+            call = told(seen, q, k)
+            flat = [aligned(call.flat(t)) for t in (q, k, v)]
+            with torch.cuda.device_of(q):
+                result, lse, *_ = function(
+                    *flat,
+                    softmax_scale=scale,
+                    # Query heads of a KV head share a tile, unless they do not fill it: it would be loaded without TMA.
+                    pack_gqa=None if _TILE % (q.shape[2] // k.shape[2]) == 0 else False,
+                    return_lse=True,
+                    out=writable(call.flat_target(out), q),
+                    **_options(call),
+                )
+            return call.partial(result, lse, q, out)
+
+        return blind.forward(part, q, k, v, without_cells(pattern, self.name), out)
 
     def backward(
         self,
@@ -69,7 +81,7 @@ class FlashAttention4Kernel:
         lse: Tensor,
         delta: Tensor,
         *,
-        causal: bool,
+        pattern: Pattern,
         scale: float,
         deterministic: bool,
         into: Gradients | None = None,
@@ -80,22 +92,40 @@ class FlashAttention4Kernel:
         is delta, bit for bit, also where dO is zero; the surrogate output would read and write a tensor of dO's size
         to say it in 16 bits. O is one row of zeros for every token and head, so that reading it moves no memory.
         """
-        grad_out, q, k, v = (aligned(t) for t in (grad_out, q, k, v))
-        gradients = gradient_memory(q, k, v, into)
-        with torch.cuda.device_of(q):
-            load(_MODULE, self.name)._flash_attn_bwd(
-                q,
-                k,
-                v,
-                q.new_zeros(q.shape[-1]).expand(q.shape),
-                grad_out,
-                lse.float(),
-                softmax_scale=scale,
-                causal=causal,
-                deterministic=deterministic,
-                dq=gradients.q,
-                dk=gradients.k,
-                dv=gradients.v,
-                dlse=-delta.float(),
-            )
-        return deliver_gradients(gradients, into)
+        function = load(_MODULE, self.name)._flash_attn_bwd
+
+        def part(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
+            call = told(seen, given.q, given.k)
+            grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
+            gradients = gradient_memory(q, k, v, call.flat_targets(into))
+            with torch.cuda.device_of(q):
+                function(
+                    q,
+                    k,
+                    v,
+                    q.new_zeros(q.shape[-1]).expand(q.shape),
+                    grad_out,
+                    call.flat_statistic(given.lse).float(),
+                    softmax_scale=scale,
+                    deterministic=deterministic,
+                    dq=gradients.q,
+                    dk=gradients.k,
+                    dv=gradients.v,
+                    dlse=-call.flat_statistic(given.delta).float(),
+                    **_options(call),
+                )
+            return call.gradients(gradients, given.q.shape[0], into)
+
+        given = Given(grad_out, q, k, v, lse, delta)
+        return blind.backward(part, given, without_cells(pattern, self.name), into)
+
+
+def _options(call: Told) -> dict[str, Any]:
+    """Return what both functions of the package are told of a pattern; a bound that is not there is None to them."""
+    options: dict[str, Any] = {"causal": call.causal}
+    if not call.causal and call.band != FULL:
+        options |= {"window_size_left": call.band.left, "window_size_right": call.band.right}
+    if call.queries is not None:
+        options |= {"cu_seqlens_q": call.queries, "cu_seqlens_k": call.keys}
+        options |= {"max_seqlen_q": call.longest_queries, "max_seqlen_k": call.longest_keys}
+    return options

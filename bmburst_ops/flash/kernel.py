@@ -4,6 +4,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from bmburst_ops.flash.pattern import Need, Pattern
+
 
 class Partial(NamedTuple):
     """Attention of one tile: `out` `[batch, queries, heads, head_dim]`, `lse` `[batch, heads, queries]` in nats."""
@@ -24,8 +26,9 @@ class Kernel(Protocol):
     """Attention of one tile with its log-sum-exp, forward and backward.
 
     Shapes: q `[batch, queries, heads, head_dim]`; k, v `[batch, keys, kv_heads, head_dim]` with heads a multiple of
-    kv_heads (query head h reads KV head `h // (heads / kv_heads)`); any strides. A causal tile has at least as many
-    keys as queries and is bottom-right aligned: the last query sees the last key.
+    kv_heads (query head h reads KV head `h // (heads / kv_heads)`); any strides. A pattern says which keys a query
+    sees, in all heads and batches alike. A query that sees none has an output of zero, a log-sum-exp of `-inf` and
+    gradients of zero; so has a key that no query sees.
     """
 
     name: str
@@ -33,15 +36,15 @@ class Kernel(Protocol):
     """Whether backward uses delta as given. If not, it goes through `surrogate_out`, which cannot express a non-zero
     delta in a row whose dO is zero."""
 
-    def refusal(self, q: Tensor, k: Tensor) -> str | None:
-        """Return why the kernel cannot take these inputs on this machine, as a phrase, or None.
+    def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
+        """Return why the kernel cannot take these inputs, or do what a pattern needs, on this machine; None if it can.
 
         It is asked at every call and must be cheap: it looks for a package and imports none.
         """
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
     ) -> Partial:
         """Return the tile's output, in q's dtype or wider, and its log-sum-exp, in fp32 or wider.
 
@@ -49,7 +52,7 @@ class Kernel(Protocol):
             q: Queries.
             k: Keys.
             v: Values.
-            causal: Whether the tile is causal.
+            pattern: Which keys each query sees.
             scale: Factor on the scores.
             out: Where to write the output, shaped as q, any strides with a dense last dimension; a kernel that cannot
                 write there itself copies. Default: memory of its own.
@@ -65,7 +68,7 @@ class Kernel(Protocol):
         lse: Tensor,
         delta: Tensor,
         *,
-        causal: bool,
+        pattern: Pattern,
         scale: float,
         deterministic: bool,
         into: Gradients | None = None,
@@ -79,7 +82,7 @@ class Kernel(Protocol):
             v: Values.
             lse: Global log-sum-exp, over all keys and not only the tile's.
             delta: Global rowsum(dO * O), shaped as lse.
-            causal: Whether the tile is causal.
+            pattern: Which keys each query sees.
             scale: Factor on the scores.
             deterministic: Whether repeated calls must give the same bits.
             into: Where to write the gradients, as `out` of forward. Default: memory of its own.

@@ -1,7 +1,19 @@
 """What several GPU kernels refuse, in one wording: phrases as `Kernel.refusal` returns them, or None."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
+
+from bmburst_ops.errors import KernelError
+from bmburst_ops.flash.pattern import CAUSAL, Band, Cells, Need, Pattern, Segments
+
+PACKED: frozenset[Need] = frozenset({"window", "segments"})
+"""What kernels with windows and variable lengths are able to do."""
+_NAMES: Mapping[Need, str] = MappingProxyType(
+    {"window": "sliding windows", "segments": "packed segments", "cells": "block-sparse masks"}
+)
 
 
 def unless_half_on_gpu(q: Tensor) -> str | None:
@@ -25,3 +37,46 @@ def unless_ampere(q: Tensor) -> str | None:
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return f"needs Ampere or newer, got {torch.cuda.get_device_name(q.device)}"
     return None
+
+
+def unless_able(needs: frozenset[Need], able: frozenset[Need] = frozenset()) -> str | None:
+    """Refuse patterns that need what the kernel is not able to do."""
+    missing = [name for need, name in _NAMES.items() if need in needs - able]
+    return f"cannot do {', '.join(missing)}" if missing else None
+
+
+def without_cells(pattern: Pattern, kernel: str) -> Band | Segments:
+    """Return the pattern of a kernel that does all but block-sparse masks.
+
+    Raises:
+        KernelError: It is one.
+    """
+    if isinstance(pattern, Cells):
+        raise _unable(kernel, unless_able(pattern.needs))
+    return pattern
+
+
+def band_of(pattern: Pattern, kernel: str) -> Band:
+    """Return the pattern of a kernel that does rectangles alone.
+
+    Raises:
+        KernelError: It is of another kind.
+    """
+    if not isinstance(pattern, Band):
+        raise _unable(kernel, unless_able(pattern.needs))
+    return pattern
+
+
+def causal_or_full(pattern: Band | Segments, kernel: str) -> bool:
+    """Return whether the pattern is causal, for a kernel that knows but that and full rectangles.
+
+    Raises:
+        KernelError: It is neither.
+    """
+    if (reason := unless_able(pattern.needs)) is not None:
+        raise _unable(kernel, reason)
+    return pattern == CAUSAL
+
+
+def _unable(kernel: str, reason: str | None) -> KernelError:
+    return KernelError(f"kernel '{kernel}' {reason}\nchoose another kernel")

@@ -27,7 +27,17 @@ def writable(target: Tensor | None, like: Tensor) -> Tensor | None:
 
 def deliver(result: Tensor, target: Tensor | None) -> Tensor:
     """Return the result where it was asked for: copied unless it is there already, or nobody asked."""
-    return result if target is None or target is result else target.copy_(result)
+    if target is None:
+        return result
+    return target if _is_same(result, target) else target.copy_(result)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether these are one memory, seen the same way."""
+    if a is b:
+        return True
+    same = a.dtype is b.dtype and a.shape == b.shape and a.stride() == b.stride()
+    return same and a.data_ptr() == b.data_ptr() != 0
 
 
 def deliver_gradients(results: Gradients, into: Gradients | None) -> Gradients:

@@ -1,12 +1,15 @@
 """Attention of one tile in plain torch, any float dtype: what every other kernel is compared with."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.memory import deliver, deliver_gradients
+from bmburst_ops.flash.pattern import Need, Pattern
+from bmburst_ops.flash.visible import Visibility
 from bmburst_ops.merge import accumulation_dtype
 
 _ROWS = 512  # queries scored at once: memory stays linear in the keys
@@ -18,21 +21,22 @@ class ReferenceKernel:
     name = "reference"
     takes_delta = True
 
-    def refusal(self, q: Tensor, k: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`: it takes everything."""
-        del q, k
+        del q, k, needs
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
     ) -> Partial:
         """See `Kernel.forward`."""
         dtype = accumulation_dtype(q.dtype)
         values = v.to(dtype)
         outs, lses = [], []
-        for _, scores in _scores(q, k, causal, scale):
-            lse = scores.logsumexp(-1)
-            outs.append(torch.einsum("bkgqn,bnkd->bqkgd", torch.exp(scores - lse[..., None]), values).flatten(2, 3))
+        for slab in _slabs(q, k, pattern, scale):
+            lse = slab.scores.logsumexp(-1)
+            weights = torch.exp(slab.scores - _finite(lse)[..., None])
+            outs.append(torch.einsum("bkgqn,bnkd->bqkgd", weights, values[:, slab.keys]).flatten(2, 3))
             lses.append(lse.flatten(1, 2))
         return Partial(deliver(torch.cat(outs, 1), out), torch.cat(lses, 2))
 
@@ -45,7 +49,7 @@ class ReferenceKernel:
         lse: Tensor,
         delta: Tensor,
         *,
-        causal: bool,
+        pattern: Pattern,
         scale: float,
         deterministic: bool,
         into: Gradients | None = None,
@@ -56,29 +60,41 @@ class ReferenceKernel:
         keys, values = k.to(dtype), v.to(dtype)
         grad_q = []
         grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
-        for rows, scores in _scores(q, k, causal, scale):
+        for rows, seen, scores in _slabs(q, k, pattern, scale):
             queries, grads = (t[:, rows].to(dtype).unflatten(2, (kv_heads, -1)) for t in (q, grad_out))
             statistics = (t[:, :, rows].to(dtype).unflatten(1, (kv_heads, -1))[..., None] for t in (lse, delta))
             row_lse, row_delta = statistics
-            weights = torch.exp(scores - row_lse)
-            grad_v += torch.einsum("bkgqn,bqkgd->bnkd", weights, grads)
-            inner = torch.einsum("bqkgd,bnkd->bkgqn", grads, values)
+            weights = torch.exp(scores - _finite(row_lse)).masked_fill(row_lse == -torch.inf, 0.0)
+            grad_v[:, seen] += torch.einsum("bkgqn,bqkgd->bnkd", weights, grads)
+            inner = torch.einsum("bqkgd,bnkd->bkgqn", grads, values[:, seen])
             grad_scores = weights * (inner - row_delta) * scale
-            grad_q.append(torch.einsum("bkgqn,bnkd->bqkgd", grad_scores, keys).flatten(2, 3))
-            grad_k += torch.einsum("bkgqn,bqkgd->bnkd", grad_scores, queries)
+            grad_q.append(torch.einsum("bkgqn,bnkd->bqkgd", grad_scores, keys[:, seen]).flatten(2, 3))
+            grad_k[:, seen] += torch.einsum("bkgqn,bqkgd->bnkd", grad_scores, queries)
         return deliver_gradients(Gradients(torch.cat(grad_q, 1), grad_k, grad_v), into)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Iterator[tuple[slice, Tensor]]:
-    """Yield `(rows, scores [batch, kv_heads, group, rows, keys])` for runs of queries."""
-    dtype, kv_heads = accumulation_dtype(q.dtype), k.shape[2]
-    keys = k.to(dtype)
-    hidden = k.shape[1] - q.shape[1]  # bottom-right aligned: the first query sees this many keys and one more
-    for start in range(0, q.shape[1], _ROWS):
-        rows = slice(start, min(start + _ROWS, q.shape[1]))
+class _Slab(NamedTuple):
+    """A run of queries, the keys that any of them sees, and their scores `[batch, kv_heads, group, queries, keys]`."""
+
+    queries: slice
+    keys: slice
+    scores: Tensor
+
+
+def _slabs(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> Iterator[_Slab]:
+    """Yield runs of queries, in order; at least one, and none of several queries that is empty."""
+    dtype, (count, keys), kv_heads = accumulation_dtype(q.dtype), (q.shape[1], k.shape[1]), k.shape[2]
+    wide, visible = k.to(dtype), Visibility(pattern, count, keys)
+    for first in range(0, max(count, 1), _ROWS):
+        rows = slice(first, min(first + _ROWS, count))
+        seen, mask = visible.block(rows)
         queries = q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))
-        scores = torch.einsum("bqkgd,bnkd->bkgqn", queries, keys) * scale
-        if causal:
-            visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(start + hidden)
-            scores = scores.masked_fill(~visible, -torch.inf)
-        yield rows, scores
+        scores = torch.einsum("bqkgd,bnkd->bkgqn", queries, wide[:, seen]) * scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask.to(q.device), -torch.inf)
+        yield _Slab(rows, seen, scores)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Zero where a query sees nothing: its scores are all -inf, and -inf less -inf is not a number."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -11,26 +11,32 @@ from bmburst_ops.flash.fa2 import FlashAttention2Kernel
 from bmburst_ops.flash.fa3 import FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
 from bmburst_ops.flash.kernel import Kernel, NotAlwaysDeterministic
+from bmburst_ops.flash.pattern import Need
 from bmburst_ops.flash.reference import ReferenceKernel
 from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.flash.triton import TritonKernel
 
 # Fastest first. On an H200, bf16, head dim 128, 8K causal, forward / backward TFLOP/s: fa4 642 / 605, cudnn 599 / 527
 # (with 4 query heads a KV head and its expansion 595 / 525), torch 318 / 293. fa3 was not measured there.
+#
+# Windows, segments (packed documents) and cells (block-sparse masks): fa4, fa3, fa2 and torch do the first two, by
+# window sizes and variable lengths; cpu too, with a call for each segment; cudnn none; triton and reference all three.
 KERNELS: tuple[Kernel, ...] = (
     FlashAttention4Kernel(),
     FlashAttention3Kernel(),
     CudnnKernel(),
     FlashAttention2Kernel(),
     TorchKernel(),
-    CpuKernel(),  # before "triton", which on CPUs is its interpreter
+    CpuKernel(),
     TritonKernel(),
     ReferenceKernel(),
 )
 NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 
 
-def select_kernel(name: str, q: Tensor, k: Tensor, deterministic: bool = False) -> Kernel:
+def select_kernel(
+    name: str, q: Tensor, k: Tensor, deterministic: bool = False, needs: frozenset[Need] = frozenset()
+) -> Kernel:
     """Return the kernel of that name, or for "auto" the first of the table that takes these inputs.
 
     Args:
@@ -38,15 +44,17 @@ def select_kernel(name: str, q: Tensor, k: Tensor, deterministic: bool = False) 
         q: Queries `[batch, queries, heads, head_dim]`.
         k: Keys `[batch, keys, kv_heads, head_dim]`.
         deterministic: Whether backward will be asked for the same bits each time.
+        needs: What the patterns of the calls need.
 
     Raises:
         KernelError: The name is unknown, or the kernel asked for cannot take these inputs.
     """
     if name == "auto":
-        return next(kernel for kernel in KERNELS if _refusal(kernel, q, k, deterministic) is None)
+        able = (kernel for kernel in KERNELS if _refusal(kernel, q, k, deterministic, needs) is None)
+        return next(kernel for kernel in able if not _is_interpreter(kernel, q))
     for kernel in KERNELS:
         if kernel.name == name:
-            reason = _refusal(kernel, q, k, deterministic)
+            reason = _refusal(kernel, q, k, deterministic, needs)
             if reason:
                 raise KernelError(f"kernel '{name}' {reason}\nuse kernel='auto', or one of {', '.join(NAMES[1:])}")
             return kernel
@@ -55,8 +63,13 @@ def select_kernel(name: str, q: Tensor, k: Tensor, deterministic: bool = False) 
     raise KernelError(f"unknown kernel '{name}'{hint}\nknown: {', '.join(NAMES)}")
 
 
-def _refusal(kernel: Kernel, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
-    reason = kernel.refusal(q, k)
+def _is_interpreter(kernel: Kernel, q: Tensor) -> bool:
+    """Whether it is Triton's, which is for tests: on CPUs it runs where it is asked for by name alone."""
+    return isinstance(kernel, TritonKernel) and q.device.type == "cpu"
+
+
+def _refusal(kernel: Kernel, q: Tensor, k: Tensor, deterministic: bool, needs: frozenset[Need]) -> str | None:
+    reason = kernel.refusal(q, k, needs)
     if reason is None and deterministic and isinstance(kernel, NotAlwaysDeterministic):
         return kernel.nondeterminism(q)
     return reason

@@ -10,6 +10,8 @@ from torch import Tensor
 from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.limits import unless_ampere
 from bmburst_ops.flash.packages import is_there
+from bmburst_ops.flash.pattern import Need, Pattern
+from bmburst_ops.flash.triton_masks import Mask, Side, mask_for
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
@@ -23,6 +25,16 @@ class Blocks(NamedTuple):
     keys: int
     warps: int
     stages: int
+
+    @property
+    def over_keys(self) -> tuple[Side, int, int]:
+        """Of programs that hold queries: their side, and rows of it and of the other."""
+        return "queries", self.queries, self.keys
+
+    @property
+    def over_queries(self) -> tuple[Side, int, int]:
+        """Of programs that hold keys."""
+        return "keys", self.keys, self.queries
 
 
 class Plan(NamedTuple):
@@ -62,9 +74,9 @@ class TritonKernel:
     name = "triton"
     takes_delta = True
 
-    def refusal(self, q: Tensor, k: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
-        del k
+        del k, needs
         if not is_there("triton"):
             return "needs Triton, which is not installed: pip install 'triton>=3.6'"
         if q.dtype not in _DTYPES:
@@ -78,7 +90,7 @@ class TritonKernel:
         return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {q.device}"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
     ) -> Partial:
         """See `Kernel.forward`. The output is in q's dtype, or in `out`'s."""
         if scale < 0:  # the kernel takes the largest score before it is scaled
@@ -89,7 +101,7 @@ class TritonKernel:
         lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
         blocks = _plan(q).forward
         arguments = (q, k, v, out, lse, *map(_strides, (q, k, v, out)), *_lengths(q, k), scale / math.log(2))
-        _launch(_kernels().forward, q, blocks.queries, arguments, causal, blocks)
+        _launch(_kernels().forward, q, blocks.queries, arguments, mask_for(pattern, q, k, *blocks.over_keys), blocks)
         return Partial(out, lse)
 
     def backward(
@@ -101,7 +113,7 @@ class TritonKernel:
         lse: Tensor,
         delta: Tensor,
         *,
-        causal: bool,
+        pattern: Pattern,
         scale: float,
         deterministic: bool,
         into: Gradients | None = None,
@@ -115,10 +127,10 @@ class TritonKernel:
         numbers = (*_lengths(q, k), scale, scale / math.log(2))
         blocks = _plan(q).keys
         arguments = (*inputs, *grads[1:], *strides, *map(_strides, grads[1:]), *numbers)
-        _launch(_kernels().keys, k, blocks.keys, arguments, causal, blocks)
+        _launch(_kernels().keys, k, blocks.keys, arguments, mask_for(pattern, q, k, *blocks.over_queries), blocks)
         blocks = _plan(q).queries
         arguments = (*inputs, grads.q, *strides, _strides(grads.q), *numbers)
-        _launch(_kernels().queries, q, blocks.queries, arguments, causal, blocks)
+        _launch(_kernels().queries, q, blocks.queries, arguments, mask_for(pattern, q, k, *blocks.over_keys), blocks)
         return grads
 
 
@@ -149,7 +161,7 @@ def _kernels() -> _Kernels:
     return _Kernels(forward_kernel, keys_kernel, queries_kernel, not isinstance(forward_kernel, triton.JITFunction))
 
 
-def _launch(kernel: Any, side: Tensor, rows: int, arguments: tuple[Any, ...], causal: bool, blocks: Blocks) -> None:
+def _launch(kernel: Any, side: Tensor, rows: int, arguments: tuple[Any, ...], mask: Mask, blocks: Blocks) -> None:
     """Run a program for every `rows` tokens of each head and batch of a side, the queries or the keys."""
     batch, tokens, heads, head_dim = side.shape
     if not batch * tokens * heads:
@@ -157,11 +169,12 @@ def _launch(kernel: Any, side: Tensor, rows: int, arguments: tuple[Any, ...], ca
     with torch.cuda.device_of(side):  # Triton launches on the current device, wherever the tensors are
         kernel[(-(-tokens // rows), heads, batch)](
             *arguments,
+            *mask[1:],
             HEAD_DIM=head_dim,
             DIM=_padded(head_dim),
             QUERIES=blocks.queries,
             KEYS=blocks.keys,
-            CAUSAL=causal,
+            MASK=mask.kind,
             PRECISION="interpreter" if _kernels().interpreted else "ieee" if side.dtype == torch.float32 else "tf32",
             num_warps=blocks.warps,
             num_stages=blocks.stages,

@@ -11,31 +11,41 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 import triton
 import triton.language as tl
 
-from bmburst_ops.flash.triton_forward import add_product, load_rows, matrix_of, product, store_rows
+from bmburst_ops.flash.triton_forward import (
+    add_product,
+    first_of_block,
+    is_visible,
+    key_ranges,
+    load_limits,
+    load_rows,
+    matrix_of,
+    product,
+    ranges,
+    store_rows,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit(do_not_specialize=["queries", "keys", "cell_columns"])
 def keys_kernel(
     grad, q, k, v, lse, delta, grad_k, grad_v,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_k_strides, grad_v_strides,
     queries, keys, group, scale, bits_scale,
+    starts, stops, query_cells, key_cells, cells, cell_columns, tiles, tile_ends,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of KEYS keys of one KV head. Grid: (key blocks, KV heads, batch).
 
-    Strides are of (batch, token, head); bits_scale is scale * log2(e).
+    Strides are of (batch, token, head); bits_scale is scale * log2(e). For MASK and the vectors see
+    `triton_masks.Mask`.
     """
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     first = tl.program_id(0) * KEYS  # a causal tile's first keys, which most queries see, first
-    first_query = first - (keys - queries)  # the first that sees the first key, if the tile is causal
-    start, open_start = 0, 0  # the first block of queries that sees any of the keys, and the first that sees them all
-    if CAUSAL:
-        start = tl.maximum(first_query, 0) // QUERIES * QUERIES
-        open_start = tl.cdiv(tl.maximum(first_query + KEYS - 1, 0), QUERIES) * QUERIES
-    open_queries = tl.maximum(queries // QUERIES * QUERIES - open_start, 0)
+    start, stop, open_start, open_queries = _query_ranges(
+        first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK
+    )  # fmt: skip
     key = load_rows(matrix_of(k, k_strides, batch, kv_head), first, k_strides[1], keys, HEAD_DIM, KEYS, DIM, True)
     value = load_rows(matrix_of(v, v_strides, batch, kv_head), first, v_strides[1], keys, HEAD_DIM, KEYS, DIM, True)
     key_acc = tl.zeros([KEYS, DIM], tl.float32)
@@ -46,15 +56,17 @@ def keys_kernel(
         key_acc, value_acc = _over_queries(
             key_acc, value_acc, key, value, q_matrix, grad_matrix, lse_row, delta_row,
             q_strides[1], grad_strides[1], lse_strides[1], delta_strides[1],
-            open_start, open_start + open_queries, open_start, 0, first_query, queries, bits_scale,
-            HEAD_DIM, DIM, QUERIES, KEYS, False, CAUSAL, PRECISION,
+            open_start, open_start + open_queries, 0, 0, first, queries, keys, bits_scale,
+            starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+            HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, PRECISION,
         )  # fmt: skip
         # The rest lies on both sides of the open blocks: the diagonal before them, an incomplete block behind them.
         key_acc, value_acc = _over_queries(
             key_acc, value_acc, key, value, q_matrix, grad_matrix, lse_row, delta_row,
             q_strides[1], grad_strides[1], lse_strides[1], delta_strides[1],
-            start, queries - open_queries, open_start, open_queries, first_query, queries, bits_scale,
-            HEAD_DIM, DIM, QUERIES, KEYS, True, CAUSAL, PRECISION,
+            start, stop, open_start, open_queries, first, queries, keys, bits_scale,
+            starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+            HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, PRECISION,
         )  # fmt: skip
     grad_k_matrix = matrix_of(grad_k, grad_k_strides, batch, kv_head)
     grad_v_matrix = matrix_of(grad_v, grad_v_strides, batch, kv_head)
@@ -63,32 +75,76 @@ def keys_kernel(
 
 
 @triton.jit
+def _query_ranges(
+    first, queries, keys, starts, stops, tile_ends, QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr
+):  # fmt: skip
+    """Return `ranges` of a block of keys."""
+    if MASK == "full" or MASK == "causal":
+        start, open_start = 0, 0  # the first block of queries that sees any of the keys, and the first that sees all
+        if MASK == "causal":
+            first_query = first - (keys - queries)
+            start = tl.maximum(first_query, 0) // QUERIES * QUERIES
+            open_start = tl.cdiv(tl.maximum(first_query + KEYS - 1, 0), QUERIES) * QUERIES
+        open_size = tl.maximum(queries // QUERIES * QUERIES - open_start, 0)
+        stop = queries - open_size
+    else:
+        start, stop, open_start, open_size = ranges(
+            first, keys, starts, stops, tile_ends, KEYS, QUERIES, MASK
+        )  # fmt: skip
+    return start, stop, open_start, open_size
+
+
+@triton.jit
+def _sees(
+    first_query, first_key, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Return which keys of a block which queries of a block see, `[KEYS, QUERIES]`, from intervals of the keys."""
+    rows, columns = first_query + tl.arange(0, QUERIES), first_key + tl.arange(0, KEYS)
+    if MASK == "causal":
+        visible = (columns - (keys - queries))[:, None] <= rows[None, :]
+    else:
+        start, stop = load_limits(starts, columns, keys), load_limits(stops, columns, keys)
+        visible = (rows[None, :] >= start[:, None]) & (rows[None, :] < stop[:, None])
+        if MASK == "cells":
+            row, column = load_limits(query_cells, rows, queries), load_limits(key_cells, columns, keys)
+            visible = visible & (tl.load(cells + (row[None, :] * cell_columns + column[:, None])) != 0)
+    return visible
+
+
+@triton.jit
 def _over_queries(
     key_acc, value_acc, key, value, q_matrix, grad_matrix, lse_row, delta_row,
     q_stride, grad_stride, lse_stride, delta_stride,
-    start, stop, gap, gap_queries, first_query, queries, bits_scale,
+    start, stop, gap, gap_queries, first_key, queries, keys, bits_scale,
+    starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what queries `start` to `stop` give to dK and dV, those from `gap` on shifted by `gap_queries`.
+    """Add what the blocks of queries from `start` to `stop` of `_query_ranges` give to dK and dV.
 
     Scores are transposed, `[KEYS, QUERIES]`: both sums then take them as they are. Rows beyond the last key hold
     nonsense, which stays in its rows and is not stored.
     """
-    first_queries = first_query + tl.arange(0, KEYS)
-    for at in tl.range(start, stop, QUERIES):
-        first = at
-        if MASKED:
+    for at in tl.range(start, stop, 1 if MASK == "cells" else QUERIES):
+        if MASK == "cells":
+            first = tl.load(tiles + at)
+        elif MASKED:
             first = tl.where(at < gap, at, at + gap_queries)
+        else:
+            first = at
         query = load_rows(q_matrix, first, q_stride, queries, HEAD_DIM, QUERIES, DIM, MASKED)
         grad = load_rows(grad_matrix, first, grad_stride, queries, HEAD_DIM, QUERIES, DIM, MASKED)
         level = _load_levels(lse_row, first, lse_stride, queries, QUERIES, MASKED)
         delta = _load_numbers(delta_row, first, delta_stride, queries, QUERIES, MASKED)
         scores = product(key, tl.trans(query), PRECISION)
         weights = tl.exp2(scores * bits_scale - level[None, :])
-        if MASKED and CAUSAL:
-            rows = first + tl.arange(0, QUERIES)
-            weights = tl.where(first_queries[:, None] <= rows[None, :], weights, 0.0)
+        if MASKED and MASK != "full":
+            visible = _sees(
+                first, first_key, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
+                QUERIES, KEYS, MASK,
+            )  # fmt: skip
+            weights = tl.where(visible, weights, 0.0)
         value_acc = add_product(value_acc, weights.to(grad.dtype), grad, PRECISION)
         inner = product(value, tl.trans(grad), PRECISION)
         grad_scores = weights * (inner - delta[None, :])
@@ -96,24 +152,22 @@ def _over_queries(
     return key_acc, value_acc
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit(do_not_specialize=["queries", "keys", "cell_columns"])
 def queries_kernel(
     grad, q, k, v, lse, delta, grad_q,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_q_strides,
     queries, keys, group, scale, bits_scale,
+    starts, stops, query_cells, key_cells, cells, cell_columns, tiles, tile_ends,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of QUERIES queries of one head. Grid: (query blocks, heads, batch)."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal tile's longest rows first
     head, batch = tl.program_id(1), tl.program_id(2)
     first = block * QUERIES
-    last_key = first + keys - queries  # the last that the first query sees, if the tile is causal
-    open_keys, seen_keys = keys, keys  # keys that every query of the block sees, and that any sees
-    if CAUSAL:
-        open_keys = tl.maximum(tl.minimum(last_key + 1, keys), 0)
-        seen_keys = tl.maximum(tl.minimum(last_key + QUERIES, keys), 0)
-    open_keys = open_keys // KEYS * KEYS
+    start, stop, open_start, open_size = key_ranges(
+        first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK
+    )  # fmt: skip
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head // group), matrix_of(v, v_strides, batch, head // group)
     q_matrix, grad_matrix = matrix_of(q, q_strides, batch, head), matrix_of(grad, grad_strides, batch, head)
     lse_row, delta_row = matrix_of(lse, lse_strides, batch, head), matrix_of(delta, delta_strides, batch, head)
@@ -123,12 +177,16 @@ def queries_kernel(
     row_delta = _load_numbers(delta_row, first, delta_strides[1], queries, QUERIES, True)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     acc = _over_keys(
-        acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1], 0, open_keys,
-        last_key, keys, bits_scale, HEAD_DIM, DIM, QUERIES, KEYS, False, CAUSAL, PRECISION,
+        acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
+        open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale,
+        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+        HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, PRECISION,
     )  # fmt: skip
     acc = _over_keys(
-        acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1], open_keys, seen_keys,
-        last_key, keys, bits_scale, HEAD_DIM, DIM, QUERIES, KEYS, True, CAUSAL, PRECISION,
+        acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
+        start, stop, open_start, open_size, first, queries, keys, bits_scale,
+        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+        HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, PRECISION,
     )  # fmt: skip
     grad_q_matrix = matrix_of(grad_q, grad_q_strides, batch, head)
     store_rows(grad_q_matrix, acc * scale, first, grad_q_strides[1], queries, HEAD_DIM, QUERIES, DIM)
@@ -136,23 +194,24 @@ def queries_kernel(
 
 @triton.jit
 def _over_keys(
-    acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride, start, stop, last_key, keys,
-    bits_scale,
+    acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
+    start, stop, gap, gap_keys, first_query, queries, keys, bits_scale,
+    starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what keys `start` to `stop` give to dQ; `last_key` is the last one that the first query sees."""
-    last_keys = last_key + tl.arange(0, QUERIES)
-    for first in tl.range(start, stop, KEYS):
+    """Add what the blocks of keys from `start` to `stop` of `key_ranges` give to dQ."""
+    for at in tl.range(start, stop, 1 if MASK == "cells" else KEYS):
+        first = first_of_block(at, gap, gap_keys, tiles, MASKED, MASK)
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
         value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
         scores = product(query, tl.trans(key), PRECISION)
         weights = tl.exp2(scores * bits_scale - level[:, None])
         if MASKED:
-            columns = first + tl.arange(0, KEYS)
-            visible = (columns < keys)[None, :]
-            if CAUSAL:
-                visible = visible & (columns[None, :] <= last_keys[:, None])
+            visible = is_visible(
+                first_query, first, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
+                QUERIES, KEYS, MASK,
+            )  # fmt: skip
             weights = tl.where(visible, weights, 0.0)
         inner = product(grad_out, tl.trans(value), PRECISION)
         grad_scores = weights * (inner - row_delta[:, None])

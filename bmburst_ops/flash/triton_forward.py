@@ -65,17 +65,99 @@ def matrix_of(tensor, strides, batch, head):
     return tensor + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit
+def ranges(
+    first, count, starts, stops, tile_ends, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASK: tl.constexpr
+):  # fmt: skip
+    """Return what rows `first` to `first + ROWS` of `count` have to do with: `(start, stop, open_start, open_size)`.
+
+    With MASK "rows" these are columns: whole blocks from `open_start` on that all rows see, within whole blocks that
+    any sees. With "cells" they are places in a list of blocks, and the open ones end where the others start.
+    """
+    if MASK == "cells":
+        ends = tile_ends + first // ROWS * 2
+        open_start, start, stop = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
+        open_size = start - open_start
+    else:
+        last = tl.minimum(first + ROWS, count) - 1
+        start = tl.load(starts + first) // COLUMNS * COLUMNS
+        stop = tl.load(stops + last)
+        open_start = tl.cdiv(tl.load(starts + last), COLUMNS) * COLUMNS
+        open_size = tl.maximum(tl.load(stops + first) // COLUMNS * COLUMNS - open_start, 0)
+        stop -= open_size  # which the loop over the others leaps over
+    return start, stop, open_start, open_size
+
+
+@triton.jit
+def key_ranges(
+    first, queries, keys, starts, stops, tile_ends, QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr
+):  # fmt: skip
+    """Return `ranges` of a block of queries."""
+    if MASK == "full" or MASK == "causal":
+        hidden = keys - queries  # bottom-right aligned: the first query sees this many keys and one more
+        open_size, stop = keys, keys  # keys that every query of the block sees, and that any sees
+        if MASK == "causal":
+            open_size = tl.maximum(tl.minimum(first + hidden + 1, keys), 0)
+            stop = tl.maximum(tl.minimum(first + hidden + QUERIES, keys), 0)
+        open_size = open_size // KEYS * KEYS
+        start, open_start = open_size, 0
+    else:
+        start, stop, open_start, open_size = ranges(
+            first, queries, starts, stops, tile_ends, QUERIES, KEYS, MASK
+        )  # fmt: skip
+    return start, stop, open_start, open_size
+
+
+@triton.jit
+def first_of_block(at, gap, gap_size, tiles, MASKED: tl.constexpr, MASK: tl.constexpr):
+    """Return the first column of the block that a loop over `ranges` has come to."""
+    if MASK == "cells":
+        first = tl.load(tiles + at)
+    elif MASKED and MASK == "rows":
+        first = tl.where(at < gap, at, at + gap_size)
+    else:
+        first = at
+    return first
+
+
+@triton.jit
+def load_limits(vector, rows, count):
+    """Return a mask's numbers of some rows, zero beyond the last."""
+    return tl.load(vector + rows, mask=rows < count, other=0)
+
+
+@triton.jit
+def is_visible(
+    first_query, first_key, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Return which queries of a block see which keys of a block, `[QUERIES, KEYS]`."""
+    rows, columns = first_query + tl.arange(0, QUERIES), first_key + tl.arange(0, KEYS)
+    if MASK == "full" or MASK == "causal":
+        visible = (columns < keys)[None, :]
+        if MASK == "causal":
+            visible = visible & (columns[None, :] <= (rows + keys - queries)[:, None])
+    else:
+        start, stop = load_limits(starts, rows, queries), load_limits(stops, rows, queries)
+        visible = (columns[None, :] >= start[:, None]) & (columns[None, :] < stop[:, None])
+        if MASK == "cells":
+            row, column = load_limits(query_cells, rows, queries), load_limits(key_cells, columns, keys)
+            visible = visible & (tl.load(cells + (row[:, None] * cell_columns + column[None, :])) != 0)
+    return visible
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "cell_columns"])
 def forward_kernel(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides,
     queries, keys, group, bits_scale,
+    starts, stops, query_cells, key_cells, cells, cell_columns, tiles, tile_ends,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: QUERIES queries of one head over all their keys. Grid: (query blocks, heads, batch).
 
     Strides are of (batch, token, head); lse `[batch, heads, queries]` is dense; bits_scale is scale * log2(e), not
-    negative.
+    negative. For MASK and the vectors see `triton_masks.Mask`.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal tile's longest rows first
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -83,22 +165,23 @@ def forward_kernel(
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head // group), matrix_of(v, v_strides, batch, head // group)
     q_matrix, out_matrix = matrix_of(q, q_strides, batch, head), matrix_of(out, out_strides, batch, head)
     query = load_rows(q_matrix, first, q_strides[1], queries, HEAD_DIM, QUERIES, DIM, True)
-    hidden = keys - queries  # bottom-right aligned: the first query sees this many keys and one more
-    open_keys, seen_keys = keys, keys  # keys that every query of the block sees, and that any sees
-    if CAUSAL:
-        open_keys = tl.maximum(tl.minimum(first + hidden + 1, keys), 0)
-        seen_keys = tl.maximum(tl.minimum(first + hidden + QUERIES, keys), 0)
-    open_keys = open_keys // KEYS * KEYS
+    start, stop, open_start, open_size = key_ranges(
+        first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK
+    )  # fmt: skip
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     acc, total, peak = _over_keys(
-        acc, total, peak, query, k_matrix, v_matrix, k_strides[1], v_strides[1], 0, open_keys, first + hidden, keys,
-        bits_scale, HEAD_DIM, DIM, QUERIES, KEYS, False, CAUSAL, PRECISION,
+        acc, total, peak, query, k_matrix, v_matrix, k_strides[1], v_strides[1],
+        open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale,
+        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+        HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, PRECISION,
     )  # fmt: skip
     acc, total, peak = _over_keys(
-        acc, total, peak, query, k_matrix, v_matrix, k_strides[1], v_strides[1], open_keys, seen_keys, first + hidden,
-        keys, bits_scale, HEAD_DIM, DIM, QUERIES, KEYS, True, CAUSAL, PRECISION,
+        acc, total, peak, query, k_matrix, v_matrix, k_strides[1], v_strides[1],
+        start, stop, open_start, open_size, first, queries, keys, bits_scale,
+        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+        HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, PRECISION,
     )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     store_rows(out_matrix, acc, first, out_strides[1], queries, HEAD_DIM, QUERIES, DIM)
@@ -109,27 +192,33 @@ def forward_kernel(
 
 @triton.jit
 def _over_keys(
-    acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride, start, stop, last_key, keys, bits_scale,
+    acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
+    start, stop, gap, gap_keys, first_query, queries, keys, bits_scale,
+    starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take keys `start` to `stop` into the running softmax; `last_key` is the last one that the first query sees."""
-    last_keys = last_key + tl.arange(0, QUERIES)
-    for first in tl.range(start, stop, KEYS):
+    """Take the blocks of keys from `start` to `stop` of `key_ranges` into the running softmax."""
+    for at in tl.range(start, stop, 1 if MASK == "cells" else KEYS):
+        first = first_of_block(at, gap, gap_keys, tiles, MASKED, MASK)
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
         scores = product(query, tl.trans(key), PRECISION)
         if MASKED:
-            columns = first + tl.arange(0, KEYS)
-            visible = (columns < keys)[None, :]
-            if CAUSAL:
-                visible = visible & (columns[None, :] <= last_keys[:, None])
+            visible = is_visible(
+                first_query, first, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
+                QUERIES, KEYS, MASK,
+            )  # fmt: skip
             scores = tl.where(visible, scores * bits_scale, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 1))  # finite: every query sees a key of the first block
-            weights = tl.exp2(scores - higher[:, None])
+            higher = tl.maximum(peak, tl.max(scores, 1))  # of full and causal, finite from the first block on
+            base = higher
+            if MASK == "rows" or MASK == "cells":
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - base[:, None])
         else:
             higher = tl.maximum(peak, tl.max(scores, 1) * bits_scale)
-            weights = tl.exp2(scores * bits_scale - higher[:, None])
-        fade = tl.exp2(peak - higher)
+            base = higher
+            weights = tl.exp2(scores * bits_scale - base[:, None])
+        fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weights, 1)
         value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
         acc = add_product(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)

@@ -2,16 +2,19 @@
 
 import torch
 
+from bmburst.mask import make_mask
+from tests.mask_oracle import visible
+
 
 def attention(q, k, v, mask, scale=None):
     """q `[batch, tokens, heads, head_dim]`, k and v with their own heads -> out, lse `[batch, heads, tokens]`."""
     group = q.shape[2] // k.shape[2]
     keys, values = (t.repeat_interleave(group, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if mask == "causal":
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
-        scores = scores.masked_fill(~visible, -torch.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values), scores.logsumexp(-1)
+    seen = torch.from_numpy(visible(make_mask(mask), q.shape[1]))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = scores.softmax(-1).masked_fill(~seen, 0)  # of a row that sees nothing they are no numbers
+    return torch.einsum("bhqk,bkhd->bqhd", weights, values), scores.logsumexp(-1)
 
 
 def draw(seed, batch, tokens, heads, kv_heads, head_dim, dtype=torch.float64, spread=1.0):

@@ -12,6 +12,7 @@ from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.comm.protocol import Arrived
 from bmburst.errors import UserError
+from bmburst.mask import make_mask
 from bmburst.schedule import AttentionShape, backward_bytes, forward_bytes
 from bmburst_ops.flash import ReferenceKernel
 from tests.attention.oracle import draw, reference
@@ -24,24 +25,28 @@ LAYOUTS = ["contiguous", "zigzag", "striped"]
 def split_attention(comm, whole, layout, mask, dtype=torch.float64, with_lse=True, **options):
     """Cut, attend on every rank, and put everything together again."""
     length = whole[0].shape[1]
-    q, k, v, grad = (bmburst.shard(t.to(dtype), layout=layout, group=comm) for t in whole[:4])
-    grad_lse = bmburst.shard(whole[4].to(dtype), dim=2, layout=layout, group=comm)
+    cut = {"layout": layout, "group": comm, "mask": make_mask(mask)}
+    q, k, v, grad = (bmburst.shard(t.to(dtype), **cut) for t in whole[:4])
+    grad_lse = bmburst.shard(whole[4].to(dtype), dim=2, **cut)
     q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
     out, lse = bmburst.burst_attention(
         q, k, v, mask=mask, layout=layout, length=length, group=comm, return_lse=True, **options
     )
     assert out.dtype == dtype
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
-    padding = slice(bmburst.SequenceShard.cut(length, layout=layout, size=comm.size, rank=comm.rank).real_tokens, None)
+    real_tokens = bmburst.SequenceShard.cut(
+        length, layout=layout, size=comm.size, rank=comm.rank, mask=make_mask(mask)
+    ).real_tokens
+    padding = slice(real_tokens, None)
     assert not out[:, padding].any()
     assert (lse[:, :, padding] == -torch.inf).all()
     real = torch.isfinite(lse)
     objective = (out * grad).sum() + ((lse[real] * grad_lse[real]).sum() if with_lse else 0)
     grads = torch.autograd.grad(objective, (q, k, v))
     assert all(not g[:, padding].any() for g in grads)
-    whole_lse = bmburst.unshard(lse, dim=2, layout=layout, group=comm, length=length)
-    return [bmburst.unshard(out, layout=layout, group=comm, length=length), whole_lse] + [
-        bmburst.unshard(g, layout=layout, group=comm, length=length) for g in grads
+    whole_lse = bmburst.unshard(lse, dim=2, length=length, **cut)
+    return [bmburst.unshard(out, length=length, **cut), whole_lse] + [
+        bmburst.unshard(g, length=length, **cut) for g in grads
     ]
 
 
@@ -391,7 +396,7 @@ def test_the_signatures_are_the_documented_ones():
         (bmburst.unshard, "x_local", ("length", None)),
     ):
         named = [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
-        assert named == [(first, inspect.Parameter.empty), ("dim", 1), ("layout", "zigzag"), ("group", None), last]
+        assert named == [(first, inspect.Parameter.empty), ("dim", 1), ("layout", "zigzag"), ("group", None), last, ("mask", None)]
 
 
 def test_a_compiled_caller():

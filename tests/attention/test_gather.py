@@ -12,7 +12,7 @@ from bmburst.attention.gather import gather_backward, gather_forward
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.comm.protocol import Arrived
-from bmburst_ops.flash import Gradients, Partial, ReferenceKernel
+from bmburst_ops.flash import CAUSAL, Gradients, Partial, ReferenceKernel
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
@@ -201,18 +201,18 @@ class Idle:
     def __init__(self, log):
         self.log = log
 
-    def forward(self, q, k, _, *, causal, out=None, **__):
-        self.note(q, k, causal)
+    def forward(self, q, k, _, *, pattern, out=None, **__):
+        self.note(q, k, pattern)
         out = torch.empty_like(q) if out is None else out
         return Partial(out.zero_(), torch.zeros(q.shape[0], q.shape[2], q.shape[1]))
 
-    def backward(self, _, q, k, *__, causal, into, **___):
-        self.note(q, k, causal)
+    def backward(self, _, q, k, *__, pattern, into, **___):
+        self.note(q, k, pattern)
         for gradient in into:
             gradient.zero_()
 
-    def note(self, q, k, causal):
-        self.log.append("own" if causal else f"rectangle {q.shape[1]} x {k.shape[1]}")
+    def note(self, q, k, pattern):
+        self.log.append("own" if pattern == CAUSAL else f"rectangle {q.shape[1]} x {k.shape[1]}")
 
 
 def alone(rank, size, log, most, tokens=8, heads=6, kv_heads=3, head_dim=4):

@@ -13,7 +13,8 @@ from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst.layout import LAYOUTS, make_layout
-from bmburst.schedule import Span
+from bmburst.mask import Causal
+from bmburst.tiles import Span
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import Counting, compare
 from tests.distributed.processes import run_processes
@@ -47,7 +48,9 @@ def test_units_cover_the_share_once(heads, kv_heads, most, whole_groups):
 def test_first_and_last_unit_are_small():
     """Nothing hides the way in of the first and the way home of the last; the rest is one call."""
     assert [len(u.heads) for u in make_units(8, 8, most=8, whole_groups=True)] == [1, 6, 1]
-    assert [len(u.heads) for u in make_units(8, 2, most=8, whole_groups=False)] == [1, 6, 1]
+    assert [len(u.heads) for u in make_units(8, 2, most=8, whole_groups=False)] == [2, 4, 2]
+    assert [len(u.heads) for u in make_units(6, 2, most=8, whole_groups=False)] == [1, 4, 1]
+    assert [len(u.heads) for u in make_units(7, 1, most=8, whole_groups=False)] == [1, 5, 1]
     assert [len(u.heads) for u in make_units(8, 2, most=8, whole_groups=True)] == [4, 4]
     assert [len(u.heads) for u in make_units(8, 8, most=2, whole_groups=True)] == [1, 2, 2, 2, 1]
 
@@ -66,8 +69,8 @@ CASES = [
 @pytest.mark.parametrize("most", [0, 1])
 def test_every_byte_comes_and_goes_to_its_place_once(size, degree, name, heads, kv_heads, most):
     """Tensors whose every element is its own position, moved by the plans of all ranks."""
-    batch, tokens, dim = 2, 4, 2
-    layout = make_layout(name, size, tokens)
+    batch, tokens, dim = 2, 8, 2
+    layout = make_layout(name, size, tokens, Causal())
     shapes = HeadShapes(
         layout=layout, degree=degree, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=dim, itemsize=2,
         statistics_itemsize=4,

@@ -27,7 +27,7 @@ from tests.attention.test_burst_attention import zeros
         ({"kernel": "torch"}, "kernel 'torch' runs on NVIDIA GPUs only"),
         (
             {"strategy": "brust"},
-            "unknown strategy 'brust'; did you mean 'burst'\\?\nknown: auto, burst, gather, heads, heads",
+            "unknown strategy 'brust'; did you mean 'burst'\\?\nknown: auto, burst, double-ring, gather, heads",
         ),
         ({"transport": "gloom"}, "unknown transport 'gloom'; did you mean 'gloo'\\?\nknown: auto, gloo, nccl, peer"),
         ({"transport": "nccl"}, "transport 'nccl' was asked for, but the group's tensors move by threads"),

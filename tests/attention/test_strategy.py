@@ -5,19 +5,29 @@ from itertools import product
 import pytest
 
 from bmburst.attention.heads_plan import HeadShapes
-from bmburst.attention.strategy import LINKS, STRATEGIES, Strategy, choose_strategy, cost
-from bmburst.layout import LAYOUTS, make_layout
+from bmburst.attention.strategy import LINKS, STRATEGIES, Strategy, choose_strategy, cost, gather_refusal
+from bmburst.errors import UserError
+from bmburst.layout import LAYOUTS, make_layout, rank_areas
+from bmburst.mask import BlockSparse, Causal, Documents, Full, SlidingWindow
+
+CAUSAL = Causal()
 
 
-def shapes(size, tokens, heads=32, kv_heads=32, layout="zigzag"):
+def shapes(size, tokens, heads=32, kv_heads=32, layout="zigzag", mask=CAUSAL):
     return HeadShapes(
-        layout=make_layout(layout, size, tokens // size), degree=1, batch=1, heads=heads, kv_heads=kv_heads,
+        layout=make_layout(layout, size, tokens // size, mask), degree=1, batch=1, heads=heads, kv_heads=kv_heads,
         head_dim=128, itemsize=2, statistics_itemsize=4,
     )  # fmt: skip
 
 
-def choose(name, sizes, transport="peer", mask="causal"):
-    return choose_strategy(name, sizes, mask, transport, 4)
+def choose(name, sizes, transport="peer", mask=CAUSAL, length=None):
+    whole = sizes.layout.size * sizes.layout.tokens
+    return choose_strategy(name, sizes, whole if length is None else length, mask, transport, 4)
+
+
+def seconds(strategy, sizes, mask, transport="peer", length=None):
+    whole = sizes.layout.size * sizes.layout.tokens
+    return cost(strategy, sizes, whole if length is None else length, mask, transport, 4)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -31,7 +41,7 @@ def test_heads_are_exchanged_where_they_divide(size, kv_heads, transport, tokens
 
 def test_any_head_count_has_a_way():
     for size, heads, kv_heads, layout, mask, transport in product(
-        (1, 2, 3, 5, 8), (1, 3, 7, 12), (1, 3), LAYOUTS, ("causal", "full"), LINKS
+        (1, 2, 3, 5, 8), (1, 3, 7, 12), (1, 3), LAYOUTS, (Causal(), Full()), LINKS
     ):
         if heads % kv_heads == 0:
             found = choose("auto", shapes(size, size * 64, heads, kv_heads, layout), transport, mask)
@@ -67,15 +77,64 @@ def test_steps_are_pipelined_where_kernels_are_long_and_copies_free():
 
 @pytest.mark.parametrize("transport", LINKS)
 def test_costs_grow_with_what_is_done(transport):
-    def seconds(tokens, kv_heads=32):
-        return cost(Strategy(1, "ring", "kv"), shapes(4, tokens, kv_heads=kv_heads), "causal", transport, 4)
-
-    assert seconds(65536) < seconds(131072) < seconds(262144)
-    assert seconds(65536, kv_heads=8) < seconds(65536)
+    ring = Strategy(1, "ring", "kv")
+    causal = [
+        seconds(ring, shapes(4, tokens, kv_heads=kv_heads), Causal(), transport)
+        for tokens, kv_heads in ((65536, 8), (65536, 32), (131072, 32), (262144, 32))
+    ]
+    assert causal == sorted(causal) and len(set(causal)) == 4
     sizes = shapes(4, 65536)
-    assert cost(Strategy(4, "ring", "q"), sizes, "causal", transport, 4) < cost(
-        Strategy(4, "ring", "q"), sizes, "full", transport, 4
-    )
+    for strategy in (Strategy(4, "ring", "q"), ring, Strategy(1, "gather", "kv")):
+        masks = (SlidingWindow(1024), SlidingWindow(8192), Causal(), Full())
+        assert sorted(masks, key=lambda mask: seconds(strategy, sizes, mask, transport)) == list(masks)
+    assert seconds(ring, sizes, Causal(), transport, length=40000) < seconds(ring, sizes, Causal(), transport)
+
+
+def test_the_rank_with_most_to_see_decides():
+    """Nobody is ready before it is; exchanged heads give every rank the same."""
+    mask = Documents([1 << 17, *[1 << 10] * 128])
+    sizes = {name: shapes(8, 1 << 18, layout=name, mask=mask) for name in ("contiguous", "zigzag", "balanced")}
+    for strategy in (Strategy(1, "ring", "kv"), Strategy(1, "gather", "kv")):
+        took = {name: seconds(strategy, s, mask) for name, s in sizes.items()}
+        most = {name: max(rank_areas(s.layout, 1 << 18, mask)) for name, s in sizes.items()}
+        assert sorted(took, key=took.get) == sorted(most, key=most.get) == ["balanced", "zigzag", "contiguous"]
+    assert len({seconds(Strategy(8, "ring", "q"), s, mask) for s in sizes.values()}) == 1
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+def test_nothing_moves_where_no_rank_sees_a_key_of_another(transport, layout):
+    """Here every 1,024 tokens are a document."""
+    mask = Documents([1024] * 256)
+    sizes = shapes(8, 1 << 18, layout=layout, mask=mask)
+    assert choose("auto", sizes, transport, mask).heads == 1
+    compute = 14.0 * max(rank_areas(sizes.layout, 1 << 18, mask)) * 32 * 128 / 6e14
+    for strategy in (Strategy(1, "ring", "kv"), Strategy(1, "ring", "q"), Strategy(1, "gather", "kv")):
+        assert seconds(strategy, sizes, mask, transport) == pytest.approx(compute)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_narrow_window_over_many_ranks_prefers_less_movement(layout):
+    """Where a transfer's time is lost, heads of all tokens cost more than the few keys before one's own."""
+    window, sizes = SlidingWindow(4096), shapes(32, 1 << 20, layout=layout)
+    assert choose("auto", sizes, "nccl").heads == 32
+    found = choose("auto", sizes, "nccl", window)
+    assert (found.heads, found.outer) == (1, "gather")
+    ring, gather = Strategy(1, "ring", "kv"), Strategy(1, "gather", "kv")
+    assert seconds(gather, sizes, window) < seconds(ring, sizes, window) < seconds(ring, sizes, Causal())
+    wide = SlidingWindow(1 << 19)
+    moved = [seconds(s, sizes, mask, "nccl") for mask in (window, wide) for s in (gather, ring)]
+    assert moved == sorted(moved)
+
+
+def test_gather_needs_neighbours():
+    striped = make_layout("striped", 4, 8)
+    assert gather_refusal(striped, Full()) is None
+    for mask in (Causal(), SlidingWindow(3), BlockSparse([[1]], 32)):
+        assert gather_refusal(make_layout("zigzag", 4, 8), mask) is None
+        assert "'striped' has no run of neighbouring tokens" in gather_refusal(striped, mask)
+        with pytest.raises(UserError, match="'gather' cannot work: layout 'striped' has no run"):
+            choose("gather", shapes(4, 4096, layout="striped"), mask=mask)
 
 
 def test_a_single_rank_takes_any_name():

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from bmburst.bench.cells import Cell, Choice, accuracy_ranks, list_cells
-from bmburst.bench.work import forward_flops, one_gpu_tokens, sizes
+from bmburst.bench.work import alone, forward_flops, sizes
 from bmburst.errors import UserError
 
-NAMES = ("one-gpu", "ours", "ulysses", "tensor-parallel-v1")
+NAMES = ("one-gpu", "ours", "ulysses", "tensor-parallel-v1", "ours-balanced", "ring-flash-attn-llama3")
 
 
 def choice(**changes):
@@ -24,6 +24,9 @@ def test_names_are_those_of_earlier_files():
         "block/131072/gqa/causal/ours@8",
         "accuracy/4096/gqa/full/ulysses@4",
         "accuracy/4096/mha/causal/one-gpu@1",
+        "documents/524288/mha/ours-balanced@8",
+        "window/262144/gqa/ulysses@8",
+        "accuracy/4096/gqa/documents/ring-flash-attn-llama3@2",
     ):
         assert key in keys
     (cell,) = list_cells(
@@ -48,6 +51,13 @@ def test_suites_have_the_shapes_they_promise():
     assert {c.batch for c in cells if c.suite == "batch"} == {1, 2, 4, 8}
     assert {(c.heads, c.kv_heads) for c in cells if c.suite != "block"} == {(32, 32), (32, 8)}
     assert not any(c.method.startswith("tensor") for c in cells if c.suite == "block")
+    for suite, tokens in (("documents", {131072, 524288}), ("window", {262144})):
+        own = [c for c in cells if c.suite == suite]
+        assert {c.tokens for c in own} == tokens and {c.mask for c in own} == {suite}
+        assert {c.method for c in own} >= {"one-gpu", "ours", "ulysses"}
+    assert {c.mask for c in cells if c.suite == "accuracy"} == {"causal", "full", "documents", "window"}
+    assert {c.mask for c in cells if c.method in ("ours-balanced", "ring-flash-attn-llama3")} == {"documents"}
+    assert {c.mask for c in list_cells(choice(masks=("window",)))} == {"window"}
     assert {c.ranks for c in cells if c.suite == "accuracy"} == {1, 2, 4, 8}
     assert {c.ranks for c in cells if c.method == "one-gpu" and c.suite == "accuracy"} == {1}
 
@@ -73,9 +83,9 @@ def test_shapes_that_no_method_takes_are_refused(changes, words):
 
 def test_one_gpu_gets_a_ranks_share_of_the_work():
     for cell in list_cells(choice(globs=("sequence/*",))):
-        share, alone = forward_flops(cell) / cell.ranks, forward_flops(cell, one_gpu_tokens(cell))
-        assert 0.97 * share < alone <= share
-        assert one_gpu_tokens(cell) % 128 == 0
+        share, one = forward_flops(cell) / cell.ranks, alone(cell)
+        assert 0.97 * share < forward_flops(one) <= share
+        assert one.tokens % 128 == 0 and one.ranks == 1 and one == alone(one)
 
 
 def test_flops_are_those_of_the_pairs_that_are_seen():

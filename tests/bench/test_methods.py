@@ -4,6 +4,8 @@ import importlib
 import sys
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from bmburst.bench.cells import Cell
 from bmburst.bench.inputs import both, forward, prepare
 from bmburst.bench.methods import LocalKernel, Setting, all_methods
-from bmburst.bench.methods.packages import flash_attention_2
+from bmburst.bench.methods.flash_attention_2 import flash_attention_2
 from bmburst.bench.party import Party
 from bmburst.errors import UserError
+from tests.bench.masked import visible
 from tests.distributed.processes import run_processes
 
 METHODS = all_methods("cpu")
@@ -28,15 +31,23 @@ def cell(method, ranks, **changes):
     return Cell(suite="sequence", method=method, ranks=ranks, device="cpu", **{**values, **changes})
 
 
-def definition(q, k, v, grad, causal):
-    """O, dQ, dK, dV by torch's own attention."""
+def definition(q, k, v, grad, seen):
+    """O, dQ, dK, dV by torch's own attention, under a mask of the suite or `[queries, keys]`."""
+    seen = visible(seen, q.shape[1]) if isinstance(seen, str) else seen
     whole = [t.detach().transpose(1, 2).requires_grad_() for t in (q, k, v)]
-    out = scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=True)
+    out = scaled_dot_product_attention(*whole, attn_mask=seen, enable_gqa=True)
     out.backward(grad.transpose(1, 2))
     return [t.transpose(1, 2) for t in (out.detach(), *(t.grad for t in whole))]
 
 
+def random_whole(at):
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(at.batch, at.tokens, h, at.head_dim) for h in (at.heads, at.kv_heads, at.kv_heads, at.heads)]
+    return tuple(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+
+
 SHAPES = ({}, {"mask": "full"}, {"kv_heads": 8, "batch": 1})
+MASKED = ({"mask": "documents", "tokens": 192, "batch": 1}, {"mask": "window", "tokens": 240, "batch": 1})
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -51,6 +62,10 @@ def test_peers_compute_attention_on_one_rank():
 
 def test_ours_computes_attention_by_what_its_name_says():
     run_processes(2, _compare_ours)
+
+
+def test_documents_and_a_window_are_computed_on_three_ranks():
+    run_processes(3, _compare_masked)
 
 
 def _compare_peers(size):
@@ -70,13 +85,46 @@ def _compare_ours():
                 _compare(cell(method, 2, **changes), party)
 
 
+def _compare_masked():
+    party = Party(group=dist.group.WORLD, rank=dist.get_rank(), size=3, device=torch.device("cpu"))
+    names = ("heads-gloo", "gather-gloo", "ring-gloo", "gather-gloo-balanced", "ring-gloo-balanced")
+    for method in ("ulysses", "tensor-parallel-v3", "ours", "ours-balanced", *(f"ours-{name}" for name in names)):
+        for changes in MASKED:
+            _compare(cell(method, 3, **changes, heads=6, kv_heads=3), party)
+    sys.modules["ring_flash_attn"] = SimpleNamespace(zigzag_ring_flash_attn_varlen_func=_zigzag_in_documents)
+    at = cell("ring-flash-attn", 3, **MASKED[0], heads=6, kv_heads=3)
+    q, k, v, grad = random_whole(at)
+    method = METHODS[at.method]
+    mine = [method.cut_input(t, at, party.rank) for t in (q, k, v)]
+    assert tuple(mine[0].shape) == method.input_shape(at, 6)
+    found = method.bind(at, Setting(party=party, kernel=LocalKernel()))(*mine)
+    right = method.cut_output(definition(q, k, v, grad, at.mask)[0], at, party.rank)
+    torch.testing.assert_close(method.real(found, at, party.rank), method.real(right, at, party.rank))
+
+
+def _zigzag_in_documents(q, k, v, *, cu_seqlens, max_seqlen, causal, group):
+    """What the package's function computes, forward: of every document rank r has chunks r and 2 P - 1 - r."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    held = [torch.empty(2, *k.shape, dtype=k.dtype) for _ in range(size)]
+    dist.all_gather(held, torch.stack((k, v)), group=group)
+    assert causal and max_seqlen == cu_seqlens.diff().max() and cu_seqlens.dtype == torch.int32
+    out = []
+    for a, b in pairwise(cu_seqlens.tolist()):
+        half = (b - a) // 2
+        chunks = [kv[:, a : a + half] for kv in held] + [kv[:, a + half : b] for kv in reversed(held)]
+        keys, values = torch.cat(chunks, 1)
+        places = [p for n in (rank, 2 * size - 1 - rank) for p in range(n * half, (n + 1) * half)]
+        seen = torch.arange(len(keys)) <= torch.tensor(places)[:, None]
+        rows = (t.transpose(0, 1)[None] for t in (q[a:b], keys, values))
+        out.append(scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(out)
+
+
 def _compare(at, party):
     method = METHODS[at.method]
     assert method.refusal(at) is None
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(at.batch, at.tokens, h, at.head_dim) for h in (at.heads, at.kv_heads, at.kv_heads, at.heads)]
-    q, k, v, grad = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
-    exact = definition(q, k, v, grad, at.is_causal)
+    q, k, v, grad = random_whole(at)
+    exact = definition(q, k, v, grad, at.mask)
     mine = [method.cut_input(t, at, party.rank).contiguous().requires_grad_() for t in (q, k, v)]
     assert [tuple(t.shape) for t in mine[:2]] == [method.input_shape(at, h) for h in (at.heads, at.kv_heads)]
     out_grad = method.cut_output(grad, at, party.rank).contiguous()
@@ -141,7 +189,8 @@ def test_quadratic_memory_is_estimated():
 
 
 PEER = """
-from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_forward
+from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, a_function_that_nobody_calls
+from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 from .adapters import substitute_hf_flash_attn
 """
 
@@ -165,7 +214,22 @@ def test_packages_written_for_flash_attention_2_get_the_kernel_under_test(tmp_pa
     targets = dict(zip(("dq", "dk", "dv"), grads, strict=True))
     tensors = {"dout": grad, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
     peer._flash_attn_backward(**tensors, **targets, deterministic=False, **plain)
-    for found, exact in zip((out, *grads), definition(q, k, v, grad, True), strict=True):
+    for found, exact in zip((out, *grads), definition(q, k, v, grad, "causal"), strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+    offsets = {"cu_seqlens_q": torch.tensor([0, 4, 13]), "cu_seqlens_k": torch.tensor([0, 4, 17])}
+    offsets |= {"max_seqlen_q": 9, "max_seqlen_k": 13}
+    q, grad = torch.randn(2, 13, 4, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 17, 2, 8, dtype=torch.float64)
+    out, lse, *_ = peer._flash_attn_varlen_forward(q=q, k=k, v=v, return_softmax=False, **offsets, **plain)
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    targets = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    tensors = {"dout": grad, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
+    peer._flash_attn_varlen_backward(**tensors, **targets, deterministic=False, **offsets, **plain)
+    seen = torch.zeros(13, 17, dtype=torch.bool)
+    seen[:4, :4], seen[4:, 4:] = torch.ones(4, 4).tril(), torch.ones(9, 13).tril(4)  # at the bottom right
+    whole = [t[None] for t in (q, k, v, grad)]
+    for found, exact in zip((out, *grads), definition(*whole, seen), strict=True):
+        torch.testing.assert_close(found, exact[0], rtol=1e-10, atol=1e-10)
+    assert lse.shape == (4, 13)
     with pytest.raises(NotImplementedError, match="window"):
         peer._flash_attn_forward(q=q, k=k, v=v, return_softmax=False, **{**plain, "window_size_left": 4})

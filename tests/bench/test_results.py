@@ -12,7 +12,7 @@ from bmburst.bench.methods import all_methods
 from bmburst.bench.party import Party
 from bmburst.bench.results import FAILED, OK, REFUSED, Results
 from bmburst.bench.table import markdown, one_line, short
-from bmburst.bench.timing import LEAST, in_turns
+from bmburst.bench.timing import LEAST, Times, in_turns, quotient
 from bmburst.errors import UserError
 
 HEADER = {
@@ -134,26 +134,25 @@ def party():
 
 def test_calls_are_measured_in_turns():
     calls = []
-    ours, ones, ratio = in_turns(
-        lambda: calls.append("ours"), lambda: calls.append("one"), party(), repeats=5, seconds=60
-    )
-    assert calls == ["one", "ours"] * 7  # two warm-ups
-    assert (ours.count, ones.count) == (5, 5) and ratio > 0
-    assert ours.least <= ours.median <= ours.most
+    times = in_turns(*(lambda n=n: calls.append(n) for n in range(3)), party=party(), repeats=5, seconds=60)
+    assert calls == [0, 1, 2] * 7  # two warm-ups
+    assert [len(own) for own in times] == [5, 5, 5]
+    first = Times.of(times[0])
+    assert first.count == 5 and first.least <= first.median <= first.most
 
 
 def test_a_ratio_is_that_of_the_rates(monkeypatch):
-    costs = iter([1, 1, 1, 1, 5.0, 10.0, 6.0, 8.0, 5.0, 20.0])  # warm-ups, then pairs of one GPU and the method
+    costs = iter([1, 1, 1, 1, 5.0, 10.0, 6.0, 8.0, 5.0, 20.0])  # warm-ups, then rounds of one GPU and the method
     monkeypatch.setattr(timing, "once", lambda *_: next(costs))
-    ours, ones, ratio = in_turns(lambda: None, lambda: None, party(), repeats=3, seconds=60)
-    assert (ours.median, ours.least, ours.most) == (10, 8, 20) and ones.median == 5
-    assert ratio == 0.5  # of 0.5, 0.75 and 0.25
+    ones, ours = in_turns(lambda: None, lambda: None, party=party(), repeats=3, seconds=60)
+    assert (ones, ours) == ((5, 6, 5), (10, 8, 20))
+    assert quotient(ones, ours) == 0.5  # of 0.5, 0.75 and 0.25
 
 
 def test_slow_calls_are_measured_less_often():
     calls = []
-    ours, _, _ = in_turns(lambda: calls.append(1), lambda: None, party(), repeats=50, seconds=1e-9)
-    assert ours.count == LEAST and len(calls) == LEAST + 1  # and one warm-up
+    ours, _ = in_turns(lambda: calls.append(1), lambda: None, party=party(), repeats=50, seconds=1e-9)
+    assert len(ours) == LEAST and len(calls) == LEAST + 1  # and one warm-up
 
 
 # Ranks that are lost

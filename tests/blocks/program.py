@@ -100,7 +100,7 @@ def _load(directory: Path, mesh: Mesh, layout: str = "zigzag", mask: str = "caus
 
 
 def _cut(mesh: Mesh, layout: str) -> SequenceShard:
-    return SequenceShard.cut(TOKENS, layout=layout, size=mesh.shape.sequence, rank=mesh.sequence_rank)
+    return SequenceShard.cut(TOKENS, layout=layout, size=mesh.shape.sequence, rank=mesh.sequence_rank, mask="causal")
 
 
 def _logits(directory: Path, mesh: Mesh, layout: str, mask: str = "causal") -> Tensor:

@@ -47,7 +47,7 @@ def environment():
 
 
 def test_two_ranks_measure_and_go_on(tmp_path):
-    wanted = "sequence/*/causal/*,block/*/causal/ours,accuracy/*/causal/*"
+    wanted = "sequence/*/causal/*,block/*/causal/ours,documents/*/ours,window/*/ours,accuracy/*/causal/*"
     options = (
         "--cells",
         wanted,
@@ -60,7 +60,7 @@ def test_two_ranks_measure_and_go_on(tmp_path):
     out, _ = start(*options, "--trace", "trace", cwd=tmp_path)
     content = json.loads((tmp_path / "r.json").read_text())
     rows = {key.removesuffix("@2-cpu-float32"): row for key, row in content["rows"].items()}
-    assert len(rows) == 14 and content["running"] is None
+    assert len(rows) == 16 and content["running"] is None
     for name in ("one-gpu", "ours", "ulysses", "allgather-kv"):
         row = rows[f"sequence/256/4-2x8/causal/{name}"]
         assert row["status"] == "ok" and row["kernel"] == "cpu", row
@@ -75,6 +75,10 @@ def test_two_ranks_measure_and_go_on(tmp_path):
     assert chosen["transport"] == "gloo" and chosen["strategy"]["heads"] in (1, 2)
     assert chosen["forward_backward"]["bytes"] > chosen["forward"]["bytes"] > 0
     assert rows["block/256/4-2x8/causal/ours"]["status"] == "ok"
+    for mask, said in (("documents", {"number": 9, "longest": 60}), ("window", 16)):
+        row = rows[f"{mask}/256/4-2x8/ours"]
+        assert row["status"] == "ok" and row["forward_backward"]["times_arithmetic"] > 0
+        assert row[mask] == said if mask == "window" else said.items() <= row[mask].items()
     missing = rows["sequence/256/4-2x8/causal/burst-attention"]
     assert (missing["status"], missing["reason"]) == ("refused", "the package Burst-Attention is not installed")
     deadly = rows["sequence/256/4-2x8/causal/yunchang"]  # the cells after it were measured by other ranks
@@ -85,7 +89,7 @@ def test_two_ranks_measure_and_go_on(tmp_path):
     assert "## Relative L2 error against fp64" in out and (tmp_path / "r.md").read_text() in out
     assert (tmp_path / "r-sequence-4-2x8-causal-2cpu.png").exists()
     timelines = [json.loads(path.read_text()) for path in (tmp_path / "trace").iterdir()]
-    assert len(timelines) == 10 and all(line["traceEvents"] for line in timelines)
+    assert len(timelines) == 14 and all(line["traceEvents"] for line in timelines)
 
     before = content["rows"]
     _, err = start(*options, "--mask", "causal", "--budget", "0.001", cwd=tmp_path)
@@ -123,6 +127,7 @@ def test_list_says_what_cannot_run(capsys):
         (("--ranks", "2", "--tokens", "255"), "--tokens 255 on 2 ranks"),
         (("--ranks", "2", "--tokens", "many"), "--tokens many"),
         (("--ranks", "2", "--cells", "nothing/*"), "--cells nothing/* fits no cell"),
+        (("--ranks", "2", "--mask", "docs"), "--mask"),
         (("--ranks", "2", "--methods", "ulises"), "did you mean 'ulysses'?"),
         (("--ranks", "2", "--kernel", "gpu"), "unknown kernel 'gpu'"),
         (("--ranks", "2", "--heads", "6", "--kv-heads", "4"), "--heads 6 --kv-heads 4"),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import bmburst
 from bmburst.cli import main
+from bmburst.mesh_shape import MeshShape
 from bmburst.train import check
 from bmburst.train.check import compare
 from bmburst.train.check_rank import AFTER_FILE, BEFORE_FILE, GRADIENT_FILE, Steps
@@ -221,18 +222,19 @@ def test_float32_runs_on_all_ranks_and_on_one(launches, here, capsys):
     (here / "out").mkdir()
     (here / "out" / "x").touch()
     argv = ["--config", "tiny.yaml", "--data-parallel", "2", "--nproc", "4", "--seed", "3", "--output", "out"]
+    argv += ["--tensor-parallel", "2"]
     assert main(["check", *argv, "--check-steps", "5", "--parallel.transport", "gloo"]) == 0
     (nproc, config, steps), (one, alone, same_steps) = launches
     assert (nproc, steps, one, same_steps) == (4, 5, 1, 5)
     assert config.parallel.data_parallel == 2 and config.parallel.transport == "gloo"
-    assert alone.mesh_shape(one) == (1, 1)
+    assert alone.mesh_shape(one) == MeshShape(1, 1)
     assert alone.parallel.transport == "auto", "one rank moves nothing"
     assert alone.replace(parallel=config.parallel) == config
     assert (config.seed, config.steps, config.sequence_length) == (3, 50, 37)
     assert left(here) == {"out"}
     out, err = capsys.readouterr()
     assert [line.split(":")[0] for line in err.splitlines()] == [
-        "[1/3] 4 ranks (data 2 x sequence 2) in float32",
+        "[1/3] 4 ranks (data 2 x sequence 1 x tensor 2) in float32",
         "[2/3] one rank in float32",
         "[3/3] comparing",
     ]

@@ -10,17 +10,22 @@ import torch.multiprocessing as mp
 
 
 def run_program(
-    size: int, body: Callable[..., None], *args: object, seconds: float = 120, on_gpus: bool = False
+    size: int,
+    body: Callable[..., None],
+    *args: object,
+    seconds: float = 120,
+    on_gpus: bool = False,
+    tensor: int = 1,
 ) -> None:
     """Start BMTrain on `size` processes and call `body(*args)` on each.
 
     The first failure fails the caller, and so does a job that is not over in time; none is left running. CUDA is hidden
-    from the processes unless `on_gpus`.
+    from the processes unless `on_gpus`. `tensor` ranks share each matrix.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    job = mp.spawn(_enter, args=(size, port, on_gpus, body, args), nprocs=size, join=False)
+    job = mp.spawn(_enter, args=(size, port, on_gpus, tensor, body, args), nprocs=size, join=False)
     deadline = time.monotonic() + seconds
     try:
         while not job.join(timeout=1):
@@ -31,7 +36,15 @@ def run_program(
             process.kill()
 
 
-def _enter(rank: int, size: int, port: int, on_gpus: bool, body: Callable[..., None], args: tuple[object, ...]) -> None:
+def _enter(
+    rank: int,
+    size: int,
+    port: int,
+    on_gpus: bool,
+    tensor: int,
+    body: Callable[..., None],
+    args: tuple[object, ...],
+) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -45,6 +58,6 @@ def _enter(rank: int, size: int, port: int, on_gpus: bool, body: Callable[..., N
     torch.set_num_threads(1)
     from bmburst.runtime import start
 
-    start(seed=0)
+    start(seed=0, tensor=tensor)
     torch.set_num_threads(1)  # BMTrain sets it to the processor's cores
     body(*args)

@@ -1,5 +1,6 @@
 """On real GPUs, over NCCL: communicators, attention and training, over torch.distributed and in BMTrain programs."""
 
+import math
 import os
 import socket
 from datetime import timedelta
@@ -147,7 +148,10 @@ def check_recompute():
         torch.testing.assert_close(gradient, gradients[0])
 
 
-@pytest.mark.parametrize("split", [(d, s) for d in (1, 2, 4) for s in (1, 2, 4) if d * s <= min(GPUS, 4)], ids=str)
+SPLITS = [(d, s) for d in (1, 2, 4) for s in (1, 2, 4)] + [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 1, 4), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("split", [split for split in SPLITS if math.prod(split) <= min(GPUS, 8)], ids=str)
 def test_training_equals_one_rank(split, tmp_path):
     from tests.train.test_equality import error, make_model
 
@@ -156,7 +160,8 @@ def test_training_equals_one_rank(split, tmp_path):
     run_program(1, equality.train_all, tmp_path, [(1, 1)], seconds=300)  # on the CPU
     expected = equality.result(tmp_path, (1, 1), equality.CASES[0], "float32")
     (tmp_path / f"1x1-{equality.CASES[0]}-float32.pt").unlink()
-    run_program(split[0] * split[1], equality.train_all, tmp_path, [split], seconds=300, on_gpus=True)
+    tensor = (*split, 1)[2]
+    run_program(math.prod(split), equality.train_all, tmp_path, [split], seconds=300, on_gpus=True, tensor=tensor)
     got = equality.result(tmp_path, split, equality.CASES[0], "float32")
     for name, gradient in expected["gradients"].items():
         assert error(got["gradients"][name].cpu(), gradient) < 1e-5, name

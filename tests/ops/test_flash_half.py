@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from bmburst_ops.flash import Gradients
+from bmburst_ops.flash import CAUSAL, FULL, Gradients
 from bmburst_ops.flash.kernel import NotAlwaysDeterministic
 from bmburst_ops.flash.select import KERNELS
 from bmburst_ops.merge import merge_partials_
-from tests.attention.oracle import attention
+from tests.ops.masks import attention
 from tests.ops.tiles import DEVICE, EPSILON, Tile, error, every_second, head_major, one_number_off, some_heads
 
 
@@ -75,7 +75,7 @@ def test_tiles_of_one_softmax_add_up(kernel):
     heads, rows = tile.lse.shape[1:]
     out = torch.zeros(tile.out.shape, device=DEVICE)
     lse = torch.full((1, heads, rows), -torch.inf, device=DEVICE)
-    options = {"causal": False, "scale": tile.scale}
+    options = {"pattern": FULL, "scale": tile.scale}
     grads = []
     for keys in (slice(0, 150), slice(150, None)):
         k, v = tile.k[:, keys], tile.v[:, keys]
@@ -140,7 +140,7 @@ def test_delta_counts_where_the_gradient_is_zero(kernel):
     """The gradient of a log-sum-exp is a delta beside a dO that may be zero: dS = -P * delta."""
     tile = Tile(SQUARE)
     leaves = [t.double().cpu().requires_grad_() for t in (tile.q, tile.k, tile.v)]
-    _, lse = attention(*leaves, "causal", tile.scale)
+    _, lse = attention(*leaves, CAUSAL, tile.scale)
     expected = torch.autograd.grad(lse, leaves[:2], -tile.delta)
     tile.grad = torch.zeros_like(tile.grad)
     grad_q, grad_k, grad_v = tile.backward(kernel)

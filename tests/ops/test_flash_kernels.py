@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import ReferenceKernel, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, ReferenceKernel, select_kernel
 from bmburst_ops.flash.select import KERNELS
 from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.merge import merge_partials_, row_dots, surrogate_out
-from tests.attention.oracle import attention, draw
+from tests.attention.oracle import draw
 from tests.live_bytes import LiveBytes
+from tests.ops.masks import attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -30,16 +31,17 @@ def test_tile_equals_the_definition(kernel, rows, columns, causal, heads, kv_hea
     _, k, v, _, _ = draw(0, 2, columns, heads, kv_heads, 16, dtype)
     q, _, _, grad, _ = draw(1, 2, rows, heads, kv_heads, 16, dtype)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out, lse = attention(*leaves, "causal" if causal else "full", 0.2)
+    pattern = CAUSAL if causal else FULL
+    out, lse = attention(*leaves, pattern, 0.2)
     expected = torch.autograd.grad(out, leaves, grad)
 
     q, k, v, grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
     assert kernel.refusal(q, k) is None
-    part = kernel.forward(q, k, v, causal=causal, scale=0.2)
+    part = kernel.forward(q, k, v, pattern=pattern, scale=0.2)
     torch.testing.assert_close(part.out.double().cpu(), out.detach(), **EXACT)
     torch.testing.assert_close(part.lse.double().cpu(), lse.detach(), **EXACT)
     delta = row_dots(grad, part.out)
-    gradients = kernel.backward(grad, q, k, v, part.lse, delta, causal=causal, scale=0.2, deterministic=False)
+    gradients = kernel.backward(grad, q, k, v, part.lse, delta, pattern=pattern, scale=0.2, deterministic=False)
     for ours, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours.double().cpu(), wanted, **EXACT)
 
@@ -50,7 +52,7 @@ def test_tiles_of_one_softmax_add_up(kernel):
     dtype = torch.float64
     q, k, v, grad, _ = draw(0, 1, 24, 4, 2, 16, dtype)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    whole, whole_lse = attention(*leaves, "full", 0.25)
+    whole, whole_lse = attention(*leaves, FULL, 0.25)
     expected = torch.autograd.grad(whole, leaves, grad)
 
     q, k, v, grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
@@ -58,11 +60,11 @@ def test_tiles_of_one_softmax_add_up(kernel):
     out, lse = torch.zeros_like(q, dtype=wide), torch.full((1, 4, 24), -torch.inf, dtype=wide, device=DEVICE)
     halves = [slice(0, 9), slice(9, None)]
     for half in halves:
-        merge_partials_(out, lse, *kernel.forward(q, k[:, half], v[:, half], causal=False, scale=0.25))
+        merge_partials_(out, lse, *kernel.forward(q, k[:, half], v[:, half], pattern=FULL, scale=0.25))
     torch.testing.assert_close(lse.double().cpu(), whole_lse.detach(), **EXACT)
     delta = row_dots(grad, out)
     parts = [
-        kernel.backward(grad, q, k[:, h], v[:, h], lse, delta, causal=False, scale=0.25, deterministic=False)
+        kernel.backward(grad, q, k[:, h], v[:, h], lse, delta, pattern=FULL, scale=0.25, deterministic=False)
         for h in halves
     ]
     joined = (parts[0].q.double() + parts[1].q.double(), *(torch.cat([p[i] for p in parts], 1) for i in (1, 2)))
@@ -81,10 +83,10 @@ def test_any_strides(kernel):
         q, k, v, grad = (t.permute(order).contiguous().permute(back) for t in dense)
         far_lse, far_delta = (torch.stack([t.mT, t.mT], -1)[..., 1].mT for t in (lse, delta))
         for ours, wanted in (
-            (kernel.forward(q, k, v, causal=True, scale=0.2), kernel.forward(*dense[:3], causal=True, scale=0.2)),
+            (kernel.forward(q, k, v, pattern=CAUSAL, scale=0.2), kernel.forward(*dense[:3], pattern=CAUSAL, scale=0.2)),
             (
-                kernel.backward(grad, q, k, v, far_lse, far_delta, causal=True, scale=0.2, deterministic=True),
-                kernel.backward(*dense[3:], *dense[:3], lse, delta, causal=True, scale=0.2, deterministic=True),
+                kernel.backward(grad, q, k, v, far_lse, far_delta, pattern=CAUSAL, scale=0.2, deterministic=True),
+                kernel.backward(*dense[3:], *dense[:3], lse, delta, pattern=CAUSAL, scale=0.2, deterministic=True),
             ),
         ):
             for a, b in zip(ours, wanted, strict=True):
@@ -96,9 +98,9 @@ def test_the_references_memory_is_linear():
     q, k, v, grad = (torch.randn(1, rows, 1, 4) for _ in "qkvg")
     kernel, alive = ReferenceKernel(), LiveBytes()
     with alive:
-        part = kernel.forward(q, k, v, causal=True, scale=0.5)
+        part = kernel.forward(q, k, v, pattern=CAUSAL, scale=0.5)
         assert alive.peak < rows * rows * 4  # less than one matrix of scores
-        kernel.backward(grad, q, k, v, part.lse, part.lse, causal=True, scale=0.5, deterministic=True)
+        kernel.backward(grad, q, k, v, part.lse, part.lse, pattern=CAUSAL, scale=0.5, deterministic=True)
         assert alive.peak < 2 * rows * rows * 4
 
 
@@ -113,7 +115,9 @@ def test_torchs_switch_is_set_for_a_deterministic_call_only(monkeypatch):
         return q, q, q
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    call = partial(TorchKernel().backward, q, q, q, q, torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), causal=True, scale=1)
+    call = partial(
+        TorchKernel().backward, q, q, q, q, torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), pattern=CAUSAL, scale=1
+    )
     try:
         for before in (0, 1):
             torch.set_deterministic_debug_mode(before)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import Gradients, ReferenceKernel, packages, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, Gradients, ReferenceKernel, packages, select_kernel
 from bmburst_ops.flash.cudnn import CudnnKernel
 from bmburst_ops.flash.fa2 import FlashAttention2Kernel
 from bmburst_ops.flash.fa3 import FlashAttention3Kernel
@@ -16,6 +16,7 @@ from bmburst_ops.flash.fa4 import FlashAttention4Kernel
 from bmburst_ops.flash.memory import aligned, is_aligned
 from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.merge import row_dots
+from tests.ops.masked import Masked
 from tests.ops.tiles import EPSILON, Tile, error, every_second, one_number_off, some_heads
 
 CASES = [
@@ -26,10 +27,14 @@ CASES = [
 ]
 
 
+def pattern_of(causal):
+    return CAUSAL if causal else FULL
+
+
 def attend(q, k, v, scale, causal):
     """A package's forward: everything aligned, results in the dtype of q."""
     assert all(is_aligned(t) for t in (q, k, v))
-    out, lse = ReferenceKernel().forward(q, k, v, causal=causal, scale=scale)
+    out, lse = ReferenceKernel().forward(q, k, v, pattern=pattern_of(causal), scale=scale)
     return out.to(q.dtype), lse
 
 
@@ -38,7 +43,7 @@ def differentiate(dout, q, k, v, lse, delta, scale, causal, into):
     assert all(is_aligned(t) and t.dtype is q.dtype for t in (dout, q, k, v, *into))
     assert lse.shape == delta.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert lse.dtype is delta.dtype is torch.float32
-    options = {"causal": causal, "scale": scale, "deterministic": True, "into": Gradients(*into)}
+    options = {"pattern": pattern_of(causal), "scale": scale, "deterministic": True, "into": Gradients(*into)}
     ReferenceKernel().backward(dout, q, k, v, lse, delta, **options)
 
 
@@ -124,13 +129,13 @@ def fa4(seen, outs=None):
     return FlashAttention4Kernel(), "flash_attn.cute.interface", _flash_attn_fwd, _flash_attn_bwd
 
 
-def install(monkeypatch, kernel, path, forward, backward):
+def install(monkeypatch, kernel, path, *functions):
     for parent in range(1, path.count(".") + 1):
         name = ".".join(path.split(".")[:parent])
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     module = ModuleType(path)
-    setattr(module, forward.__name__, forward)
-    setattr(module, backward.__name__, backward)
+    for function in functions:
+        setattr(module, function.__name__, function)
     monkeypatch.setitem(sys.modules, path, module)
     return kernel
 
@@ -169,7 +174,7 @@ def test_fa4_writes_where_it_can(monkeypatch):
     q = torch.randn(1, 5, 2, 16).bfloat16()
     targets = [some_heads(q), one_number_off(q), torch.empty(q.shape), None]
     for target in targets:
-        kernel.forward(q, q, q, causal=True, scale=1.0, out=target)
+        kernel.forward(q, q, q, pattern=CAUSAL, scale=1.0, out=target)
     assert outs[0] is targets[0] and outs[1:] == [None, None, None]
 
 
@@ -178,7 +183,7 @@ def test_torch_gives_results_where_asked(monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", lambda *_, **__: (3 * q, 4 * q, 5 * q))
     q = torch.randn(1, 5, 2, 16).bfloat16()
     out, *into = (some_heads(torch.zeros_like(q)) for _ in range(4))
-    kernel, options = TorchKernel(), {"causal": True, "scale": 1.0}
+    kernel, options = TorchKernel(), {"pattern": CAUSAL, "scale": 1.0}
     assert kernel.forward(q, q, q, **options, out=out).out is out and torch.equal(out, q)
     statistic = torch.zeros(1, 2, 5)
     gradients = kernel.backward(q, q, q, q, statistic, statistic, **options, deterministic=False, into=Gradients(*into))
@@ -209,7 +214,7 @@ def test_alignment(view, fits):
     assert torch.equal(dense, tensor) and (dense is tensor) == fits
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, (CAUSAL, 9, 4, 2, 2, 32, torch.bfloat16)], ids=str)
 def test_cudnn_is_called_as_it_wants(monkeypatch, case):
     """Heads first and as many of K and V, no causal tile but squares, nothing of one token."""
 
@@ -234,8 +239,9 @@ def test_cudnn_is_called_as_it_wants(monkeypatch, case):
 
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
-    monkeypatch.setattr("tests.ops.tiles.DEVICE", "cpu")
-    kernel, tile = CudnnKernel(), Tile(case)
+    for module in ("tiles", "masked"):
+        monkeypatch.setattr(f"tests.ops.{module}.DEVICE", "cpu")
+    kernel, tile = CudnnKernel(), Masked(*case) if case[0] is CAUSAL else Tile(case)
     tile.q, tile.k, tile.v, tile.grad = (one_number_off(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     out = some_heads(torch.empty_like(tile.q))
     into = Gradients(*(some_heads(torch.empty_like(t)) for t in (tile.q, tile.k, tile.v)))
@@ -253,7 +259,7 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     q = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16)
     with pytest.raises(KernelError, match="'fa3' is installed but flash_attn_interface cannot be imported") as caught:
-        FlashAttention3Kernel().forward(q, q, q, causal=True, scale=1.0)
+        FlashAttention3Kernel().forward(q, q, q, pattern=CAUSAL, scale=1.0)
     assert len(str(caught.value).splitlines()) == 3
 
 
@@ -344,7 +350,7 @@ def test_a_kernel_asked_for_says_why_not(gpu, name, capability, installed, optio
 def test_backward_never_breaks_the_promise_of_equal_bits(kernel):
     q, lse = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
     with pytest.raises(KernelError, match=f"kernel '{kernel.name}' .*deterministic backward"):
-        kernel.backward(q, q, q, q, lse, lse, causal=True, scale=1.0, deterministic=True)
+        kernel.backward(q, q, q, q, lse, lse, pattern=CAUSAL, scale=1.0, deterministic=True)
 
 
 @pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn", "fa2"])

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import Gradients, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, Gradients, select_kernel
 from bmburst_ops.flash.triton import TritonKernel
-from tests.attention.oracle import attention, draw, reference
+from tests.attention.oracle import draw
+from tests.ops.masks import attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNEL = TritonKernel()
@@ -30,16 +31,16 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize(("tile", "dtype"), TILES, ids=str)
 def test_tile_equals_the_definition(tile, dtype):
-    q, k, v, grad, causal, expected, lse, delta = make(tile, dtype)
+    q, k, v, grad, pattern, expected, lse, delta = make(tile, dtype)
     assert KERNEL.refusal(q, k) is None
-    part = KERNEL.forward(q, k, v, causal=causal, scale=0.2)
+    part = KERNEL.forward(q, k, v, pattern=pattern, scale=0.2)
     assert part.out.dtype == dtype and part.lse.dtype == torch.float32
     torch.testing.assert_close(part.lse.double().cpu(), lse, rtol=1e-5, atol=1e-5)
-    gradients = KERNEL.backward(grad, q, k, v, part.lse, delta, causal=causal, scale=0.2, deterministic=True)
+    gradients = KERNEL.backward(grad, q, k, v, part.lse, delta, pattern=pattern, scale=0.2, deterministic=True)
     assert {g.dtype for g in gradients} == {torch.float32}
     for name, ours, wanted in zip("oqkv", (part.out, *gradients), expected, strict=True):
         assert error(ours, wanted) < ERRORS[dtype], name
-    again = KERNEL.backward(grad, q, k, v, part.lse, delta, causal=causal, scale=0.2, deterministic=True)
+    again = KERNEL.backward(grad, q, k, v, part.lse, delta, pattern=pattern, scale=0.2, deterministic=True)
     assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
 
 
@@ -47,10 +48,10 @@ def test_tile_equals_the_definition(tile, dtype):
 def test_reads_and_writes_where_it_is_told(distance):
     """Tokens lie `distance` numbers apart: on GPUs also so far that 32 bits do not count them."""
     tile = (300, 300, True, 2, 1, 32) if DEVICE == "cuda" else (40, 70, True, 2, 1, 12)
-    q, k, v, grad, causal, _, lse, delta = make(tile, torch.bfloat16, batch=1)
-    wanted = KERNEL.forward(q, k, v, causal=causal, scale=0.2).out
+    q, k, v, grad, pattern, _, lse, delta = make(tile, torch.bfloat16, batch=1)
+    wanted = KERNEL.forward(q, k, v, pattern=pattern, scale=0.2).out
     lse = lse.to(DEVICE, torch.float32)
-    gradients = KERNEL.backward(grad, q, k, v, lse, delta, causal=causal, scale=0.2, deterministic=True)
+    gradients = KERNEL.backward(grad, q, k, v, lse, delta, pattern=pattern, scale=0.2, deterministic=True)
 
     columns, head_dim = k.shape[1], q.shape[3]
     memory = torch.empty(columns, distance, dtype=torch.bfloat16, device=DEVICE)
@@ -63,11 +64,11 @@ def test_reads_and_writes_where_it_is_told(distance):
 
     far = [elsewhere(t) for t in (q, k, v, grad)]
     out = elsewhere(torch.zeros_like(q))
-    assert KERNEL.forward(*far[:3], causal=causal, scale=0.2, out=out).out is out
+    assert KERNEL.forward(*far[:3], pattern=pattern, scale=0.2, out=out).out is out
     torch.testing.assert_close(out, wanted)
     into = Gradients(*(elsewhere(torch.zeros_like(t)) for t in (q, k, v)))
     statistics = [torch.stack([t, t], -1)[..., 1] for t in (lse, delta)]
-    ours = KERNEL.backward(far[3], *far[:3], *statistics, causal=causal, scale=0.2, deterministic=True, into=into)
+    ours = KERNEL.backward(far[3], *far[:3], *statistics, pattern=pattern, scale=0.2, deterministic=True, into=into)
     for a, b, c in zip(ours, into, gradients, strict=True):
         assert a is b
         torch.testing.assert_close(a.float(), c, rtol=2**-7, atol=0)
@@ -79,8 +80,8 @@ def test_reads_and_writes_where_it_is_told(distance):
 
 def test_a_negative_scale():
     q, k, v, *_ = (t.to(DEVICE, torch.float32) for t in draw(0, 1, 40, 2, 2, 16))
-    out, lse = attention(*(t.double().cpu() for t in (q, k, v)), "causal", -30.0)
-    part = KERNEL.forward(q, k, v, causal=True, scale=-30.0)
+    out, lse = attention(*(t.double().cpu() for t in (q, k, v)), CAUSAL, -30.0)
+    part = KERNEL.forward(q, k, v, pattern=CAUSAL, scale=-30.0)
     assert error(part.out, out) < 1e-4 and error(part.lse, lse) < 1e-6  # scores near 300 in fp32
 
 
@@ -89,32 +90,35 @@ def test_scores_far_from_zero(sign):
     """Log-sum-exps near 300 and -300: what lies beyond the tile's edge, with a score of zero, must not be weighed."""
     q, k, v, grad, _ = draw(0, 1, 39, 2, 1, 16, torch.float32)
     q[..., 0], k[..., 0] = 30.0, 50.0 * sign
-    out, lse, *gradients = reference(q, k, v, grad, "full", scale=0.2)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*leaves, FULL, 0.2)
+    gradients = torch.autograd.grad(out, leaves, grad)
+    out, lse = out.detach(), lse.detach()
     delta = (out * grad).sum(-1).transpose(1, 2)
     q, k, v, grad, lse, delta = (t.to(DEVICE, torch.float32) for t in (q, k, v, grad, lse, delta))
-    part = KERNEL.forward(q, k, v, causal=False, scale=0.2)
+    part = KERNEL.forward(q, k, v, pattern=FULL, scale=0.2)
     # Scores of 300 in fp32 are good to 3e-5, and so are the weights.
     assert error(part.out, out) < 1e-4 and error(part.lse, lse.double().cpu()) < 1e-6
-    ours = KERNEL.backward(grad, q, k, v, lse, delta, causal=False, scale=0.2, deterministic=False)
+    ours = KERNEL.backward(grad, q, k, v, lse, delta, pattern=FULL, scale=0.2, deterministic=False)
     for name, a, b in zip("qkv", ours, gradients, strict=True):
         assert error(a, b) < 5e-4, name
 
 
 def test_rows_and_tiles_without_a_key():
     """A query that saw no key, with a log-sum-exp of -inf, gives nothing; an empty tile gives nothing."""
-    q, k, v, grad, causal, _, lse, delta = make((33, 40, True, 2, 1, 16), torch.float32)
+    q, k, v, grad, pattern, _, lse, delta = make((33, 40, True, 2, 1, 16), torch.float32)
     statistics = [t.to(DEVICE, torch.float32).clone() for t in (lse, delta)]
     statistics[0][:, :, 7] = -torch.inf
-    options = {"causal": causal, "scale": 0.2, "deterministic": False}
+    options = {"pattern": pattern, "scale": 0.2, "deterministic": False}
     some = KERNEL.backward(grad, q, k, v, *statistics, **options)
     statistics[0][:, :, 7] = lse[:, :, 7]
     grad[:, 7], statistics[1][:, :, 7] = 0, 0
     for ours, wanted in zip(some, KERNEL.backward(grad, q, k, v, *statistics, **options), strict=True):
         assert torch.equal(ours, wanted)
 
-    part = KERNEL.forward(q, k[:, :0], v[:, :0], causal=False, scale=0.2)
+    part = KERNEL.forward(q, k[:, :0], v[:, :0], pattern=FULL, scale=0.2)
     assert not part.out.any() and (part.lse == -torch.inf).all()
-    options["causal"] = False
+    options["pattern"] = FULL
     for queries, keys in ((33, 0), (0, 40)):
         near = (q[:, :queries], k[:, :keys], v[:, :keys], *(t[..., :queries] for t in statistics))
         gradients = KERNEL.backward(grad[:, :queries], *near, **options)
@@ -137,15 +141,21 @@ def test_refuses_with_a_reason(monkeypatch):
 
 
 def make(tile, dtype, batch=2):
-    """Return q, k, v, dO on the device, whether causal, the definition's (out, dq, dk, dv), its lse, and delta."""
+    """Return q, k, v, dO on the device, the pattern, the definition's (out, dq, dk, dv), its lse, and delta."""
     rows, columns, causal, heads, kv_heads, head_dim = tile
     _, k, v, _, _ = draw(0, batch, columns, heads, kv_heads, head_dim, dtype)
     q, _, _, grad, _ = draw(1, batch, rows, heads, kv_heads, head_dim, dtype)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out, lse = attention(*leaves, "causal" if causal else "full", 0.2)
+    out, lse = attention(*leaves, CAUSAL if causal else FULL, 0.2)
     expected = (out.detach(), *torch.autograd.grad(out, leaves, grad))
     delta = (out.detach() * grad).sum(-1).transpose(1, 2).to(DEVICE, torch.float32)
-    return *(t.detach().to(DEVICE, dtype) for t in (q, k, v, grad)), causal, expected, lse.detach(), delta
+    return (
+        *(t.detach().to(DEVICE, dtype) for t in (q, k, v, grad)),
+        CAUSAL if causal else FULL,
+        expected,
+        lse.detach(),
+        delta,
+    )
 
 
 def error(ours, wanted):

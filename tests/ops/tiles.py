@@ -4,8 +4,10 @@ import math
 
 import torch
 
+from bmburst_ops.flash import CAUSAL, FULL
 from bmburst_ops.merge import row_dots
-from tests.attention.oracle import attention, draw
+from tests.attention.oracle import draw
+from tests.ops.masks import attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -15,12 +17,13 @@ class Tile:
     """Inputs of a tile on the device, and what the definition gives for them."""
 
     def __init__(self, case, seed=0, spread=1.0):
-        batch, rows, columns, self.causal, heads, kv_heads, head_dim, dtype = case
+        batch, rows, columns, causal, heads, kv_heads, head_dim, dtype = case
+        self.pattern = CAUSAL if causal else FULL
         self.dtype, self.scale = dtype, head_dim**-0.5
         k, v = draw(seed, batch, columns, heads, kv_heads, head_dim, dtype, spread)[1:3]
         q, _, _, grad, _ = draw(seed + 1, batch, rows, heads, kv_heads, head_dim, dtype, spread)
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        out, self.lse = attention(*leaves, "causal" if self.causal else "full", self.scale)
+        out, self.lse = attention(*leaves, self.pattern, self.scale)
         self.gradients = torch.autograd.grad(out, leaves, grad)
         self.out, self.lse, self.delta = out.detach(), self.lse.detach(), row_dots(grad, out.detach())
         self.q, self.k, self.v, self.grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
@@ -28,10 +31,10 @@ class Tile:
         self.statistics = tuple(t.to(DEVICE, torch.float32) for t in (self.lse, self.delta))
 
     def forward(self, kernel, **options):
-        return kernel.forward(self.q, self.k, self.v, causal=self.causal, scale=self.scale, **options)
+        return kernel.forward(self.q, self.k, self.v, pattern=self.pattern, scale=self.scale, **options)
 
     def backward(self, kernel, deterministic=False, **options):
-        options |= {"causal": self.causal, "scale": self.scale, "deterministic": deterministic}
+        options |= {"pattern": self.pattern, "scale": self.scale, "deterministic": deterministic}
         return kernel.backward(self.grad, self.q, self.k, self.v, *self.statistics, **options)
 
 

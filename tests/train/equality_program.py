@@ -10,6 +10,7 @@ from bmburst.sequence import IGNORE_INDEX
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig
 
 STEPS, TOKENS, SEQUENCES = 20, 37, 8  # 37 tokens: padded on 2 and 4 ranks; 2 sequences for each of 4 ranks
+FEW_STEPS = 3
 LR, DECAY = 1e-3, 0.1
 SHAPE = {
     "vocab_size": 264,
@@ -20,6 +21,10 @@ SHAPE = {
     "num_kv_heads": 2,
     "max_position_embeddings": 64,
 }
+
+
+Split = tuple[int, ...]
+"""Data x sequence, or data x sequence x tensor ranks."""
 
 
 class Case(NamedTuple):
@@ -55,23 +60,28 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, labels
 
 
-def result(folder: Path, split: tuple[int, int], case: Case, dtype: str) -> dict[str, Any]:
+def result(folder: Path, split: Split, case: Case, dtype: str) -> dict[str, Any]:
     loaded: dict[str, Any] = torch.load(_file(folder, split, case, dtype), weights_only=True)
     return loaded
 
 
-def train_all(folder: Path, splits: list[tuple[int, int]]) -> None:
+def train_all(folder: Path, splits: list[Split]) -> None:
     for split in splits:
         for case in CASES:
             _train(folder, split, case, "float32", STEPS)
         _train(folder, split, CASES[0], "bfloat16", STEPS)
 
 
-def _train(folder: Path, split: tuple[int, int], case: Case, dtype: Any, steps: int) -> None:
+def train_some(folder: Path, runs: list[tuple[Split, Case]]) -> None:
+    for split, case in runs:
+        _train(folder, split, case, "float32", FEW_STEPS)
+
+
+def _train(folder: Path, split: Split, case: Case, dtype: Any, steps: int) -> None:
     from bmburst.train.trainer import Trainer
     from bmburst.zero import gather, named_shards
 
-    data, sequence = split
+    data, sequence, tensor = (*split, 1)[:3]
     share = SEQUENCES // data
     config = TrainConfig(
         preset=None,
@@ -89,7 +99,11 @@ def _train(folder: Path, split: tuple[int, int], case: Case, dtype: Any, steps: 
         optimizer=OptimizerConfig(lr=LR, weight_decay=DECAY, clip_norm=case.clip_norm),
         schedule=ScheduleConfig(kind="constant", warmup_steps=0),
         parallel=ParallelConfig(
-            data_parallel=data, sequence_parallel=sequence, layout=case.layout, zero_level=case.zero_level
+            data_parallel=data,
+            sequence_parallel=sequence,
+            tensor_parallel=tensor,
+            layout=case.layout,
+            zero_level=case.zero_level,
         ),
     )
     trainer = Trainer(config)
@@ -111,5 +125,5 @@ def _train(folder: Path, split: tuple[int, int], case: Case, dtype: Any, steps: 
         torch.save(seen, _file(folder, split, case, dtype))
 
 
-def _file(folder: Path, split: tuple[int, int], case: Case, dtype: str) -> Path:
-    return folder / f"{split[0]}x{split[1]}-{case}-{dtype}.pt"
+def _file(folder: Path, split: Split, case: Case, dtype: str) -> Path:
+    return folder / f"{'x'.join(map(str, split))}-{case}-{dtype}.pt"

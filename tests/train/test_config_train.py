@@ -24,6 +24,7 @@ from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.errors import UserError
 from bmburst.hugging_face import expected_shapes
 from bmburst.layout import LAYOUTS
+from bmburst.mesh_shape import MeshShape
 from bmburst.train.config import (
     BYTE_IDS,
     STANDARD_LIBRARY,
@@ -243,11 +244,14 @@ def test_python_gets_the_presets_model():
         ({"data_parallel": 2}, 8, (2, 4)),
         ({"data_parallel": 8}, 8, (8, 1)),
         ({"data_parallel": 2, "sequence_parallel": 3}, 6, (2, 3)),
+        ({"tensor_parallel": 2}, 8, (1, 4, 2)),
+        ({"data_parallel": 2, "tensor_parallel": 4}, 8, (2, 1, 4)),
+        ({"data_parallel": 2, "sequence_parallel": 3, "tensor_parallel": 2}, 12, (2, 3, 2)),
     ],
 )
 def test_mesh(values, world, mesh):
     config = TrainConfig(parallel=ParallelConfig(**values), batch_size=8 if 8 % mesh[0] == 0 else mesh[0])
-    assert config.mesh_shape(world) == mesh
+    assert config.mesh_shape(world) == MeshShape(*mesh)
     config.validate(world)
 
 
@@ -263,6 +267,31 @@ def test_mesh(values, world, mesh):
         ({"batch_size": 6, "micro_batch_size": 2, "parallel.data_parallel": 2}, 4, "--batch-size 8"),
         ({"sequence_length": 3}, 4, "sequence_length 3 leaves some of 4 sequence ranks without a token"),
         ({}, 0, "does not divide 0 ranks"),
+        (
+            {"parallel.tensor_parallel": 3},
+            4,
+            "tensor_parallel 3 does not divide 4 ranks\nallowed: 1, 2, 4\nfix: --nproc 3",
+        ),
+        (
+            {"parallel.tensor_parallel": 2, "parallel.data_parallel": 3},
+            8,
+            "data_parallel 3 does not divide 8 ranks with tensor_parallel 2\nallowed: 1, 2, 4\nfix: --nproc 6",
+        ),
+        (
+            {"parallel.tensor_parallel": 2, "parallel.sequence_parallel": 2},
+            6,
+            "data_parallel 1 x sequence_parallel 2 x tensor_parallel 2 is 4 ranks, but there are 6\nfix: --nproc 4",
+        ),
+        (
+            {"parallel.tensor_parallel": 8},
+            8,
+            "tensor 8 cannot share 4 query heads and 2 KV heads\nnearest that work: 4",
+        ),
+        (
+            {"parallel.tensor_parallel": 4, "model.intermediate_size": 510},
+            4,
+            "tensor 4 does not divide intermediate_size 510\nnearest that work: 3 and 5",
+        ),
     ],
 )
 def test_ranks_that_do_not_match_are_refused(options, world, expected):

@@ -5,7 +5,8 @@ from bmburst.bench.methods.local import LocalKernel
 from bmburst.bench.methods.method import Attend, Method, Setting
 from bmburst.bench.methods.one_gpu import OneGpu
 from bmburst.bench.methods.ours import Ours, ours_on
-from bmburst.bench.methods.packages import BurstAttentionPackage, RingFlashAttention, Yunchang
+from bmburst.bench.methods.packages import BurstAttentionPackage, Yunchang
+from bmburst.bench.methods.ring_flash_attn import RingFlashAttention, RingFlashAttentionLlama3
 from bmburst.bench.methods.ring_li import RingLi
 from bmburst.bench.methods.tensor_parallel import TensorParallelV1, TensorParallelV3
 from bmburst.bench.methods.ulysses import Ulysses
@@ -28,5 +29,5 @@ def all_methods(device: str) -> dict[str, Method]:
         TensorParallelV3(),
         RingLi(),
     )
-    listed = (OneGpu(), first, Ulysses(), RingFlashAttention(), *others, *peers)
+    listed = (OneGpu(), first, Ulysses(), RingFlashAttention(), RingFlashAttentionLlama3(), *others, *peers)
     return {method.name: method for method in listed}

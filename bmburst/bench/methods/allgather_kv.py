@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from bmburst.bench.cells import Cell
+from bmburst.bench.methods.local import ForBackward, Shape
 from bmburst.bench.methods.method import Attend, Method, Setting
+from bmburst.bench.patterns import pattern_of
 from bmburst.bench.work import Traffic, sizes
 from bmburst.layout import make_layout
 
@@ -51,7 +53,7 @@ class _Plan:
         places: The inverse of `order`.
         calls: This rank's chunks: their local rows, and how many keys they may see.
         chunks: Chunks a rank holds.
-        causal: Whether the mask is.
+        pattern: What a call's queries see, at the bottom right.
         scale: Factor on the scores.
     """
 
@@ -59,7 +61,7 @@ class _Plan:
     places: Tensor
     calls: tuple[tuple[slice, int], ...]
     chunks: int
-    causal: bool
+    pattern: Shape
     scale: float
 
 
@@ -71,7 +73,8 @@ def _plan(cell: Cell, layout_name: str, setting: Setting) -> _Plan:
         (slice(run.offset, run.offset + run.tokens), run.start + run.tokens if cell.is_causal else cell.tokens)
         for run in runs[setting.party.rank]
     )
-    return _Plan(torch.argsort(places), places, calls, len(runs[0]), cell.is_causal, cell.head_dim**-0.5)
+    pattern = pattern_of(cell.mask, cell.tokens)
+    return _Plan(torch.argsort(places), places, calls, len(runs[0]), pattern, cell.head_dim**-0.5)
 
 
 class _AllGather(torch.autograd.Function):
@@ -82,7 +85,7 @@ class _AllGather(torch.autograd.Function):
         keys, values = chunks.index_select(2, plan.order).flatten(2, 3)
         del arrived, chunks
         parts = [
-            setting.kernel.forward(q[:, rows], keys[:, :seen], values[:, :seen], plan.causal, plan.scale)
+            setting.kernel.forward(q[:, rows], keys[:, :seen], values[:, :seen], plan.pattern, plan.scale)
             for rows, seen in plan.calls
         ]
         outs, statistics = zip(*parts, strict=True)
@@ -99,8 +102,9 @@ class _AllGather(torch.autograd.Function):
         totals = torch.zeros((2, *keys.shape), dtype=wide, device=keys.device)
         grad_q = []
         for (rows, seen), out, lse in zip(plan.calls, outs, statistics, strict=True):
-            own = grad[:, rows], q[:, rows], keys[:, :seen], values[:, :seen], out, lse
-            part = setting.kernel.backward(*own, plan.causal, plan.scale)
+            results = ForBackward(grad[:, rows], out, lse)
+            inputs = q[:, rows], keys[:, :seen], values[:, :seen]
+            part = setting.kernel.backward(*inputs, results, plan.pattern, plan.scale)
             grad_q.append(part.q)
             totals[0, :, :seen] += part.k
             totals[1, :, :seen] += part.v

@@ -7,15 +7,27 @@ has such a path it is the one taken here, for the peers and for one GPU alone: n
 import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash import Gradients, select_kernel
-from bmburst_ops.flash.memory import aligned, deliver_gradients, gradient_memory
+from bmburst_ops.flash import FULL, Band, Gradients, Segments, select_kernel
+from bmburst_ops.flash.memory import aligned, gradient_memory
+from bmburst_ops.flash.varlen import Told, told, told_flash_attention_2
 from bmburst_ops.merge import row_dots
 
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float, Gradients | None], Gradients]
+Shape = Band | Segments
+"""Which keys the queries see, aligned at the bottom right."""
+
+
+class ForBackward(NamedTuple):
+    """What backward needs beside the inputs: dO, the output and log-sum-exp, and where gradients are to be written."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+    into: Gradients | None = None
 
 
 class LocalKernel:
@@ -28,74 +40,66 @@ class LocalKernel:
     def __init__(self, name: str = "auto") -> None:
         self.choice = name
 
-    def name(self, q: Tensor, k: Tensor) -> str:
+    def name(self, q: Tensor, k: Tensor, pattern: Shape) -> str:
         """Return the name of the kernel that takes these inputs."""
-        return select_kernel(self.choice, q, k).name
+        return select_kernel(self.choice, q, k, needs=pattern.needs).name
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Return output, in q's dtype, and log-sum-exp `[batch, heads, queries]`. Causal is bottom-right aligned."""
-        part = select_kernel(self.choice, q, k).forward(q, k, v, causal=causal, scale=scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pattern: Shape, scale: float) -> tuple[Tensor, Tensor]:
+        """Return output, in q's dtype, and log-sum-exp `[batch, heads, queries]`."""
+        part = select_kernel(self.choice, q, k, needs=pattern.needs).forward(q, k, v, pattern=pattern, scale=scale)
         return part.out.to(q.dtype), part.lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        into: Gradients | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: Shape, scale: float
     ) -> Gradients:
-        """Return the gradients, in q's dtype, from the global output and log-sum-exp; written `into` if it is given."""
-        kernel = select_kernel(self.choice, q, k)
+        """Return the gradients, in q's dtype, from the global output and log-sum-exp."""
+        kernel = select_kernel(self.choice, q, k, needs=pattern.needs)
         own = _OWN_BACKWARD.get(kernel.name)
         if own is not None:
-            return own(grad, q, k, v, out, lse, causal, scale, into)
-        delta = row_dots(grad, out)
-        grads = kernel.backward(grad, q, k, v, lse, delta, causal=causal, scale=scale, deterministic=False, into=into)
+            return own(q, k, v, results, pattern, scale)
+        grad, out, lse, into = results
+        grads = kernel.backward(
+            *(grad, q, k, v, lse, row_dots(grad, out)), pattern=pattern, scale=scale, deterministic=False, into=into
+        )
         return Gradients(*(g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)))
 
 
+def fa4_options(call: Told) -> dict[str, Any]:
+    """Return what FlashAttention-4's functions are told of a pattern; a bound that is not there is None to them."""
+    options: dict[str, Any] = {"causal": call.causal}
+    if not call.causal and call.band != FULL:
+        options |= {"window_size_left": call.band.left, "window_size_right": call.band.right}
+    if call.queries is not None:
+        options |= {"cu_seqlens_q": call.queries, "cu_seqlens_k": call.keys}
+        options |= {"max_seqlen_q": call.longest_queries, "max_seqlen_k": call.longest_keys}
+    return options
+
+
 def _flash_attention_4(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    into: Gradients | None,
+    q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: Shape, scale: float
 ) -> Gradients:
-    interface = importlib.import_module("flash_attn.cute.interface")
-    grad, q, k, v, out = (aligned(t) for t in (grad, q, k, v, out))
-    memory = gradient_memory(q, k, v, into)
+    interface, call = importlib.import_module("flash_attn.cute.interface"), told(pattern, q, k)
+    flat_q, flat_k, flat_v, out, grad = (aligned(call.flat(t)) for t in (q, k, v, results.out, results.grad))
+    memory = gradient_memory(flat_q, flat_k, flat_v, call.flat_targets(results.into))
+    lse = call.flat_statistic(results.lse).float().contiguous()
     named = {"dq": memory.q, "dk": memory.k, "dv": memory.v}
-    interface._flash_attn_bwd(q, k, v, out, grad, lse.float().contiguous(), softmax_scale=scale, causal=causal, **named)
-    return deliver_gradients(memory, into)
+    interface._flash_attn_bwd(flat_q, flat_k, flat_v, out, grad, lse, softmax_scale=scale, **named, **fa4_options(call))
+    return call.gradients(memory, q.shape[0], results.into)
 
 
-def _torch(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    into: Gradients | None,
-) -> Gradients:
+def _torch(q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: Shape, scale: float) -> Gradients:
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state of a dropout that is zero
-    grad, q, k, v, out = (aligned(t) for t in (grad, q, k, v, out))
-    lengths = q.shape[1], k.shape[1]
+    call = told_flash_attention_2(pattern, q, k)
+    grad, flat_q, flat_k, flat_v, out = (aligned(call.flat(t)) for t in (results.grad, q, k, v, results.out))
+    lse = call.flat_statistic(results.lse).contiguous()
+    lengths = call.queries, call.keys, call.longest_queries, call.longest_keys
+    left, right = call.window
+    window = {} if left == right == -1 else {"window_size_left": left, "window_size_right": right}
     found = torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, unused, unused, scale=scale
+        *(grad, flat_q, flat_k, flat_v, out, lse, *lengths, 0.0, call.causal, unused, unused), scale=scale, **window
     )
-    return deliver_gradients(Gradients(*found), into)
+    return call.gradients(Gradients(*found), q.shape[0], results.into)
 
 
+Backward = Callable[[Tensor, Tensor, Tensor, ForBackward, Shape, float], Gradients]
 _OWN_BACKWARD: Mapping[str, Backward] = MappingProxyType({"fa4": _flash_attention_4, "torch": _torch})

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.bench.cells import Cell
+from bmburst.bench.cells import PLAIN_MASKS, Cell
 from bmburst.bench.methods.local import LocalKernel
 from bmburst.bench.party import Party
+from bmburst.bench.patterns import mask_of
 from bmburst.bench.work import Traffic, sizes
 from bmburst.layout import make_layout
 
@@ -40,13 +41,25 @@ class Method:
     Attributes:
         name: Of the method in cells.
         about: One line for the tables.
+        masks: The masks that it does.
     """
 
     name = ""
     about = ""
+    masks: tuple[str, ...] = PLAIN_MASKS
 
     def refusal(self, cell: Cell) -> str | None:
         """Return why the cell cannot run, as a phrase, as far as it is known before any tensor is made."""
+        return self.mask_refusal(cell) or self.shape_refusal(cell)
+
+    def mask_refusal(self, cell: Cell) -> str | None:
+        """Return why it cannot do the cell's mask, or None."""
+        if cell.mask in self.masks:
+            return None
+        return f"it is run under {' and '.join(self.masks)} masks only, not under '{cell.mask}'"
+
+    def shape_refusal(self, cell: Cell) -> str | None:
+        """Return why it cannot take the cell's shape, or None."""
         del cell
         return None
 
@@ -76,8 +89,8 @@ class Method:
 
     def positions(self, cell: Cell, rank: int) -> Tensor:
         """Return the global positions of a rank's tokens."""
-        runs = make_layout(self.layout(cell), cell.ranks, cell.tokens // cell.ranks).runs(rank)
-        return torch.cat([run.start + run.stride * torch.arange(run.tokens) for run in runs])
+        layout = make_layout(self.layout(cell), cell.ranks, cell.tokens // cell.ranks, mask_of(cell.mask, cell.tokens))
+        return torch.cat([run.start + run.stride * torch.arange(run.tokens) for run in layout.runs(rank)])
 
     def cut_input(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
         """Return what a rank holds of q, k or v `[batch, tokens, heads, head_dim]`, or of its gradient."""
@@ -86,6 +99,11 @@ class Method:
     def cut_output(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
         """Return what a rank holds of the output, or of its gradient."""
         return self.cut_input(whole, cell, rank)
+
+    def real(self, held: Tensor, cell: Cell, rank: int) -> Tensor:
+        """Return what counts of a rank's output or gradient: all, unless the method pads."""
+        del cell, rank
+        return held
 
     def input_shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
         """Return the shape of a rank's q, k or v."""

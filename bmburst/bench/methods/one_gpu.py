@@ -3,16 +3,18 @@
 import torch
 from torch import Tensor
 
-from bmburst.bench.cells import ONE_GPU, Cell
-from bmburst.bench.methods.local import LocalKernel
+from bmburst.bench.cells import MASKS, ONE_GPU, Cell
+from bmburst.bench.methods.local import ForBackward, LocalKernel, Shape
 from bmburst.bench.methods.method import Attend, Method, Setting
-from bmburst.bench.work import Traffic, one_gpu_memory, one_gpu_tokens
+from bmburst.bench.patterns import pattern_of
+from bmburst.bench.work import Traffic, alone, one_gpu_memory
 
 
 class OneGpu(Method):
-    """A sequence of S / sqrt(P) on each rank, alone; for accuracy the whole sequence on one."""
+    """What `work.alone` says on each rank, alone; for accuracy the whole sequence on one."""
 
-    name, about = ONE_GPU, "one GPU's kernel on the same FLOPs: a sequence of S / sqrt(P)"
+    name, about = ONE_GPU, "one GPU's kernel on the same FLOPs"
+    masks = MASKS
 
     def traffic(self, cell: Cell) -> Traffic:
         """See `Method.traffic`: nothing moves."""
@@ -25,21 +27,22 @@ class OneGpu(Method):
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """See `Method.bind`."""
-        scale = cell.head_dim**-0.5
+        pattern, scale = pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = Local.apply(q, k, v, setting.kernel, cell.is_causal, scale)  # type: ignore[no-untyped-call]
+            out: Tensor = Local.apply(q, k, v, setting.kernel, pattern, scale)  # type: ignore[no-untyped-call]
             return out
 
         return attend
 
     def input_shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
         """See `Method.input_shape`."""
-        return cell.batch, one_gpu_tokens(cell), heads, cell.head_dim
+        own = alone(cell)
+        return cell.batch, own.tokens, own.heads if heads == cell.heads else own.kv_heads, cell.head_dim
 
 
 class Local(torch.autograd.Function):
-    """`(q, k, v, kernel, causal, scale) -> out`: the kernel as one differentiable function, and nothing else."""
+    """`(q, k, v, kernel, pattern, scale) -> out`: the kernel as one differentiable function, and nothing else."""
 
     @staticmethod
     def forward(
@@ -48,18 +51,18 @@ class Local(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         kernel: LocalKernel,
-        causal: bool,
+        pattern: Shape,
         scale: float,
     ) -> Tensor:
         """Call the kernel."""
-        out, lse = kernel.forward(q, k, v, causal, scale)
+        out, lse = kernel.forward(q, k, v, pattern, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = kernel, causal, scale  # type: ignore[attr-defined]
+        ctx.call = kernel, pattern, scale  # type: ignore[attr-defined]
         return out
 
     @staticmethod
     def backward(ctx: "torch.autograd.function.FunctionCtx", grad: Tensor) -> tuple[Tensor | None, ...]:
         """Call the kernel's backward."""
-        kernel, causal, scale = ctx.call  # type: ignore[attr-defined]
+        kernel, pattern, scale = ctx.call  # type: ignore[attr-defined]
         q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
-        return *kernel.backward(grad, q, k, v, out, lse, causal, scale), None, None, None
+        return *kernel.backward(q, k, v, ForBackward(grad, out, lse), pattern, scale), None, None, None

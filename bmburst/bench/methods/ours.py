@@ -1,37 +1,54 @@
 """`bmburst.burst_attention`, by every strategy and transport that it knows."""
 
 import functools
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmburst.attention.api import burst_attention, resolve_group
-from bmburst.attention.call import AttentionOptions, decide
+from bmburst.attention.call import AttentionCall, AttentionOptions, decide
+from bmburst.attention.gather_plan import Sight, pulled
 from bmburst.attention.strategy import STRATEGIES
-from bmburst.bench.cells import Cell
+from bmburst.bench.cells import BALANCED, MASKS, Cell
 from bmburst.bench.methods.method import Attend, Method, Setting
+from bmburst.bench.patterns import mask_of
 from bmburst.bench.work import Traffic, sizes
 from bmburst.comm.transports import TRANSPORTS
+from bmburst.layout import Balanced
+from bmburst.schedule import distances
+
+_LAYOUTS = {"causal": "zigzag", "documents": "zigzag", "full": "contiguous", "window": "contiguous"}
 
 
 class Ours(Method):
-    """One strategy over one transport.
+    """One strategy over one transport, in the layout that is best for the mask, or for documents in layout "balanced".
 
     Args:
         strategy: As in `burst_attention`.
         transport: As in `burst_attention`.
+        balanced: Whether the layout is "balanced".
     """
 
-    def __init__(self, strategy: str = "auto", transport: str = "auto") -> None:
+    masks = MASKS
+
+    def __init__(self, strategy: str = "auto", transport: str = "auto", balanced: bool = False) -> None:
         plain = strategy == transport == "auto"
-        self.name = "ours" if plain else f"ours-{strategy}-{transport}"
-        self.about = "burst_attention" if plain else f"burst_attention, strategy {strategy}, transport {transport}"
-        self.strategy, self.transport = strategy, transport
+        how = "" if plain else f", strategy {strategy}, transport {transport}"
+        self.name = ("ours" if plain else f"ours-{strategy}-{transport}") + (BALANCED if balanced else "")
+        self.about = f"burst_attention{how}" + (", layout balanced" if balanced else "")
+        self.strategy, self.transport, self.balanced = strategy, transport, balanced
+
+    def shape_refusal(self, cell: Cell) -> str | None:
+        """See `Method.shape_refusal`."""
+        if self.balanced and cell.tokens % (Balanced.chunks * cell.ranks):
+            return f"layout 'balanced' takes multiples of {Balanced.chunks * cell.ranks} tokens"
+        return None
 
     def layout(self, cell: Cell) -> str:
         """See `Method.layout`."""
-        return "zigzag" if cell.is_causal else "contiguous"
+        return Balanced.name if self.balanced else _LAYOUTS[cell.mask]
 
     def resolve(self, cell: Cell, setting: Setting) -> tuple[Traffic | None, dict[str, Any]]:
         """See `Method.resolve`: asks the library what it chooses for these shapes."""
@@ -42,8 +59,7 @@ class Ours(Method):
         call = decide(resolve_group(self._group(setting)), q, k, k, None, options)
         chosen = call.strategy
         facts = {"heads": chosen.heads, "outer": chosen.outer, "travellers": chosen.travellers}
-        moved = _traffic(cell, chosen.heads, chosen.outer, chosen.travellers)
-        return moved, {"strategy": facts, "transport": call.comm.transport}
+        return traffic(cell, call), {"strategy": facts, "transport": call.comm.transport}
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """See `Method.bind`."""
@@ -61,7 +77,7 @@ class Ours(Method):
 
     def _options(self, cell: Cell, setting: Setting) -> dict[str, Any]:
         return {
-            "mask": cell.mask,
+            "mask": mask_of(cell.mask, cell.tokens),
             "layout": self.layout(cell),
             "kernel": setting.kernel_name,
             "strategy": self.strategy,
@@ -77,29 +93,40 @@ def ours_on(device: str) -> tuple[Ours, ...]:
         device: "cuda" or "cpu".
     """
     transports = [t for t in TRANSPORTS if t != "auto" and (t == "gloo") == (device == "cpu")]
-    return Ours(), *(Ours(strategy, transport) for strategy in STRATEGIES for transport in transports)
+    plain = (Ours(strategy, transport) for strategy in STRATEGIES for transport in transports)
+    balanced = (Ours(strategy, t, balanced=True) for strategy in ("gather", "ring") for t in transports)
+    return Ours(), *plain, Ours(balanced=True), *balanced
 
 
-def _traffic(cell: Cell, heads: int, outer: str, travellers: str) -> Traffic:
-    """Return the bytes that a rank receives.
+def traffic(cell: Cell, call: AttentionCall) -> Traffic:
+    """Return the bytes that a rank receives, of those that receive most.
 
-    Args:
-        cell: The shapes.
-        heads: Ranks that exchange heads. Backward they exchange q, k and v again, dO, log-sum-exp, delta and gradients.
-        outer: Between groups of so many ranks "ring" or "gather", which fetch the same blocks.
-        travellers: What goes round backward: "kv", with its gradients behind it, or "q".
+    Backward, ranks that exchange heads exchange q, k and v again, dO, log-sum-exp, delta and the gradients. Between
+    groups of such ranks a gather pulls the keys that are seen, and backward again, and gradients come home from all who
+    pulled; a ring moves whole blocks as often as anybody has work with them, and gradients once more.
     """
-    own = sizes(cell)
+    own, heads = sizes(cell), call.strategy.heads
     share = (heads - 1) / heads
     copies = max(1.0, heads / cell.kv_heads)  # a KV head goes to every rank that has query heads of it
     forward = (2 * own.q + 2 * own.k * copies + own.statistics) * share
     backward = (3 * own.q + 4 * own.k * copies + 2 * own.statistics) * share
-    groups = cell.ranks // heads
-    if groups > 1:
-        keys = 2 * own.k * copies * (groups - 1)
-        forward += keys
-        if outer == "gather" or travellers == "kv":
-            backward += keys + 2 * own.k * copies * own.wide * groups
-        else:
-            backward += 2 * (own.q + own.statistics) * (groups - 1) + own.q * own.wide * groups
+    outer = call.outer.layout
+    if outer.size == 1:
+        return Traffic(forward, forward + backward)
+    keys = 2 * own.k * copies  # of a group's tokens, for a rank's heads
+    if call.strategy.outer == "gather":
+        token = keys / outer.tokens
+        pieces = [pulled(Sight(outer, call.length, call.mask), rank) for rank in range(outer.size)]
+        seen = [sum(len(piece.tokens) for piece in own_pieces) for own_pieces in pieces]
+        given = [sum(len(p.tokens) for p in chain(*pieces) if p.owner == rank) for rank in range(outer.size)]
+        both = max(2 * mine + others for mine, others in zip(seen, given, strict=True))
+        return Traffic(forward + token * max(seen), forward + backward + token * both)
+    there = {side: len(distances(outer, call.length, call.mask, side)) - 1 for side in ("kv", call.strategy.travellers)}
+    forward += keys * there["kv"]
+    hops = there[call.strategy.travellers]
+    home = hops + 1 if hops else 0
+    if call.strategy.travellers == "kv":
+        backward += keys * hops + keys * own.wide * home
+    else:
+        backward += 2 * (own.q + own.statistics) * hops + own.q * own.wide * home
     return Traffic(forward, forward + backward)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.bench.cells import Cell
+from bmburst.bench.cells import MASKS, Cell
+from bmburst.bench.methods.local import ForBackward, Shape
 from bmburst.bench.methods.method import Attend, Method, Setting, heads_refusal
 from bmburst.bench.party import Party
+from bmburst.bench.patterns import pattern_of
 from bmburst.bench.work import Traffic, sizes
 
 
@@ -21,10 +23,11 @@ class TensorParallelV1(Method):
     """An all-reduce behind attention, and another in backward (arXiv:1909.08053)."""
 
     name, about = "tensor-parallel-v1", "Megatron v1: own heads of the whole sequence, all-reduce of the hidden state"
+    masks = MASKS
     sequence_parallel = False
 
-    def refusal(self, cell: Cell) -> str | None:
-        """See `Method.refusal`."""
+    def shape_refusal(self, cell: Cell) -> str | None:
+        """See `Method.shape_refusal`."""
         return heads_refusal(cell)
 
     def traffic(self, cell: Cell) -> Traffic:
@@ -39,10 +42,10 @@ class TensorParallelV1(Method):
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """See `Method.bind`."""
-        scale = cell.head_dim**-0.5
+        pattern, scale = pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            call = setting, self.sequence_parallel, cell.is_causal, scale
+            call = setting, self.sequence_parallel, pattern, scale
             out: Tensor = _TensorParallel.apply(q, k, v, *call)  # type: ignore[no-untyped-call]
             return out
 
@@ -85,26 +88,26 @@ class TensorParallelV3(TensorParallelV1):
 class _TensorParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, setting: Setting, split: bool, causal: bool, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, setting: Setting, split: bool, pattern: Shape, scale: float
     ) -> Tensor:
         if split:  # the input of the projections; what is in it does not matter
             batch, tokens, heads, dim = q.shape
             setting.party.all_gather(
                 q.new_empty((batch, tokens // setting.party.size, heads * setting.party.size, dim))
             )
-        out, lse = setting.kernel.forward(q, k, v, causal, scale)
+        out, lse = setting.kernel.forward(q, k, v, pattern, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = setting, split, causal, scale
+        ctx.call = setting, split, pattern, scale
         return _sum(setting.party, out, split)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        setting, split, causal, scale = ctx.call
+        setting, split, pattern, scale = ctx.call
         q, k, v, out, lse = ctx.saved_tensors
         party = setting.party
         whole = party.all_gather(grad).transpose(0, 1).flatten(1, 2) if split else grad
         mine = whole.chunk(party.size, 2)[party.rank]
-        grads = setting.kernel.backward(mine, q, k, v, out, lse, causal, scale)
+        grads = setting.kernel.backward(q, k, v, ForBackward(mine, out, lse), pattern, scale)
         _sum(party, grads.q, split)  # stands for dX
         return *grads, None, None, None, None
 

@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.bench.cells import Cell
+from bmburst.bench.cells import MASKS, Cell
+from bmburst.bench.methods.local import ForBackward, Shape
 from bmburst.bench.methods.method import Attend, Method, Setting, heads_refusal
 from bmburst.bench.party import Party
+from bmburst.bench.patterns import pattern_of
 from bmburst.bench.work import Traffic, sizes
 
 
@@ -15,9 +17,10 @@ class Ulysses(Method):
     """q, k and v leave together in one all-to-all; nothing overlaps."""
 
     name, about = "ulysses", "DeepSpeed-Ulysses: q, k, v in one all-to-all, kernel, all-to-all"
+    masks = MASKS
 
-    def refusal(self, cell: Cell) -> str | None:
-        """See `Method.refusal`."""
+    def shape_refusal(self, cell: Cell) -> str | None:
+        """See `Method.shape_refusal`."""
         return heads_refusal(cell)
 
     def traffic(self, cell: Cell) -> Traffic:
@@ -33,10 +36,10 @@ class Ulysses(Method):
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """See `Method.bind`."""
-        scale = cell.head_dim**-0.5
+        pattern, scale = pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = _Ulysses.apply(q, k, v, setting, cell.is_causal, scale)  # type: ignore[no-untyped-call]
+            out: Tensor = _Ulysses.apply(q, k, v, setting, pattern, scale)  # type: ignore[no-untyped-call]
             return out
 
         return attend
@@ -44,19 +47,19 @@ class Ulysses(Method):
 
 class _Ulysses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, setting: Setting, causal: bool, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, setting: Setting, pattern: Shape, scale: float) -> Tensor:
         q, k, v = to_heads(setting.party, q, k, v)
-        out, lse = setting.kernel.forward(q, k, v, causal, scale)
+        out, lse = setting.kernel.forward(q, k, v, pattern, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = setting, causal, scale
+        ctx.call = setting, pattern, scale
         return to_tokens(setting.party, out)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        setting, causal, scale = ctx.call
+        setting, pattern, scale = ctx.call
         q, k, v, out, lse = ctx.saved_tensors
         (mine,) = to_heads(setting.party, grad)
-        grads = setting.kernel.backward(mine, q, k, v, out, lse, causal, scale)
+        grads = setting.kernel.backward(q, k, v, ForBackward(mine, out, lse), pattern, scale)
         return *to_tokens(setting.party, *grads), None, None, None
 
 

@@ -1,0 +1,249 @@
+"""Double ring against flat ring where links between nodes are slow, for real: `python -m benchmarks.double_ring`.
+
+Each rank is a process in a network namespace of its own, and the kernel limits what leaves it: by default 200 Mbit/s to
+ranks of its node and 20 Mbit/s to other nodes (`benchmarks.netns`). Ranks are on CPUs and move blocks by gloo. Needs
+root and iproute2; where namespaces cannot be made, it says why and ends with status 1.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import netns
+from bmburst.attention.api import burst_attention
+from bmburst.comm.checks import Checked
+from bmburst.comm.objects import gather_objects
+from bmburst.comm.process_group import ProcessGroupCommunicator
+
+STRATEGIES = {"flat ring": "burst", "double ring": "double-ring"}
+PORTS: tuple[netns.Port, ...] = ("rank", "node")
+_MEETING = 29517
+_TOLERANCE = 1e-4  # of fp32 sums in another order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What each rank runs: attention in fp32 on CPUs, causal, zigzag, as many KV heads as heads."""
+
+    batch: int = 32
+    tokens: int = 32
+    heads: int = 8
+    head_dim: int = 64
+    repeats: int = 5
+
+    @property
+    def queries(self) -> int:
+        """Bytes of a rank's queries, in fp32."""
+        return self.batch * self.tokens * self.heads * self.head_dim * 4
+
+    def bytes_between(self, hops: int, returns: int) -> tuple[int, int]:
+        """Return what a rank sends forward in so many hops, and backward in those and so many of gradients.
+
+        Forward K and V move; backward Q, dO, log-sum-exp and delta, and dQ behind them.
+        """
+        statistics = 2 * self.batch * self.tokens * self.heads * 4
+        return hops * 2 * self.queries, hops * (2 * self.queries + statistics) + returns * self.queries
+
+
+class Times(NamedTuple):
+    """Seconds of the slowest rank, and bytes of the port that sent most to other nodes, of each repeat."""
+
+    forward: list[float]
+    backward: list[float]
+    sent: list[int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    default = Job()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2, help="nodes, default 2")
+    parser.add_argument("--places", type=int, default=2, help="ranks of a node, default 2")
+    parser.add_argument("--fast", type=float, default=200, help="Mbit/s of a rank to its node, default 200")
+    parser.add_argument("--slow", type=float, default=20, help="Mbit/s of a port to other nodes, default 20")
+    parser.add_argument("--port", nargs="+", default=PORTS, choices=PORTS, help="what has a port to other nodes")
+    parser.add_argument("--tokens", type=int, default=default.tokens, help="tokens a rank")
+    parser.add_argument("--batch", type=int, default=default.batch, help="sequences")
+    parser.add_argument("--repeats", type=int, default=default.repeats, help="timed calls of each ring, in turns")
+    parser.add_argument("--output", type=Path, help="write a record to this file")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.rank is not None:
+        run_rank(**json.loads(args.rank))
+        return 0
+    problem = netns.refusal()
+    if problem is not None:
+        print(f"cannot measure here: {problem}")
+        return 1
+    shape = netns.Shape(args.nodes, args.places, args.fast, args.slow)
+    job = Job(batch=args.batch, tokens=args.tokens, repeats=args.repeats)
+    results: dict[netns.Port, dict[str, Times]] = {}
+    for port in args.port:
+        at = replace(shape, port=port)
+        results[port] = measure(at, job)
+        print(table(at, job, results[port]), flush=True)
+    if args.output is not None:
+        words = sys.argv[1:] if arguments is None else arguments
+        args.output.write_text(record(shape, job, results, words))
+    return 0
+
+
+def measure(shape: netns.Shape, job: Job) -> dict[str, Times]:
+    """Run the job on every rank of a network.
+
+    Raises:
+        RuntimeError: A rank failed; the message is its output.
+    """
+    with netns.network(shape) as network:
+        ranks = []
+        for rank in range(shape.ranks):
+            setting = {"rank": rank, "shape": asdict(shape), "job": asdict(job)}
+            setting |= {"url": f"tcp://{network.address(0)}:{_MEETING}", "ports": network.ports}
+            command = [sys.executable, "-m", "benchmarks.double_ring", "--rank", json.dumps(setting)]
+            own = {"BMBURST_NODE": f"node {rank // shape.places}", "GLOO_SOCKET_IFNAME": netns.DEVICE}
+            ranks.append(
+                subprocess.Popen(
+                    [*network.within(rank), *command],
+                    env={**os.environ, **own},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        try:
+            outputs = [process.communicate(timeout=1800)[0] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+    for rank, process in enumerate(ranks):
+        if process.returncode:
+            raise RuntimeError(f"rank {rank}:\n{outputs[rank]}")
+    return {name: Times(*times) for name, times in json.loads(outputs[0].splitlines()[-1]).items()}
+
+
+def run_rank(rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, ports: list[tuple[str, str]]) -> None:
+    """Time both rings in turns; rank 0 prints the times as JSON."""
+    torch.set_num_threads(1)
+    size = netns.Shape(**shape).ranks
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    # Calls are not compared between ranks: that is another message on the slow link before each hop.
+    group = dist.group.WORLD
+    assert group is not None
+    comm = Checked(ProcessGroupCommunicator(group), torch.device("cpu"), always=False)
+    what = Job(**job)
+    torch.manual_seed(rank)
+    shapes = (what.batch, what.tokens, what.heads, what.head_dim)
+    q, k, v = (torch.randn(shapes).requires_grad_() for _ in range(3))
+    grad = torch.randn(shapes)
+    times = {name: Times([], [], []) for name in STRATEGIES}
+    for repeat in range(1 + what.repeats):
+        results = []
+        for name, strategy in STRATEGIES.items():
+            gather_objects(comm, None)
+            before = netns.sent(ports) if rank == 0 else [0]
+            gather_objects(comm, None)
+            start = time.perf_counter()
+            out = burst_attention(q, k, v, group=comm, strategy=strategy)
+            forward = max(gather_objects(comm, time.perf_counter() - start))
+            start = time.perf_counter()
+            results.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
+            backward = max(gather_objects(comm, time.perf_counter() - start))
+            after = netns.sent(ports) if rank == 0 else [0]
+            if repeat:  # the first call opens connections
+                moved = max(b - a for a, b in zip(before, after, strict=True))
+                times[name].forward.append(forward)
+                times[name].backward.append(backward)
+                times[name].sent.append(moved)
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=_TOLERANCE, atol=_TOLERANCE)
+    if rank == 0:
+        print(json.dumps(times))
+    dist.destroy_process_group()
+
+
+def least(shape: netns.Shape, job: Job, name: str) -> tuple[float, float, float]:
+    """Return what the slow links alone allow: seconds forward and backward, and bytes of a port.
+
+    In a flat ring each hop goes over every node's port once, whoever owns it: size - 1 of blocks, size of gradients. In
+    a double ring each rank sends nodes - 1 of each.
+    """
+    if name == "flat ring":
+        counts = job.bytes_between(shape.ranks - 1, shape.ranks)
+    else:
+        counts = job.bytes_between(shape.nodes - 1, shape.nodes - 1)
+    sharing = shape.places if shape.port == "node" and name == "double ring" else 1
+    forward, backward = (sharing * count for count in counts)
+    rate = shape.slow * 1e6 / 8
+    return forward / rate, backward / rate, forward + backward
+
+
+def table(shape: netns.Shape, job: Job, results: dict[str, Times]) -> str:
+    """Return one network's results in Markdown."""
+    whose = {"rank": "each rank has a port to the other nodes", "node": "the ranks of a node share one port"}
+    lines = [
+        f"{shape.nodes} nodes x {shape.places} ranks, {shape.fast:g} Mbit/s inside a node, {shape.slow:g} Mbit/s "
+        f"between nodes; {whose[shape.port]}\n",
+        "| | forward (s) | least | backward (s) | least | MB over the busiest port | by formula |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, times in results.items():
+        bound = least(shape, job, name)
+        cells = []
+        for series, seconds in zip(times[:2], bound, strict=False):
+            cells.append(f"{statistics.median(series):.2f} ({min(series):.2f} to {max(series):.2f}) | {seconds:.2f}")
+        moved = f"{statistics.median(times.sent) / 1e6:.1f} | {bound[2] / 1e6:.1f}"
+        lines.append(f"| {name} | {cells[0]} | {cells[1]} | {moved} |")
+    flat, double = results.values()
+    ratios = [statistics.median(a) / statistics.median(b) for a, b in zip(flat[:2], double[:2], strict=True)]
+    bounds = zip(*(least(shape, job, name)[:2] for name in results), strict=True)
+    of_links = [a / b for a, b in bounds]
+    lines.append(
+        f"\nFlat over double: {ratios[0]:.2f} forward (slow links alone: {of_links[0]:.2f}), "
+        f"{ratios[1]:.2f} backward ({of_links[1]:.2f}).\n"
+    )
+    return "\n".join(lines)
+
+
+def record(shape: netns.Shape, job: Job, results: dict[netns.Port, dict[str, Times]], words: Sequence[str]) -> str:
+    """Return the whole record in Markdown."""
+    cores = os.cpu_count()
+    software = f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
+    tables = "\n".join(table(replace(shape, port=port), job, found) for port, found in results.items())
+    return f"""# Double ring over slow links
+
+{time.strftime("%Y-%m-%d")}, a {cores}-core CPU machine, gloo; {software}.
+
+```
+$ {shlex.join(["python", "-m", "benchmarks.double_ring", *words])}
+```
+
+{shape.ranks} ranks, each a process in a network namespace of its own on one machine; the kernel limits what leaves it
+(HTB, and reno for TCP). Attention in fp32: batch {job.batch}, {job.tokens} tokens a rank, {job.heads} heads of
+{job.head_dim}, causal, zigzag; backward moves queries in both rings. Median (least to most) over {job.repeats} calls of
+each, taken in turns; the slowest rank's time. There is little to compute: this shows what moves, not how well it hides
+behind attention. Outputs and gradients of the two rings are compared in each turn.
+
+"Least" is what the slow links alone need for the bytes that go over them. Every hop of a flat ring goes over each
+node's port once, so it waits for the slow link {shape.ranks - 1} times forward and {shape.ranks} times backward; a rank
+of the double ring sends {shape.nodes - 1} block{"s" * (shape.nodes > 2)} over it, and {shape.nodes - 1} of gradients.
+Where ranks of a node share a port, theirs add up. Bytes are counted by the kernel at the port, headers included.
+
+{tables}"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Nodes with slow links between them, on one Linux machine: a network namespace for each rank, shaped by the kernel."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Port = Literal["rank", "node"]
+DEVICE = "eth0"
+_FAST, _SLOW = "1:10", "1:20"
+_QUEUE = "256k"  # bytes that may leave at once
+_TCP = {"congestion_control": "reno", "slow_start_after_idle": "0"}
+"""For every machine alike, and so that a connection that rested is as fast as before."""
+
+
+def refusal() -> str | None:
+    """Return why namespaces cannot be made here, or None."""
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            return f"the program '{program}' is missing (package iproute2)"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    try:
+        with network(Shape(nodes=2, places=1, fast=100, slow=10)):
+            return None
+    except RuntimeError as error:
+        return f"the kernel lets no namespace be made or shaped: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Nodes, ranks of a node, and what links carry.
+
+    Attributes:
+        nodes: Nodes.
+        places: Ranks of a node.
+        fast: Mbit/s from a rank to its node.
+        slow: Mbit/s from a port to other nodes.
+        port: What has a port to the other nodes: each rank, as GPU servers do, or each node one for all of its ranks.
+    """
+
+    nodes: int
+    places: int
+    fast: float
+    slow: float
+    port: Port = "rank"
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.places
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Namespaces that are up."""
+
+    prefix: str
+    shape: Shape
+
+    def address(self, rank: int) -> str:
+        """Return a rank's IPv4 address."""
+        return f"10.77.{rank // self.shape.places}.{1 + rank % self.shape.places}"
+
+    def within(self, rank: int) -> list[str]:
+        """Return what to put before a command so that it runs in a rank's namespace."""
+        return ["ip", "netns", "exec", self.namespace(rank)]
+
+    def namespace(self, rank: int) -> str:
+        """Return the name of a rank's namespace."""
+        return f"{self.prefix}-{rank}"
+
+    @property
+    def ports(self) -> list[tuple[str, str]]:
+        """Namespace and device of each port to other nodes."""
+        if self.shape.port == "rank":
+            return [(self.namespace(rank), DEVICE) for rank in range(self.shape.ranks)]
+        return [(f"{self.prefix}-switch", f"up{node}") for node in range(self.shape.nodes)]
+
+
+def sent(ports: list[tuple[str, str]]) -> list[int]:
+    """Return the bytes that each port has sent to other nodes so far, headers included."""
+    found = [_run("tc", "-n", name, "-s", "class", "show", "dev", device, "classid", _SLOW) for name, device in ports]
+    return [int(match[1]) if (match := re.search(r"Sent (\d+) bytes", text)) else 0 for text in found]
+
+
+@contextmanager
+def network(shape: Shape) -> Iterator[Network]:
+    """Bring up a network; take it down at the end of the block.
+
+    Raises:
+        RuntimeError: A command of iproute2 failed; the message is its own.
+    """
+    made = Network(f"bmburst{os.getpid()}", shape)
+    names = [f"{made.prefix}-switch", *map(made.namespace, range(shape.ranks))]
+    try:
+        for name in names:
+            _run("ip", "netns", "add", name)
+        _wire(made)
+        yield made
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _wire(made: Network) -> None:
+    """Give each node a bridge with its ranks on it, and join the bridges by one more."""
+    shape, switch = made.shape, f"{made.prefix}-switch"
+    for bridge in ("core", *(f"node{node}" for node in range(shape.nodes))):
+        _run("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", bridge, "up")
+    for node in range(shape.nodes):
+        up, down = f"up{node}", f"down{node}"
+        _run("ip", "-n", switch, "link", "add", up, "type", "veth", "peer", "name", down)
+        for device, bridge in ((up, f"node{node}"), (down, "core")):
+            _run("ip", "-n", switch, "link", "set", device, "master", bridge, "up")
+        if shape.port == "node":
+            _classes(switch, up, {_SLOW: shape.slow}, default="20")
+    for rank in range(shape.ranks):
+        name, plug = made.namespace(rank), f"rank{rank}"
+        _run("ip", "-n", switch, "link", "add", plug, "type", "veth", "peer", "name", DEVICE, "netns", name)
+        _run("ip", "-n", switch, "link", "set", plug, "master", f"node{rank // shape.places}", "up")
+        _run("ip", "-n", name, "address", "add", f"{made.address(rank)}/16", "dev", DEVICE)
+        for setting, value in _TCP.items():
+            _run(*made.within(rank), "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/tcp_{setting}")
+        for device in ("lo", DEVICE):
+            _run("ip", "-n", name, "link", "set", device, "up")
+        if shape.port == "node":
+            _classes(name, DEVICE, {_FAST: shape.fast}, default="10")
+            continue
+        _classes(name, DEVICE, {_FAST: shape.fast, _SLOW: shape.slow}, default="20")
+        own = f"10.77.{rank // shape.places}.0/24"
+        match = ("u32", "match", "ip", "dst", own, "flowid", _FAST)
+        _run("tc", "-n", name, "filter", "add", "dev", DEVICE, "parent", "1:", "protocol", "ip", *match)
+
+
+def _classes(namespace: str, device: str, rates: dict[str, float], default: str) -> None:
+    """Limit what leaves a device."""
+    tc = ("tc", "-n", namespace)
+    _run(*tc, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", default)
+    for name, rate in rates.items():
+        limits = ("rate", f"{rate:g}mbit", "burst", _QUEUE, "cburst", _QUEUE, "quantum", "60000")
+        _run(*tc, "class", "add", "dev", device, "parent", "1:", "classid", name, "htb", *limits)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,146 @@
+"""`bmburst plan`: predict step time and memory of every sensible way to train, and print the best one's command."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bmburst.errors import UserError, require_known
+
+HELP = (
+    "Predict time and memory of a training step for every sensible mesh, strategy, recompute policy and ZeRO stage; "
+    "rank them, draw them, and print the command of the best. Needs no GPU."
+)
+_USAGE = (
+    "bmburst plan --model NAME --seq TOKENS --gpus N [--nodes N] [--hardware NAME|FILE] [--output plan.png] [--json]\n"
+    "       bmburst plan --calibrate --output machine.toml [--ranks N]\n"
+    "       bmburst plan --check"
+)
+_EPILOG = (
+    "Utilisation counts 6 FLOPs a weight and token, causal attention as half, backward as twice the forward, and no "
+    "recomputation. docs/plan.md says what is in a prediction and how far it has been off."
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.usage, parser.epilog = _USAGE, _EPILOG
+    add = parser.add_argument
+    add("--model", metavar="NAME", help="preset of bmburst train, for example llama-3-8b")
+    add("--seq", type=int, metavar="TOKENS", help="tokens of a sequence")
+    add("--gpus", type=int, metavar="N", default=8, help="GPUs in all (default: 8)")
+    add("--nodes", type=int, metavar="N", default=1, help="nodes they are on, as many on each (default: 1)")
+    add("--hardware", metavar="NAME|FILE", default="h200", help="machine, or a file of --calibrate (default: h200)")
+    add("--batch", type=int, metavar="N", default=1, help="sequences of a step, over all GPUs (default: 1)")
+    add("--micro-batch", type=int, metavar="N", default=1, help="sequences a data rank computes at once (default: 1)")
+    add("--dtype", default="bfloat16", metavar="bfloat16|float32", help="of weights and activations")
+    add("--loss-chunk", type=int, metavar="TOKENS", default=1024, help="tokens whose logits exist at once")
+    add("--recompute", metavar="POLICY,...", help="policies to try (default: none,block,block-keep-attention)")
+    add("--zero", metavar="STAGE,...", help="stages to try (default: 2,3)")
+    add("--tensor", metavar="N,...", help="tensor degrees to try (default: all that fit into a node)")
+    add("--ways", type=int, metavar="N", default=12, help="ways to show (default: 12)")
+    add("--output", type=Path, metavar="FILE", help="picture of the comparison; of --calibrate the hardware file")
+    add("--json", action="store_true", help="print the shown ways as JSON")
+    add("--check", action="store_true", help="predict recorded and published runs, and print how far off it is")
+    add("--calibrate", action="store_true", help="measure this machine and write a hardware file; a minute or less")
+    add("--ranks", type=int, metavar="N", help="with --calibrate: ranks to measure links between (default: all GPUs)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, check or calibrate, and return the exit status.
+
+    Raises:
+        UserError: Something given cannot work.
+    """
+    if args.check and args.calibrate:
+        raise UserError("--check and --calibrate exclude each other")
+    if args.output is not None and not args.output.absolute().parent.is_dir():
+        raise UserError(f"--output {args.output}: there is no such folder\nfix: make it, or another file")
+    if args.calibrate:
+        return _calibrate(args)
+    if args.check:
+        from bmburst.plan.accuracy import compare, markdown
+
+        print(markdown(compare()))
+        return 0
+    return _plan(args)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from bmburst.plan.candidates import RECOMPUTE, ZERO
+    from bmburst.plan.hardware import load_hardware
+    from bmburst.plan.search import best_of_each, search
+    from bmburst.plan.table import as_json, report
+    from bmburst.plan.task import Task, model_named
+
+    for name in ("model", "seq"):
+        if getattr(args, name) is None:
+            raise UserError(f"--{name} is missing\nfix: for example bmburst plan --model llama-3-8b --seq 1048576")
+    if args.ways < 1:
+        raise UserError(f"--ways {args.ways}\nallowed: 1 and more")
+    if args.output is not None and args.output.suffix != ".png":
+        raise UserError(f"--output {args.output}\nallowed: a .png file")
+    task = Task(
+        model=model_named(args.model),
+        preset=args.model,
+        sequence=args.seq,
+        gpus=args.gpus,
+        nodes=args.nodes,
+        batch=args.batch,
+        micro_batch=args.micro_batch,
+        dtype=args.dtype,
+        loss_chunk=args.loss_chunk,
+    )
+    hardware = load_hardware(args.hardware)
+    found = search(
+        task,
+        hardware,
+        recompute=_words("--recompute", args.recompute, RECOMPUTE),
+        zero=[int(stage) for stage in _words("--zero", args.zero, tuple(map(str, ZERO)))],
+        tensor=None if args.tensor is None else _numbers("--tensor", args.tensor),
+    )
+    shown = best_of_each(found, args.ways)
+    if args.json:
+        print(json.dumps(as_json(task, hardware, shown), indent=1))
+    else:
+        print(report(task, hardware, shown, len(found)))
+    if args.output is not None:
+        from bmburst.plan.figure import draw
+
+        draw(shown, args.output)
+        print(f"{args.output}: drawn", file=sys.stderr)
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    import torch
+
+    from bmburst.plan.calibrate.facts import write
+    from bmburst.plan.calibrate.run import calibrate
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = args.ranks if args.ranks is not None else max(1, gpus)
+    if ranks < 1 or (gpus and ranks > gpus):
+        raise UserError(f"--ranks {ranks}\nallowed: 1 to {gpus or 'as many as the CPU bears'}")
+    text = calibrate(args.hardware, ranks, lambda words: print(f"measuring: {words}", file=sys.stderr, flush=True))
+    if args.output is None:
+        print(text, end="")
+    else:
+        write(text, args.output)
+        print(f"{args.output}: bmburst plan --hardware {args.output} uses it")
+    return 0
+
+
+def _words(option: str, text: str | None, known: Sequence[str]) -> list[str]:
+    words = list(known) if text is None else text.split(",")
+    for word in words:
+        require_known(option, word, known)
+    return words
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdigit() and int(word) for word in words):
+        raise UserError(f"{option} {text}\nallowed: whole numbers with commas between, for example 1,2")
+    return [int(word) for word in words]

@@ -1,0 +1,467 @@
+"""Which keys a query may see, as values in global positions: pure index arithmetic.
+
+Every mask but `BlockSparse` lets a query see one interval of keys, and neither end of the interval ever moves back as
+the query moves on. That holds in the local order of any layout too, where it decides tiles, blocks that move and
+balance (`bmburst.tiles`).
+"""
+
+import hashlib
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmburst.errors import UserError, require_known
+from bmburst_ops.flash.pattern import IntArray, Need, Rows
+
+NAMES = ("causal", "full")
+
+
+class Blocks(NamedTuple):
+    """Cells of `size` x `size` positions; a query sees keys of the cells of its row that are on."""
+
+    size: int
+    cells: NDArray[np.bool_]
+
+
+class Mask(ABC):
+    """Which keys a query may see. Masks are joined with `&`: a key must be visible in each."""
+
+    @abstractmethod
+    def rows(self, positions: IntArray, length: int) -> Rows:
+        """Return the interval of keys that the queries at these positions see, cells aside.
+
+        Args:
+            positions: Global positions below `length`, ascending.
+            length: Real tokens of the sequence.
+        """
+
+    @property
+    def length(self) -> int | None:
+        """The number of tokens that the mask is made for, or None if any."""
+        return None
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The cells that are on, or None where all are."""
+        return None
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First positions of documents, ascending, if the mask has any."""
+        return ()
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether no query sees a key behind it."""
+        return False
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What a kernel must be able to do for it."""
+        return frozenset()
+
+    def require(self, length: int) -> None:
+        """Check that the mask fits a sequence.
+
+        Raises:
+            UserError: It is made for another number of tokens.
+        """
+        if self.length is not None and self.length != length:
+            raise UserError(
+                f"the mask is made for {self.length} tokens, but the sequence has {length} real ones\n"
+                f"make it for {length} tokens, or pass length={self.length}: the tokens behind are padding"
+            )
+
+    def __and__(self, other: "Mask") -> "Mask":
+        """Return the mask of the keys that are visible in both.
+
+        Raises:
+            UserError: The masks are made for different numbers of tokens, or have blocks of different sizes.
+        """
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return _joined((*_parts(self), *_parts(other)))
+
+
+@dataclass(frozen=True, slots=True)
+class Full(Mask):
+    """Every query sees every key."""
+
+    def rows(self, positions: IntArray, length: int) -> Rows:
+        """See `Mask.rows`."""
+        return Rows(np.zeros_like(positions), np.full_like(positions, length))
+
+    def __str__(self) -> str:
+        return "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Causal(Mask):
+    """A query sees itself and what is before it."""
+
+    @property
+    def forward_only(self) -> bool:
+        """See `Mask.forward_only`."""
+        return True
+
+    def rows(self, positions: IntArray, length: int) -> Rows:
+        """See `Mask.rows`."""
+        del length
+        return Rows(np.zeros_like(positions), positions + 1)
+
+    def __str__(self) -> str:
+        return "causal"
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow(Mask):
+    """A query sees the `tokens` last keys up to itself; if not causal, as many from itself on too.
+
+    Raises:
+        UserError: `tokens` is no whole number above 0.
+    """
+
+    tokens: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _whole("tokens of a sliding window", self.tokens, 1))
+
+    @property
+    def forward_only(self) -> bool:
+        """See `Mask.forward_only`."""
+        return self.causal
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """See `Mask.needs`."""
+        return frozenset({"window"})
+
+    def rows(self, positions: IntArray, length: int) -> Rows:
+        """See `Mask.rows`."""
+        stop = positions + 1 if self.causal else np.minimum(positions + self.tokens, length)
+        return Rows(np.maximum(positions - self.tokens + 1, 0), stop)
+
+    def __str__(self) -> str:
+        return f"window of {self.tokens}{', causal' if self.causal else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Documents(Mask):
+    """Documents packed one after another: a query sees keys of its own one; if causal, not those behind it.
+
+    Args:
+        lengths: Tokens of each document: any sequence of numbers, or a tensor `[documents]`. None is empty.
+        causal: Whether a query sees only itself and what is before it.
+
+    Raises:
+        UserError: There is no document, or one has no token.
+    """
+
+    lengths: tuple[int, ...]
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", _lengths(self.lengths))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Any, causal: bool = True) -> "Documents":
+        """Return documents from where each starts and the last one ends: `[0, first, first + second, ...]`.
+
+        Raises:
+            UserError: It does not start at 0, or does not ascend.
+        """
+        edges = np.asarray([_whole("entry of cu_seqlens", n, 0) for n in _numbers("cu_seqlens", cu_seqlens)])
+        if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) < 1).any():
+            raise UserError("cu_seqlens must start at 0 and ascend, with the total at its end: [0, 5, 12] for 5 and 7")
+        return cls(tuple(np.diff(edges).tolist()), causal)
+
+    @property
+    def length(self) -> int:
+        """See `Mask.length`."""
+        return sum(self.lengths)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """See `Mask.starts`."""
+        return _starts(self.lengths)
+
+    @property
+    def forward_only(self) -> bool:
+        """See `Mask.forward_only`."""
+        return self.causal
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """See `Mask.needs`."""
+        return frozenset({"segments"})
+
+    def rows(self, positions: IntArray, length: int) -> Rows:
+        """See `Mask.rows`."""
+        del length
+        start, stop = _documents_of(self.lengths, positions)
+        return Rows(start, positions + 1 if self.causal else stop)
+
+    def __str__(self) -> str:
+        return f"{_packed(self.lengths)}{', causal' if self.causal else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLM(Mask):
+    """Causal, but the first tokens of each document are seen by all of its tokens (arXiv:1910.10683, section 3.2.1).
+
+    Args:
+        prefix_lengths: Tokens of each document's prefix, 0 or more; a number for a single document.
+        lengths: Tokens of each document. Default: the sequence is one document.
+
+    Raises:
+        UserError: The two have different numbers of documents, or a prefix is longer than its document.
+    """
+
+    prefix_lengths: tuple[int, ...]
+    lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        prefixes = tuple(_whole("prefix", n, 0) for n in _numbers("prefix_lengths", self.prefix_lengths))
+        lengths = None if self.lengths is None else _lengths(self.lengths)
+        if len(prefixes) != (1 if lengths is None else len(lengths)):
+            documents = "one document (no lengths given)" if lengths is None else f"{len(lengths)} documents"
+            raise UserError(
+                f"got {len(prefixes)} prefix lengths for {documents}\ngive one to each document, 0 for none"
+            )
+        if lengths is not None and (long := [i for i, n in enumerate(lengths) if prefixes[i] > n]):
+            i = long[0]
+            raise UserError(f"the prefix of document {i} has {prefixes[i]} tokens, but the document has {lengths[i]}")
+        object.__setattr__(self, "prefix_lengths", prefixes)
+        object.__setattr__(self, "lengths", lengths)
+
+    @property
+    def length(self) -> int | None:
+        """See `Mask.length`."""
+        return None if self.lengths is None else sum(self.lengths)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """See `Mask.starts`."""
+        return () if self.lengths is None else _starts(self.lengths)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """See `Mask.needs`."""
+        return frozenset() if self.lengths is None else frozenset({"segments"})
+
+    def rows(self, positions: IntArray, length: int) -> Rows:
+        """See `Mask.rows`."""
+        lengths = (length,) if self.lengths is None else self.lengths
+        start, stop = _documents_of(lengths, positions)
+        ends = np.minimum(np.asarray(_starts(lengths)) + np.asarray(self.prefix_lengths), np.cumsum(lengths))
+        prefix = ends[np.searchsorted(np.cumsum(lengths), positions, side="right")]
+        return Rows(start, np.minimum(np.maximum(positions + 1, prefix), stop))
+
+    def __str__(self) -> str:
+        packed = "" if self.lengths is None else f" of {_packed(self.lengths)}"
+        return f"prefixes{packed} ({_digest(np.asarray(self.prefix_lengths))})"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class BlockSparse(Mask):
+    """A query sees the keys of the blocks that its block's row of the map has on.
+
+    Args:
+        block_map: `[blocks, blocks]`, true where the queries of a row's block see the keys of a column's block.
+        block_size: Tokens of a block, the last of which may be cut off by the end of the sequence.
+        causal: Whether a query sees only itself and what is before it.
+
+    Raises:
+        UserError: The map is no square matrix, or the size is no whole number above 0.
+    """
+
+    block_size: int
+    causal: bool
+    digest: str
+    block_map: NDArray[np.bool_] = field(compare=False, repr=False)
+
+    def __init__(self, block_map: Any, block_size: int, causal: bool = False) -> None:
+        cells = np.array(_array("block_map", block_map), dtype=bool)
+        if cells.ndim != 2 or cells.shape[0] != cells.shape[1] or not cells.size:
+            raise UserError(
+                f"block_map must be [blocks, blocks], one row and one column for each block, got {list(cells.shape)}"
+            )
+        cells.setflags(write=False)
+        object.__setattr__(self, "block_size", _whole("block_size", block_size, 1))
+        object.__setattr__(self, "causal", bool(causal))
+        object.__setattr__(self, "digest", _digest(cells))
+        object.__setattr__(self, "block_map", cells)
+
+    @property
+    def forward_only(self) -> bool:
+        """See `Mask.forward_only`."""
+        return self.causal
+
+    @property
+    def blocks(self) -> Blocks:
+        """See `Mask.blocks`."""
+        return Blocks(self.block_size, self.block_map)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """See `Mask.needs`."""
+        return frozenset({"cells"})
+
+    def rows(self, positions: IntArray, length: int) -> Rows:
+        """See `Mask.rows`."""
+        return (Causal() if self.causal else Full()).rows(positions, length)
+
+    def require(self, length: int) -> None:
+        """See `Mask.require`."""
+        blocks = -(-length // self.block_size)
+        if blocks != len(self.block_map):
+            raise UserError(
+                f"{length} tokens are {blocks} blocks of {self.block_size}, but block_map has {len(self.block_map)}\n"
+                f"make it [{blocks}, {blocks}], or pass the length that it is for"
+            )
+
+    def __str__(self) -> str:
+        return f"blocks of {self.block_size} ({self.digest}){', causal' if self.causal else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Both(Mask):
+    """What is visible in each of several masks; made by `&`."""
+
+    masks: tuple[Mask, ...]
+
+    @property
+    def length(self) -> int | None:
+        """See `Mask.length`."""
+        return next((mask.length for mask in self.masks if mask.length is not None), None)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """See `Mask.blocks`."""
+        return next((mask.blocks for mask in self.masks if mask.blocks is not None), None)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """See `Mask.starts`."""
+        return tuple(sorted({start for mask in self.masks for start in mask.starts}))
+
+    @property
+    def forward_only(self) -> bool:
+        """See `Mask.forward_only`."""
+        return any(mask.forward_only for mask in self.masks)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """See `Mask.needs`."""
+        return frozenset().union(*(mask.needs for mask in self.masks))
+
+    def rows(self, positions: IntArray, length: int) -> Rows:
+        """See `Mask.rows`."""
+        parts = [mask.rows(positions, length) for mask in self.masks]
+        start = np.maximum.reduce([part.start for part in parts])
+        return Rows(start, np.maximum(start, np.minimum.reduce([part.stop for part in parts])))
+
+    def require(self, length: int) -> None:
+        """See `Mask.require`."""
+        for mask in self.masks:
+            mask.require(length)
+
+    def __str__(self) -> str:
+        return " & ".join(map(str, self.masks))
+
+
+def make_mask(mask: "Mask | str") -> Mask:
+    """Return the mask itself, or the one of that name.
+
+    Raises:
+        UserError: It is neither a mask nor "causal" or "full".
+    """
+    if isinstance(mask, Mask):
+        return mask
+    require_known("mask", mask, NAMES)
+    return Full() if mask == "full" else Causal()
+
+
+def _parts(mask: Mask) -> tuple[Mask, ...]:
+    return mask.masks if isinstance(mask, Both) else (mask,)
+
+
+def _joined(masks: tuple[Mask, ...]) -> Mask:
+    """Return what is visible in all; equal ones and those that hide nothing are left out, maps of blocks are one."""
+    lengths = {mask.length for mask in masks if mask.length is not None}
+    if len(lengths) > 1:
+        raise UserError(f"masks for {' and '.join(map(str, sorted(lengths)))} tokens cannot be joined")
+    maps = [mask for mask in masks if isinstance(mask, BlockSparse)]
+    if maps:
+        if len({(mask.block_size, mask.block_map.shape) for mask in maps}) > 1:
+            raise UserError("maps of blocks can be joined only if they have blocks of one size and as many of them")
+        cells = np.logical_and.reduce([mask.block_map for mask in maps])
+        one = BlockSparse(cells, maps[0].block_size, any(mask.causal for mask in maps))
+        masks = (*(mask for mask in masks if not isinstance(mask, BlockSparse)), one)
+    kept = tuple(dict.fromkeys(mask for mask in masks if mask != Full()))
+    if not kept:
+        return Full()
+    return kept[0] if len(kept) == 1 else Both(kept)
+
+
+def _documents_of(lengths: Sequence[int], positions: IntArray) -> tuple[IntArray, IntArray]:
+    """Return first and last position, exclusive, of the document of each position."""
+    ends: IntArray = np.cumsum(lengths, dtype=np.int64)
+    index = np.searchsorted(ends, positions, side="right")
+    return (ends - lengths)[index], ends[index]
+
+
+def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple((np.cumsum(lengths) - lengths).tolist())
+
+
+def _packed(lengths: Sequence[int]) -> str:
+    return f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens ({_digest(np.asarray(lengths))})"
+
+
+def _digest(array: NDArray[Any]) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=6).hexdigest()
+
+
+def _array(what: str, values: Any) -> NDArray[Any]:
+    """Return an array of what may be a tensor on any device."""
+    try:
+        return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    except (ValueError, TypeError):
+        raise UserError(f"{what} must be an array of numbers, got {_brief(values)}") from None
+
+
+def _numbers(what: str, values: Any) -> list[Any]:
+    array = np.atleast_1d(_array(what, values))
+    if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
+        raise UserError(f"{what} must be whole numbers, one after another, got {_brief(values)}")
+    found: list[Any] = array.tolist()
+    return found
+
+
+def _lengths(values: Any) -> tuple[int, ...]:
+    lengths = tuple(_whole("document", n, 1) for n in _numbers("lengths of documents", values))
+    if not lengths:
+        raise UserError("documents need at least one length, got none")
+    return lengths
+
+
+def _brief(values: Any) -> str:
+    text = " ".join(repr(values).split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _whole(what: str, value: object, least: int) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # what is none raises
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise UserError(f"{what} must be a whole number of at least {least}, got {value!r}")
+    return number

@@ -1,0 +1,171 @@
+"""How the ranks are cut: data x sequence x tensor, and a sequence group into nodes x ring x heads. Pure: plain numbers.
+
+Rank `(d * sequence + s) * tensor + t` is data rank d, sequence rank s and tensor rank t. Ranks of one tensor group are
+neighbours, as in BMTrain's own topology (`tp_id = rank % tp_size`), because they talk most; then those of a sequence,
+so that a ring stays inside a node as long as it can. Inside a sequence group, ranks that exchange heads are neighbours
+and nodes are outermost: `s = (node * ring + r) * heads + h`.
+"""
+
+from dataclasses import dataclass
+
+from bmburst.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """How many ranks stand on each axis.
+
+    Attributes:
+        data: Groups of ranks that work on different sequences.
+        sequence: Ranks that share one sequence.
+        tensor: Ranks that share each matrix, and with it the heads.
+        heads: Of the ranks of a sequence, how many exchange heads among themselves; None leaves it to attention.
+        nodes: Parts of a sequence group between which links are slow; each part lies on one node.
+
+    Raises:
+        UserError: An axis is smaller than 1, or nodes x heads does not divide the sequence.
+    """
+
+    data: int
+    sequence: int
+    tensor: int = 1
+    heads: int | None = None
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.data, self.sequence, self.tensor) < 1:
+            raise UserError(f"a mesh needs at least 1 rank on each axis, got {self}")
+        _require_part("nodes", self.nodes, self.sequence, f"{self.sequence} sequence ranks")
+        if self.heads is not None:
+            here = self.sequence // self.nodes
+            _require_part("heads", self.heads, here, f"{here} sequence ranks" + (" a node" if self.nodes > 1 else ""))
+
+    def __str__(self) -> str:
+        tensor = f" x tensor {self.tensor}" if self.tensor != 1 else ""
+        return f"data {self.data} x sequence {self.sequence}{tensor}"
+
+    @classmethod
+    def fit(
+        cls,
+        world_size: int,
+        data: int | None = None,
+        sequence: int | None = None,
+        tensor: int = 1,
+        heads: int | None = None,
+        nodes: int | None = None,
+    ) -> "MeshShape":
+        """Return the mesh of `world_size` ranks.
+
+        Args:
+            world_size: Ranks in all.
+            data: By default what the sequence leaves, or 1.
+            sequence: By default what data and tensor leave.
+            tensor: Ranks that share each matrix.
+            heads: See the attributes.
+            nodes: See the attributes; by default 1.
+
+        Raises:
+            UserError: The axes do not multiply to the ranks there are; the message names what would.
+        """
+        _require_part("tensor", tensor, world_size, f"{world_size} ranks")
+        rest = world_size // tensor
+        if data is None:
+            data = rest // sequence if sequence else 1
+        if sequence is None:
+            sequence = rest // data if data else 0
+        if data < 1 or sequence < 1 or data * sequence != rest:
+            each = "" if tensor == 1 else f" with tensor {tensor}"
+            raise UserError(
+                f"{world_size} ranks cannot form a mesh of data {data} x sequence {sequence}{each}\n"
+                f"data x sequence must be {rest}: each one of {', '.join(map(str, divisors(rest)))}"
+            )
+        return cls(data, sequence, tensor, heads, 1 if nodes is None else nodes)
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.data * self.sequence * self.tensor
+
+    def sequence_groups(self) -> list[list[int]]:
+        """Return the global ranks of each sequence group, in ring order."""
+        return [
+            [self._rank(d, s, t) for s in range(self.sequence)] for d in range(self.data) for t in range(self.tensor)
+        ]
+
+    def data_groups(self) -> list[list[int]]:
+        """Return the global ranks of each data group."""
+        return [
+            [self._rank(d, s, t) for d in range(self.data)] for s in range(self.sequence) for t in range(self.tensor)
+        ]
+
+    def tensor_groups(self) -> list[list[int]]:
+        """Return the global ranks of each tensor group: those that hold parts of the same matrices and tokens."""
+        return [
+            [self._rank(d, s, t) for t in range(self.tensor)] for d in range(self.data) for s in range(self.sequence)
+        ]
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Return data rank, sequence rank and tensor rank of a global rank."""
+        rest, t = divmod(rank, self.tensor)
+        d, s = divmod(rest, self.sequence)
+        return d, s, t
+
+    def require_heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
+        """Check that a model's attention heads can be dealt to the ranks, over `tensor` and then over `heads`.
+
+        Where there are fewer KV heads than ranks, several ranks hold the same one.
+
+        Returns:
+            Query heads and KV heads of a tensor rank.
+
+        Raises:
+            UserError: They cannot; the message names the nearest degrees that work.
+        """
+        _require_dealt("tensor", self.tensor, heads, kv_heads, divisors(heads))
+        own = heads // self.tensor, max(1, kv_heads // self.tensor)
+        if self.heads is not None:
+            _require_dealt("heads", self.heads, *own, divisors(self.sequence // self.nodes))
+        return own
+
+    def require_width(self, name: str, width: int) -> int:
+        """Return a tensor rank's part of a width of the model.
+
+        Raises:
+            UserError: It does not divide; the message names the nearest degrees that work.
+        """
+        _require_part("tensor", self.tensor, width, f"{name} {width}")
+        return width // self.tensor
+
+    def _rank(self, data: int, sequence: int, tensor: int) -> int:
+        return (data * self.sequence + sequence) * self.tensor + tensor
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in order."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _require_part(axis: str, degree: int, whole: int, said: str) -> None:
+    if degree < 1 or whole % degree:
+        raise UserError(f"{axis} {degree} does not divide {said}\n{_nearest(degree, divisors(whole))}")
+
+
+def _require_dealt(axis: str, degree: int, heads: int, kv_heads: int, degrees: list[int]) -> None:
+    """Refuse a degree to which heads cannot be dealt evenly, and name the nearest of `degrees`.
+
+    A rank gets whole groups of query heads with their KV heads, or, of fewer KV heads than ranks, a part of one group.
+    """
+
+    def works(degree: int) -> bool:
+        return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+    if not works(degree):
+        raise UserError(
+            f"{axis} {degree} cannot share {heads} query heads and {kv_heads} KV heads\n"
+            f"{_nearest(degree, [other for other in degrees if works(other)])}"
+        )
+
+
+def _nearest(degree: int, allowed: list[int]) -> str:
+    near = [*[n for n in allowed if n < degree][-1:], *[n for n in allowed if n > degree][:1]]
+    return f"nearest that work: {' and '.join(map(str, near))}"

@@ -1,0 +1,229 @@
+"""What the planner says beside what was measured, by this project and by others: `bmburst plan --check`.
+
+`data/measured.toml` and `data/published.toml` hold the runs and their sources.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from statistics import median
+from typing import Any
+
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.presets import PRESETS
+from bmburst.plan.attention import attention_cost
+from bmburst.plan.candidates import Candidate
+from bmburst.plan.counts import ATTENTION_BACKWARD, attention_flops
+from bmburst.plan.hardware import Hardware, load_hardware
+from bmburst.plan.operators import FUSED, OPERATORS
+from bmburst.plan.search import predict
+from bmburst.plan.table import GIB
+from bmburst.plan.task import Task
+
+MEASURED, PUBLISHED = "measured", "published"
+_HEAD_DIM = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One number.
+
+    Attributes:
+        group: "measured" or "published", and of what: attention or training.
+        name: The run.
+        source: Where it stands.
+        quantity: What the number is, with its unit.
+        actual: As it was.
+        predicted: As the planner says.
+        assumed: What the source does not say, or what speaks against taking the error at its word.
+    """
+
+    group: str
+    name: str
+    source: str
+    quantity: str
+    actual: float
+    predicted: float
+    assumed: str = ""
+
+    @property
+    def error(self) -> float:
+        """Predicted over actual, less 1."""
+        return self.predicted / self.actual - 1
+
+
+def compare() -> list[Comparison]:
+    """Return all comparisons."""
+    measured, published = _read(MEASURED), _read(PUBLISHED)
+    return [
+        *_measured_attention(measured["attention"]),
+        *_measured_training(measured["training"]),
+        *_published_attention(published["attention"]),
+        *_published_training(published),
+    ]
+
+
+def markdown(comparisons: Sequence[Comparison]) -> str:
+    """Return the tables, and in front of each the median and the largest error."""
+    groups: dict[tuple[str, str], list[Comparison]] = {}
+    for each in comparisons:
+        groups.setdefault((each.group, each.quantity), []).append(each)
+    lines = ["| what | runs | median of the errors' size | largest |", "|---|---|---|---|"]
+    for (group, quantity), rows in groups.items():
+        sizes = [abs(each.error) for each in rows]
+        worst = max(rows, key=lambda each: abs(each.error))
+        lines.append(f"| {group}: {quantity} | {len(rows)} | {median(sizes):.1%} | {worst.error:+.1%} ({worst.name}) |")
+    for (group, quantity), rows in groups.items():
+        lines += ["", f"## {group}: {quantity}", "", "| run | actual | predicted | error | |", "|---|---|---|---|---|"]
+        for each in rows:
+            note = f"{each.source}{'; assumed: ' + each.assumed if each.assumed else ''}"
+            lines.append(f"| {each.name} | {each.actual:.4g} | {each.predicted:.4g} | {each.error:+.1%} | {note} |")
+    return "\n".join(lines)
+
+
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads((files("bmburst.plan") / "data" / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def _attention_task(heads: int, kv_heads: int, tokens: int, gpus: int, nodes: int) -> Task:
+    model = LlamaConfig(
+        vocab_size=64,
+        hidden_size=heads * _HEAD_DIM,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=_HEAD_DIM,
+        max_position_embeddings=tokens,
+    )
+    return Task(model=model, sequence=tokens, gpus=gpus, nodes=nodes)
+
+
+def _way(task: Task, row: Mapping[str, Any], **more: Any) -> Candidate:
+    data = row.get("data", 1)
+    heads = row["heads"]
+    outer = row["outer"] if task.gpus // data > heads else "none"
+    return Candidate(task=task, data=data, tensor=1, heads=heads, outer=outer, travellers=row["travellers"], **more)
+
+
+def _measured_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
+    """Rows by one GPU's kernel, beside which each was measured: its drift with heat is not the planner's."""
+    hardware = load_hardware("h200")
+    for row in rows:
+        task = _attention_task(row["num_heads"], row["num_kv_heads"], row["tokens"], row["ranks"], 1)
+        alone = row["heads"] == 0
+        if alone:  # the same FLOPs on one GPU
+            tokens = int(row["tokens"] / row["ranks"] ** 0.5)
+            task = _attention_task(row["num_heads"], row["num_kv_heads"], tokens, 1, 1)
+            way = Candidate(task=task, data=1, tensor=1, heads=1, outer="none")
+        else:
+            way = _way(task, row, transport=row["transport"])
+        cost = attention_cost(way, hardware)
+        start = 0.0 if alone else hardware.call_start
+        forward = cost.forward.total + start
+        both = forward + cost.backward.total
+        what = "this project, attention"
+        for quantity, actual, predicted in (
+            ("forward, ms", row["forward_ms"], forward),
+            ("forward + backward, ms", row["both_ms"], both),
+        ):
+            yield Comparison(
+                group=what,
+                name=row["cell"],
+                source=row["source"],
+                quantity=quantity,
+                actual=actual,
+                predicted=predicted * 1e3,
+            )
+
+
+def _measured_training(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
+    hardware = load_hardware("h200")
+    for row in rows:
+        task = Task(
+            model=PRESETS[row["preset"]], preset=row["preset"], sequence=row["sequence"], gpus=row["gpus"], nodes=1
+        )
+        way = Candidate(task=task, data=1, tensor=1, heads=row["gpus"], outer="none")
+        found = predict(way, hardware)
+        seconds = row["sequence"] / row["tokens_per_second"]
+        assumed = "the host's time was fitted on 1 rank"
+        for quantity, actual, predicted in (
+            ("step, s", seconds, found.seconds),
+            ("torch's allocator, GiB", row["memory_gib"], found.memory.allocated / GIB),
+        ):
+            yield Comparison(
+                group="this project, training",
+                name=row["name"],
+                source=row["source"],
+                quantity=quantity,
+                actual=actual,
+                predicted=predicted,
+                assumed=assumed if quantity == "step, s" else "",
+            )
+
+
+def _published_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
+    for row in rows:
+        task = _attention_task(row["num_heads"], row["num_kv_heads"], row["sequence"], row["gpus"], row["nodes"])
+        way = _way(task, row, transport="nccl")
+        cost = attention_cost(way, load_hardware(row["hardware"]))
+        flops = attention_flops(task.model, task.sequence) / task.gpus / 1e12
+        both = cost.forward.total + cost.backward.total
+        kernel = cost.forward.kernel + cost.backward.kernel
+        values = {
+            "forward": ("forward, TFLOP/s a GPU", flops / cost.forward.total),
+            "backward": ("backward, TFLOP/s a GPU", ATTENTION_BACKWARD * flops / cost.backward.total),
+            "both": ("forward + backward, TFLOP/s a GPU", (1 + ATTENTION_BACKWARD) * flops / both),
+            "ratio_both": ("forward + backward, ratio to the kernel", kernel / both),
+        }
+        for key, (quantity, predicted) in values.items():
+            if key in row:
+                yield Comparison(
+                    group="published, attention",
+                    name=f"{row['name']}, {row['sequence'] // 1024}K, {row['gpus']} x {row['hardware'].upper()}",
+                    source=row["source"],
+                    quantity=quantity,
+                    actual=row[key],
+                    predicted=predicted,
+                    assumed=row.get("assumed", ""),
+                )
+
+
+def _published_training(published: Mapping[str, Any]) -> Iterator[Comparison]:
+    for row in published["training"]:
+        shape = {key: value for key, value in published["shapes"][row["shape"]].items() if key != "source"}
+        data = row.get("data", 1)
+        task = Task(
+            model=LlamaConfig(**shape, max_position_embeddings=row["sequence"]),
+            preset=row["shape"],
+            sequence=row["sequence"],
+            gpus=row["gpus"],
+            nodes=row["nodes"],
+            batch=data,
+            loss_chunk=row["sequence"] if row.get("whole_logits") else 1024,
+        )
+        way = _way(task, row, transport="nccl", recompute=row["recompute"])
+        machine = _changed(load_hardware(row["hardware"]), row.get("changes", {}))
+        found = predict(way, machine, operators=OPERATORS[row.get("operators", FUSED.name)])
+        values = {
+            "tokens_per_second": ("tokens/s/GPU", found.tokens_per_second),
+            "mfu": ("MFU", found.utilisation),
+            "memory": ("memory, GB", found.memory.allocated / GIB),
+        }
+        for key, (quantity, predicted) in values.items():
+            if key in row:
+                yield Comparison(
+                    group="published, training",
+                    name=f"{row['name']}, {row['shape']}, {row['sequence'] // 1024}K, {row['gpus']} x "
+                    f"{row['hardware'].upper()}",
+                    source=row["source"],
+                    quantity=quantity,
+                    actual=row[key],
+                    predicted=predicted,
+                    assumed=row.get("assumed", ""),
+                )
+
+
+def _changed(hardware: Hardware, changes: Mapping[str, Any]) -> Hardware:
+    return replace(hardware, **changes) if changes else hardware

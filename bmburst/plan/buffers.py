@@ -1,0 +1,99 @@
+"""Bytes that attention's executors hold beside inputs and results, on one rank and for one layer.
+
+The formulas are those of the docstrings of `bmburst/attention/heads.py`, `gather.py` and `ring.py`. Boxes that other
+ranks read or write lie outside of torch's allocator where copy engines move blocks, and stay for the next layer.
+"""
+
+from typing import NamedTuple
+
+from bmburst.plan.candidates import Candidate
+from bmburst.plan.sizes import WIDE, Sizes, sizes
+
+_TURNS = 2  # buffers and boxes: one is filled while the other is read
+
+
+class Buffers(NamedTuple):
+    """Bytes of one pass.
+
+    Attributes:
+        results: Output and log-sum-exp forward; gradients of queries, keys and values, and delta, backward.
+        kernel: What the kernel allocates for itself: sums in fp32.
+        working: Partial results and what travels, in torch's allocator.
+        boxes: What other ranks read or write.
+    """
+
+    results: float
+    kernel: float
+    working: float
+    boxes: float
+
+
+def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:
+    """Return a pass's buffers at its fullest."""
+    own = sizes(candidate)
+    if backward:
+        replicas = own.copies if candidate.heads > 1 else 1.0
+        joined = 2 * own.k if replicas > 1 else 0.0
+        results = own.q + 2 * own.k * replicas + joined + own.statistics
+    else:
+        results = own.q + own.statistics
+    inner = Buffers(results, 0.0, 0.0, 0.0)
+    if candidate.heads > 1:
+        inner = _heads(candidate, own, results, backward=backward)
+    share = max(own.unit_shares(backward=backward)) if candidate.heads > 1 else 1.0
+    kernel = _kernel(candidate, own, share, backward=backward)
+    working, boxes = inner.working, inner.boxes
+    if candidate.groups > 1:
+        outer = _gather if candidate.outer == "gather" else _ring
+        more, more_boxes = outer(own, share, backward=backward)
+        working, boxes = working + more, boxes + more_boxes
+    return Buffers(results, kernel, working, boxes)
+
+
+def held_outside(candidate: Candidate) -> float:
+    """Return the bytes of boxes that stay outside of torch's allocator: of the larger pass."""
+    if candidate.sequence == 1 or candidate.transport != "peer" or candidate.sequence_nodes > 1:
+        return 0.0
+    return max(attention_buffers(candidate, backward=direction).boxes for direction in (False, True))
+
+
+def _kernel(candidate: Candidate, own: Sizes, share: float, *, backward: bool) -> float:
+    """FlashAttention-4: statistics; backward dQ in fp32, and dK and dV where query heads share them."""
+    if not backward:
+        return own.statistics * share
+    wide = WIDE / candidate.task.itemsize
+    shared = 2 * own.exchanged_k * wide if own.heads > own.kv_heads else 0.0
+    return (own.q * wide + shared + 2 * own.statistics) * share
+
+
+def _heads(candidate: Candidate, own: Sizes, results: float, *, backward: bool) -> Buffers:
+    """The inbox, and two outboxes of a unit's results; see `bmburst/attention/heads.py`."""
+    shares = own.unit_shares(backward=backward)
+    inward, outward = own.head_bytes(backward=backward)
+    turns = min(_TURNS, len(shares)) if candidate.transport == "peer" else 1
+    return Buffers(results, 0.0, 0.0, inward + turns * outward * max(shares))
+
+
+def _gather(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
+    """Two buffers and two outboxes of a unit, backward twice as many; see `bmburst/attention/gather.py`."""
+    units = own.gather_units if own.candidate.heads == 1 else 1
+    groups, turns, part = own.candidate.groups, min(_TURNS, units), share / units
+    k, q = 2 * own.exchanged_k * part, own.q * part
+    working, boxes = turns * k * (groups - 1), turns * k
+    if backward:
+        return working + turns * k * groups + 3 * q, boxes + turns * k * (groups - 1)
+    wide = WIDE / own.candidate.task.itemsize
+    return working + q + 2 * q * wide, boxes
+
+
+def _ring(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
+    """What visits and what arrives, sums in fp32, a tile's results; see `bmburst/attention/ring.py`."""
+    wide = WIDE / own.candidate.task.itemsize
+    q, k = own.q * share, own.exchanged_k * share
+    if not backward:
+        visiting = 2 * k
+        return q * wide + q + 2 * visiting, _TURNS * visiting
+    visiting, returning = (share * nbytes for nbytes in own.ring_backward)
+    sums = (q + 2 * k) * wide
+    tile = q + 2 * k
+    return 2 * visiting + sums + 2 * returning + tile, _TURNS * max(visiting, returning)

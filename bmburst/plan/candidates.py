@@ -1,0 +1,190 @@
+"""The ways to train: meshes of data x sequence x tensor, how attention is spread, what is recomputed, ZeRO's stage.
+
+Ranks stand as `bmburst.mesh_shape` says: tensor ranks are neighbours, then those that exchange heads, then the ring or
+gather between such groups, then data; node by node.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from bmburst.errors import UserError, require_known
+from bmburst.plan.task import Task
+
+RECOMPUTE = ("none", "block", "block-keep-attention")
+ZERO = (2, 3)
+OUTER = ("none", "ring", "gather", "double-ring")
+TRANSPORTS = ("peer", "nccl")
+_SHORT = {"none": "no recompute", "block": "recompute all", "block-keep-attention": "keep attention"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to train.
+
+    Attributes:
+        task: What is trained.
+        data: Groups of ranks with sequences of their own.
+        tensor: Ranks that share each matrix.
+        heads: Ranks of a sequence that exchange heads among themselves.
+        outer: Between groups of these: blocks go round one ring ("ring"), round rings inside nodes and between them
+            ("double-ring"), or each rank gathers what it sees ("gather"); "none" where there is one group.
+        recompute: Policy of `bmburst.recompute`.
+        zero: ZeRO's stage.
+        transport: What moves blocks inside a node.
+        travellers: What a ring sends backward: "kv", "q", or "auto" for whatever is less.
+    """
+
+    task: Task
+    data: int
+    tensor: int
+    heads: int
+    outer: str
+    recompute: str = "block-keep-attention"
+    zero: int = 3
+    transport: str = "peer"
+    travellers: str = "auto"
+
+    @cached_property
+    def sequence(self) -> int:
+        """Ranks that share a sequence."""
+        return self.task.gpus // (self.data * self.tensor)
+
+    @cached_property
+    def groups(self) -> int:
+        """Groups of ranks that exchange heads."""
+        return self.sequence // self.heads
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a sequence that a sequence rank holds, padding included."""
+        return 2 * -(-self.task.sequence // (2 * self.sequence))  # zigzag: two chunks
+
+    @cached_property
+    def rows(self) -> int:
+        """Tokens that a sequence rank computes at once."""
+        return self.tokens * self.task.micro_batch
+
+    @cached_property
+    def micro_steps(self) -> int:
+        """Forward and backward passes of a step."""
+        return self.task.batch // (self.data * self.task.micro_batch)
+
+    @cached_property
+    def own_heads(self) -> int:
+        """Query heads of a tensor rank."""
+        return self.task.model.num_heads // self.tensor
+
+    @cached_property
+    def own_kv_heads(self) -> int:
+        """KV heads of a tensor rank."""
+        return max(1, self.task.model.num_kv_heads // self.tensor)
+
+    @cached_property
+    def sequence_ranks_per_node(self) -> int:
+        """Sequence ranks of one group that share a node."""
+        return max(1, min(self.sequence, self.task.gpus_per_node // self.tensor))
+
+    @cached_property
+    def sequence_nodes(self) -> int:
+        """Nodes that a sequence spans."""
+        return -(-self.sequence * self.tensor // self.task.gpus_per_node)
+
+    @property
+    def strategy(self) -> str:
+        """How attention is spread, in words."""
+        inner = f"heads x{self.heads}" if self.heads > 1 else ""
+        outer = f"{self.outer} x{self.groups}" if self.groups > 1 else ""
+        return " + ".join(filter(None, (inner, outer))) or "alone"
+
+    @property
+    def name(self) -> str:
+        """The whole way, in words."""
+        tensor = f" x tensor {self.tensor}" if self.tensor > 1 else ""
+        mesh = f"data {self.data} x sequence {self.sequence}{tensor}"
+        return f"{mesh}, {self.strategy}, {_SHORT[self.recompute]}, ZeRO-{self.zero}"
+
+
+def candidates(
+    task: Task, *, recompute: Sequence[str] = RECOMPUTE, zero: Sequence[int] = ZERO, tensor: Sequence[int] | None = None
+) -> list[Candidate]:
+    """Return every sensible way.
+
+    Args:
+        task: What is trained.
+        recompute: Policies to try.
+        zero: Stages to try.
+        tensor: Tensor degrees to try; by default all that fit into a node.
+
+    Raises:
+        UserError: There is none, or a policy is unknown.
+    """
+    for policy in recompute:
+        require_known("recompute policy", policy, RECOMPUTE)
+    found = [
+        Candidate(task=task, data=data, tensor=degree, heads=heads, outer=outer, recompute=policy, zero=stage)
+        for data, degree in _meshes(task, tensor)
+        for heads, outer in _strategies(task, data, degree)
+        for policy, stage in product(recompute, zero)
+    ]
+    if not found:
+        raise _none(task, tensor)
+    return found
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def shares_heads(degree: int, heads: int, kv_heads: int) -> bool:
+    """Whether heads can be dealt to so many ranks: `bmburst.mesh_shape.MeshShape.require_heads`."""
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
+def _meshes(task: Task, tensor: Sequence[int] | None) -> Iterator[tuple[int, int]]:
+    model, passes = task.model, task.batch // task.micro_batch
+    for degree in divisors(task.gpus_per_node):
+        wanted = tensor is None or degree in tensor
+        if not wanted or model.intermediate_size % degree:
+            continue
+        if not shares_heads(degree, model.num_heads, model.num_kv_heads):
+            continue
+        rest = task.gpus // degree
+        for data in divisors(passes):
+            if rest % data == 0 and rest // data <= task.sequence:
+                yield data, degree
+
+
+def _strategies(task: Task, data: int, tensor: int) -> Iterator[tuple[int, str]]:
+    heads, kv_heads = task.model.num_heads // tensor, max(1, task.model.num_kv_heads // tensor)
+    sequence = task.gpus // (data * tensor)
+    inside = max(1, min(sequence, task.gpus_per_node // tensor))
+    for degree in divisors(sequence):
+        if degree > heads or not shares_heads(degree, heads, kv_heads):
+            continue
+        if degree > inside and degree % inside:
+            continue  # groups that lie across nodes unevenly
+        if degree == sequence:
+            yield degree, "none"
+            continue
+        yield degree, "ring"
+        yield degree, "gather"
+        if degree < inside < sequence and inside % degree == 0 and sequence % inside == 0:
+            yield degree, "double-ring"
+
+
+def _none(task: Task, tensor: Sequence[int] | None) -> UserError:
+    if tensor is not None and not any(True for _ in _meshes(task, None)):
+        tensor = None
+    if tensor is not None:
+        return UserError(
+            f"--tensor {','.join(map(str, tensor))} cannot share this model over {task.gpus_per_node} GPUs of a node\n"
+            "allowed: divisors of these GPUs that divide the heads and the MLP"
+        )
+    return UserError(
+        f"--seq {task.sequence} with --batch {task.batch} leaves some of {task.gpus} GPUs without a token\n"
+        "fix: a longer --seq, a larger --batch or fewer --gpus"
+    )

@@ -1,0 +1,246 @@
+"""Bytes that are alive at the fullest moment of a training step, line by line.
+
+A step has few moments that can be the fullest: inside the last block, forward, where each activation is still there;
+the head and its loss; the last norm's backward; and inside the last block, backward, at its MLP and at its attention.
+Each is added up, the largest is the peak. From the second step on: gradients and optimizer states exist.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from bmburst.plan.buffers import attention_buffers, held_outside
+from bmburst.plan.candidates import Candidate
+from bmburst.plan.counts import held_block, table, tables
+from bmburst.plan.hardware import Hardware
+from bmburst.plan.operators import CURRENT, WIDE, Operators
+
+Lines = dict[str, float]
+_IDS = 8  # bytes of a token id, position or label
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The fullest moment of a step on a rank.
+
+    Attributes:
+        moment: Which it is.
+        lines: Bytes of torch's allocator by what they are for.
+        outside: Bytes outside of it, likewise.
+        capacity: Bytes of the GPU.
+    """
+
+    moment: str
+    lines: Mapping[str, float]
+    outside: Mapping[str, float]
+    capacity: float
+
+    @cached_property
+    def allocated(self) -> float:
+        """Bytes of torch's allocator: `torch.cuda.max_memory_allocated`."""
+        return sum(self.lines.values())
+
+    @cached_property
+    def total(self) -> float:
+        """All bytes of the GPU."""
+        return self.allocated + sum(self.outside.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is less than the GPU has."""
+        return self.total <= self.capacity
+
+
+def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> Memory:
+    """Return the peak of a step.
+
+    Args:
+        candidate: How it is done.
+        hardware: On what.
+        operators: What stands between the matrices.
+    """
+    parts = _Parts(candidate, operators)
+    held = parts.states() | {"workspace": hardware.workspace}
+    found = {name: held | moment() for name, moment in parts.moments().items()}
+    moment = max(found, key=lambda name: sum(found[name].values()))
+    outside = {"boxes that peers read": held_outside(candidate), "context and libraries": hardware.reserved}
+    return Memory(moment, _used(found[moment]), _used(outside), hardware.memory)
+
+
+def kept_of_block(candidate: Candidate) -> float:
+    """Return the bytes that a block keeps from forward to backward, by policy of `bmburst.recompute`."""
+    return _Parts(candidate, CURRENT).kept()
+
+
+def _used(lines: Mapping[str, float]) -> Lines:
+    return {name: nbytes for name, nbytes in lines.items() if nbytes}
+
+
+class _Parts:
+    """The tensors of a step, in bytes. Names as in `bmburst/blocks`; `own` tokens are those of a tensor rank."""
+
+    def __init__(self, candidate: Candidate, operators: Operators) -> None:
+        task, model = candidate.task, candidate.task.model
+        self.candidate, self.operators, self.task, self.model = candidate, operators, task, model
+        self.rows = float(candidate.rows)
+        self.own_rows = -(-candidate.rows // candidate.tensor)
+        item = task.itemsize
+        self.hidden = self.own_rows * model.hidden_size * item
+        self.whole_hidden = self.rows * model.hidden_size * item  # all of a tensor group's tokens
+        self.query = self.rows * candidate.own_heads * model.head_dim * item
+        self.key = self.rows * candidate.own_kv_heads * model.head_dim * item
+        self.statistics = self.rows * candidate.own_heads * WIDE
+        self.inner = self.rows * (model.intermediate_size // candidate.tensor) * item
+        self.norm_statistic = float(self.own_rows * WIDE)
+        # Where a tensor group gathers, each norm's own tokens and all tokens are two tensors.
+        self.normed = self.whole_hidden
+
+    def states(self) -> Lines:
+        """What is there all the time."""
+        task, model, candidate = self.task, self.model, self.candidate
+        share = model.num_parameters / task.gpus
+        moments = 2 * WIDE + (WIDE if task.itemsize < WIDE else 0)  # and the weights themselves in fp32
+        return {
+            "weights": share * task.itemsize,
+            "gradients": share * task.itemsize,
+            "optimizer": share * moments,
+            "whole weights (ZeRO-2)": self._block_bytes() * model.num_layers if candidate.zero == 2 else 0.0,
+            "token ids, angles": self._ids(),
+        }
+
+    def moments(self) -> dict[str, Callable[[], Lines]]:
+        """The moments that can be the fullest."""
+        return {
+            "attention forward": self._attention_forward,
+            "MLP forward": self._mlp_forward,
+            "loss": self._loss,
+            "last norm backward": self._last_norm,
+            "MLP backward": self._mlp_backward,
+            "attention backward": self._attention_backward,
+        }
+
+    def kept(self) -> float:
+        """What a block keeps for its backward."""
+        attended = self.query + self.statistics
+        if self.candidate.recompute == "block":
+            return self.hidden
+        if self.candidate.recompute == "block-keep-attention":
+            return self.hidden + attended
+        return self.hidden + attended + self._recomputed()
+
+    def _recomputed(self) -> float:
+        """What backward needs beside input and attention's results: norms, q, k, v, stream, gate, up, activation."""
+        return self._before_attention() + self._before_mlp() + 3 * self.inner
+
+    def _before_attention(self) -> float:
+        return self.norm_statistic + self.normed + self.query + 2 * self.key
+
+    def _before_mlp(self) -> float:
+        return self.hidden + self.norm_statistic + self.normed
+
+    def _all_kept(self, less: float = 0.0) -> float:
+        return self.kept() * self.model.num_layers - less
+
+    def _block_bytes(self) -> float:
+        return float(held_block(self.model, self.candidate.tensor) * self.task.itemsize)
+
+    def _gathered(self, *, backward: bool) -> float:
+        """A block's, and backward the one's behind it, which is let go last but has given back what it kept."""
+        weights = self._block_bytes() if self.candidate.zero == 3 else 0.0
+        if not backward:
+            return weights
+        both = weights + self._block_bytes()
+        is_alone = self.model.num_layers == 1
+        return both if is_alone else max(both, 2 * both - self.kept())
+
+    def _ids(self) -> float:
+        angles = self.rows * self.model.head_dim * WIDE
+        labels = self.task.micro_batch * self.candidate.tokens * 4.0 * _IDS
+        passes = self.candidate.micro_steps * self.task.micro_batch
+        return angles + labels + passes * (self.task.sequence + 1.0) * _IDS
+
+    def _table(self) -> float:
+        return float(table(self.model) * self.task.itemsize)
+
+    def _elements(self, alive: float, tensor: float) -> float:
+        """Bytes inside an operator on a tensor, of so many for each of its elements."""
+        return alive * tensor / self.task.itemsize
+
+    def _attention_forward(self) -> Lines:
+        """Of the last block: all others are kept."""
+        buffers = attention_buffers(self.candidate, backward=False)
+        return {
+            "kept for backward": self._all_kept(self.kept() - self.hidden),
+            "gathered weights, gradients": self._gathered(backward=False),
+            "embedding and head": self._table(),
+            "block in work": self._before_attention(),
+            "attention": self._attention(buffers),
+        }
+
+    def _mlp_forward(self) -> Lines:
+        itemsize = self.task.itemsize
+        keeps_all = self.candidate.recompute == "none"
+        others = self._before_attention() if keeps_all else 0.0
+        kept = self._all_kept(self.kept() - self.hidden)
+        if self.candidate.recompute != "block":
+            kept += self.query + self.statistics
+        return {
+            "kept for backward": kept,
+            "gathered weights, gradients": self._gathered(backward=False),
+            "embedding and head": self._table(),
+            "block in work": others + self._before_mlp() + 2 * self.inner,
+            "elementwise": self._elements(self.operators.swiglu_forward_alive(itemsize), self.inner),
+        }
+
+    def _loss(self) -> Lines:
+        """The last hidden state and the normed one, its gradient, the head, its gradient in fp32, one chunk."""
+        task, model = self.task, self.model
+        chunk = min(task.loss_chunk, self.own_rows)
+        logits = chunk * model.vocab_size * self.operators.loss_alive(task.itemsize)
+        return {
+            "kept for backward": self._all_kept() + self.hidden + self.norm_statistic,
+            "embedding and head": tables(model) * self._table() + table(model) * float(WIDE),
+            "gradients in flight": 2 * self.hidden,
+            "loss chunk": logits + chunk * model.hidden_size * float(task.itemsize),
+        }
+
+    def _last_norm(self) -> Lines:
+        inside = self._elements(self.operators.norm_backward_alive(self.task.itemsize), self.hidden)
+        return {
+            "kept for backward": self._all_kept() + self.hidden + self.norm_statistic,
+            "gradients in flight": self.hidden,
+            "elementwise": inside,
+        }
+
+    def _mlp_backward(self) -> Lines:
+        """Everything of the block is there again; of the activation's backward, its own copies."""
+        itemsize = self.task.itemsize
+        gone = self.inner  # the activation
+        inside = self._elements(self.operators.swiglu_backward_alive(itemsize), self.inner)
+        return {
+            **self._block_in_backward(self._recomputed(), gone),
+            "gathered weights, gradients": self._gathered(backward=True),
+            "gradients in flight": self.hidden + self.inner,
+            "elementwise": inside,
+        }
+
+    def _attention_backward(self) -> Lines:
+        buffers = attention_buffers(self.candidate, backward=True)
+        return {
+            **self._block_in_backward(self._recomputed(), self._before_mlp() + 3 * self.inner),
+            "gathered weights, gradients": self._gathered(backward=True),
+            "gradients in flight": self.hidden + self.query,
+            "attention": self._attention(buffers),
+        }
+
+    def _block_in_backward(self, recomputed: float, gone: float) -> Lines:
+        """What all blocks keep, and of the last one what is computed again, less what its backward is done with."""
+        if self.candidate.recompute == "none":
+            return {"kept for backward": self._all_kept(gone)}
+        attended = self.query + self.statistics if self.candidate.recompute == "block" else 0.0
+        return {"kept for backward": self._all_kept(), "block in work": attended + recomputed - gone}
+
+    def _attention(self, buffers: tuple[float, float, float, float]) -> float:
+        results, kernel, working, boxes = buffers
+        is_outside = held_outside(self.candidate) > 0
+        return results + kernel + working + (0.0 if is_outside else boxes)

@@ -1,0 +1,89 @@
+"""What the operators around the matrices and attention cost, an element: bytes read and written, and bytes alive.
+
+`PLAIN` are bmburst_ops' functions as plain torch carries them out, operation by operation: `rms_norm`, `rotary`,
+`swiglu`, `linear_cross_entropy`. `FUSED` read their inputs and write their results once. All for 16-bit tensors with
+fp32 inside; in fp32 the conversions fall away, which `alive` takes into account and time does not.
+"""
+
+from dataclasses import dataclass
+
+WIDE = 4  # bytes of what is computed inside
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operators:
+    """Bytes moved, for each element of the operator's input.
+
+    Attributes:
+        name: What they are called.
+        norm_forward: Of the hidden state.
+        norm_backward: Likewise.
+        swiglu_forward: Of one of the two halves.
+        swiglu_backward: Likewise.
+        rotary: Of queries and keys, either way.
+        loss: Of the logits.
+        wide_copies: Whether operators make fp32 copies of what they work on.
+    """
+
+    name: str
+    norm_forward: float
+    norm_backward: float
+    swiglu_forward: float
+    swiglu_backward: float
+    rotary: float
+    loss: float
+    wide_copies: bool
+
+    def norm_forward_alive(self, itemsize: int) -> float:
+        """Return the bytes that live at once inside a norm, beside its input: wide, scaled, weighted."""
+        return 2.0 * WIDE + _copy(itemsize) if self.wide_copies else itemsize
+
+    def norm_backward_alive(self, itemsize: int) -> float:
+        """Return the same backward: gradient, normed, its gradient, two terms of the input's."""
+        return 4.0 * WIDE + _copy(itemsize) if self.wide_copies else itemsize
+
+    def swiglu_forward_alive(self, itemsize: int) -> float:
+        """Return the same for the gated activation: silu, up, their product."""
+        return 2.0 * WIDE + _copy(itemsize) if self.wide_copies else itemsize
+
+    def swiglu_backward_alive(self, itemsize: int) -> float:
+        """Return the same backward, results included: gradient, gate, sigmoid, gate's gradient, two terms of up's."""
+        if not self.wide_copies:
+            return 2.0 * itemsize
+        return 4.0 * WIDE + 2 * _copy(itemsize) + (itemsize if itemsize < WIDE else 0)
+
+    def loss_alive(self, itemsize: int) -> float:
+        """Return the bytes of a logit that live at once: itself, and its exponential inside of logsumexp."""
+        return 2.0 * WIDE if self.wide_copies else WIDE + itemsize
+
+
+def _copy(itemsize: int) -> int:
+    return WIDE if itemsize < WIDE else 0
+
+
+PLAIN = Operators(
+    name="plain",
+    norm_forward=40,  # convert 6, square 8, mean 4, scale 8, weight 8, convert 6
+    norm_backward=94,  # convert 12, normed 8, weighted 8, product 12, mean 4, input's 28, convert 6, own 16
+    swiglu_forward=38,  # convert 12, silu 8, product 12, convert 6
+    swiglu_backward=126,  # convert 18, sigmoid 8, six products and sums 64, convert 12, two products 24
+    rotary=48,  # convert 6, four products and two sums of halves 28, join 8, convert 6
+    loss=54,  # logits 4, logsumexp 24, softmax 16, mask 4, convert 6
+    wide_copies=True,
+)
+FUSED = Operators(
+    name="fused",
+    norm_forward=4,
+    norm_backward=8,
+    swiglu_forward=6,
+    swiglu_backward=10,
+    rotary=4,
+    loss=14,  # written in fp32, read, written in 16 bits, read by two products
+    wide_copies=False,
+)
+OPERATORS = {each.name: each for each in (PLAIN, FUSED)}
+CURRENT = PLAIN
+"""What `bmburst train` runs."""
+STREAM = 12  # bytes an element of the hidden state: two additions to the stream, either way
+GRADIENT_SUMS = 18  # bytes an element of the hidden state: gradients of what q, k, v and gate, up read, added
+DELTA = 4  # bytes an element of attention's output: rowsum(dO * O)

@@ -1,0 +1,109 @@
+"""Every way to train, predicted, the best first."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from bmburst.plan.attention import attention_cost
+from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, candidates
+from bmburst.plan.hardware import Hardware
+from bmburst.plan.memory import Memory, memory_of
+from bmburst.plan.operators import CURRENT, Operators
+from bmburst.plan.step import StepTime, step_time, utilisation
+from bmburst.plan.task import Task
+
+_ALIKE = 1e-3  # of a step: predictions closer than this are the same, and less memory decides
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a way costs.
+
+    Attributes:
+        candidate: The way.
+        hardware: The machine.
+        time: Parts of a step.
+        memory: The peak.
+    """
+
+    candidate: Candidate
+    hardware: Hardware
+    time: StepTime
+    memory: Memory
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.time.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Trained tokens a second and GPU."""
+        task = self.candidate.task
+        return task.batch * task.sequence / self.seconds / task.gpus
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilisation: causal attention halved, backward twice the forward, recomputation not counted."""
+        return utilisation(self.candidate, self.hardware, self.seconds)
+
+    @property
+    def kernel_utilisation(self) -> float:
+        """The same with attention's backward counted as 2.5 times the forward."""
+        return utilisation(self.candidate, self.hardware, self.seconds, attention_backward=2.5)
+
+
+def predict(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> Prediction:
+    """Return what one way costs."""
+    time = step_time(candidate, hardware, operators=operators)
+    return Prediction(candidate, hardware, time, memory_of(candidate, hardware, operators=operators))
+
+
+def search(
+    task: Task,
+    hardware: Hardware,
+    *,
+    recompute: Sequence[str] = RECOMPUTE,
+    zero: Sequence[int] = ZERO,
+    tensor: Sequence[int] | None = None,
+    operators: Operators = CURRENT,
+) -> list[Prediction]:
+    """Return all ways, those that fit first, the fastest of them first; of like speed the one with less memory.
+
+    Raises:
+        UserError: There is none.
+    """
+    costs = {}
+    found = []
+    for candidate in candidates(task, recompute=recompute, zero=zero, tensor=tensor):
+        spread = candidate.data, candidate.tensor, candidate.heads, candidate.outer
+        if spread not in costs:  # neither recomputation nor ZeRO changes it
+            costs[spread] = attention_cost(candidate, hardware)
+        time = step_time(candidate, hardware, attention=costs[spread], operators=operators)
+        memory = memory_of(candidate, hardware, operators=operators)
+        found.append(Prediction(candidate, hardware, time, memory))
+    found.sort(key=lambda each: (not each.memory.fits, each.seconds))
+    return _frugal_first(found)
+
+
+def _frugal_first(found: list[Prediction]) -> list[Prediction]:
+    """Among neighbours of like speed put the one with the least memory first."""
+    ordered: list[Prediction] = []
+    run: list[Prediction] = []
+    for each in found:
+        first = run[0] if run else each
+        if each.memory.fits == first.memory.fits and each.seconds <= first.seconds * (1 + _ALIKE):
+            run.append(each)
+            continue
+        ordered += sorted(run, key=lambda other: other.memory.total)
+        run = [each]
+    return ordered + sorted(run, key=lambda other: other.memory.total)
+
+
+def best_of_each(found: Sequence[Prediction], most: int) -> list[Prediction]:
+    """Return the best way of each mesh and strategy, at most so many: what a comparison shows."""
+    shown: dict[tuple[int, int, int, str], Prediction] = {}
+    for each in found:
+        way = each.candidate
+        shown.setdefault((way.data, way.tensor, way.heads, way.outer), each)
+    return list(shown.values())[:most]

@@ -1,0 +1,175 @@
+"""Seconds of a training step, part by part."""
+
+from dataclasses import dataclass, fields
+
+from bmburst.plan.attention import AttentionCost, attention_cost
+from bmburst.plan.candidates import Candidate
+from bmburst.plan.counts import BACKWARD, block_matrices, held_block, model_flops, table, tables
+from bmburst.plan.hardware import Hardware
+from bmburst.plan.operators import CURRENT, DELTA, GRADIENT_SUMS, STREAM, Operators
+from bmburst.plan.traffic import collective
+
+OUTSIDE_BLOCKS = 2  # what embedding, head and optimizer take of the host, in blocks
+_OPTIMIZER_BYTES = 44  # a number: AdamW 30, norm of the gradient 10, clipping and clearing 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Parts of a step, in seconds; they add up to it.
+
+    Attributes:
+        attention: The kernel, forward and backward, and what joins its partial results.
+        matmul: Products with the weights of blocks and head.
+        elementwise: Norms, activation, rotary embedding, cross entropy.
+        recompute: What is computed a second time.
+        attention_communication: Exposed transfers of attention.
+        zero: Exposed transfers of weights and gradients.
+        tensor: Exposed transfers of tensor parallelism.
+        optimizer: AdamW and clipping.
+        host: What the host takes longer than the GPU.
+    """
+
+    attention: float
+    matmul: float
+    elementwise: float
+    recompute: float
+    attention_communication: float
+    zero: float
+    tensor: float
+    optimizer: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return float(sum(getattr(self, declared.name) for declared in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Seconds of forward and backward."""
+
+    forward: float
+    backward: float
+
+
+def step_time(
+    candidate: Candidate,
+    hardware: Hardware,
+    *,
+    attention: AttentionCost | None = None,
+    operators: Operators = CURRENT,
+    is_cold: bool = False,
+) -> StepTime:
+    """Return the seconds of a step.
+
+    Args:
+        candidate: How it is done.
+        hardware: On what.
+        attention: One layer's attention where it is known already.
+        operators: What stands between the matrices.
+        is_cold: Whether each pass of attention begins with nothing queued, as in a benchmark of it alone.
+    """
+    layers, passes = candidate.task.model.num_layers, candidate.micro_steps
+    attention = attention or attention_cost(candidate, hardware)
+    products, elements = _products(candidate, hardware), _elements(candidate, hardware, operators)
+    head, loss = _head(candidate, hardware), _loss(candidate, hardware, operators)
+    start = 2 * hardware.call_start if is_cold else 0.0
+    again = _again(candidate, attention, products, elements)
+    behind = _Work(
+        products.forward + elements.forward + attention.forward.total,
+        products.backward + elements.backward + attention.backward.total + again,
+    )
+    kernels = attention.forward.kernel + attention.backward.kernel
+    joining = attention.forward.joining + attention.backward.joining + start
+    exposed = attention.forward.exposed + attention.backward.exposed
+    tensor = _tensor(candidate, hardware)
+    parts = {
+        "attention": passes * layers * (kernels + joining),
+        "matmul": passes * (layers * (products.forward + products.backward) + head),
+        "elementwise": passes * (layers * (elements.forward + elements.backward) + loss),
+        "recompute": passes * layers * again,
+        "attention_communication": passes * layers * exposed,
+        "zero": passes * _zero(candidate, hardware, behind),
+        "tensor": passes * layers * tensor,
+        "optimizer": hardware.memory_seconds(
+            _OPTIMIZER_BYTES * candidate.task.model.num_parameters / _ranks(candidate)
+        ),
+    }
+    least = passes * hardware.layer_host * (layers + OUTSIDE_BLOCKS)
+    return StepTime(**parts, host=max(0.0, least - sum(parts.values())))
+
+
+def utilisation(candidate: Candidate, hardware: Hardware, seconds: float, *, attention_backward: float = 2.0) -> float:
+    """Return model FLOPs utilisation of a step; see `bmburst.plan.counts.model_flops`."""
+    flops = model_flops(candidate.task, attention_backward=attention_backward)
+    return flops / seconds / candidate.task.gpus / hardware.peak
+
+
+def _ranks(candidate: Candidate) -> int:
+    return candidate.task.gpus
+
+
+def _products(candidate: Candidate, hardware: Hardware) -> _Work:
+    flops = 2.0 * candidate.rows * block_matrices(candidate.task.model, candidate.tensor)
+    seconds = hardware.matmul_seconds(flops, candidate.rows)
+    return _Work(seconds, BACKWARD * seconds)
+
+
+def _elements(candidate: Candidate, hardware: Hardware, operators: Operators) -> _Work:
+    """Norms and stream on a tensor rank's own tokens, activation and rotary embedding on its own features."""
+    model, rows = candidate.task.model, candidate.rows
+    hidden = rows / candidate.tensor * model.hidden_size
+    inner = rows * model.intermediate_size / candidate.tensor
+    turned = rows * (candidate.own_heads + candidate.own_kv_heads) * model.head_dim
+    attended = rows * candidate.own_heads * model.head_dim
+    forward = (2 * operators.norm_forward + STREAM) * hidden + operators.swiglu_forward * inner
+    backward = (2 * operators.norm_backward + STREAM) * hidden + operators.swiglu_backward * inner
+    backward += GRADIENT_SUMS * rows * model.hidden_size + DELTA * attended
+    turning = operators.rotary * turned
+    return _Work(hardware.memory_seconds(forward + turning), hardware.memory_seconds(backward + turning))
+
+
+def _again(candidate: Candidate, attention: AttentionCost, products: _Work, elements: _Work) -> float:
+    if candidate.recompute == "none":
+        return 0.0
+    again = products.forward + elements.forward
+    return again + (attention.forward.total if candidate.recompute == "block" else 0.0)
+
+
+def _head(candidate: Candidate, hardware: Hardware) -> float:
+    """Three products, of a chunk of tokens each."""
+    rows = candidate.rows / candidate.tensor
+    flops = 6.0 * rows * table(candidate.task.model)
+    return hardware.matmul_seconds(flops, min(rows, candidate.task.loss_chunk))
+
+
+def _loss(candidate: Candidate, hardware: Hardware, operators: Operators) -> float:
+    model, rows = candidate.task.model, candidate.rows / candidate.tensor
+    norm = (operators.norm_forward + operators.norm_backward) * rows * model.hidden_size
+    return hardware.memory_seconds(operators.loss * rows * model.vocab_size + norm)
+
+
+def _zero(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
+    """Weights are gathered and gradients scattered a block ahead and behind of the kernels; the tables before them."""
+    task, model = candidate.task, candidate.task.model
+    if task.gpus == candidate.tensor:
+        return 0.0
+    block = held_block(model, candidate.tensor) * task.itemsize
+    gather = collective(hardware, candidate, block, task.gpus // candidate.tensor)
+    share = hardware.nccl_exposed if task.nodes == 1 else hardware.inter_exposed
+    backward = gather * (2 if candidate.zero == 3 else 1)  # gradients, and in stage 3 weights once more
+    exposed = max(share * gather, gather - behind.forward) + max(share * backward, backward - behind.backward)
+    whole = collective(hardware, candidate, table(model) * task.itemsize, task.gpus)
+    return model.num_layers * exposed + 2 * gather + 2 * tables(model) * whole
+
+
+def _tensor(candidate: Candidate, hardware: Hardware) -> float:
+    """Tokens are gathered before and scattered after attention and MLP: nothing else can run."""
+    if candidate.tensor == 1:
+        return 0.0
+    task = candidate.task
+    whole = candidate.rows * task.model.hidden_size * task.itemsize
+    near = whole * (candidate.tensor - 1) / candidate.tensor / hardware.collective_bandwidth + hardware.nccl_latency
+    again = 0 if candidate.recompute == "none" else 3  # the last scatter of a block is not repeated
+    return (8 + again) * (near + hardware.memory_seconds(4.0 * whole))

@@ -1,0 +1,126 @@
+"""Predictions as text and as JSON."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from bmburst.plan.command import command
+from bmburst.plan.hardware import Hardware
+from bmburst.plan.search import Prediction
+from bmburst.plan.step import StepTime
+from bmburst.plan.task import Task
+
+GIB = float(2**30)
+PARTS = {declared.name: declared.name.replace("_", " ") for declared in fields(StepTime)}
+
+
+def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: int) -> str:
+    """Return everything: the question, the comparison, the best one's parts, its memory and its command.
+
+    Args:
+        task: What was asked.
+        hardware: Of which machine.
+        shown: The ways to show, the best first.
+        total: How many ways there were.
+    """
+    best = shown[0]
+    lines = [
+        f"{task.preset}, {short(task.sequence)} tokens x {task.batch} a step, {task.gpus} x {hardware.name} on "
+        f"{task.nodes} node{'s' if task.nodes > 1 else ''}: {total} ways, the best of each mesh and strategy",
+        "",
+        *comparison(shown),
+        "",
+        f"The best: {best.candidate.name}",
+        "",
+        *seconds_of(best),
+        "",
+        *memory_of(best),
+        "",
+        command(best.candidate),
+    ]
+    if not best.memory.fits:
+        lines[-2:] = ["", "No way fits: more GPUs, a shorter sequence, or a smaller model."]
+    return "\n".join(lines)
+
+
+def comparison(shown: Sequence[Prediction]) -> list[str]:
+    """Return a line for each way."""
+    head = ("step s", "tokens/s/GPU", "MFU", "GiB", "")
+    rows = [head] + [
+        (
+            f"{each.seconds:.3g}",
+            f"{each.tokens_per_second:,.0f}",
+            f"{each.utilisation:.1%}",
+            f"{each.memory.total / GIB:.1f}",
+            each.candidate.name + ("" if each.memory.fits else "   does not fit"),
+        )
+        for each in shown
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return ["  ".join([*(f"{row[i]:>{widths[i]}}" for i in range(4)), row[4]]).rstrip() for row in rows]
+
+
+def seconds_of(prediction: Prediction) -> list[str]:
+    """Return where a step's time goes."""
+    parts = asdict(prediction.time)
+    lines = [f"time of a step: {prediction.seconds:.4g} s, {prediction.kernel_utilisation:.1%} of the peak with "]
+    lines[0] += "attention's backward at 2.5 times its forward"
+    for name, seconds in parts.items():
+        if seconds:
+            lines.append(f"  {PARTS[name]:24} {seconds:10.4g} s  {seconds / prediction.seconds:6.1%}")
+    return lines
+
+
+def memory_of(prediction: Prediction) -> list[str]:
+    """Return what is alive at the peak."""
+    memory = prediction.memory
+    lines = [
+        f"peak memory of a GPU: {memory.total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, "
+        f"{memory.allocated / GIB:.1f} in torch's allocator, at: {memory.moment}"
+    ]
+    for name, nbytes in {**memory.lines, **memory.outside}.items():
+        lines.append(f"  {name:27} {nbytes / GIB:8.2f} GiB")
+    return lines
+
+
+def as_json(task: Task, hardware: Hardware, found: Sequence[Prediction]) -> dict[str, Any]:
+    """Return the predictions as JSON knows them, in bytes and seconds."""
+    question = {
+        name: getattr(task, name)
+        for name in ("preset", "sequence", "gpus", "nodes", "batch", "micro_batch", "dtype", "loss_chunk")
+    }
+    return {"task": question, "hardware": hardware.name, "ways": [_way(each) for each in found]}
+
+
+def short(number: int) -> str:
+    """Return 65536 as 64K and 1048576 as 1M."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if number >= size and number % size == 0:
+            return f"{number // size}{unit}"
+    return f"{number:,}"
+
+
+def _way(prediction: Prediction) -> dict[str, Any]:
+    way, memory = prediction.candidate, prediction.memory
+    return {
+        "name": way.name,
+        "mesh": {"data": way.data, "sequence": way.sequence, "tensor": way.tensor},
+        "attention": {"heads": way.heads, "outer": way.outer, "groups": way.groups},
+        "recompute": way.recompute,
+        "zero": way.zero,
+        "seconds": prediction.seconds,
+        "parts": asdict(prediction.time),
+        "tokens_per_second_per_gpu": prediction.tokens_per_second,
+        "mfu": prediction.utilisation,
+        "mfu_attention_backward_2.5": prediction.kernel_utilisation,
+        "memory": {
+            "fits": memory.fits,
+            "peak": memory.total,
+            "allocated": memory.allocated,
+            "capacity": memory.capacity,
+            "moment": memory.moment,
+            "lines": dict(memory.lines),
+            "outside": dict(memory.outside),
+        },
+        "command": command(way),
+    }

@@ -1,0 +1,278 @@
+"""From a mask to rectangles of kernel calls, for any two ascending lists of positions: pure index arithmetic.
+
+What a query sees of any keys in global order is an interval of them (`bmburst.mask`), whose two ends never move back
+from one query to the next. Rows of such intervals are cut where they stop being one band of a rectangle, and the
+rectangles along the diagonal that have the same band become the segments of one call.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmburst.mask import Blocks, Mask
+from bmburst_ops.flash.pattern import FULL, Band, Cells, IntArray, Pattern, Rows, Segments
+
+
+class Span(NamedTuple):
+    """Local tokens `start` to `stop`, exclusive."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def slice(self) -> slice:
+        """The span as an index."""
+        return slice(self.start, self.stop)
+
+
+class Tile(NamedTuple):
+    """A rectangle of the score matrix with work in it, in local coordinates, and what of it is visible."""
+
+    queries: Span
+    keys: Span
+    pattern: Pattern
+    area: int
+    """Visible (query, key) pairs."""
+
+
+def visible_rows(mask: Mask, length: int, queries: IntArray, keys: IntArray) -> Rows:
+    """Return, for each query, the interval of `keys` that it sees, by their indices; cells aside.
+
+    Args:
+        mask: The mask.
+        length: Real tokens of the sequence.
+        queries: Global positions of the queries, ascending, below `length`.
+        keys: Global positions of the keys, ascending, below `length`.
+    """
+    start, stop = mask.rows(queries, length)
+    return Rows(_index_of(keys, start), _index_of(keys, stop))
+
+
+def make_tiles(
+    mask: Mask, length: int, queries: IntArray, keys: IntArray, by: Literal["queries", "keys"] = "queries"
+) -> tuple[Tile, ...]:
+    """Return the work between queries and keys; every visible pair is in exactly one tile.
+
+    Args:
+        mask: The mask.
+        length: Real tokens of the sequence.
+        queries: Global positions of the queries, ascending, below `length`.
+        keys: Global positions of the keys, ascending, below `length`.
+        by: "queries": a query is in one rectangle at most, and its result is complete with that. "keys": a key is, and
+            so is its gradient. A mask of blocks gives one rectangle, whatever this says.
+    """
+    if not len(queries) or not len(keys):
+        return ()
+    rows = visible_rows(mask, length, queries, keys)
+    if mask.blocks is not None:
+        return _cells(mask.blocks, rows, queries, keys)
+    starts = np.asarray(mask.starts, dtype=np.int64)
+    if by == "keys":
+        pieces = [_turned(piece) for piece in _pieces(_transposed(rows, len(keys)), np.searchsorted(keys, starts))]
+    else:
+        pieces = list(_pieces(rows, np.searchsorted(queries, starts)))
+    if mask.starts:
+        return tuple(_tile(group) for group in _grouped(pieces))
+    return tuple(Tile(piece.queries, piece.keys, piece.band, piece.area) for piece in pieces)
+
+
+def visible_area(mask: Mask, length: int, queries: IntArray) -> int:
+    """Return the visible (query, key) pairs of these queries with all keys of the sequence."""
+    rows = mask.rows(queries, length)
+    if mask.blocks is None or not len(queries):
+        return int((rows.stop - rows.start).sum())
+    edges, blocks = _runs(queries // mask.blocks.size)
+    columns = np.minimum(np.arange(len(mask.blocks.cells) + 1) * mask.blocks.size, length)
+    return int(_counts(rows, edges, columns, mask.blocks.cells[blocks]).sum())
+
+
+def seen_by(mask: Mask, length: int, first: int, last: int) -> list[Span]:
+    """Return the global positions of the keys that any of the neighbouring queries `first` to `last` sees.
+
+    From one query to the next no key is left out, since each sees itself; where cells are off they are exact to blocks.
+    """
+    start, stop = mask.rows(np.array([first, last]), length)
+    whole = Span(int(start[0]), int(stop[1]))
+    if mask.blocks is None:
+        return [whole]
+    size, cells = mask.blocks
+    used = cells[first // size : last // size + 1].max(axis=0).astype(np.int64)
+    edges, values = _runs(used)
+    spans = (Span(max(whole.start, a * size), min(whole.stop, b * size)) for a, b in pairwise(edges.tolist()))
+    return [span for span, on in zip(spans, values, strict=True) if on and span.start < span.stop]
+
+
+def _index_of(ascending: IntArray, values: IntArray) -> IntArray:
+    if len(ascending) and int(ascending[-1] - ascending[0]) + 1 == len(ascending):  # neighbours: no search
+        return np.clip(values - int(ascending[0]), 0, len(ascending))
+    return np.searchsorted(ascending, values)
+
+
+def _transposed(rows: Rows, keys: int) -> Rows:
+    """Return, for each key, the interval of queries that see it."""
+    index = np.arange(keys)
+    start = np.searchsorted(rows.stop, index, side="right")  # the first whose interval ends behind the key
+    return Rows(start, np.maximum(start, np.searchsorted(rows.start, index, side="right")))
+
+
+class _Piece(NamedTuple):
+    """A rectangle and its band, each bound None where it hides nothing."""
+
+    queries: Span
+    keys: Span
+    band: Band
+
+    @property
+    def area(self) -> int:
+        return _band_area(self.band, len(self.queries), len(self.keys))
+
+
+def _band_area(band: Band, queries: int, keys: int) -> int:
+    """Return the visible pairs of a rectangle, none of whose queries sees nothing."""
+    hidden = 0
+    if band.right is not None:
+        short = max(0, queries - 1 - band.right)  # keys that the first query lacks at the end, one fewer for each next
+        hidden += short * (short + 1) // 2
+    if band.left is not None:
+        short = max(0, keys - 1 - band.left)
+        hidden += short * (short + 1) // 2
+    return queries * keys - hidden
+
+
+def _pieces(rows: Rows, cuts: IntArray) -> Iterator[_Piece]:
+    """Yield the rows with anything to see as bands, in order.
+
+    Args:
+        rows: What each row sees.
+        cuts: Rows that begin a document.
+    """
+    start, stop = rows
+    starts, stops = np.diff(start), np.diff(stop)
+    sees = stop > start
+    hard = (starts > 1) | (stops > 1) | (sees[1:] != sees[:-1])
+    hard[cuts[(cuts > 0) & (cuts < len(start))] - 1] = True
+    # In a rectangle the end moves until it is the last key, and the start stays until the first query that lost a key.
+    soft = (stops[1:] == 1) & (stops[:-1] == 0) | (starts[1:] == 0) & (starts[:-1] == 1)
+    hard[1:] |= soft & ~hard[:-1] & ~hard[1:]
+    edges = [0, *(np.flatnonzero(hard) + 1).tolist(), len(start)]
+    for first, end in pairwise(edges):
+        if sees[first]:
+            yield _piece(first, end, int(start[first]), int(stop[end - 1]), int(start[end - 1]), int(stop[first]))
+
+
+def _piece(first: int, end: int, key: int, key_end: int, last_start: int, first_stop: int) -> _Piece:
+    """Return a rectangle from where its first row starts and stops and where its last row does."""
+    queries, keys = end - first, key_end - key
+    left = None if last_start == key else key_end - 1 - last_start
+    right = None if first_stop == key_end else first_stop - 1 - key - (keys - queries)
+    return _Piece(Span(first, end), Span(key, key_end), Band(left, right))
+
+
+def _turned(piece: _Piece) -> _Piece:
+    """Return a rectangle whose rows are keys as one whose rows are queries; bottom right is the same corner in both."""
+    keys, queries, (left, right) = piece
+    return _Piece(queries, keys, Band(right, left))
+
+
+@dataclass(slots=True)
+class _Group:
+    """Pieces along the diagonal that one band serves: no two share a query or a key.
+
+    Pieces without a bound are served by one that hides nothing of them: `keys` and `queries` are the least that it
+    must let through.
+    """
+
+    pieces: list[_Piece]
+    band: Band
+    keys: int
+    queries: int
+
+    def takes(self, piece: _Piece) -> bool:
+        """Add the piece if it fits."""
+        last = self.pieces[-1]
+        if piece.queries.start < last.queries.stop or piece.keys.start < last.keys.stop:
+            return False
+        keys = max(self.keys, 0 if piece.band.left is not None else len(piece.keys) - 1)
+        queries = max(self.queries, 0 if piece.band.right is not None else len(piece.queries) - 1)
+        band = Band(*(mine if other is None else other for mine, other in zip(self.band, piece.band, strict=True)))
+        changed = any(mine not in (None, new) for mine, new in zip(self.band, band, strict=True))
+        hides = any(bound is not None and bound < need for bound, need in zip(band, (keys, queries), strict=True))
+        if changed or hides:
+            return False
+        self.pieces.append(piece)
+        self.band, self.keys, self.queries = band, keys, queries
+        return True
+
+
+def _grouped(pieces: Iterable[_Piece]) -> list[_Group]:
+    groups: list[_Group] = []
+    for piece in pieces:
+        if not any(group.takes(piece) for group in groups):
+            left, right = piece.band
+            keys = len(piece.keys) - 1 if left is None else 0
+            groups.append(_Group([piece], piece.band, keys, len(piece.queries) - 1 if right is None else 0))
+    return groups
+
+
+def _tile(group: _Group) -> Tile:
+    """Return the call of a group: one piece as it is, several as segments with empty ones where nothing is."""
+    first, last = group.pieces[0], group.pieces[-1]
+    if first is last:
+        return Tile(first.queries, first.keys, first.band, first.area)
+    queries = Span(first.queries.start, last.queries.stop)
+    keys = Span(first.keys.start, last.keys.stop)
+    corners = [(0, 0)]
+    for piece in group.pieces:
+        start = piece.queries.start - queries.start, piece.keys.start - keys.start
+        for corner in ((start[0], corners[-1][1]), start):  # queries that see nothing, then keys that none sees
+            if corner != corners[-1]:
+                corners.append(corner)
+        corners.append((piece.queries.stop - queries.start, piece.keys.stop - keys.start))
+    query_edges, key_edges = zip(*corners, strict=True)
+    return Tile(queries, keys, Segments(group.band, query_edges, key_edges), sum(p.area for p in group.pieces))
+
+
+def _cells(blocks: Blocks, rows: Rows, queries: IntArray, keys: IntArray) -> tuple[Tile, ...]:
+    """Return the rectangle that holds everything visible, in cells that no block's edge crosses."""
+    query_edges, query_blocks = _runs(queries // blocks.size)
+    key_edges, key_blocks = _runs(keys // blocks.size)
+    cells = blocks.cells[np.ix_(query_blocks, key_blocks)]
+    counts = _counts(rows, query_edges, key_edges, cells)
+    seeing = np.flatnonzero(counts)
+    if not len(seeing):
+        return ()
+    used = np.flatnonzero(cells.any(0))
+    q = Span(int(seeing[0]), int(seeing[-1]) + 1)
+    k = Span(int(key_edges[used[0]]), int(key_edges[used[-1] + 1]))
+    start, stop = (np.clip(side[q.slice], *k) - k.start for side in rows)
+    edges = np.clip(query_edges, *q) - q.start, np.clip(key_edges, *k) - k.start
+    pattern = Cells(start, stop, *edges, cells)
+    area = int(counts.sum())
+    return (Tile(q, k, FULL if area == len(q) * len(k) else pattern, area),)
+
+
+def _runs(values: IntArray) -> tuple[IntArray, IntArray]:
+    """Return where each run of equal values starts and the last one ends, and their values."""
+    first = np.flatnonzero(np.diff(values, prepend=-1))
+    return np.append(first, len(values)), values[first]
+
+
+def _counts(rows: Rows, query_edges: IntArray, key_edges: IntArray, cells: NDArray[np.bool_]) -> IntArray:
+    """Return how many keys each query sees."""
+    widths = cells * np.diff(key_edges)
+    before: IntArray = np.cumsum(widths, axis=1) - widths
+    block = np.repeat(np.arange(len(cells)), np.diff(query_edges))
+
+    def visible_before(key: IntArray) -> IntArray:
+        column = np.clip(np.searchsorted(key_edges, key, side="right") - 1, 0, cells.shape[1] - 1)
+        found: IntArray = before[block, column] + cells[block, column] * (key - key_edges[column])
+        return found
+
+    return visible_before(rows.stop) - visible_before(rows.start)

@@ -1,0 +1,132 @@
+"""Which keys the queries of one kernel call see: a value, the same for every kernel."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+Need = Literal["window", "segments", "cells"]
+"""What a kernel must be able to do beyond full and causal rectangles."""
+
+
+class Band(NamedTuple):
+    """Query i of n sees, of m keys, those from `i + m - n - left` to `i + m - n + right`; None is no bound.
+
+    Aligned at the bottom right: with `right` 0 the last query sees the last key. Neither is negative.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """See `Need`."""
+        return frozenset() if self in (FULL, CAUSAL) else frozenset({"window"})
+
+    def within(self, queries: int, keys: int) -> "Band":
+        """Return the same band of so many queries and keys, without bounds that bound nothing there."""
+        left = None if self.left is not None and self.left >= keys - 1 else self.left
+        right = None if self.right is not None and self.right >= queries - 1 else self.right
+        return Band(left, right)
+
+
+FULL = Band()
+CAUSAL = Band(None, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Rectangles along the diagonal, each with the same band: what kernels call variable lengths.
+
+    Rectangle i is of queries `queries[i]` to `queries[i + 1]` and keys `keys[i]` to `keys[i + 1]`, the band aligned at
+    its own bottom right. Either may be empty: such queries see nothing, such keys are seen by none. Both start at 0 and
+    end at the call's number of queries and keys.
+    """
+
+    band: Band
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """See `Need`."""
+        return self.band.needs | {"segments"}
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """The general case: query i sees the keys from `start[i]` to `stop[i]`, exclusive, whose cell is on.
+
+    Queries `query_edges[a]` to `query_edges[a + 1]` and keys `key_edges[b]` to `key_edges[b + 1]` form cell (a, b).
+    `start` and `stop` never decrease, and `start <= stop`.
+    """
+
+    start: IntArray
+    stop: IntArray
+    query_edges: IntArray
+    key_edges: IntArray
+    cells: NDArray[np.bool_]
+    """`[len(query_edges) - 1, len(key_edges) - 1]`"""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """See `Need`."""
+        return frozenset({"cells"})
+
+
+Pattern = Band | Segments | Cells
+
+
+class Rows(NamedTuple):
+    """Query i sees keys `start[i]` to `stop[i]`, exclusive; neither decreases, and `start <= stop`."""
+
+    start: IntArray
+    stop: IntArray
+
+
+def rows_of(pattern: Pattern, queries: int, keys: int) -> Rows:
+    """Return what each query sees, cells aside."""
+    if isinstance(pattern, Cells):
+        return Rows(pattern.start, pattern.stop)
+    whole = pattern if isinstance(pattern, Segments) else Segments(pattern, (0, queries), (0, keys))
+    band, query_edges, key_edges = whole.band, np.array(whole.queries), np.array(whole.keys)
+    lengths = np.diff(query_edges)
+    first_key, end_key, end_query = (
+        np.repeat(edges, lengths) for edges in (key_edges[:-1], key_edges[1:], query_edges[1:])
+    )
+    aligned = np.arange(queries) + end_key - end_query
+    start = first_key if band.left is None else np.clip(aligned - band.left, first_key, end_key)
+    stop = end_key if band.right is None else np.clip(aligned + band.right + 1, first_key, end_key)
+    return Rows(start, np.maximum(start, stop))
+
+
+class Rectangle(NamedTuple):
+    """Some queries and some keys: none of these queries sees nothing, none of these keys is seen by none."""
+
+    queries: slice
+    keys: slice
+    band: Band
+
+
+def rectangles(pattern: Band | Segments, queries: int, keys: int) -> Iterator[Rectangle]:
+    """Yield where somebody sees something. No two share queries, nor keys."""
+    whole = pattern if isinstance(pattern, Segments) else Segments(pattern, (0, queries), (0, keys))
+    left, right = whole.band
+    for (q0, q1), (k0, k1) in zip(pairwise(whole.queries), pairwise(whole.keys), strict=True):
+        # The last query sees the last key: what nobody sees, and who sees nothing, is at the start.
+        first_query = q0 if right is None else max(q0, q1 - (k1 - k0) - right)
+        first_key = k0 if left is None else max(k0, k1 - (q1 - q0) - left)
+        if k1 > k0 and q1 > q0:
+            band = whole.band.within(q1 - first_query, k1 - first_key)
+            yield Rectangle(slice(first_query, q1), slice(first_key, k1), band)
+
+
+def transposed(rows: Rows, keys: int) -> Rows:
+    """Return which queries see each key, cells aside: an interval each, and neither end of it decreases."""
+    every = np.arange(keys)
+    first = np.searchsorted(rows.stop, every, side="right")
+    return Rows(first, np.maximum(first, np.searchsorted(rows.start, every, side="right")))

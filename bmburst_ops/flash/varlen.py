@@ -1,0 +1,115 @@
+"""Patterns as packages of flash attention are told them: a window, and offsets into one long row of tokens."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.memory import deliver, deliver_gradients
+from bmburst_ops.flash.pattern import CAUSAL, Band, IntArray, Segments
+from bmburst_ops.flash.vectors import Sent, send
+
+
+class Told(NamedTuple):
+    """What a package is told. Without offsets its tensors are `[batch, tokens, ...]`, with them `[tokens, ...]`."""
+
+    band: Band
+    queries: Tensor | None
+    keys: Tensor | None
+    """int32, from 0 to the number of tokens of all batches; as many as segments of all batches and one"""
+    longest_queries: int
+    longest_keys: int
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is the causal mask of its own argument."""
+        return self.band == CAUSAL
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """How far a query sees to the left and to the right; -1 for no bound, and for the causal mask."""
+        left, right = (-1 if self.causal or bound is None else bound for bound in self.band)
+        return left, right
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """Return `[batch, tokens, ...]` as the package takes it: a copy only where samples do not follow each other."""
+        return tensor if self.queries is None else tensor.flatten(0, 1)
+
+    def flat_statistic(self, tensor: Tensor) -> Tensor:
+        """Return `[batch, heads, queries]` as the package takes it, which is `[heads, tokens]` with offsets."""
+        return tensor if self.queries is None else tensor.transpose(0, 1).flatten(1)
+
+    def flat_target(self, target: Tensor | None) -> Tensor | None:
+        """Return memory to write to as the package takes it, or None where it cannot be seen that way."""
+        if target is None or self.queries is None:
+            return target
+        batch, tokens, *_ = target.shape
+        follows = batch == 1 or target.stride(0) == tokens * target.stride(1)
+        return target.flatten(0, 1) if follows else None
+
+    def flat_targets(self, into: Gradients | None) -> Gradients | None:
+        """Return memory for gradients as the package takes it, or None where any cannot be seen that way."""
+        flat = [self.flat_target(target) for target in into or ()]
+        found = [target for target in flat if target is not None]
+        return Gradients(*found) if len(found) == len(Gradients._fields) else None
+
+    def partial(self, out: Tensor, lse: Tensor, q: Tensor, target: Tensor | None) -> Partial:
+        """Return the package's results as `Kernel.forward` does, shaped by q."""
+        if self.queries is None:
+            return Partial(deliver(out, target), lse)
+        batch, tokens, *_ = q.shape
+        statistic = lse.unflatten(1, (batch, tokens)).transpose(0, 1).contiguous()
+        return Partial(deliver(out.unflatten(0, (batch, tokens)), target), statistic)
+
+    def gradients(self, found: Gradients, batch: int, into: Gradients | None) -> Gradients:
+        """Return the package's gradients as `Kernel.backward` does."""
+        if self.queries is None:
+            return deliver_gradients(found, into)
+        return deliver_gradients(Gradients(*(t.unflatten(0, (batch, -1)) for t in found)), into)
+
+
+def told(pattern: Band | Segments, q: Tensor, k: Tensor) -> Told:
+    """Return what a package is told of a pattern of these queries and keys, neither of which is empty."""
+    if isinstance(pattern, Band):
+        return Told(pattern, None, None, q.shape[1], k.shape[1])
+    offsets = _offsets(pattern, q.shape[0], q.device)
+    queries, keys = offsets.sent.here()
+    return Told(pattern.band.within(*offsets.longest), queries, keys, *offsets.longest)
+
+
+def told_flash_attention_2(pattern: Band | Segments, q: Tensor, k: Tensor) -> Told:
+    """Return what FlashAttention-2, alone or inside torch, is told.
+
+    It takes a window to the right of at least the keys for none, which is wrong where the queries are more: it compares
+    with the longest segment that it is told of, so it is told of a longer one. And where it is told of one query at
+    most, it takes every segment to have one.
+    """
+    if isinstance(pattern, Band) and k.shape[1] <= (pattern.right or 0):
+        pattern = Segments(pattern, (0, q.shape[1]), (0, k.shape[1]))
+    call = told(pattern, q, k)
+    if call.queries is None:
+        return call
+    longest_keys = max(call.longest_keys, (call.band.right or 0) + 1)
+    return call._replace(longest_queries=max(call.longest_queries, 2), longest_keys=longest_keys)
+
+
+class _Offsets(NamedTuple):
+    sent: Sent
+    longest: tuple[int, int]
+    """The most queries, and the most keys, of a segment."""
+
+
+@lru_cache(maxsize=1024)
+def _offsets(pattern: Segments, batch: int, device: torch.device) -> _Offsets:
+    sides = (np.array(pattern.queries), np.array(pattern.keys))
+    queries, keys = (int(np.diff(side).max()) for side in sides)
+    return _Offsets(send([_repeated(side, batch) for side in sides], device), (queries, keys))
+
+
+def _repeated(offsets: IntArray, batch: int) -> IntArray:
+    """Return the offsets of that many samples in a row."""
+    later = offsets[1:] + np.arange(batch)[:, None] * offsets[-1]
+    return np.concatenate((offsets[:1], later.ravel()))

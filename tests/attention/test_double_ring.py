@@ -1,0 +1,264 @@
+"""Attention over nodes gives what one device gives, and little goes over the links between them."""
+
+from collections import deque
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bmburst
+from bmburst.attention.call import AttentionOptions, decide
+from bmburst.attention.double_ring import carry_home, visits
+from bmburst.attention.ring import ring_backward, ring_forward
+from bmburst.comm.levels import Levels, over_levels
+from bmburst.comm.local import run_ranks
+from bmburst.comm.protocol import Arrived
+from bmburst.double_schedule import make_itinerary
+from bmburst.errors import UserError
+from tests.attention.oracle import draw, reference
+from tests.attention.test_burst_attention import compare, split_attention
+from tests.live_bytes import LiveBytes
+
+MESHES = [(1, 2), (2, 1), (2, 2), (2, 4), (3, 2)]
+LAYOUTS = ["contiguous", "zigzag", "striped"]
+
+
+def everything(owner, rank):
+    return True
+
+
+class Counting:
+    """A level that counts what it sends."""
+
+    def __init__(self, comm):
+        self.comm, self.rank, self.size, self.hops, self.sent = comm, comm.rank, comm.size, 0, 0
+
+    def ring(self, *tensors, shift=1):
+        assert shift % self.size
+        self.hops, self.sent = self.hops + 1, self.sent + sum(t.nbytes for t in tensors)
+        return self.comm.ring(*tensors, shift=shift)
+
+
+def double_attention(comm, nodes, travellers, whole, mask, layout, with_lse=True):
+    """Cut, attend and put together, by the executor itself; return also both levels."""
+    length = whole[0].shape[1]
+    q, k, v, grad = (bmburst.shard(t, layout=layout, group=comm) for t in whole[:4])
+    grad_lse = bmburst.shard(whole[4], dim=2, layout=layout, group=comm)
+    name = {"kv": "kv", "q": "burst"}[travellers]
+    options = AttentionOptions(mask=mask, layout=layout, strategy=name, kernel="reference")
+    levels = over_levels(comm, nodes, "auto")
+    levels = Levels(Counting(levels.inner), Counting(levels.outer))
+    call = replace(decide(comm, q, k, v, length, options), levels=levels)
+    out, lse = ring_forward(call, q, k, v)
+    forward = levels.outer.sent, levels.inner.sent
+    delta = (grad * out).sum(-1).transpose(1, 2) - grad_lse
+    grads = ring_backward(call, call.kernel, grad, q, k, v, lse, delta)
+    parts = [bmburst.unshard(t, layout=layout, group=comm, length=length) for t in (out, *grads)]
+    return (
+        [parts[0], bmburst.unshard(lse, dim=2, layout=layout, group=comm, length=length), *parts[1:]],
+        levels,
+        forward,
+    )
+
+
+@pytest.mark.parametrize(("nodes", "places"), MESHES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("travellers", ["kv", "q"])
+def test_equals_one_device_in_fp64(nodes, places, layout, mask, travellers):
+    def body(comm, whole, expected):
+        got, _, _ = double_attention(comm, nodes, travellers, whole, mask, layout)
+        for ours, wanted in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-10)
+
+    size = nodes * places
+    for length, heads, kv_heads in ((size + 1, 2, 2), (13 + 2 * size, 4, 2), (16 * size, 3, 1)):
+        whole = draw(0, 2, length, heads, kv_heads, 8)
+        run_ranks(size, body, whole, reference(*whole[:4], mask, whole[4]))
+
+
+@pytest.mark.parametrize("mask", [bmburst.SlidingWindow(9), bmburst.Documents([20, 1, 7, 25, 8])])
+@pytest.mark.parametrize("travellers", ["kv", "q"])
+def test_steps_without_work_are_not_taken(mask, travellers):
+    """Results are those of the definition; fewer blocks move than under a causal mask."""
+    whole = draw(1, 1, 61, 4, 2, 8)
+    index = torch.arange(61)
+    if isinstance(mask, bmburst.SlidingWindow):
+        hidden = index[:, None] - index >= 9
+    else:
+        document = torch.repeat_interleave(torch.arange(5), torch.tensor(mask.lengths))
+        hidden = document[:, None] != document
+    hidden |= index > index[:, None]
+    q, k, v = (t.clone().requires_grad_() for t in whole[:3])
+    keys, values = (t.repeat_interleave(2, dim=2) for t in (k, v))
+    scores = (torch.einsum("bqhd,bkhd->bhqk", q, keys) * 8**-0.5).masked_fill(hidden, -torch.inf)
+    out, lse = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values), scores.logsumexp(-1)
+    grads = torch.autograd.grad((out * whole[3]).sum() + (lse * whole[4]).sum(), (q, k, v))
+
+    def body(comm):
+        got, levels, _ = double_attention(comm, 2, travellers, whole, mask, "contiguous")
+        for ours, wanted in zip(got, (out.detach(), lse.detach(), *grads), strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-10)
+        causal = double_attention(comm, 2, travellers, whole, "causal", "contiguous")[1]
+        return levels.inner.hops, causal.inner.hops
+
+    (hops,) = set(run_ranks(6, body))
+    assert hops[0] < hops[1]
+
+
+@pytest.mark.parametrize(("nodes", "places"), MESHES)
+@pytest.mark.parametrize(("travellers", "kv_heads"), [("kv", 1), ("q", 4), ("kv", 4)])
+def test_moves_the_bytes_that_the_formula_says(nodes, places, travellers, kv_heads):
+    """Between nodes a rank sends nodes - 1 blocks forward, and as many with as many gradients backward."""
+    tokens, size = 6, nodes * places
+
+    def body(comm):
+        whole = draw(0, 2, tokens * size, 4, kv_heads, 8)
+        _, levels, forward = double_attention(comm, nodes, travellers, whole, "causal", "zigzag")
+        keys, queries, statistics = (2 * tokens * 8 * n for n in (8 * kv_heads, 8 * 4, 4))  # bytes of fp64
+        guests, gradients = (2 * keys, 2 * keys) if travellers == "kv" else (2 * queries + 2 * statistics, queries)
+        assert forward == ((nodes - 1) * 2 * keys, nodes * (places - 1) * 2 * keys)
+        assert levels.outer.sent - forward[0] == (nodes - 1) * (guests + gradients)
+        returns = nodes * (places - 1) + (places > 2 or nodes == 1 < places)
+        assert levels.inner.sent - forward[1] == nodes * (places - 1) * guests + returns * gradients
+
+    run_ranks(size, body)
+
+
+class Logging:
+    """A level that writes down when a hop starts and when it is waited for."""
+
+    def __init__(self, name, size, log):
+        self.name, self.size, self.log, self.count = name, size, log, 0
+
+    def ring(self, *tensors, shift=1):
+        self.count += 1
+        name = f"{self.name}{self.count}"
+        self.log.append(f"start {name} by {shift}")
+        return SimpleNamespace(wait=lambda: self.log.append(f"wait {name}") or tensors)
+
+
+def test_a_block_is_on_its_way_between_nodes_for_a_whole_window():
+    log = []
+    levels = Levels(Logging("hop", 2, log), Logging("far", 3, log))
+    itinerary = make_itinerary(3, 2, everything, returning=False)
+    for _ in visits(levels, itinerary, torch.zeros(1)):
+        log.append("work")
+    first = ["start far1 by 1", "start hop1 by 1", "work", "wait hop1", "work", "wait far1"]
+    second = ["start far2 by 1", "start hop2 by 1", "work", "wait hop2", "work", "wait far2"]
+    assert log == [*first, *second, "start hop3 by 1", "work", "wait hop3", "work"]
+
+
+def test_gradients_between_nodes_are_on_their_way_for_a_whole_window():
+    log = []
+    levels = Levels(Logging("hop", 4, log), Logging("far", 3, log))
+    itinerary = make_itinerary(3, 4, everything, returning=True)
+    carry_home(levels, itinerary, (torch.zeros(1),), lambda _: log.append("work") or (torch.zeros(1),))
+    far = [(entry.split(" by ")[0], log[:i].count("work")) for i, entry in enumerate(log) if "far" in entry]
+    assert far == [  # at which step: windows are of 2, 4, 4 and 2 of them
+        *(("start far1", 0), ("wait far1", 2), ("start far2", 2)),  # blocks
+        *(("start far3", 6), ("wait far2", 6)),  # what the first foreign window gathered leaves
+        *(("wait far3", 10), ("start far4", 10), ("wait far4", 12)),  # the second adds to it; it comes home
+    ]
+    assert log[-2:] == ["wait hop" + log[-2].removeprefix("wait hop"), "wait hop" + log[-1].removeprefix("wait hop")]
+
+
+@pytest.mark.parametrize(("nodes", "size"), [(2, 4), (4, 8), (2, 6)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 1)])
+def test_the_strategy_of_that_name(nodes, size, heads, kv_heads):
+    def body(comm):
+        comm.nodes = nodes
+        compare(comm, "zigzag", "causal", 37, heads, kv_heads, {"strategy": "double-ring"})
+        q, k = (torch.zeros(1, 4, n, 8) for n in (heads, kv_heads))
+        call = decide(comm, q, k, k, None, AttentionOptions(strategy="double-ring"))
+        assert (call.levels.inner.size, call.levels.outer.size) == (size // nodes, nodes)
+        assert call.strategy.travellers == ("q" if kv_heads == heads else "kv")
+
+    run_ranks(size, body)
+
+
+def test_inside_an_exchange_of_heads(monkeypatch):
+    """Neighbours exchange heads, and their groups form a double ring: every rank's ring is one of two."""
+    choose = bmburst.attention.call.choose_strategy
+    double = lambda *a: replace(choose(*a), heads=2, outer="double-ring")  # noqa: E731
+    monkeypatch.setattr(bmburst.attention.call, "choose_strategy", double)
+
+    def body(comm):
+        comm.nodes = 2
+        compare(comm, "zigzag", "causal", 53, 4, 2, {"strategy": "auto"})
+        q = torch.zeros(1, 4, 4, 8)
+        levels = decide(comm, q, q, q, None, AttentionOptions()).levels
+        assert (levels.inner.size, levels.outer.size) == (2, 2)
+
+    run_ranks(8, body)
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "problem"),
+    [
+        (4, 1, "4 ranks on 1 node are no 2 nodes or more of 2 ranks or more"),
+        (4, 4, "4 ranks on 4 nodes are no 2 nodes"),
+        (4, 3, "4 ranks cannot lie evenly on 3 nodes"),
+        (4, None, "4 ranks on 1 node are no 2 nodes"),  # as the ranks find: they are threads of one host
+        (3, None, "3 ranks are no 2 nodes"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(size, nodes, problem):
+    def body(comm):
+        comm.nodes = nodes
+        q = torch.zeros(1, 4, 2, 8)
+        with pytest.raises(UserError, match=f"strategy 'double-ring' cannot work: {problem}"):
+            bmburst.burst_attention(q, q, q, group=comm, strategy="double-ring")
+        comm.nodes = None if comm.rank else 2
+        with pytest.raises(UserError, match="disagree"):
+            bmburst.burst_attention(q, q, q, group=comm, strategy="kv")
+
+    run_ranks(size, body)
+
+
+def test_no_less_accurate_than_one_device():
+    whole = draw(1, 1, 96, 4, 2, 32, torch.bfloat16)
+    exact = reference(*whole[:4], "causal")
+    q, k, v = (t.bfloat16().transpose(1, 2).requires_grad_() for t in whole[:3])
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    grads = torch.autograd.grad(out, (q, k, v), whole[3].bfloat16().transpose(1, 2))
+    single = [t.transpose(1, 2).double() for t in (out, *grads)]
+
+    def body(comm):
+        comm.nodes = 2
+        got = split_attention(comm, whole, "zigzag", "causal", torch.bfloat16, False, strategy="double-ring")
+        for ours, theirs, wanted in zip(got[:1] + got[2:], single, exact[:1] + exact[2:], strict=True):
+            assert (ours.double() - wanted).norm() <= 2 * (theirs - wanted).norm()
+
+    run_ranks(8, body)
+
+
+class Echo:
+    """Stands for a ring of any size: what comes is as large as what goes, and has its memory from the start."""
+
+    def __init__(self, size):
+        self.rank, self.size = 0, size
+
+    def ring(self, *tensors, **_):
+        return Arrived(tuple(t.clone() for t in tensors))
+
+
+def test_memory_does_not_grow_with_nodes_or_ranks():
+    """Five blocks, the own one among them, and five of gradients."""
+
+    def peak(nodes, places):
+        levels = Levels(Echo(places), Echo(nodes))
+        alive = LiveBytes()
+        with alive:
+            itinerary = make_itinerary(nodes, places, everything, returning=False)
+            deque(visits(levels, itinerary, torch.zeros(1000)), maxlen=0)
+            forward, itinerary = alive.peak, make_itinerary(nodes, places, everything, returning=True)
+            carry_home(levels, itinerary, (torch.zeros(1000),), lambda _: (torch.zeros(1000),))
+        return forward, alive.peak
+
+    for nodes, places in ((2, 2), (4, 4), (8, 8)):
+        forward, backward = peak(nodes, places)
+        assert forward <= 5 * 4000
+        assert backward <= 10 * 4000
+    assert peak(4, 4) == peak(8, 8)

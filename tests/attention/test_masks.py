@@ -1,0 +1,209 @@
+"""Under every mask a split sequence gives what one device gives, whatever the layout, strategy, kernel and length."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import bmburst
+from bmburst import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow
+from bmburst.comm.checks import Checked
+from bmburst.comm.local import run_ranks
+from bmburst.errors import UserError
+from tests.attention.oracle import draw, reference
+from tests.attention.test_burst_attention import split_attention
+from tests.distributed.processes import run_processes
+from tests.mask_oracle import random_mask
+
+MASKS = {
+    "documents": lambda n: Documents(_lengths(n)),
+    "documents, full": lambda n: Documents(_lengths(n), causal=False),
+    "window": lambda _: SlidingWindow(4),
+    "window, both ways": lambda _: SlidingWindow(3, causal=False),
+    "prefix": lambda n: PrefixLM(n // 3),
+    "prefixes": lambda n: PrefixLM([x // 2 for x in _lengths(n)], _lengths(n)),
+    "blocks": lambda n: BlockSparse(_map(-(-n // 5)), 5),
+    "documents & window": lambda n: Documents(_lengths(n)) & SlidingWindow(3),
+    "blocks & documents": lambda n: BlockSparse(_map(-(-n // 4)), 4) & Documents(_lengths(n), causal=False),
+}
+STRATEGIES = ["heads", "gather", "kv", "burst", "heads+ring", "heads+gather"]
+
+
+def _lengths(tokens):
+    """Return long and short documents, single tokens among them."""
+    found = []
+    while sum(found) < tokens:
+        found.append(min((1, 7, 1, 2, 12, 3)[len(found) % 6], tokens - sum(found)))
+    return found
+
+
+def _map(blocks):
+    """Return a map with rows and columns that are all off, and a diagonal that is partly on."""
+    cells = np.random.default_rng(blocks).random((blocks, blocks)) < 0.4
+    cells[blocks // 2] = False
+    cells[:, 0] = False
+    return cells
+
+
+def compare(comm, layout, mask, length, heads, kv_heads, options):
+    whole = draw(0, 2, length, heads, kv_heads, 8)
+    with_lse = mask.blocks is None  # where a row sees nothing its log-sum-exp has no gradient
+    expected = reference(*whole[:4], mask, whole[4] if with_lse else None)
+    for got, wanted in zip(
+        split_attention(comm, whole, layout, mask, with_lse=with_lse, **options), expected, strict=True
+    ):
+        torch.testing.assert_close(got.detach(), wanted, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_equals_one_device_in_fp64(name, strategy, size):
+    if strategy.startswith("heads+") and size == 2:
+        return  # two ranks form no smaller groups
+    for layout in ("zigzag", "contiguous", "balanced"):
+        for length, heads, kv_heads in ((37, size, size), (8 * size + 1, size, 1)):
+            run_ranks(size, compare, layout, MASKS[name](length), length, heads, kv_heads, {"strategy": strategy})
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_mask_on_any_number_of_ranks(seed):
+    """Masks that nobody chose, under whatever strategy is cheapest."""
+    rng = random.Random(seed)
+    size, length = rng.randint(1, 5), rng.randint(9, 60)
+    layout = rng.choice(("contiguous", "zigzag", "striped", "balanced"))
+    run_ranks(size, compare, layout, random_mask(rng, length), length, 4, rng.choice((1, 2, 4)), {"strategy": "auto"})
+
+
+@pytest.mark.parametrize("travellers", ["kv", "burst"])
+def test_striped_rings(travellers):
+    for mask in (SlidingWindow(5), Documents(_lengths(29)), PrefixLM(11), SlidingWindow(4, causal=False)):
+        run_ranks(3, compare, "striped", mask, 29, 2, 1, {"strategy": travellers})
+
+
+def test_over_processes():
+    run_processes(3, _over_processes)
+
+
+def _over_processes():
+    comm = bmburst.communicator(None)
+    for strategy in ("heads", "gather", "ring"):
+        for name in ("documents", "window", "prefixes", "blocks"):
+            compare(comm, "balanced", MASKS[name](31), 31, 3, 3, {"strategy": strategy})
+
+
+def test_names_and_values_are_the_same():
+    def body(comm):
+        whole = draw(2, 1, 24, 2, 2, 8)
+        for name, mask in (("causal", Causal()), ("full", Full()), ("causal", Full() & Causal())):
+            for by_name, by_value in zip(
+                split_attention(comm, whole, "zigzag", name), split_attention(comm, whole, "zigzag", mask), strict=True
+            ):
+                assert torch.equal(by_name, by_value)
+
+    run_ranks(2, body)
+
+
+def test_the_mask_says_how_long_the_sequence_is():
+    """Without `length` the tokens behind the documents are padding."""
+
+    def body(comm):
+        q = torch.ones(1, 8, 2, 4)
+        out = bmburst.burst_attention(q, q, q, mask=Documents([5, 6]), layout="contiguous", group=comm)
+        assert bool(out[:, 3:].any()) == (comm.rank == 0)
+
+    run_ranks(2, body)
+
+
+def test_each_sample_may_have_its_own_mask():
+    def body(comm):
+        whole = draw(4, 2, 26, 2, 1, 8)
+        masks = (Documents([9, 17]), SlidingWindow(5) & Documents([20, 6]))
+        expected = [reference(*(t[i : i + 1] for t in whole[:4]), mask) for i, mask in enumerate(masks)]
+        got = split_attention_of_samples(comm, whole, masks)
+        for ours, theirs in zip(got, zip(*expected, strict=True), strict=True):
+            torch.testing.assert_close(ours.detach(), torch.cat(theirs), rtol=1e-9, atol=1e-10)
+
+    run_ranks(2, body)
+
+
+def split_attention_of_samples(comm, whole, masks):
+    q, k, v, grad = (bmburst.shard(t, group=comm) for t in whole[:4])
+    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
+    out, lse = bmburst.burst_attention(q, k, v, mask=masks, length=26, group=comm, return_lse=True)
+    grads = torch.autograd.grad(out, (q, k, v), grad)
+    found = [bmburst.unshard(t, group=comm, length=26) for t in (out, *grads)]
+    return [found[0], bmburst.unshard(lse, dim=2, group=comm, length=26), *found[1:]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": Documents([5, 6])}, r"made for 11 tokens, but the sequence has 16"),
+        ({"mask": BlockSparse(torch.ones(3, 3), 4)}, r"16 tokens are 4 blocks of 4, but block_map has 3"),
+        ({"mask": (Causal(), Full(), Causal())}, r"got 3 masks for a batch of 2"),
+        ({"mask": "casual"}, r"unknown mask 'casual'; did you mean 'causal'"),
+        ({"mask": 3}, r"unknown mask '3'"),
+        ({"mask": SlidingWindow(4), "layout": "striped", "strategy": "gather"}, "no run of neighbouring tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(options, message):
+    def body(comm):
+        q = torch.ones(2, 8, 2, 4)
+        with pytest.raises(UserError, match=message):
+            bmburst.burst_attention(q, q, q, length=16, group=comm, **options)
+
+    run_ranks(2, body)
+
+
+def test_ranks_with_different_masks_are_told():
+    def body(comm):
+        q = torch.ones(1, 8, 2, 4)
+        with pytest.raises(UserError, match="documents"):
+            bmburst.burst_attention(q, q, q, mask=Documents([6 + comm.rank, 10 - comm.rank]), group=comm)
+
+    run_ranks(2, body)
+
+
+class Counting:
+    """A communicator that counts the bytes which reach its rank."""
+
+    def __init__(self, inner):
+        self._inner, self.received = inner, 0
+        self.rank, self.size, self.transport = inner.rank, inner.size, inner.transport
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def ring(self, *tensors, shift=1):
+        self.received += sum(t.numel() * t.element_size() for t in tensors)
+        return self._inner.ring(*tensors, shift=shift)
+
+    def pull(self, exchange, *rest):
+        others = [moves for owner, moves in enumerate(exchange.receives) if owner != self.rank]
+        self.received += sum(move.target.nbytes for moves in others for move in moves)
+        return self._inner.pull(exchange, *rest)
+
+
+@pytest.mark.parametrize(("strategy", "window_tokens"), [("gather", 7), ("ring", 32)])
+def test_blocks_that_nobody_needs_do_not_move(strategy, window_tokens):
+    """A document that lives on one rank moves nothing; a window moves what the next rank sees, in a ring one block."""
+
+    def body(comm):
+        counting = Counting(comm)
+        group = Checked(counting, torch.device("cpu"), always=False)
+        q = torch.randn(1, 32, 2, 4, requires_grad=True)
+        for mask, tokens in ((Documents([32] * 4), 0), (SlidingWindow(8), window_tokens)):
+            if strategy == "gather" and comm.rank == 0:
+                tokens = 0
+            options = {"strategy": strategy, "layout": "contiguous", "group": group, "mask": mask}
+            counting.received = 0
+            bmburst.burst_attention(q, q, q, **options).sum().backward()
+            assert bool(counting.received) == isinstance(mask, SlidingWindow)
+            counting.received = 0
+            with torch.no_grad():
+                bmburst.burst_attention(q, q, q, **options)
+            assert counting.received == tokens * 2 * 2 * 4 * 4  # K and V, heads, head_dim, bytes
+
+    run_ranks(4, body)

@@ -1,0 +1,59 @@
+"""On real GPUs: every mask under every strategy, over the memory of peers and over NCCL."""
+
+import pytest
+import torch
+
+import bmburst
+from bmburst import BlockSparse, Documents, PrefixLM, SlidingWindow
+from bmburst.attention.strategy import STRATEGIES
+from bmburst.comm.groups import alone, communicator
+from bmburst.errors import UserError
+from tests.attention.oracle import draw, reference
+from tests.gpu.test_transports import GPUS, errors, run
+
+pytestmark = pytest.mark.gpu
+LENGTH = 701
+LENGTHS = (1, 300, 2, 1, 97, 128, 64, 3, 105)
+MASKS = {
+    "documents": Documents(LENGTHS),
+    "documents, full": Documents(LENGTHS, causal=False),
+    "window": SlidingWindow(90),
+    "window, both ways": SlidingWindow(33, causal=False),
+    "documents & window": Documents(LENGTHS) & SlidingWindow(50),
+    "prefixes": PrefixLM([n // 2 for n in LENGTHS], LENGTHS),
+    "blocks": BlockSparse(torch.rand(11, 11, generator=torch.Generator().manual_seed(3)) < 0.5, 64, causal=True),
+}
+
+
+@pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
+@pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+def test_every_mask(size, program):
+    run(program, size, _every_mask)
+
+
+def _every_mask():
+    comm = communicator(None)
+    for name, mask in MASKS.items():
+        for heads, kv_heads in ((8, 8), (8, 2)):
+            whole = draw(0, 1, LENGTH, heads, kv_heads, 64, torch.bfloat16)
+            exact = reference(*whole[:4], mask)
+            single = errors(attend(alone(), whole, mask, "contiguous", "auto"), exact)
+            for layout in ("zigzag", "contiguous", "balanced"):
+                for strategy in STRATEGIES if comm.size > 1 else ("auto",):
+                    try:
+                        got = attend(comm, whole, mask, layout, strategy)
+                    except UserError as error:
+                        refused = str(error)
+                        assert strategy != "auto" and "cannot work" in refused
+                        continue
+                    excess = [ours / theirs for ours, theirs in zip(errors(got, exact), single, strict=True)]
+                    assert max(excess) < 1.4, (name, heads, kv_heads, layout, strategy, excess)
+
+
+def attend(comm, whole, mask, layout, strategy):
+    """Return the whole output and gradients."""
+    cut = {"layout": layout, "group": comm, "mask": mask}
+    q, k, v, grad = (bmburst.shard(t.cuda().bfloat16(), **cut) for t in whole[:4])
+    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = bmburst.burst_attention(*inputs, length=LENGTH, strategy=strategy, **cut)
+    return [bmburst.unshard(t, length=LENGTH, **cut) for t in (out, *torch.autograd.grad(out, inputs, grad))]

@@ -1,0 +1,29 @@
+"""Training on packed documents on real GPUs is what it is on a CPU, where `tests/train` holds it to the definition."""
+
+import pytest
+import torch
+
+from tests.distributed.programs import run_program
+from tests.train import packed_program as program
+from tests.train.test_packed import prepare
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("size", range(1, min(torch.cuda.device_count(), 3) + 1))
+def test_equals_a_cpu(size, tmp_path):
+    folders = [tmp_path / "cpu", tmp_path / "gpus"]
+    for folder in folders:
+        folder.mkdir()
+        prepare(folder)
+    run_program(1, program.train_all, folders[0], 1, seconds=300)
+    run_program(size, program.train_all, folders[1], size, seconds=300, on_gpus=True)
+    expected = program.result(folders[0], program.CASES[0])
+    for case in program.CASES:
+        if case.data * case.sequence != size:
+            continue
+        got = program.result(folders[1], case)
+        for name, wanted in expected["gradients"].items():
+            assert ((got["gradients"][name].cpu() - wanted).norm() / wanted.norm()).item() < 1e-5, (case, name)
+        for what in ("losses", "norms", "evaluated", "text loss"):
+            assert got[what] == pytest.approx(expected[what], rel=1e-3), (case, what)

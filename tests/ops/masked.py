@@ -1,0 +1,48 @@
+"""A tile under any mask, with its definition in fp64."""
+
+import torch
+
+from bmburst_ops.merge import row_dots
+from tests.attention.oracle import draw
+from tests.ops.masks import attention, visible
+from tests.ops.tiles import DEVICE, EPSILON
+
+
+def gradient_bound(kernel):
+    """Relative error of a gradient in bf16.
+
+    Weights, dS and the result are rounded. Where a query sees a few keys, dO V^T and delta cancel almost or quite: what
+    is left of a delta that went through 16 bits is the rounding.
+    """
+    return (2 if kernel.takes_delta else 4) * EPSILON[torch.bfloat16]
+
+
+class Masked:
+    """Inputs on the device, and what the definition gives for them."""
+
+    def __init__(self, pattern, queries, keys, heads, kv_heads, head_dim, dtype, batch=2):
+        self.pattern, self.scale, self.dtype = pattern, head_dim**-0.5, dtype
+        k, v = draw(0, batch, keys, heads, kv_heads, head_dim, dtype)[1:3]
+        q, _, _, grad, _ = draw(1, batch, queries, heads, kv_heads, head_dim, dtype)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        self.mask = visible(pattern, queries, keys)
+        out, lse = attention(*leaves, pattern, self.scale)
+        self.gradients = torch.autograd.grad(out, leaves, grad)
+        self.out, self.lse, self.delta = out.detach(), lse.detach(), row_dots(grad, out.detach())
+        self.q, self.k, self.v, self.grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
+
+    def forward(self, kernel, **options):
+        return kernel.forward(self.q, self.k, self.v, pattern=self.pattern, scale=self.scale, **options)
+
+    def backward(self, kernel, deterministic=False, **options):
+        dtype = torch.float64 if self.q.dtype is torch.float64 else torch.float32
+        statistics = (t.to(DEVICE, dtype) for t in (self.lse, self.delta))
+        options |= {"pattern": self.pattern, "scale": self.scale, "deterministic": deterministic}
+        return kernel.backward(self.grad, self.q, self.k, self.v, *statistics, **options)
+
+    def hold_blind_rows(self, out, lse, gradients):
+        """Nothing where nothing is seen, to the last bit, whatever the dtype."""
+        blind, unseen = (~self.mask.any(1)).to(DEVICE), (~self.mask.any(0)).to(DEVICE)
+        assert not out[:, blind].any() and (lse[:, :, blind] == -torch.inf).all()
+        for gradient, empty in zip(gradients, (blind, unseen, unseen), strict=True):
+            assert not gradient[:, empty].any() and gradient.isfinite().all()

@@ -1,0 +1,76 @@
+"""One step of the real model on the host runtime, and the most bytes of activations alive in it: run as a program.
+
+Prints a JSON line for each of the cases given as a JSON list.
+"""
+
+import gc
+import json
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from bmburst.blocks.config import LlamaConfig
+from bmburst.loss import global_mean
+from bmburst.mesh import Mesh
+from bmburst.runtime import start
+from tests.live_bytes import LiveBytes
+
+
+class Activations(LiveBytes):
+    """Without the weights and gradients that ZeRO gathers: it makes their storages itself and sets tensors to them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.set_.source_Storage_storage_offset or func is torch.ops.aten.set_.source_Storage:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def measure(case: dict[str, Any]) -> dict[str, int]:
+    """Return the bytes alive at the peak of a second step, beyond those before it, and what ZeRO gathers of a block."""
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.model import Llama
+
+    config = LlamaConfig(**case["model"])
+    model = Llama(
+        config,
+        attention=partial(BurstAttention, group=Mesh.over_bmtrain().sequence),
+        dtype=getattr(torch, case["dtype"]),
+        recompute=case["recompute"],
+        zero_level=case["zero"],
+        loss_chunk=case["loss_chunk"],
+    )
+    ids = torch.randint(config.vocab_size, (1, case["tokens"] + 1))
+    positions = torch.arange(case["tokens"])[None]
+
+    def step() -> None:
+        nats = model.loss(ids[:, :-1], positions, ids[:, 1:])
+        global_mean(nats, case["tokens"], 1).backward()
+
+    step()
+    gc.collect()
+    live = Activations()
+    with live:
+        step()
+    block = model.model.layers[0]
+    gathered = sum(info["partition_size"] * info["world_size"] for info in block._storage_info.values())
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    return {"peak": live.peak, "block": gathered, "parameters": numbers}
+
+
+def links() -> None:
+    """Measure links between the ranks of a process group."""
+    from bmburst.plan.calibrate.links import measure_links
+    from bmburst.plan.hardware import NUMBERS
+
+    found = measure_links(torch.device("cpu"))
+    assert len(found) == 4 and set(found) < set(NUMBERS)
+    assert all(fact.value > 0 and fact.kind == "measured" and "gloo, 2 ranks" in fact.source for fact in found.values())
+
+
+if __name__ == "__main__":
+    start()
+    for case in json.loads(sys.argv[1]):
+        sys.stdout.write(json.dumps(measure(case)) + "\n")
+        sys.stdout.flush()

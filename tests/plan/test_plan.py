@@ -1,0 +1,257 @@
+"""Ways, times, ranking and the command line of `bmburst plan`."""
+
+import json
+import shlex
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+
+from bmburst.blocks.presets import PRESETS
+from bmburst.cli import CommandParser, main
+from bmburst.cli import train as train_command
+from bmburst.config import given_options
+from bmburst.errors import UserError
+from bmburst.layout import make_layout
+from bmburst.mesh_shape import MeshShape
+from bmburst.plan.attention import attention_cost
+from bmburst.plan.candidates import Candidate, candidates, divisors
+from bmburst.plan.command import options
+from bmburst.plan.counts import attention_flops, model_flops
+from bmburst.plan.hardware import load_hardware, shipped
+from bmburst.plan.search import best_of_each, predict, search
+from bmburst.plan.sizes import sizes
+from bmburst.plan.step import step_time, utilisation
+from bmburst.plan.task import Task
+from bmburst.plan.traffic import collective
+from bmburst.train.config import TrainConfig
+from bmburst.train.resolve import resolve
+
+H200 = load_hardware("h200")
+ODD = replace(PRESETS["llama-3-8b"], num_heads=12, num_kv_heads=12, head_dim=128, max_position_embeddings=1 << 22)
+
+
+def task(preset="llama-3-8b", sequence=1 << 17, gpus=8, nodes=1, **more):
+    return Task(model=PRESETS[preset], preset=preset, sequence=sequence, gpus=gpus, nodes=nodes, **more)
+
+
+def way(of, heads=1, outer="none", data=1, tensor=1, **more):
+    return Candidate(task=of, data=data, tensor=tensor, heads=heads, outer=outer, **more)
+
+
+@pytest.mark.parametrize(("gpus", "nodes", "batch"), [(1, 1, 1), (6, 1, 2), (16, 2, 4), (64, 8, 1), (4096, 512, 64)])
+def test_every_way_is_a_mesh_that_can_share_the_model(gpus, nodes, batch):
+    asked = task(gpus=gpus, nodes=nodes, batch=batch)
+    found = candidates(asked)
+    assert len({each.name for each in found}) == len(found)
+    for each in found:
+        shape = MeshShape(each.data, each.sequence, each.tensor)
+        assert shape.size == gpus and batch % each.data == 0
+        own, own_kv = shape.require_heads(asked.model.num_heads, asked.model.num_kv_heads)
+        assert (own, own_kv) == (each.own_heads, each.own_kv_heads)
+        assert each.heads * each.groups == each.sequence and own % each.heads == 0
+        assert (each.outer == "none") == (each.groups == 1)
+        assert asked.gpus_per_node % each.tensor == 0
+    assert {each.recompute for each in found} == {"none", "block", "block-keep-attention"}
+    assert any(each.outer == "double-ring" for each in found) == (nodes > 1 and gpus // nodes > 1)
+
+
+def test_flops_are_those_of_the_definition():
+    model, length = PRESETS["llama-tiny"], 24
+    pairs = sum(query + 1 for query in range(length))
+    scores = 2 * 2 * pairs * model.num_heads * model.head_dim  # QK and PV, 2 FLOPs a number
+    assert attention_flops(model, length) == pytest.approx(scores * length / (length + 1))
+    matrices = model.num_parameters - model.vocab_size * model.hidden_size
+    asked = Task(model=model, sequence=length, gpus=1, batch=3)
+    expected = 3 * (6 * matrices * length + 3 * model.num_layers * attention_flops(model, length))
+    assert model_flops(asked) == expected
+
+
+@pytest.mark.parametrize(("heads", "outer"), [(8, "none"), (1, "ring"), (1, "gather"), (4, "ring"), (2, "gather")])
+@pytest.mark.parametrize("preset", ["llama-2-7b", "llama-3-8b"])
+def test_bytes_are_those_of_the_tensors(preset, heads, outer):
+    """Counted from shapes, rank by rank, as `bmburst.attention.schedule` and the exchanges move them."""
+    asked = task(preset)
+    own, model, ranks = sizes(way(asked, heads, outer)), asked.model, 8
+    tokens = make_layout("zigzag", ranks, asked.sequence // ranks).tokens
+    vector = model.head_dim * 2
+    assert (own.q, own.k) == (tokens * model.num_heads * vector, tokens * model.num_kv_heads * vector)
+    groups, rows = ranks // heads, tokens * heads  # after the exchange of heads
+    kv = rows * max(1, model.num_kv_heads // heads) * vector
+    assert own.ring_forward == 2 * kv and own.gather_bytes == 2 * kv * (groups - 1)
+    if outer == "ring":
+        q = rows * (model.num_heads // heads) * vector
+        statistics = rows * (model.num_heads // heads) * 4
+        queries = (groups - 1) * (2 * q + 2 * statistics) + groups * 2 * q
+        keys = (groups - 1) * 2 * kv + groups * 4 * kv
+        assert own.travellers == ("q" if queries <= keys else "kv")
+        assert own.ring_backward == ((2 * q + 2 * statistics, 2 * q) if queries <= keys else (2 * kv, 4 * kv))
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_more_work_takes_longer_and_more_gpus_less(name):
+    machine = load_hardware(name)
+    lengths = [predict(way(task(sequence=n), 8), machine).seconds for n in (1 << 15, 1 << 17, 1 << 20)]
+    assert lengths == sorted(lengths) and len(set(lengths)) == 3
+    long = [search(task(sequence=1 << 20, gpus=n, nodes=max(1, n // 8)), machine)[0] for n in (4, 8, 64, 512)]
+    assert [each.seconds for each in long] == sorted((each.seconds for each in long), reverse=True)
+    assert all(0 < each.utilisation < 1 for each in long)
+
+
+@pytest.mark.parametrize("slower", ["matmul", "attention_forward", "attention_backward", "memory_bandwidth"])
+def test_a_slower_machine_is_slower(slower):
+    best = way(task(), 8)
+    assert predict(best, replace(H200, **{slower: getattr(H200, slower) / 2})).seconds > predict(best, H200).seconds
+
+
+def test_heads_first_and_rings_where_heads_run_out():
+    best = search(task(sequence=1 << 17), H200, tensor=[1])[0].candidate
+    assert (best.heads, best.outer) == (8, "none")
+    few = Task(model=ODD, sequence=1 << 17, gpus=8)
+    best = search(few, H200, tensor=[1])[0].candidate
+    assert best.heads == 4 and best.groups == 2  # 12 heads cannot be dealt to 8 ranks
+    assert not any(each.candidate.heads == 8 for each in search(few, H200, tensor=[1]))
+
+
+def test_between_nodes_two_levels_beat_one_ring():
+    """One pair of GPUs carries a flat ring from node to node; of two levels each GPU carries its part."""
+    asked = task("llama-2-7b", 1 << 19, 32, 4)
+    a800 = load_hardware("a800")
+    flat, double, mixed = (
+        attention_cost(way(asked, heads, outer, transport="nccl"), a800)
+        for heads, outer in ((1, "ring"), (1, "double-ring"), (8, "ring"))
+    )
+    exposed = [each.forward.exposed + each.backward.exposed for each in (flat, double, mixed)]
+    assert exposed[0] > exposed[1] > 0 and exposed[0] > exposed[2]
+    one = task("llama-2-7b", 1 << 19, 32, 1)
+    inside = attention_cost(way(one, 1, "ring", transport="nccl"), a800)
+    assert inside.backward.exposed < flat.backward.exposed
+
+
+def test_recomputation_costs_time_and_is_no_use():
+    kept, again, none = (
+        step_time(way(task(), 8, recompute=policy), H200) for policy in ("block-keep-attention", "block", "none")
+    )
+    assert none.total < kept.total < again.total
+    assert none.recompute == 0
+    attention = attention_cost(way(task(), 8), H200).forward.total * 32
+    assert again.recompute - kept.recompute == pytest.approx(attention)
+    shown = [utilisation(way(task(), 8), H200, each.total) for each in (none, kept, again)]
+    assert shown == sorted(shown, reverse=True)
+
+
+def test_parts_add_up_and_the_host_is_a_floor():
+    time = step_time(way(task("llama-tiny", 4096, 1)), H200)
+    assert time.host > 0 and time.total == pytest.approx(6 * H200.layer_host)
+    assert step_time(way(task(), 8), H200).host == 0
+
+
+def test_collectives_by_the_slower_of_links_and_nics():
+    one, many = way(task(), 8), way(task(gpus=64, nodes=8), 8, "ring")
+    nbytes = 1e9
+    inside = collective(H200, one, nbytes, 8)
+    assert inside == pytest.approx(nbytes * 7 / 8 / H200.collective_bandwidth + H200.nccl_latency)
+    slow = replace(H200, inter_bandwidth=1e9)  # of 8 nodes 7 send theirs in, over the 8 NICs of this one
+    expected = nbytes * 7 / 8 / 8e9 + 7 * slow.inter_latency / 2 + slow.nccl_latency
+    assert collective(slow, many, nbytes, 64) == pytest.approx(expected)
+    assert collective(H200, one, nbytes, 1) == 0
+
+
+def test_what_fits_comes_first_and_the_fastest_of_it():
+    found = search(task(sequence=1 << 20), H200)
+    fits = [each.memory.fits for each in found]
+    assert True in fits and False in fits and fits == sorted(fits, reverse=True)
+    times = [each.seconds for each in found if each.memory.fits]
+    assert all(later >= earlier * 0.998 for earlier, later in pairwise(times))
+    shown = best_of_each(found, 5)
+    assert shown[0] is found[0] and len(shown) == 5
+
+
+def read(words):
+    parser = CommandParser(prog="bmburst train", description="")
+    train_command.configure(parser)
+    return resolve((), given_options(parser.read(words), TrainConfig))
+
+
+@pytest.mark.parametrize(("gpus", "batch", "dtype"), [(8, 4, "bfloat16"), (1, 1, "float32")])
+def test_commands_are_those_of_the_trainer(gpus, batch, dtype):
+    for each in candidates(task(sequence=4096, gpus=gpus, batch=batch, dtype=dtype)):
+        config = read(options(each))
+        assert config.mesh_shape(gpus) == MeshShape(each.data, each.sequence, each.tensor)
+        config.validate(gpus)
+        assert (config.recompute, config.parallel.zero_level) == (each.recompute, each.zero)
+        assert (config.batch_size, config.dtype, config.sequence_length) == (batch, dtype, 4096)
+        assert config.model.num_layers == 32
+
+
+def plan(*words):
+    return main(["plan", *words])
+
+
+def test_the_answer_says_what_is_best(capsys, tmp_path):
+    picture = tmp_path / "plan.png"
+    assert plan("--model", "llama-3-8b", "--seq", "1048576", "--gpus", "8", "--output", str(picture)) == 0
+    printed = capsys.readouterr().out
+    assert "The best: data 1 x sequence 8, heads x8" in printed
+    assert "does not fit" not in printed.splitlines()[3]
+    command = shlex.split(printed.strip().splitlines()[-1])
+    assert command[:4] == ["bmburst", "train", "--nproc", "8"]
+    read(command[2:]).validate(8)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), [(64, 8), (512, 64), (4096, 512)])
+def test_many_gpus_are_answered(gpus, nodes, capsys):
+    words = f"--model llama-3-8b --seq 1048576 --gpus {gpus} --nodes {nodes} --batch 16 --json --ways 3"
+    assert plan(*words.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["ways"]) == 3
+    for each in found["ways"]:
+        assert each["seconds"] == pytest.approx(sum(each["parts"].values()))
+        assert each["memory"]["allocated"] == pytest.approx(sum(each["memory"]["lines"].values()))
+        assert each["command"].startswith(f"bmburst launch --nproc 8 --nnodes {nodes}")
+
+
+def test_nothing_that_fits_is_said(capsys):
+    assert plan("--model", "llama-2-13b", "--seq", "4194304", "--gpus", "1") == 0
+    assert "No way fits" in capsys.readouterr().out
+
+
+REFUSALS = {
+    "--model llama-3-8 --seq 4096": "did you mean 'llama-3-8b'",
+    "--seq 4096": "--model is missing",
+    "--model llama-3-8b": "--seq is missing",
+    "--model llama-3-8b --seq 4096 --gpus 9 --nodes 2": "fix: --gpus 8 or 10",
+    "--model llama-3-8b --seq 5 --gpus 64 --nodes 8": "without a token",
+    "--model llama-3-8b --seq 0": "--seq 0",
+    "--model llama-3-8b --seq 4096 --gpus 100000": "allowed: 1 to 65536",
+    "--model llama-3-8b --seq 4096 --hardware h20": "did you mean 'h200'",
+    "--model llama-3-8b --seq 4096 --hardware gone.toml": "cannot be read",
+    "--model llama-3-8b --seq 4096 --recompute blok": "did you mean 'block'",
+    "--model llama-3-8b --seq 4096 --zero 1": "unknown --zero '1'",
+    "--model llama-3-8b --seq 4096 --tensor 3": "--tensor 3",
+    "--model llama-3-8b --seq 4096 --tensor x": "whole numbers",
+    "--model llama-3-8b --seq 4096 --batch 3 --micro-batch 2": "does not divide",
+    "--model llama-3-8b --seq 4096 --output gone/plan.png": "no such folder",
+    "--model llama-3-8b --seq 4096 --output plan.pdf": "a .png file",
+    "--model llama-3-8b --seq 4096 --dtype int8": "unknown dtype",
+    "--model llama-3-8b --seq 4096 --ways 0": "--ways 0",
+    "--check --calibrate": "exclude each other",
+}
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_bad_input_is_refused_in_a_few_lines(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert plan(*words.split()) == 2
+    said = capsys.readouterr().err
+    assert REFUSALS[words] in said and len(said.strip().splitlines()) <= 3
+
+
+def test_any_number_of_gpus_has_a_way_that_leaves_none_without_a_token():
+    assert divisors(7) == [1, 7] and divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+    assert all(each.heads in (1, 7) for each in candidates(Task(model=ODD, sequence=4096, gpus=7)))
+    with pytest.raises(UserError, match="without a token"):
+        candidates(task(sequence=3, gpus=64, nodes=8))
+    for gpus, batch in product((1, 2, 3), (1, 5)):
+        assert candidates(task(gpus=gpus, batch=batch))

@@ -1,0 +1,140 @@
+"""Hardware files, recorded runs beside predictions, and calibration."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import bmburst.plan
+from bmburst.cli import main
+from bmburst.errors import UserError
+from bmburst.plan.accuracy import compare, markdown
+from bmburst.plan.calibrate.facts import complete, measured, render, write
+from bmburst.plan.hardware import KINDS, NUMBERS, hardware_from, load_hardware, read_facts, shipped
+from tests.distributed.processes import run_processes
+from tests.plan.program import links
+
+ROOT = Path(bmburst.plan.__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_number_has_unit_kind_and_source(name):
+    facts = read_facts(name)
+    assert set(facts) == {*NUMBERS, "name"}
+    for number in NUMBERS:
+        assert set(facts[number]) == {"value", "unit", "kind", "source"}
+        assert facts[number]["kind"] in KINDS and facts[number]["source"] and facts[number]["unit"]
+    assert set(shipped()) == {"h200", "h100", "a100", "a800"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"matmul": {"value": 0}}, "a number above 0"),
+        ({"matmul": {"value": "fast"}}, "a number above 0"),
+        ({"matmul": {"value": True}}, "a number above 0"),
+        ({"nccl_latency": {"value": -1.0}}, "at least 0"),
+        ({"matmull": {"value": 1.0}}, "did you mean 'matmul'"),
+        ({"matmul": None}, "lacks matmul"),
+    ],
+)
+def test_a_wrong_file_is_refused(change, said):
+    facts = read_facts("h200") | change
+    facts = {key: fact for key, fact in facts.items() if fact is not None}
+    with pytest.raises(UserError, match=re.escape(said)):
+        hardware_from(facts, "mine.toml")
+
+
+def test_files_are_read_and_text_is_not_taken_for_numbers(tmp_path):
+    bad = tmp_path / "bad.toml"
+    bad.write_text("name = ")
+    with pytest.raises(UserError, match="is no TOML file"):
+        load_hardware(str(bad))
+    facts = complete({"matmul": measured(1e12, "FLOP/s", 'said "so"\n\\ here')}, read_facts("h200"), "h200")
+    file = tmp_path / "mine.toml"
+    write(render('My "box"', facts, "head"), file)
+    mine = load_hardware(str(file))
+    assert mine.matmul == 1e12 and mine.nccl_bandwidth == load_hardware("h200").nccl_bandwidth
+    assert tomllib.loads(file.read_text())["matmul"]["kind"] == "measured"
+    assert tomllib.loads(file.read_text())["peak"]["kind"] == "assumed"
+    with pytest.raises(UserError, match="cannot be written"):
+        write("x", tmp_path / "gone" / "mine.toml")
+
+
+@pytest.fixture(scope="module")
+def comparisons():
+    return compare()
+
+
+def sizes(comparisons, group, quantity):
+    return {
+        each.name: abs(each.error) for each in comparisons if each.group == group and each.quantity.startswith(quantity)
+    }
+
+
+def test_this_projects_measurements_are_met(comparisons):
+    """What the documentation says: all but the shortest sequences over NCCL are within 10 %."""
+    for quantity in ("forward, ms", "forward + backward, ms"):
+        errors = sizes(comparisons, "this project, attention", quantity)
+        assert len(errors) > 30
+        off = {name for name, error in errors.items() if error > 0.10}
+        assert all("32768" in name and "nccl" in name for name in off), off
+        assert sorted(errors.values())[len(errors) // 2] < 0.03
+    assert all(error < 0.10 for error in sizes(comparisons, "this project, training", "step").values())
+    assert all(error < 0.05 for error in sizes(comparisons, "this project, training", "torch").values())
+
+
+def test_published_runs_are_met_as_far_as_said(comparisons):
+    errors = sizes(comparisons, "published, training", "tokens/s/GPU")
+    ours = {name: error for name, error in errors.items() if name.startswith("Burst")}
+    assert len(ours) >= 10 and all(error < 0.15 for error in ours.values())
+    text = markdown(comparisons)
+    for each in comparisons:
+        assert each.name in text and each.source in text
+    assert {row.split(" | ")[0] for row in text.splitlines() if row.startswith("| this project")}
+
+
+def test_the_record_is_what_the_command_prints(comparisons):
+    """Regenerated whenever a rate or a formula changes: the numbers in it are the planner's of today."""
+    record = (ROOT / "benchmarks/results/plan_accuracy_202611.md").read_text()
+    missing = [line for line in markdown(comparisons).splitlines() if line and line not in record]
+    assert missing == []
+
+
+def test_measured_rows_are_those_of_the_records():
+    data = tomllib.loads((ROOT / "bmburst/plan/data/measured.toml").read_text())
+    for row in data["attention"]:
+        found = json.loads((ROOT / "benchmarks/results" / row["source"]).read_text())["rows"].get(row["cell"])
+        if found is not None:
+            assert found["forward_backward"]["milliseconds"]["median"] == pytest.approx(row["both_ms"], abs=1e-3)
+
+
+def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    file = tmp_path / "machine.toml"
+    assert main(["plan", "--calibrate", "--ranks", "1", "--output", str(file)]) == 0
+    printed = capsys.readouterr()
+    assert "measuring: attention" in printed.err and str(file) in printed.out
+    facts = read_facts(str(file))
+    for number in ("matmul", "attention_forward", "attention_backward", "memory_bandwidth", "memory"):
+        assert facts[number]["kind"] == "measured" and facts[number]["value"] > 0
+    assert facts["nccl_bandwidth"]["kind"] == "assumed"
+    assert main(["plan", "--model", "llama-tiny", "--seq", "4096", "--gpus", "2", "--hardware", str(file)]) == 0
+    assert "CPU" in capsys.readouterr().out
+
+
+def test_links_are_measured_by_ranks():
+    run_processes(2, links)
+
+
+def test_planning_needs_no_torch_and_nothing_that_communicates():
+    code = (
+        "import sys; from bmburst.plan.search import search; from bmburst.plan.table import report; "
+        "from bmburst.plan.accuracy import compare; compare(); "
+        "assert not {'torch', 'bmtrain', 'bmburst.comm', 'bmburst.attention'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

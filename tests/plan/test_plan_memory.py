@@ -1,0 +1,151 @@
+"""Predicted memory against the bytes that the real model holds, and against the plans that the executors obey."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bmburst.attention.gather_plan import make_units as gather_units
+from bmburst.attention.heads_plan import HeadShapes, Strides, make_heads_plan
+from bmburst.blocks.config import LlamaConfig
+from bmburst.layout import make_layout
+from bmburst.plan.buffers import attention_buffers, held_outside
+from bmburst.plan.candidates import Candidate
+from bmburst.plan.counts import block_matrices, held_block
+from bmburst.plan.hardware import load_hardware
+from bmburst.plan.memory import memory_of
+from bmburst.plan.sizes import sizes
+from bmburst.plan.task import Task
+
+ROOT = Path(__file__).parents[2]
+HARDWARE = load_hardware("h200")
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 200,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 1 << 20,
+}
+POLICIES = [("none", "bfloat16"), ("block", "bfloat16"), ("block-keep-attention", "bfloat16"), ("none", "float32")]
+CASES = [
+    {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": dtype, "tokens": 334, "loss_chunk": 64}
+    for recompute, dtype in POLICIES
+] + [
+    {"model": SHAPE | {"tie_embeddings": True}, "recompute": "block-keep-attention", "zero": 2, "dtype": "float32",
+     "tokens": 334, "loss_chunk": 64}
+]  # fmt: skip
+NOT_ACTIVATIONS = ("weights", "gradients", "optimizer", "whole weights (ZeRO-2)", "workspace", "token ids, angles")
+GATHERED = "gathered weights, gradients"
+
+
+def way(model, tokens, gpus=1, *, heads=1, outer="none", dtype="bfloat16", **more):
+    task = Task(model=model, sequence=tokens, gpus=gpus, dtype=dtype, loss_chunk=more.pop("loss_chunk", 1024))
+    return Candidate(task=task, data=1, tensor=1, heads=heads, outer=outer, **more)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    command = [sys.executable, "-m", "tests.plan.program", json.dumps(CASES)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i]['recompute']}-{CASES[i]['dtype']}-{i}")
+def test_activations_are_those_of_the_model(measured, index):
+    case = CASES[index]
+    model = LlamaConfig(**case["model"])
+    candidate = way(
+        model, case["tokens"], dtype=case["dtype"], recompute=case["recompute"], zero=case["zero"], loss_chunk=64
+    )
+    memory = memory_of(candidate, HARDWARE)
+    assert memory.moment == "MLP backward"
+    angles = case["tokens"] * model.head_dim * 4
+    lines = {name: nbytes for name, nbytes in memory.lines.items() if name not in (*NOT_ACTIVATIONS, GATHERED)}
+    assert sum(lines.values()) + angles == pytest.approx(measured[index]["peak"], rel=0.02)
+
+
+def test_parameters_are_those_of_the_model(measured):
+    for case, found in zip(CASES, measured, strict=True):
+        model = LlamaConfig(**case["model"])
+        assert model.num_parameters == found["parameters"]
+        assert 0 <= found["block"] - held_block(model) < 2048  # BMTrain aligns what it moves
+        assert block_matrices(model) + 2 * model.hidden_size == held_block(model)
+
+
+def shapes(size, tokens, degree, heads, kv_heads):
+    return HeadShapes(
+        layout=make_layout("zigzag", size, tokens // size), degree=degree, batch=1, heads=heads, kv_heads=kv_heads,
+        head_dim=128, itemsize=2, statistics_itemsize=4,
+    )  # fmt: skip
+
+
+def attention_model(heads, kv_heads):
+    return LlamaConfig(
+        vocab_size=64, hidden_size=heads * 128, intermediate_size=64, num_layers=1, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=128,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(8, 8, 2), (8, 8, 4), (8, 2, 4), (16, 4, 2), (16, 4, 4), (12, 3, 3), (12, 12, 2)]
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_heads_take_the_boxes_of_their_plan(heads, kv_heads, size, backward):
+    tokens = 4096 * size
+    candidate = way(attention_model(heads, kv_heads), tokens, size, heads=size)
+    own = sizes(candidate)
+    found = shapes(size, tokens, size, heads, kv_heads)
+    sources = tuple(Strides(1 << 30, heads * 256, 256) for _ in range(6 if backward else 3))
+    plan = make_heads_plan(found, 0, sources, backward=backward, most=own.most_kv_heads)
+    inward, outward = own.head_bytes(backward=backward)
+    assert plan.nbytes == pytest.approx(inward, rel=1e-2)
+    boxes = [at.exchange.nbytes for at in plan.outbound]
+    assert sum(boxes) == pytest.approx(outward, rel=1e-2)
+    shares = own.unit_shares(backward=backward)
+    assert [len(unit.heads) / own.heads for unit in plan.units] == pytest.approx(shares)
+    turns = min(2, len(boxes))
+    assert attention_buffers(candidate, backward=backward).boxes == pytest.approx(
+        plan.nbytes + turns * max(boxes), rel=1e-2
+    )
+
+
+@pytest.mark.parametrize(("kv_heads", "tokens"), [(8, 65536), (32, 65536), (32, 1 << 20)])
+def test_a_gather_has_as_many_units_as_its_plan(kv_heads, tokens):
+    own = sizes(way(attention_model(32, kv_heads), tokens, 4, outer="gather"))
+    assert own.gather_units == len(gather_units(32, kv_heads, own.most_kv_heads))
+
+
+def test_boxes_lie_outside_only_where_copy_engines_move_blocks():
+    model = attention_model(32, 8)
+    assert held_outside(way(model, 65536, 8, heads=8)) > 0
+    assert held_outside(way(model, 65536, 8, heads=8, transport="nccl")) == 0
+    assert held_outside(way(model, 65536)) == 0
+    inside, outside = (memory_of(way(model, 65536, 8, heads=8, transport=t), HARDWARE) for t in ("nccl", "peer"))
+    assert "boxes that peers read" in outside.outside
+    assert "boxes that peers read" not in inside.outside
+
+
+def test_memory_grows_with_what_is_kept_and_shrinks_with_ranks():
+    model = LlamaConfig(**SHAPE)
+    kept = [
+        memory_of(way(model, 1 << 14, recompute=policy), HARDWARE).allocated
+        for policy in ("block", "block-keep-attention", "none")
+    ]
+    assert kept == sorted(kept) and len(set(kept)) == 3
+    spread = [memory_of(way(model, 1 << 14, gpus, heads=min(gpus, 2), outer="ring"), HARDWARE) for gpus in (1, 2, 4, 8)]
+    peaks = [memory.allocated for memory in spread]
+    assert peaks == sorted(peaks, reverse=True)
+    stages = [memory_of(way(model, 1 << 14, 2, heads=2, zero=zero), HARDWARE).allocated for zero in (2, 3)]
+    assert stages[0] != stages[1]
+
+
+def test_what_does_not_fit_is_said():
+    model = LlamaConfig(**SHAPE | {"intermediate_size": 1 << 16})
+    assert not memory_of(way(model, 1 << 20), HARDWARE).fits
+    assert memory_of(way(model, 1 << 10), HARDWARE).fits

@@ -1,0 +1,251 @@
+"""Masks are values: what they show is their definition, they compare, join, fit and refuse as they say."""
+
+import copy
+import pickle
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from bmburst.errors import UserError
+from bmburst.mask import BlockSparse, Both, Causal, Documents, Full, Mask, PrefixLM, SlidingWindow, make_mask
+from tests.mask_oracle import random_mask, visible
+
+MAP = [[1, 0, 1], [0, 1, 0], [1, 1, 1]]
+DOCUMENTS = Documents([3, 1, 4])
+PREFIXES = PrefixLM([2, 0], [5, 3])
+BLOCKS = BlockSparse(MAP, 3)
+
+
+def drawn(seed, longest=60):
+    rng = random.Random(seed)
+    length = rng.randint(1, longest)
+    return random_mask(rng, length), length
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_rows_and_blocks_are_the_definition(seed):
+    mask, length = drawn(seed)
+    mask.require(length)
+    every = np.arange(length)
+    start, stop = mask.rows(every, length)
+    shown = (start[:, None] <= every) & (every < stop[:, None])
+    if mask.blocks is None:
+        assert shown.diagonal().all()  # as `seen_by` takes for granted
+    else:
+        cells = mask.blocks.cells.repeat(mask.blocks.size, 0).repeat(mask.blocks.size, 1)
+        shown = shown & cells[:length, :length]
+    assert (shown == visible(mask, length)).all()
+    assert (np.diff(start) >= 0).all() and (np.diff(stop) >= 0).all() and (start <= stop).all()
+    some = every[:: 1 + seed % 5]
+    assert all((part == whole[some]).all() for part, whole in zip(mask.rows(some, length), (start, stop), strict=True))
+    if mask.forward_only:
+        assert not np.triu(shown, 1).any()
+
+
+def test_what_a_few_masks_show():
+    """Written out, so that the oracle cannot be wrong in the same way."""
+
+    def drawing(mask, length):
+        return ["".join(".x"[int(seen)] for seen in row) for row in visible(mask, length)]
+
+    assert drawing(SlidingWindow(2), 4) == ["x...", "xx..", ".xx.", "..xx"]
+    assert drawing(SlidingWindow(2, causal=False), 4) == ["xx..", "xxx.", ".xxx", "..xx"]
+    assert drawing(Documents([1, 3]), 4) == ["x...", ".x..", ".xx.", ".xxx"]
+    assert drawing(Documents([2, 2], causal=False), 4) == ["xx..", "xx..", "..xx", "..xx"]
+    assert drawing(PrefixLM(2), 4) == ["xx..", "xx..", "xxx.", "xxxx"]
+    assert drawing(PrefixLM([0, 2], [2, 3]), 5) == ["x....", "xx...", "..xx.", "..xx.", "..xxx"]
+    assert drawing(BlockSparse([[0, 1], [1, 1]], 2), 3) == ["..x", "..x", "xxx"]
+    assert drawing(BlockSparse([[1, 1], [0, 1]], 2, causal=True), 4) == ["x...", "xx..", "..x.", "..xx"]
+    assert drawing(PrefixLM(3) & SlidingWindow(2, causal=False), 4) == ["xx..", "xxx.", ".xx.", "..xx"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_both_show_what_each_shows(seed):
+    one, length = drawn(seed)
+    other = random_mask(random.Random(1000 + seed), length)
+    if one.blocks is not None and other.blocks is not None and one.blocks.size != other.blocks.size:
+        with pytest.raises(UserError, match="blocks of one size"):
+            one & other
+        return
+    for joined in (one & other, other & one):
+        assert (visible(joined, length) == visible(one, length) & visible(other, length)).all()
+        assert joined.length == (one.length or other.length)
+        assert joined.needs == one.needs | other.needs
+        assert set(joined.starts) == {*one.starts, *other.starts}
+        assert joined.forward_only == (one.forward_only or other.forward_only)
+
+
+def test_joining_keeps_no_more_than_it_must():
+    assert Full() & Full() == Full()
+    assert Full() & Causal() == Causal() & Full() == Causal() & Causal() == Causal()
+    assert (Causal() & DOCUMENTS) & (DOCUMENTS & SlidingWindow(3)) == Both((Causal(), DOCUMENTS, SlidingWindow(3)))
+    maps = BlockSparse([[1, 1], [1, 0]], 4) & Causal() & BlockSparse([[1, 0], [1, 1]], 4, causal=True)
+    assert maps == Both((Causal(), BlockSparse([[1, 0], [1, 0]], 4, causal=True)))
+    assert BLOCKS & BLOCKS == BLOCKS
+    with pytest.raises(TypeError):
+        Causal() & "causal"
+
+
+def test_masks_are_equal_by_value():
+    groups = [
+        [Full(), make_mask("full")],
+        [Causal(), make_mask("causal")],
+        [SlidingWindow(4), SlidingWindow(np.int32(4), causal=True), make_mask(SlidingWindow(4))],
+        [SlidingWindow(4, causal=False)],
+        [SlidingWindow(5)],
+        [DOCUMENTS, Documents((3, 1, 4)), Documents(np.array([3, 1, 4], np.int32)), Documents(torch.tensor([3, 1, 4]))],
+        [Documents([3, 1, 4], causal=False)],
+        [Documents([3, 4, 1])],
+        [PrefixLM(3), PrefixLM([3]), PrefixLM(torch.tensor(3)), PrefixLM(np.int64(3))],
+        [PrefixLM(4)],
+        [PREFIXES, PrefixLM(torch.tensor([2, 0]), np.array([5, 3]))],
+        [PrefixLM([0, 2], [5, 3])],
+        [PrefixLM([2, 0], [3, 5])],
+        [PrefixLM(3, [8])],
+        [BLOCKS, BlockSparse(torch.tensor(MAP), 3), BlockSparse(np.array(MAP, bool), 3)],
+        [BlockSparse(np.array(MAP).T, 3)],
+        [BlockSparse(MAP, 4)],
+        [BlockSparse(MAP, 3, causal=True)],
+        [DOCUMENTS & SlidingWindow(4), Both((DOCUMENTS, SlidingWindow(4)))],
+    ]
+    for i, group in enumerate(groups):
+        for mask in group:
+            assert [mask == other for others in groups for other in others] == [
+                j == i for j, others in enumerate(groups) for _ in others
+            ]
+        assert len(set(group)) == len(set(map(str, group))) == 1  # equal hashes, and one text
+    masks = [group[0] for group in groups]
+    assert len(set(masks)) == len({str(mask) for mask in masks}) == len(groups)  # ranks compare masks by their text
+    for mask in masks:
+        assert pickle.loads(pickle.dumps(mask)) == copy.deepcopy(mask) == mask
+
+
+def test_a_map_of_blocks_cannot_change_behind_the_mask():
+    cells = np.eye(2, dtype=bool)
+    mask = BlockSparse(cells, 2)
+    cells[:] = False
+    assert mask.block_map.tolist() == [[True, False], [False, True]]
+    with pytest.raises(ValueError, match="read-only"):
+        mask.block_map[0, 0] = False
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
+def test_documents_from_where_they_start(make):
+    assert Documents.from_cu_seqlens(make([0, 3, 4, 8])) == DOCUMENTS
+    assert Documents.from_cu_seqlens(make([0, 5]), causal=False) == Documents([5], causal=False)
+
+
+def test_what_masks_say_of_themselves():
+    both = DOCUMENTS & PREFIXES & SlidingWindow(2, causal=False)
+    for mask, length, starts, needs, forward_only in (
+        (Full(), None, (), set(), False),
+        (Causal(), None, (), set(), True),
+        (SlidingWindow(3), None, (), {"window"}, True),
+        (SlidingWindow(3, causal=False), None, (), {"window"}, False),
+        (DOCUMENTS, 8, (0, 3, 4), {"segments"}, True),
+        (Documents([3, 5], causal=False), 8, (0, 3), {"segments"}, False),
+        (PrefixLM(3), None, (), set(), False),
+        (PREFIXES, 8, (0, 5), {"segments"}, False),
+        (BLOCKS, None, (), {"cells"}, False),
+        (BlockSparse(MAP, 3, causal=True), None, (), {"cells"}, True),
+        (both, 8, (0, 3, 4, 5), {"segments", "window"}, True),
+    ):
+        assert (mask.length, mask.starts, mask.needs, mask.forward_only) == (length, starts, needs, forward_only)
+        assert isinstance(mask, Mask) and isinstance(mask.needs, frozenset)
+    assert (BLOCKS.blocks.size, BLOCKS.blocks.cells.tolist()) == (3, np.array(MAP, bool).tolist())
+    assert (BLOCKS & both).blocks.cells is not None and both.blocks is None
+
+
+def test_masks_in_words():
+    assert [str(mask) for mask in (Full(), Causal(), SlidingWindow(4), SlidingWindow(4, causal=False))] == [
+        "full", "causal", "window of 4, causal", "window of 4",
+    ]  # fmt: skip
+    digest = r" \([0-9a-f]{12}\)"
+    for mask, words in (
+        (DOCUMENTS, f"3 documents of 1 to 4 tokens{digest}, causal"),
+        (PREFIXES, f"prefixes of 2 documents of 3 to 5 tokens{digest}{digest}"),
+        (PrefixLM(4), f"prefixes{digest}"),
+        (BLOCKS, f"blocks of 3{digest}"),
+        (BlockSparse(MAP, 2, causal=True) & SlidingWindow(9), f"window of 9, causal & blocks of 2{digest}, causal"),
+    ):
+        assert re.fullmatch(words, str(mask))
+
+
+REFUSED = [
+    (lambda: SlidingWindow(0), "tokens of a sliding window must be a whole number of at least 1, got 0"),
+    (lambda: SlidingWindow(2.5), "tokens of a sliding window must be a whole number of at least 1, got 2.5"),
+    (lambda: SlidingWindow(None), "tokens of a sliding window must be a whole number of at least 1, got None"),
+    (lambda: Documents([]), "documents need at least one length, got none"),
+    (lambda: Documents([3, 0]), "document must be a whole number of at least 1, got 0"),
+    (lambda: Documents([3, -2]), "document must be a whole number of at least 1, got -2"),
+    (lambda: Documents([3, 2.0]), "lengths of documents must be whole numbers, one after another, got [3, 2.0]"),
+    (lambda: Documents([[3, 2]]), "lengths of documents must be whole numbers, one after another, got [[3, 2]]"),
+    (lambda: Documents([[3], [2, 1]]), "lengths of documents must be an array of numbers, got [[3], [2, 1]]"),
+    (lambda: Documents("causal"), "lengths of documents must be whole numbers, one after another, got 'causal'"),
+    (lambda: Documents(None), "lengths of documents must be whole numbers, one after another, got None"),
+    (lambda: Documents([True]), "lengths of documents must be whole numbers, one after another, got [True]"),
+    (lambda: Documents.from_cu_seqlens([1, 3]), "cu_seqlens must start at 0 and ascend"),
+    (lambda: Documents.from_cu_seqlens([0, 3, 3]), "cu_seqlens must start at 0 and ascend"),
+    (lambda: Documents.from_cu_seqlens([0]), "cu_seqlens must start at 0 and ascend"),
+    (lambda: Documents.from_cu_seqlens([]), "cu_seqlens must start at 0 and ascend"),
+    (lambda: Documents.from_cu_seqlens([0, -1]), "entry of cu_seqlens must be a whole number of at least 0, got -1"),
+    (lambda: PrefixLM(-1), "prefix must be a whole number of at least 0, got -1"),
+    (lambda: PrefixLM([1, 2]), "got 2 prefix lengths for one document (no lengths given)\ngive one to each document"),
+    (lambda: PrefixLM([1], [2, 3]), "got 1 prefix lengths for 2 documents\ngive one to each document, 0 for none"),
+    (lambda: PrefixLM([1, 4], [2, 3]), "the prefix of document 1 has 4 tokens, but the document has 3"),
+    (lambda: PrefixLM([], []), "documents need at least one length, got none"),
+    (
+        lambda: BlockSparse([[1, 0]], 4),
+        "block_map must be [blocks, blocks], one row and one column for each block, got",
+    ),
+    (lambda: BlockSparse([], 4), "block_map must be [blocks, blocks], one row and one column for each block, got [0]"),
+    (lambda: BlockSparse([[1], [0, 1]], 4), "block_map must be an array of numbers, got [[1], [0, 1]]"),
+    (lambda: BlockSparse(MAP, 0), "block_size must be a whole number of at least 1, got 0"),
+    (lambda: DOCUMENTS & Documents([3, 6]), "masks for 8 and 9 tokens cannot be joined"),
+    (lambda: BLOCKS & BlockSparse(MAP, 4), "maps of blocks can be joined only if they have blocks of one size and as"),
+    (
+        lambda: BLOCKS & BlockSparse([[1]], 3),
+        "maps of blocks can be joined only if they have blocks of one size and as",
+    ),
+    (lambda: make_mask("causl"), "unknown mask 'causl'; did you mean 'causal'?\nknown: causal, full"),
+    (lambda: make_mask(None), "unknown mask 'None'"),
+    (
+        lambda: DOCUMENTS.require(9),
+        "the mask is made for 8 tokens, but the sequence has 9 real ones\n"
+        "make it for 9 tokens, or pass length=8: the tokens behind are padding",
+    ),
+    (lambda: (PREFIXES & BLOCKS).require(9), "the mask is made for 8 tokens, but the sequence has 9 real ones"),
+    (
+        lambda: BLOCKS.require(10),
+        "10 tokens are 4 blocks of 3, but block_map has 3\nmake it [4, 4], or pass the length that it is for",
+    ),
+    (lambda: (Causal() & BLOCKS).require(6), "6 tokens are 2 blocks of 3, but block_map has 3"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED, ids=[message[:60] for _, message in REFUSED])
+def test_refusals(wrong, message):
+    with pytest.raises(UserError) as refusal:
+        wrong()
+    assert str(refusal.value).startswith(message)
+    assert len(str(refusal.value).splitlines()) <= 3
+
+
+def test_a_refusal_is_short_whatever_was_given():
+    with pytest.raises(UserError) as refusal:
+        Documents(torch.rand(300, 300))
+    assert len(str(refusal.value)) < 250 and "\n" not in str(refusal.value)
+
+
+def test_masks_fit():
+    for mask, lengths in (
+        (DOCUMENTS, (8,)),
+        (BLOCKS, (7, 8, 9)),
+        (Causal() & PREFIXES & BLOCKS, (8,)),
+        (Full(), (1, 99)),
+    ):
+        for length in lengths:
+            mask.require(length)

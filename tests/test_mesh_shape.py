@@ -1,0 +1,100 @@
+"""Which rank stands where, and what cannot be dealt to the ranks: by brute force over small worlds."""
+
+import re
+from itertools import product
+
+import pytest
+
+from bmburst.attention.heads_plan import HeadShapes
+from bmburst.errors import UserError
+from bmburst.layout import make_layout
+from bmburst.mesh_shape import MeshShape, divisors
+
+AXES = [axes for axes in product(range(1, 5), repeat=3) if axes[0] * axes[1] * axes[2] <= 24]
+
+
+def refused(call, *args, **options):
+    with pytest.raises(UserError) as caught:
+        call(*args, **options)
+    assert len(str(caught.value).splitlines()) <= 3
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_every_rank_has_its_place(axes):
+    data, sequence, tensor = axes
+    shape = MeshShape.fit(data * sequence * tensor, data, tensor=tensor)
+    assert shape == MeshShape(*axes) == MeshShape.fit(shape.size, sequence=sequence, tensor=tensor)
+    places = [shape.coordinates(rank) for rank in range(shape.size)]
+    assert places == list(product(range(data), range(sequence), range(tensor)))  # tensor ranks are neighbours
+    for axis, groups in enumerate((shape.data_groups(), shape.sequence_groups(), shape.tensor_groups())):
+        assert sorted(rank for group in groups for rank in group) == list(range(shape.size))
+        for group in groups:
+            assert [places[rank][axis] for rank in group] == list(range(axes[axis]))
+            others = {places[rank][:axis] + places[rank][axis + 1 :] for rank in group}
+            assert len(others) == 1
+
+
+def test_inside_a_sequence():
+    shape = MeshShape.fit(16, data=1, tensor=2, heads=2, nodes=2)
+    assert (shape.sequence, shape.heads, shape.nodes) == (8, 2, 2)
+    assert (MeshShape.fit(4).heads, MeshShape.fit(4).nodes) == (None, 1)
+    assert refused(MeshShape.fit, 8, nodes=3) == "nodes 3 does not divide 8 sequence ranks\nnearest that work: 2 and 4"
+    text = refused(MeshShape.fit, 12, nodes=2, heads=4)
+    assert text == "heads 4 does not divide 6 sequence ranks a node\nnearest that work: 3 and 6"
+    assert "heads 0" in refused(MeshShape.fit, 8, heads=0)
+    assert "nodes 16 does not divide 8" in refused(MeshShape.fit, 8, nodes=16)
+
+
+def test_axes_that_do_not_multiply_are_refused():
+    assert refused(MeshShape.fit, 12, tensor=5) == "tensor 5 does not divide 12 ranks\nnearest that work: 4 and 6"
+    assert "data 2 x sequence 2 with tensor 2" in refused(MeshShape.fit, 12, 2, 2, tensor=2)
+    assert "each one of 1, 2, 3, 6" in refused(MeshShape.fit, 12, 5, tensor=2)
+    assert "data 1 x sequence 2 x tensor 0" in refused(MeshShape, 1, 2, 0)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (6, 3), (12, 1), (5, 5), (32, 8)])
+def test_heads_are_dealt_where_attention_can_deal_them(heads, kv_heads):
+    """As attention's own exchange of heads has it; and a rank's KV heads are those of its query heads."""
+
+    def works(degree, heads, kv_heads):
+        shapes = HeadShapes(
+            layout=make_layout("zigzag", degree, 4),
+            degree=degree,
+            batch=1,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=8,
+            itemsize=4,
+            statistics_itemsize=4,
+        )
+        return shapes.refusal() is None
+
+    good = [degree for degree in range(1, heads + 2) if works(degree, heads, kv_heads)]
+    for degree in range(1, heads + 2):
+        tensor, exchange = MeshShape(1, 1, degree), MeshShape(1, degree, heads=degree)
+        if degree not in good:
+            near = [n for n in good if n < degree][-1:] + [n for n in good if n > degree][:1]
+            said = refused(tensor.require_heads, heads, kv_heads)
+            assert said.startswith(f"tensor {degree} cannot share {heads} query heads and {kv_heads} KV heads\n")
+            assert [int(n) for n in re.findall(r"\d+", said.splitlines()[1])] == near
+            assert f"heads {degree} cannot share" in refused(exchange.require_heads, heads, kv_heads)
+            continue
+        own, own_kv = tensor.require_heads(heads, kv_heads)
+        assert exchange.require_heads(heads, kv_heads) == (heads, kv_heads)
+        for rank in range(degree):
+            needed = {head // (heads // kv_heads) for head in range(rank * own, (rank + 1) * own)}
+            assert needed == {rank * kv_heads // degree + n for n in range(own_kv)}
+
+
+def test_heads_over_both_axes():
+    shape = MeshShape(1, 6, tensor=2, heads=3)
+    assert "heads 3 cannot share 4 query heads and 4 KV heads\nnearest that work: 2" in refused(
+        shape.require_heads, 8, 8
+    )
+    assert shape.require_heads(12, 2) == (6, 1)
+    assert shape.require_width("intermediate_size", 40) == 20
+    assert "tensor 2 does not divide intermediate_size 41\nnearest that work: 1 and 41" in refused(
+        shape.require_width, "intermediate_size", 41
+    )
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]

@@ -1,0 +1,110 @@
+"""What every rank does in the test of packed documents: train on given batches and on a text, and evaluate."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
+from tests.train import run_program
+
+STEPS, TOKENS = 2, 37
+LENGTHS = ((37,), (1, 20, 16), (5, 5, 5, 5, 5, 5, 5, 2), (1, 1, 1, 1, 1, 1, 30, 1))
+SHAPE = dataclasses.replace(run_program.SHAPE, num_heads=4, num_kv_heads=2)
+
+
+class Case(NamedTuple):
+    """How a step is done; none of it may change what comes out."""
+
+    data: int
+    sequence: int
+    layout: str
+    micro: int
+    recompute: str
+    strategy: str = "auto"
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+CASES = [
+    Case(1, 1, "zigzag", 1, "none"),
+    Case(1, 1, "zigzag", 4, "block"),
+    Case(1, 2, "balanced", 1, "block-keep-attention"),
+    Case(1, 2, "zigzag", 2, "block-keep-attention", "heads"),
+    Case(2, 1, "contiguous", 2, "none"),
+    Case(1, 3, "striped", 1, "block", "ring"),
+    Case(1, 3, "contiguous", 4, "block-keep-attention", "gather"),
+]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the step's inputs and labels; documents are packed differently in every step."""
+    generator = torch.Generator().manual_seed(step)
+    inputs, labels = torch.randint(SHAPE.vocab_size, (2, len(LENGTHS), TOKENS), generator=generator).unbind()
+    labels[0, 20:] = -100
+    return inputs, labels
+
+
+def lengths(step: int) -> tuple[tuple[int, ...], ...]:
+    """Return the documents of each sequence of a step."""
+    return LENGTHS[step:] + LENGTHS[:step]
+
+
+def result(folder: Path, case: Case) -> dict[str, Any]:
+    """Return what `train_all` left of a case."""
+    loaded: dict[str, Any] = torch.load(folder / f"{case}.pt", weights_only=True)
+    return loaded
+
+
+def train_all(folder: Path, size: int) -> None:
+    """Do every case of this number of ranks."""
+    for case in CASES:
+        if case.data * case.sequence == size:
+            _train(folder, case)
+
+
+def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
+    """Return a case's configuration."""
+    return run_program.config(
+        folder,
+        f"run-{case}",
+        model=SHAPE,
+        sequence_length=TOKENS,
+        pack="documents",
+        batch_size=4,
+        micro_batch_size=case.micro,
+        recompute=case.recompute,
+        init_from=folder / "model",
+        data=DataConfig(source=str(folder / "text.jsonl"), held_out_fraction=0.2),
+        parallel=ParallelConfig(
+            data_parallel=case.data, sequence_parallel=case.sequence, layout=case.layout, strategy=case.strategy
+        ),
+        **changes,
+    )
+
+
+def _train(folder: Path, case: Case) -> None:
+    from bmburst.train.trainer import Trainer
+    from bmburst.zero import gather, named_shards
+
+    trainer = Trainer(config(folder, case, eval_sequences=10**6))
+    trainer.restore()
+    shards = named_shards(trainer.model)
+    evaluated = trainer.evaluate()
+    seen: dict[str, Any] = {"evaluated": [evaluated.loss, evaluated.bits_per_byte], "losses": [], "norms": []}
+    share = len(LENGTHS) // case.data
+    mine = slice(trainer.mesh.data_rank * share, (trainer.mesh.data_rank + 1) * share)
+    for step in range(STEPS):
+        inputs, labels = (t[mine].to(trainer.runtime.device) for t in batch(step))
+        loss, _ = trainer.backward(inputs, labels, lengths(step)[mine])
+        if step == 0:
+            seen["gradients"] = {s.name: gather(s, s.storage.grad) for s in shards}
+        _, norm = trainer.update()
+        seen["losses"].append(loss)
+        seen["norms"].append(norm)
+    seen["parameters"] = {s.name: gather(s) for s in shards}
+    seen["text loss"] = trainer.step().loss
+    if trainer.is_main:
+        torch.save(seen, folder / f"{case}.pt")

@@ -1,0 +1,124 @@
+"""What every rank does in the test of tensor parallelism, and one rank alone for comparison."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bmburst.errors import UserError
+from bmburst.train.config import DataConfig, ParallelConfig
+from tests.blocks.program import _bmtrain_checkpoint, _moved
+from tests.test_comm import check_mesh
+from tests.train import run_program
+
+# Its one KV head is shared by two tensor ranks; 47 tokens are padded on them. The other has a KV head for each.
+SHARED = {"sequence_length": 47, "sample_tokens": 6, "keep_checkpoints": 9}
+DEALT = SHARED | {"model": replace(run_program.SHAPE, num_heads=4, num_kv_heads=2, tie_embeddings=True)}
+BF16 = DEALT | {"dtype": "bfloat16"}
+RUNS = {"shared": SHARED, "dealt": DEALT, "bf16": BF16}
+FIRST, THEN = 2, 2
+
+
+def begin(folder: Path, tensor: int) -> None:
+    """Train each run to a checkpoint and on, and leave what came of it."""
+    for name, changes in RUNS.items():
+        trainer = _trainer(folder, f"{name}-{tensor}", tensor, **changes)
+        losses = [_step(trainer) for _ in range(FIRST)]
+        trainer.save()
+        losses += [_step(trainer) for _ in range(THEN)]
+        _leave(trainer, {"steps": losses, "eval": asdict(trainer.evaluate()), "sample": trainer.sample()})
+
+
+def resume(folder: Path, tensor: int, other: int) -> None:
+    """Go on from the checkpoint that another number of ranks left, after writing it again."""
+    for name, changes in RUNS.items():
+        trainer = _trainer(folder, f"{name}-{other}", tensor, resume=True, **changes)
+        trainer.restore()
+        trainer.folder = folder / f"{name}-{other}-again"
+        trainer.save()
+        losses = [_step(trainer) for _ in range(THEN)]
+        _leave(trainer, {"steps": losses})
+
+
+def storage(folder: Path) -> None:
+    """Where the parts of a tensor lie, for ours and for BMTrain's own checkpoints; two ranks that share matrices."""
+    import bmtrain as bmt
+
+    from bmburst.comm.groups import communicator
+    from bmburst.mesh import Mesh
+
+    mesh = Mesh.over_bmtrain()
+    check_mesh(mesh, 1, 1, 2)
+    assert mesh.tensor is communicator(bmt.config["tp_comm"])  # no second one, and the model's
+    with mesh.current():
+        assert _moved() == []
+        assert _bmtrain_checkpoint(folder, 2)
+
+
+def loss_scale(folder: Path) -> None:
+    """A loss scale changes neither the norm nor the step."""
+    import bmtrain as bmt
+
+    seen = []
+    for scale in (None, 8.0):
+        trainer = _trainer(folder, f"scale-{scale}", 2, **DEALT)
+        trainer._manager = bmt.optim.OptimManager(loss_scale=scale)
+        trainer._manager.add_optimizer(trainer.optimizer)
+        seen.append([_step(trainer) for _ in range(2)])
+    assert seen[1] == [pytest.approx(step, rel=1e-6) for step in seen[0]]
+
+
+def refusals() -> None:
+    """What cannot work is said on every rank, before anything waits."""
+    from bmburst.blocks.model import Llama
+    from bmburst.mesh import Mesh
+    from bmburst.runtime import start
+
+    three = replace(run_program.SHAPE, num_heads=3, num_kv_heads=1, head_dim=8)
+    wide = replace(run_program.SHAPE, intermediate_size=25)
+    for problem, attempt in {
+        "tensor 2 cannot share 3 query heads and 1 KV heads\nnearest that work: 1 and 3": lambda: Llama(three),
+        "tensor 2 does not divide intermediate_size 25\nnearest that work: 1 and 5": lambda: Llama(wide),
+        "with tensor 2 the world is more than the ranks of a sequence": lambda: Llama(run_program.SHAPE),
+        "tensor 1, but BMTrain was started with 2": lambda: Mesh.over_bmtrain(tensor=1),
+        "tensor 4, but BMTrain was started with 2": lambda: start(tensor=4),
+        "heads 2 does not divide 1 sequence ranks\nnearest that work: 1": lambda: Mesh.over_bmtrain(heads=2),
+    }.items():
+        with pytest.raises(UserError) as caught:
+            attempt()
+        assert str(caught.value).startswith(problem) and len(str(caught.value).splitlines()) <= 3
+    assert start().world_size == start(tensor=2).world_size == 2
+
+
+def two_ranks(folder: Path) -> None:
+    """All that two ranks which share matrices do, after one rank has begun and before it goes on."""
+    refusals()
+    storage(folder)
+    loss_scale(folder)
+    begin(folder, 2)
+    resume(folder, 2, 1)
+
+
+def result(folder: Path, name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(folder / f"{name}.pt", weights_only=True)
+    return loaded
+
+
+def _trainer(folder: Path, name: str, tensor: int, **changes: Any) -> Any:
+    from bmburst.train.trainer import Trainer
+
+    data = DataConfig(source=str(folder / "text.txt"), held_out_fraction=0.2, cache=folder / f"tokens-{tensor}")
+    parallel = ParallelConfig(tensor_parallel=tensor, layout="contiguous")
+    return Trainer(run_program.config(folder, name, parallel=parallel, data=data, **changes))
+
+
+def _step(trainer: Any) -> tuple[float, float]:
+    metrics = trainer.step()
+    return metrics.loss, metrics.grad_norm
+
+
+def _leave(trainer: Any, seen: dict[str, Any]) -> None:
+    if trainer.is_main:
+        torch.save(seen, trainer.folder.parent / f"{trainer.folder.name}.pt")

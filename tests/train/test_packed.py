@@ -1,0 +1,139 @@
+"""Training on packed documents is training on each document alone, added up: on any ranks, layout and microbatches.
+
+The reference is Hugging Face's LLaMA in one process, a document at a time, with torch's AdamW.
+"""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from transformers import LlamaConfig as HuggingFaceConfig
+from transformers import LlamaForCausalLM
+
+from bmburst.data import Batches, PackedSequences, open_corpus
+from tests.distributed.programs import run_program
+from tests.train import packed_program as program
+
+CASES = pytest.mark.parametrize("case", program.CASES, ids=str)
+cross_entropy = partial(torch.nn.functional.cross_entropy, reduction="sum")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with random weights, a text of short and long documents, and what ranks make of them."""
+    folder = tmp_path_factory.mktemp("packed")
+    prepare(folder)
+    for size in (1, 2, 3):
+        run_program(size, program.train_all, folder, size)
+    return folder
+
+
+def prepare(folder):
+    """Write the model and the text."""
+    texts = [f"{i}: " + "the quick brown fox " * (i * i % 7) + "." * (i % 5) for i in range(24)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    torch.manual_seed(0)
+    values = program.SHAPE.to_hugging_face()
+    model = LlamaForCausalLM(HuggingFaceConfig(**values, attn_implementation="eager"))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder / "model")
+
+
+def load(folder):
+    return LlamaForCausalLM.from_pretrained(folder / "model", attn_implementation="eager", dtype=torch.float32)
+
+
+def sum_over_documents(model, inputs, labels, lengths):
+    """Return the sum of token losses of each document of a sequence alone."""
+    pairs = zip(inputs.split(lengths), labels.split(lengths), strict=True)
+    return sum(cross_entropy(model(ids[None]).logits[0], wanted) for ids, wanted in pairs)
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    model, config = load(folder), program.config(folder, program.CASES[0])
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
+    options = config.optimizer
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+    )
+    from bmburst.train.lr import learning_rate
+
+    found = {"losses": [], "norms": []}
+    for step in range(program.STEPS):
+        inputs, labels = program.batch(step)
+        rows = zip(inputs, labels, program.lengths(step), strict=True)
+        loss = sum(sum_over_documents(model, *row) for row in rows) / (labels != -100).sum()
+        loss.backward()
+        if step == 0:
+            found["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm).item())
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.schedule, options.lr, step + 1, config.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(loss.item())
+    found["parameters"] = {name: p.detach() for name, p in model.named_parameters()}
+    batches = Batches(packed(folder, config, "train"), batch_size=config.batch_size, seed=config.seed)
+    ids = torch.from_numpy(next(batches))
+    found["text"] = ids[:, :-1], ids[:, 1:], batches.documents
+    return found
+
+
+@CASES
+def test_equals_documents_alone(folder, reference, case):
+    ours = program.result(folder, case)
+    assert ours["gradients"].keys() == reference["gradients"].keys()
+    for what, limit in (("gradients", 1e-5), ("parameters", 1e-5)):
+        for name, wanted in reference[what].items():
+            assert ((ours[what][name] - wanted).norm() / wanted.norm()).item() < limit, (what, name)
+    for what in ("losses", "norms"):
+        assert ours[what] == pytest.approx(reference[what], rel=1e-5)
+
+
+@CASES
+def test_a_step_on_text(folder, reference, case):
+    """The first step's samples, with the documents they are of, on the parameters after the steps above."""
+    model, (inputs, labels, documents) = load(folder), reference["text"]
+    model.load_state_dict(reference["parameters"])
+    with torch.no_grad():
+        nats = sum(sum_over_documents(model, *row) for row in zip(inputs, labels, documents, strict=True))
+    assert max(map(len, documents)) > 1
+    assert program.result(folder, case)["text loss"] == pytest.approx(nats.item() / labels.numel(), rel=1e-5)
+
+
+def packed(folder, config, split):
+    """Return sequences of the text."""
+    return PackedSequences(
+        open_corpus(config.data.source, None, folder),
+        split=split,
+        sequence_length=program.TOKENS,
+        held_out_fraction=config.data.held_out_fraction,
+        pack="documents",
+    )
+
+
+@pytest.fixture(scope="module")
+def evaluated(folder):
+    """Loss and bits per byte of the held-out part, its partial sample too."""
+    model, config = load(folder), program.config(folder, program.CASES[0])
+    sequences = packed(folder, config, "held_out")
+    assert len(sequences) >= 2
+    assert sequences.partial_labels > 0
+    nats, count, size = 0.0, len(sequences) + 1, 0
+    with torch.no_grad():
+        for index in range(count):
+            ids = torch.from_numpy(sequences[index])
+            nats += sum_over_documents(model, ids[:-1], ids[1:], sequences.documents(index)).item()
+            size += sequences.text_bytes(index)
+    return [nats / sequences.label_count, nats / math.log(2) / size]
+
+
+@CASES
+def test_evaluation_equals_documents_alone(folder, evaluated, case):
+    assert program.result(folder, case)["evaluated"] == pytest.approx(evaluated, rel=1e-5)

@@ -1,0 +1,58 @@
+"""Two ranks that share matrices are one rank: in what they train, save, load, evaluate and say."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.programs import run_program
+from tests.train import tensor_program as program
+
+EXACT = {"rel": 1e-5}
+TOLERANCE = {"shared": EXACT, "dealt": EXACT, "bf16": {"rel": 2e-2}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Runs begun on one rank and on two, each resumed on the other number of ranks."""
+    folder = tmp_path_factory.mktemp("tensor")
+    run_program(1, program.begin, folder, 1)
+    run_program(2, program.two_ranks, folder, tensor=2)
+    run_program(1, program.resume, folder, 1, 2)
+    return folder
+
+
+@pytest.mark.parametrize("name", program.RUNS)
+def test_trains_evaluates_and_samples_as_one_rank(folder, name):
+    one, two = (program.result(folder, f"{name}-{ranks}") for ranks in (1, 2))
+    for ours, wanted in zip(two["steps"], one["steps"], strict=True):
+        assert ours == pytest.approx(wanted, **TOLERANCE[name])
+    assert two["eval"] == pytest.approx(one["eval"], **TOLERANCE[name])
+    assert name == "bf16" or two["sample"] == one["sample"]
+
+
+@pytest.mark.parametrize("name", ["shared", "dealt"])
+def test_weights_and_moments_are_one_ranks(folder, name):
+    """After the first steps; the moments hold the gradients, tensor by tensor."""
+    for file in ("model", "optimizer"):
+        one, two = (saved(folder, f"{name}-{ranks}", file) for ranks in (1, 2))
+        assert one.keys() == two.keys()
+        for key, wanted in one.items():
+            assert two[key].shape == wanted.shape
+            assert (two[key] - wanted).norm() <= 1e-5 * wanted.norm(), key
+
+
+def saved(folder, run, file):
+    return load_file(folder / run / "checkpoints" / f"step-{program.FIRST:06d}" / f"{file}.safetensors")
+
+
+@pytest.mark.parametrize("name", program.RUNS)
+def test_checkpoints_hold_whole_tensors_and_load_on_any_degree(folder, name):
+    for wrote in (1, 2):
+        steps = program.result(folder, f"{name}-{wrote}")["steps"][program.FIRST :]
+        resumed = program.result(folder, f"{name}-{wrote}-again")["steps"]
+        for ours, wanted in zip(resumed, steps, strict=True):
+            assert ours == pytest.approx(wanted, **TOLERANCE[name])
+        for file in ("model", "optimizer"):
+            first, again = (saved(folder, run, file) for run in (f"{name}-{wrote}", f"{name}-{wrote}-again"))
+            assert first.keys() == again.keys()
+            assert all(torch.equal(first[key], again[key]) for key in first)
