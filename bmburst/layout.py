@@ -16,7 +16,7 @@ import numpy as np
 from bmburst.errors import UserError, require_known
 from bmburst.mask import Mask
 from bmburst.tiles import visible_area
-from bmburst_ops.flash.pattern import IntArray
+from bmburst_ops.pattern import IntArray
 
 
 class Run(NamedTuple):

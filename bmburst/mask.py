@@ -5,18 +5,18 @@ the query moves on. That holds in the local order of any layout too, where it de
 balance (`bmburst.tiles`).
 """
 
-import hashlib
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bmburst.errors import UserError, require_known
-from bmburst_ops.flash.pattern import IntArray, Need, Rows
+from bmburst.numbers import array_of, digest, whole_number, whole_numbers
+from bmburst_ops.pattern import IntArray, Need, Rows
 
 NAMES = ("causal", "full")
 
@@ -56,11 +56,6 @@ class Mask(ABC):
         return ()
 
     @property
-    def forward_only(self) -> bool:
-        """Whether no query sees a key behind it."""
-        return False
-
-    @property
     def needs(self) -> frozenset[Need]:
         """What a kernel must be able to do for it."""
         return frozenset()
@@ -85,7 +80,8 @@ class Mask(ABC):
         """
         if not isinstance(other, Mask):
             return NotImplemented
-        return _joined((*_parts(self), *_parts(other)))
+        parts = (mask.masks if isinstance(mask, Both) else (mask,) for mask in (self, other))
+        return _joined(tuple(chain.from_iterable(parts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +99,6 @@ class Full(Mask):
 @dataclass(frozen=True, slots=True)
 class Causal(Mask):
     """A query sees itself and what is before it."""
-
-    @property
-    def forward_only(self) -> bool:
-        """See `Mask.forward_only`."""
-        return True
 
     def rows(self, positions: IntArray, length: int) -> Rows:
         """See `Mask.rows`."""
@@ -130,12 +121,7 @@ class SlidingWindow(Mask):
     causal: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", _whole("tokens of a sliding window", self.tokens, 1))
-
-    @property
-    def forward_only(self) -> bool:
-        """See `Mask.forward_only`."""
-        return self.causal
+        object.__setattr__(self, "tokens", whole_number("tokens of a sliding window", self.tokens, 1))
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -176,7 +162,7 @@ class Documents(Mask):
         Raises:
             UserError: It does not start at 0, or does not ascend.
         """
-        edges = np.asarray([_whole("entry of cu_seqlens", n, 0) for n in _numbers("cu_seqlens", cu_seqlens)])
+        edges = np.asarray([whole_number("entry of cu_seqlens", n, 0) for n in whole_numbers("cu_seqlens", cu_seqlens)])
         if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) < 1).any():
             raise UserError("cu_seqlens must start at 0 and ascend, with the total at its end: [0, 5, 12] for 5 and 7")
         return cls(tuple(np.diff(edges).tolist()), causal)
@@ -190,11 +176,6 @@ class Documents(Mask):
     def starts(self) -> tuple[int, ...]:
         """See `Mask.starts`."""
         return _starts(self.lengths)
-
-    @property
-    def forward_only(self) -> bool:
-        """See `Mask.forward_only`."""
-        return self.causal
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -227,7 +208,7 @@ class PrefixLM(Mask):
     lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        prefixes = tuple(_whole("prefix", n, 0) for n in _numbers("prefix_lengths", self.prefix_lengths))
+        prefixes = tuple(whole_number("prefix", n, 0) for n in whole_numbers("prefix_lengths", self.prefix_lengths))
         lengths = None if self.lengths is None else _lengths(self.lengths)
         if len(prefixes) != (1 if lengths is None else len(lengths)):
             documents = "one document (no lengths given)" if lengths is None else f"{len(lengths)} documents"
@@ -265,7 +246,7 @@ class PrefixLM(Mask):
 
     def __str__(self) -> str:
         packed = "" if self.lengths is None else f" of {_packed(self.lengths)}"
-        return f"prefixes{packed} ({_digest(np.asarray(self.prefix_lengths))})"
+        return f"prefixes{packed} ({digest(np.asarray(self.prefix_lengths))})"
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -287,21 +268,16 @@ class BlockSparse(Mask):
     block_map: NDArray[np.bool_] = field(compare=False, repr=False)
 
     def __init__(self, block_map: Any, block_size: int, causal: bool = False) -> None:
-        cells = np.array(_array("block_map", block_map), dtype=bool)
+        cells = np.array(array_of("block_map", block_map), dtype=bool)
         if cells.ndim != 2 or cells.shape[0] != cells.shape[1] or not cells.size:
             raise UserError(
                 f"block_map must be [blocks, blocks], one row and one column for each block, got {list(cells.shape)}"
             )
         cells.setflags(write=False)
-        object.__setattr__(self, "block_size", _whole("block_size", block_size, 1))
+        object.__setattr__(self, "block_size", whole_number("block_size", block_size, 1))
         object.__setattr__(self, "causal", bool(causal))
-        object.__setattr__(self, "digest", _digest(cells))
+        object.__setattr__(self, "digest", digest(cells))
         object.__setattr__(self, "block_map", cells)
-
-    @property
-    def forward_only(self) -> bool:
-        """See `Mask.forward_only`."""
-        return self.causal
 
     @property
     def blocks(self) -> Blocks:
@@ -352,11 +328,6 @@ class Both(Mask):
         return tuple(sorted({start for mask in self.masks for start in mask.starts}))
 
     @property
-    def forward_only(self) -> bool:
-        """See `Mask.forward_only`."""
-        return any(mask.forward_only for mask in self.masks)
-
-    @property
     def needs(self) -> frozenset[Need]:
         """See `Mask.needs`."""
         return frozenset().union(*(mask.needs for mask in self.masks))
@@ -386,10 +357,6 @@ def make_mask(mask: "Mask | str") -> Mask:
         return mask
     require_known("mask", mask, NAMES)
     return Full() if mask == "full" else Causal()
-
-
-def _parts(mask: Mask) -> tuple[Mask, ...]:
-    return mask.masks if isinstance(mask, Both) else (mask,)
 
 
 def _joined(masks: tuple[Mask, ...]) -> Mask:
@@ -422,46 +389,11 @@ def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def _packed(lengths: Sequence[int]) -> str:
-    return f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens ({_digest(np.asarray(lengths))})"
-
-
-def _digest(array: NDArray[Any]) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=6).hexdigest()
-
-
-def _array(what: str, values: Any) -> NDArray[Any]:
-    """Return an array of what may be a tensor on any device."""
-    try:
-        return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
-    except (ValueError, TypeError):
-        raise UserError(f"{what} must be an array of numbers, got {_brief(values)}") from None
-
-
-def _numbers(what: str, values: Any) -> list[Any]:
-    array = np.atleast_1d(_array(what, values))
-    if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
-        raise UserError(f"{what} must be whole numbers, one after another, got {_brief(values)}")
-    found: list[Any] = array.tolist()
-    return found
+    return f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens ({digest(np.asarray(lengths))})"
 
 
 def _lengths(values: Any) -> tuple[int, ...]:
-    lengths = tuple(_whole("document", n, 1) for n in _numbers("lengths of documents", values))
+    lengths = tuple(whole_number("document", n, 1) for n in whole_numbers("lengths of documents", values))
     if not lengths:
         raise UserError("documents need at least one length, got none")
     return lengths
-
-
-def _brief(values: Any) -> str:
-    text = " ".join(repr(values).split())
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _whole(what: str, value: object, least: int) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]  # what is none raises
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise UserError(f"{what} must be a whole number of at least {least}, got {value!r}")
-    return number

@@ -75,6 +75,7 @@ def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, travellers
     return Schedule(rank, layout.size, travellers, tuple(steps))
 
 
+@lru_cache(maxsize=2048)
 def tiles(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
     """Return the work between one rank's queries and another's keys, in the local coordinates of each."""
     return make_tiles(

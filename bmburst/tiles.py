@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmburst.mask import Blocks, Mask
-from bmburst_ops.flash.pattern import FULL, Band, Cells, IntArray, Pattern, Rows, Segments
+from bmburst_ops.pattern import FULL, Band, Cells, IntArray, Pattern, Rows, Segments
 
 
 class Span(NamedTuple):

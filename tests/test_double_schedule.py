@@ -107,6 +107,19 @@ def test_a_mask_that_looks_back_a_little_ends_it_early():
     assert (itinerary.outer_hops, itinerary.inner_hops) == (1, 2)
 
 
+def test_gradients_leave_a_node_where_most_windows_end():
+    """Elsewhere they must hop there first, and nothing hides that."""
+    stops = {0: (0, 2), 1: (0, 2), 2: (1, 2), 3: (0, 1)}
+
+    def works(owner, rank):
+        return (rank - owner) % 4 in stops[(rank // 4 - owner // 4) % 4]
+
+    itinerary = make_itinerary(4, 4, works, returning=True)
+    assert [w.stops for w in itinerary.windows] == [(0,), (0, 2), (1, 2), (0, 1), (2,)]
+    assert itinerary.exit == 2
+    assert itinerary.inner_returns == 3 + 1 + 1  # between stops, to place 2 in window 3, and home
+
+
 @given(
     st.sampled_from([(2, 2), (2, 3), (3, 2), (1, 2), (2, 1)]),
     st.sampled_from(sorted(set(LAYOUTS) - {"balanced"})),

@@ -41,8 +41,6 @@ def test_rows_and_blocks_are_the_definition(seed):
     assert (np.diff(start) >= 0).all() and (np.diff(stop) >= 0).all() and (start <= stop).all()
     some = every[:: 1 + seed % 5]
     assert all((part == whole[some]).all() for part, whole in zip(mask.rows(some, length), (start, stop), strict=True))
-    if mask.forward_only:
-        assert not np.triu(shown, 1).any()
 
 
 def test_what_a_few_masks_show():
@@ -75,7 +73,6 @@ def test_both_show_what_each_shows(seed):
         assert joined.length == (one.length or other.length)
         assert joined.needs == one.needs | other.needs
         assert set(joined.starts) == {*one.starts, *other.starts}
-        assert joined.forward_only == (one.forward_only or other.forward_only)
 
 
 def test_joining_keeps_no_more_than_it_must():
@@ -140,20 +137,20 @@ def test_documents_from_where_they_start(make):
 
 def test_what_masks_say_of_themselves():
     both = DOCUMENTS & PREFIXES & SlidingWindow(2, causal=False)
-    for mask, length, starts, needs, forward_only in (
-        (Full(), None, (), set(), False),
-        (Causal(), None, (), set(), True),
-        (SlidingWindow(3), None, (), {"window"}, True),
-        (SlidingWindow(3, causal=False), None, (), {"window"}, False),
-        (DOCUMENTS, 8, (0, 3, 4), {"segments"}, True),
-        (Documents([3, 5], causal=False), 8, (0, 3), {"segments"}, False),
-        (PrefixLM(3), None, (), set(), False),
-        (PREFIXES, 8, (0, 5), {"segments"}, False),
-        (BLOCKS, None, (), {"cells"}, False),
-        (BlockSparse(MAP, 3, causal=True), None, (), {"cells"}, True),
-        (both, 8, (0, 3, 4, 5), {"segments", "window"}, True),
+    for mask, length, starts, needs in (
+        (Full(), None, (), set()),
+        (Causal(), None, (), set()),
+        (SlidingWindow(3), None, (), {"window"}),
+        (SlidingWindow(3, causal=False), None, (), {"window"}),
+        (DOCUMENTS, 8, (0, 3, 4), {"segments"}),
+        (Documents([3, 5], causal=False), 8, (0, 3), {"segments"}),
+        (PrefixLM(3), None, (), set()),
+        (PREFIXES, 8, (0, 5), {"segments"}),
+        (BLOCKS, None, (), {"cells"}),
+        (BlockSparse(MAP, 3, causal=True), None, (), {"cells"}),
+        (both, 8, (0, 3, 4, 5), {"segments", "window"}),
     ):
-        assert (mask.length, mask.starts, mask.needs, mask.forward_only) == (length, starts, needs, forward_only)
+        assert (mask.length, mask.starts, mask.needs) == (length, starts, needs)
         assert isinstance(mask, Mask) and isinstance(mask.needs, frozenset)
     assert (BLOCKS.blocks.size, BLOCKS.blocks.cells.tolist()) == (3, np.array(MAP, bool).tolist())
     assert (BLOCKS & both).blocks.cells is not None and both.blocks is None

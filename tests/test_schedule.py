@@ -20,7 +20,7 @@ from bmburst.schedule import (
     meet,
 )
 from bmburst.tiles import Span
-from bmburst_ops.flash.pattern import CAUSAL, Segments
+from bmburst_ops.pattern import CAUSAL, Segments
 from tests.mask_oracle import random_mask, visible
 from tests.ops.masks import visible as shown
 

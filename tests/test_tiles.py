@@ -9,7 +9,7 @@ import pytest
 from bmburst.layout import make_layout, real_positions
 from bmburst.mask import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow
 from bmburst.tiles import Span, Tile, make_tiles, seen_by, visible_area, visible_rows
-from bmburst_ops.flash.pattern import CAUSAL, FULL, Band, Cells, Segments
+from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, Segments
 from tests.mask_oracle import random_mask, visible
 from tests.ops.masks import visible as shown
 

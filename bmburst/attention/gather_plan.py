@@ -17,7 +17,7 @@ from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.layout import Layout, Run, real_positions, real_tokens
 from bmburst.mask import Full, Mask
 from bmburst.tiles import Span, Tile, make_tiles, seen_by
-from bmburst_ops.flash.pattern import FULL, IntArray
+from bmburst_ops.pattern import FULL, IntArray
 
 
 @dataclass(frozen=True, slots=True)

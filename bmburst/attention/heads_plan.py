@@ -15,7 +15,6 @@ from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.layout import Layout, Run
 from bmburst.tiles import Span
 
-
 _TILE_ROWS = 64  # every FlashAttention tile has a multiple of this many rows
 
 

@@ -91,9 +91,9 @@ class ParallelConfig:
         "Which rank holds which tokens; balanced: like work for each, whatever documents are packed.",
         default="zigzag",
     )
-    strategy: Literal[
-        "auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather", "double-ring"
-    ] = field("How attention is spread over the ranks of a sequence.", default="auto")
+    strategy: Literal["auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather", "double-ring"] = (
+        field("How attention is spread over the ranks of a sequence.", default="auto")
+    )
     kernel: Literal["auto", "fa4", "fa3", "cudnn", "fa2", "torch", "cpu", "triton", "reference"] = field(
         "What computes a tile of attention.", default="auto"
     )

@@ -1,10 +1,10 @@
 """Attention of one tile on one device: one file a backend, and the table that picks."""
 
 from bmburst_ops.flash.kernel import Gradients, Kernel, Partial
-from bmburst_ops.flash.pattern import CAUSAL, FULL, Band, Cells, Need, Pattern, Segments
 from bmburst_ops.flash.reference import ReferenceKernel
 from bmburst_ops.flash.select import NAMES, select_kernel
 from bmburst_ops.flash.triton import TritonKernel
+from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, Need, Pattern, Segments
 
 __all__ = [
     "CAUSAL",

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.memory import deliver, deliver_gradients
-from bmburst_ops.flash.pattern import Band, Rectangle, Segments, rectangles, rows_of, transposed
 from bmburst_ops.flash.vectors import Sent, send
+from bmburst_ops.pattern import Band, Rectangle, Segments, rectangles, rows_of, transposed
 
 
 class Given(NamedTuple):

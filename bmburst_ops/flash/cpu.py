@@ -10,9 +10,9 @@ from bmburst_ops.flash import top_left
 from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.limits import PACKED, unless_able, without_cells
 from bmburst_ops.flash.memory import deliver, deliver_gradients
-from bmburst_ops.flash.pattern import CAUSAL, FULL, Band, Need, Pattern, Segments, rectangles
 from bmburst_ops.flash.visible import Visibility
 from bmburst_ops.merge import accumulation_dtype, dense_rows, surrogate_out
+from bmburst_ops.pattern import CAUSAL, FULL, Band, Need, Pattern, Segments, rectangles
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ROWS = 512  # queries of a window at once: what they see is passed as a mask, and memory stays linear

@@ -9,9 +9,9 @@ from bmburst_ops.flash.blind import Given
 from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.limits import band_of, causal_or_full, unless_able, unless_half_on_gpu, unless_head_dim
 from bmburst_ops.flash.memory import aligned
-from bmburst_ops.flash.pattern import CAUSAL, FULL, Need, Pattern
 from bmburst_ops.flash.reference import ReferenceKernel
 from bmburst_ops.merge import surrogate_out
+from bmburst_ops.pattern import CAUSAL, FULL, Need, Pattern
 
 _OLDEST = 90501  # before 9.5.1, dO had to be laid out as O
 _WIDE_HEADS = 91000  # from 9.10 on: head dims up to 256, on Hopper alone

@@ -17,9 +17,9 @@ from bmburst_ops.flash.limits import (
 )
 from bmburst_ops.flash.memory import aligned, gradient_memory
 from bmburst_ops.flash.packages import load, version_of
-from bmburst_ops.flash.pattern import Need, Pattern
 from bmburst_ops.flash.varlen import Told, told_flash_attention_2
 from bmburst_ops.merge import surrogate_out
+from bmburst_ops.pattern import Need, Pattern
 
 _MODULE = "flash_attn.flash_attn_interface"
 

@@ -13,9 +13,9 @@ from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.limits import PACKED, unless_able, unless_half_on_gpu, unless_head_dim, without_cells
 from bmburst_ops.flash.memory import aligned, gradient_memory
 from bmburst_ops.flash.packages import is_there, load
-from bmburst_ops.flash.pattern import Need, Pattern
 from bmburst_ops.flash.varlen import Told, told
 from bmburst_ops.merge import surrogate_out
+from bmburst_ops.pattern import Need, Pattern
 
 _MODULE = "flash_attn_interface"
 _FORWARD_OPTIONS = 20  # k_new to v_descale: arguments that some releases have no defaults for

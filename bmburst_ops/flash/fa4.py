@@ -11,8 +11,8 @@ from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.limits import PACKED, unless_able, unless_half_on_gpu, unless_head_dim, without_cells
 from bmburst_ops.flash.memory import aligned, gradient_memory, writable
 from bmburst_ops.flash.packages import load, version_of
-from bmburst_ops.flash.pattern import FULL, Need, Pattern
 from bmburst_ops.flash.varlen import Told, told
+from bmburst_ops.pattern import FULL, Need, Pattern
 
 _MODULE = "flash_attn.cute.interface"
 _TILE = 64  # every tile has a multiple of this many rows

@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from bmburst_ops.flash.pattern import Need, Pattern
+from bmburst_ops.pattern import Need, Pattern
 
 
 class Partial(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash.pattern import CAUSAL, Band, Cells, Need, Pattern, Segments
+from bmburst_ops.pattern import CAUSAL, Band, Cells, Need, Pattern, Segments
 
 PACKED: frozenset[Need] = frozenset({"window", "segments"})
 """What kernels with windows and variable lengths are able to do."""

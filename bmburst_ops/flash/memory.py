@@ -36,8 +36,10 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     """Whether these are one memory, seen the same way."""
     if a is b:
         return True
-    same = a.dtype is b.dtype and a.shape == b.shape and a.stride() == b.stride()
-    return same and a.data_ptr() == b.data_ptr() != 0
+    if a.dtype is not b.dtype or a.shape != b.shape or not a.data_ptr() == b.data_ptr() != 0:
+        return False
+    # The stride of a dimension of one says nothing, and what was flattened and unflattened has another.
+    return all(mine == theirs or size == 1 for size, mine, theirs in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
 def deliver_gradients(results: Gradients, into: Gradients | None) -> Gradients:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.memory import deliver, deliver_gradients
-from bmburst_ops.flash.pattern import Need, Pattern
 from bmburst_ops.flash.visible import Visibility
 from bmburst_ops.merge import accumulation_dtype
+from bmburst_ops.pattern import Need, Pattern
 
 _ROWS = 512  # queries scored at once: memory stays linear in the keys
 

@@ -11,10 +11,10 @@ from bmburst_ops.flash.fa2 import FlashAttention2Kernel
 from bmburst_ops.flash.fa3 import FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
 from bmburst_ops.flash.kernel import Kernel, NotAlwaysDeterministic
-from bmburst_ops.flash.pattern import Need
 from bmburst_ops.flash.reference import ReferenceKernel
 from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.flash.triton import TritonKernel
+from bmburst_ops.pattern import Need
 
 # Fastest first. On an H200, bf16, head dim 128, 8K causal, forward / backward TFLOP/s: fa4 642 / 605, cudnn 599 / 527
 # (with 4 query heads a KV head and its expansion 595 / 525), torch 318 / 293. fa3 was not measured there.

@@ -18,9 +18,9 @@ from bmburst_ops.flash.limits import (
     without_cells,
 )
 from bmburst_ops.flash.memory import aligned
-from bmburst_ops.flash.pattern import Need, Pattern
 from bmburst_ops.flash.varlen import Told, told_flash_attention_2
 from bmburst_ops.merge import surrogate_out
+from bmburst_ops.pattern import Need, Pattern
 
 
 class TorchKernel:

@@ -10,8 +10,8 @@ from torch import Tensor
 from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.limits import unless_ampere
 from bmburst_ops.flash.packages import is_there
-from bmburst_ops.flash.pattern import Need, Pattern
 from bmburst_ops.flash.triton_masks import Mask, Side, mask_for
+from bmburst_ops.pattern import Need, Pattern
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256

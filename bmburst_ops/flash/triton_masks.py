@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bmburst_ops.flash.pattern import CAUSAL, FULL, Band, Cells, IntArray, Pattern, Rows, rows_of, transposed
 from bmburst_ops.flash.vectors import Sent, send
 from bmburst_ops.flash.visible import cell_of
+from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, IntArray, Pattern, Rows, rows_of, transposed
 
 _CHUNK = 2**22  # tiles looked at once
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.memory import deliver, deliver_gradients
-from bmburst_ops.flash.pattern import CAUSAL, Band, IntArray, Segments
 from bmburst_ops.flash.vectors import Sent, send
+from bmburst_ops.pattern import CAUSAL, Band, IntArray, Segments
 
 
 class Told(NamedTuple):

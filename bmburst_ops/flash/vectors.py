@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bmburst_ops.flash.pattern import IntArray
+from bmburst_ops.pattern import IntArray
 
 _ALIGNED = 4  # numbers: every vector starts at 16 bytes
 

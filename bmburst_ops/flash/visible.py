@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash.pattern import FULL, Cells, IntArray, Pattern, rows_of
+from bmburst_ops.pattern import FULL, Cells, IntArray, Pattern, rows_of
 
 
 class Visibility:

@@ -20,7 +20,7 @@ from bmburst.attention.gather_plan import (
 from bmburst.layout import make_layout, padded_layout, real_tokens
 from bmburst.mask import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow
 from bmburst.tiles import Span
-from bmburst_ops.flash.pattern import FULL, Segments
+from bmburst_ops.pattern import FULL, Segments
 from tests.mask_oracle import random_mask
 from tests.mask_oracle import visible as defined
 from tests.ops.masks import visible as shown

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmburst_ops.flash import CAUSAL, FULL, Band, Cells, Segments
-from bmburst_ops.flash.pattern import rectangles, rows_of, transposed
+from bmburst_ops.pattern import rectangles, rows_of, transposed
 from tests.ops.masks import a_band, a_cells, a_segments, some, visible
 
 SIZES = [(7, 7), (5, 12), (12, 5), (1, 9), (9, 1), (1, 1)]
