@@ -123,6 +123,7 @@ class Mesh:
             shape = world.decided(decide)
         sequence, data = split(shape.sequence_groups()), split(shape.data_groups())
         sequence.nodes = shape.nodes if shape.nodes > 1 else None  # else they are found
+        sequence.heads = shape.heads
         tensor = split(shape.tensor_groups()) if shape.tensor > 1 else alone()
         return cls(shape, world.rank, world, sequence, data, tensor)
 

@@ -128,11 +128,13 @@ def decide(
             strategy=choose(layout, real, mask, comm.transport),
             deterministic=options.deterministic,
         )
-        return call, f"{_signature(call, q, k, v, options)} nodes {comm.nodes}" if comm.active else ""
+        hints = f"nodes {comm.nodes} heads {comm.heads}"
+        return call, f"{_signature(call, q, k, v, options)} {hints}" if comm.active else ""
 
     def choose(layout: Layout, real: int, mask: Mask, transport: str, nodes: int | None = None) -> Strategy:
         wide = accumulation_dtype(q.dtype).itemsize
-        return choose_strategy(options.strategy, _head_shapes(layout, q, k, 1), real, mask, transport, wide, nodes)
+        shapes = _head_shapes(layout, q, k, 1)
+        return choose_strategy(options.strategy, shapes, real, mask, transport, wide, nodes, comm.heads)
 
     call = comm.decided(here)
     # What follows is collective the first time: not before all agree.

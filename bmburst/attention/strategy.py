@@ -79,7 +79,14 @@ _CUT_LOSS = 0.03  # a kernel's share lost when the scores are cut into rectangle
 
 @lru_cache(maxsize=1024)
 def choose_strategy(
-    name: str, shapes: HeadShapes, length: int, mask: Mask, transport: str, wide: int, nodes: int | None = None
+    name: str,
+    shapes: HeadShapes,
+    length: int,
+    mask: Mask,
+    transport: str,
+    wide: int,
+    nodes: int | None = None,
+    heads: int | None = None,
 ) -> Strategy:
     """Return the strategy of that name, or for "auto" the one with the lowest `cost`.
 
@@ -91,6 +98,7 @@ def choose_strategy(
         transport: What moves the blocks.
         wide: Bytes of an accumulated number.
         nodes: Nodes that the ranks lie on, in order, each with as many; None: not known yet.
+        heads: How many neighbouring ranks must exchange heads; None: what is cheapest.
 
     Raises:
         UserError: The strategy asked for cannot work with these shapes, with the reason.
@@ -99,6 +107,14 @@ def choose_strategy(
     found = list(_candidates(name, shapes, mask, wide, nodes))
     if not found:
         raise UserError(f"strategy '{name}' cannot work: {_refusal(name, shapes, mask, nodes)}\nuse strategy='auto'")
+    if heads is not None and shapes.layout.size > 1:
+        found = [strategy for strategy in found if strategy.heads == heads]
+    if not found:
+        reason = replace(shapes, degree=heads).refusal() if heads else None
+        raise UserError(
+            f"the mesh has {heads} ranks exchange heads, but {reason or f'strategy {name!r} has others do so'}\n"
+            "use strategy='auto', or a mesh with other heads"
+        )
     best = min(found, key=lambda strategy: cost(strategy, shapes, length, mask, transport, wide, nodes or 1))
     within = replace(shapes, degree=best.heads)
     return replace(best, most_kv_heads=_most_kv_heads(best, within, length, mask, transport))

@@ -122,7 +122,7 @@ def plan(config: TrainConfig, nproc: int) -> tuple[_Phase, ...]:
             "fix: --nproc 2; or CUDA_VISIBLE_DEVICES= (empty) to check on the CPU"
         )
     alone = dataclasses.replace(
-        config.parallel, data_parallel=1, sequence_parallel=1, tensor_parallel=1, transport="auto"
+        config.parallel, data_parallel=1, sequence_parallel=1, tensor_parallel=1, head_parallel=None, transport="auto"
     )
     phases = [
         _Phase(name="ranks", nproc=nproc, config=config),

@@ -21,7 +21,16 @@ HELP = (
 )
 SHORT = {"data.source": "--data"} | {
     f"parallel.{name}": f"--{name.replace('_', '-')}"
-    for name in ("data_parallel", "sequence_parallel", "tensor_parallel", "layout", "strategy", "kernel", "transport")
+    for name in (
+        "data_parallel",
+        "sequence_parallel",
+        "tensor_parallel",
+        "head_parallel",
+        "layout",
+        "strategy",
+        "kernel",
+        "transport",
+    )
 }
 TITLES = {
     "": "run",

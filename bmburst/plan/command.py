@@ -6,11 +6,7 @@ from bmburst.plan.candidates import Candidate
 
 
 def options(candidate: Candidate) -> list[str]:
-    """Return the options of `bmburst train` that make a run of this way.
-
-    The number of ranks that exchange heads has no option of its own: `--strategy heads` takes all ranks of a sequence,
-    `heads+ring` and `heads+gather` leave the degree to the library's own cost model.
-    """
+    """Return the options of `bmburst train` that make a run of this way."""
     task, model = candidate.task, candidate.task.model
     words = ["--preset", task.preset, "--sequence-length", str(task.sequence)]
     if task.sequence > model.max_position_embeddings:
@@ -21,6 +17,8 @@ def options(candidate: Candidate) -> list[str]:
     words += ["--data-parallel", str(candidate.data), "--sequence-parallel", str(candidate.sequence)]
     if candidate.tensor > 1:
         words += ["--tensor-parallel", str(candidate.tensor)]
+    if 1 < candidate.heads < candidate.sequence:
+        words += ["--head-parallel", str(candidate.heads)]
     words += ["--strategy", strategy(candidate), "--recompute", candidate.recompute]
     words += ["--parallel.zero_level", str(candidate.zero)]
     if task.loss_chunk != 1024:
@@ -32,7 +30,9 @@ def strategy(candidate: Candidate) -> str:
     """Return the name of `bmburst.attention.strategy.STRATEGIES` that asks for a way of attending."""
     if candidate.sequence == 1:
         return "auto"
-    outer = {"double-ring": "ring", "none": ""}.get(candidate.outer, candidate.outer)
+    if candidate.outer == "double-ring":
+        return "auto" if candidate.heads > 1 else "double-ring"  # beside heads it has no name
+    outer = "" if candidate.outer == "none" else candidate.outer
     return "+".join(filter(None, ("heads" if candidate.heads > 1 else "", outer)))
 
 

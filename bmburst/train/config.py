@@ -87,6 +87,13 @@ class ParallelConfig:
         minimum=1,
     )
     tensor_parallel: int = field("Ranks that share each matrix and its heads.", default=1, unit="ranks", minimum=1)
+    head_parallel: int | None = field(
+        "Ranks of a sequence that exchange attention heads; the others form a ring.",
+        default=None,
+        default_text="what is cheapest",
+        unit="ranks",
+        minimum=1,
+    )
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
         "Which rank holds which tokens; balanced: like work for each, whatever documents are packed.",
         default="zigzag",
@@ -226,7 +233,7 @@ class TrainConfig:
                 f"allowed: {', '.join(map(str, divisors(rest)))}\n"
                 f"fix: --nproc {data * tensor * max(1, rest // data)}, or another --data-parallel"
             )
-        return MeshShape(data, rest // data, tensor)
+        return MeshShape(data, rest // data, tensor, self.parallel.head_parallel)
 
     def validate(self, world_size: int) -> None:
         """Check what only the number of ranks decides. Values alone were checked when the configuration was built.

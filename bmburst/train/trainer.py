@@ -78,7 +78,9 @@ class Trainer:
         from bmburst.optim import build_optimizer
 
         parallel = config.parallel
-        self.mesh = Mesh.over_bmtrain(data=parallel.data_parallel, sequence=parallel.sequence_parallel)
+        self.mesh = Mesh.over_bmtrain(
+            data=parallel.data_parallel, sequence=parallel.sequence_parallel, heads=parallel.head_parallel
+        )
         self.cut = SequenceShard.cut(
             config.sequence_length,
             layout=parallel.layout,

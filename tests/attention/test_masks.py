@@ -8,6 +8,7 @@ import torch
 
 import bmburst
 from bmburst import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow
+from bmburst.attention.call import AttentionOptions, decide
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
@@ -205,5 +206,16 @@ def test_blocks_that_nobody_needs_do_not_move(strategy, window_tokens):
             with torch.no_grad():
                 bmburst.burst_attention(q, q, q, **options)
             assert counting.received == tokens * 2 * 2 * 4 * 4  # K and V, heads, head_dim, bytes
+
+    run_ranks(4, body)
+
+
+def test_the_mesh_decides_how_many_ranks_exchange_heads():
+    def body(comm):
+        comm.heads = 2
+        q = torch.zeros(1, 8, 4, 8)
+        options = AttentionOptions(mask=Documents([20, 12]))
+        assert decide(comm, q, q, q, None, options).strategy.heads == 2
+        compare(comm, "balanced", Documents([20, 12]), 32, 4, 2, {})
 
     run_ranks(4, body)

@@ -140,3 +140,17 @@ def test_gather_needs_neighbours():
 def test_a_single_rank_takes_any_name():
     for name, layout in product(STRATEGIES, LAYOUTS):
         assert choose(name, shapes(1, 4096, 7, 7, layout)).heads == 1
+
+
+def test_a_mesh_says_how_many_ranks_exchange_heads():
+    def choose_with(heads, name="auto", sizes=None):
+        return choose_strategy(name, sizes or shapes(8, 65536), 65536, Causal(), "nccl", 4, None, heads)
+
+    for heads in (1, 2, 4, 8):
+        assert choose_with(heads).heads == heads
+    assert choose_with(2, "heads+ring").heads == 2
+    with pytest.raises(UserError, match="mesh has 2 ranks exchange heads, but strategy 'heads' has others do so"):
+        choose_with(2, "heads")
+    with pytest.raises(UserError, match="mesh has 8 ranks exchange heads, but 12 query heads cannot be dealt to 8"):
+        choose_with(8, sizes=shapes(8, 65536, 12, 12))
+    assert choose_with(2, sizes=shapes(1, 65536)).heads == 1  # nothing is spread
