@@ -113,7 +113,7 @@ class DoubleSchedule:
         return sum(step.area for step in self.steps)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def make_double_schedule(
     layout: Layout, length: int, mask: Mask, rank: int, travellers: Travellers, nodes: int, *, returning: bool
 ) -> DoubleSchedule:
@@ -136,7 +136,7 @@ def make_double_schedule(
     return DoubleSchedule(rank, travellers, itinerary, tuple(steps))
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def layout_itinerary(
     layout: Layout, length: int, mask: Mask, travellers: Travellers, nodes: int, *, returning: bool
 ) -> Itinerary:

@@ -276,13 +276,13 @@ def real_tokens(layout: Layout, rank: int, length: int) -> int:
     return sum(run.real(length) for run in layout.runs(rank))
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=32)
 def real_positions(layout: Layout, rank: int, length: int) -> IntArray:
     """Return the global positions below `length` of a rank's local tokens, ascending."""
     return np.concatenate([np.arange(run.real(length)) * run.stride + run.start for run in layout.runs(rank)])
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=128)
 def rank_areas(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]:
     """Return the visible (query, key) pairs of each rank's queries."""
     return tuple(visible_area(mask, length, real_positions(layout, rank, length)) for rank in range(layout.size))

@@ -56,7 +56,7 @@ class Schedule:
         return tuple(np.diff([*distances, self.size]).tolist())
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, travellers: Travellers) -> Schedule:
     """Return the schedule of one rank.
 
@@ -75,7 +75,7 @@ def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, travellers
     return Schedule(rank, layout.size, travellers, tuple(steps))
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=256)
 def tiles(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
     """Return the work between one rank's queries and another's keys, in the local coordinates of each."""
     return make_tiles(
@@ -83,7 +83,7 @@ def tiles(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: in
     )
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=256)
 def distances(layout: Layout, length: int, mask: Mask, travellers: Travellers) -> tuple[int, ...]:
     """Return 0 and the distances at which a rank's queries may see another's keys."""
     seen = {

@@ -19,9 +19,10 @@ from bmburst.comm import cuda_driver, liveness, peer, transports
 from bmburst.comm.checks import Checked
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
 from bmburst.comm.exchange import Block, Move, make_exchange
+from bmburst.comm.hop import hop_exchange
 from bmburst.comm.local import LocalCommunicator, Wire, run_ranks
 from bmburst.comm.objects import gather_objects
-from bmburst.comm.peer import PeerCommunicator, _ring_exchange
+from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError
 from bmburst.errors import UserError
 from tests.attention.oracle import draw, reference
@@ -219,7 +220,7 @@ def test_ranks_of_two_hosts_share_nothing(driver, monkeypatch):
 @pytest.mark.parametrize("sizes", [(), (0,), (1,), (512,), (513, 0, 7), (40_000, 2, 4, 1024)])
 def test_the_exchange_of_a_hop(size, sizes):
     for shift in range(size):
-        ranks = [_ring_exchange(rank, size, shift, sizes) for rank in range(size)]
+        ranks = [hop_exchange(rank, size, shift, sizes) for rank in range(size)]
         starts, total = ranks[0][1], ranks[0][0].nbytes
         ends = [start + nbytes for start, nbytes in zip(starts, sizes, strict=True)]
         assert all(start % 512 == 0 for start in starts) and total >= max(ends, default=0)

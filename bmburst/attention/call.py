@@ -10,8 +10,8 @@ from torch import Tensor
 from bmburst.attention.heads_plan import HeadShapes
 from bmburst.attention.strategy import STRATEGIES, Strategy, choose_strategy
 from bmburst.comm.checks import Checked, describe
-from bmburst.comm.every_nth import EveryNth
 from bmburst.comm.levels import Levels, find_nodes, over_levels
+from bmburst.comm.members import EveryNth
 from bmburst.comm.protocol import BlockMover
 from bmburst.comm.transports import TRANSPORTS, over_transport
 from bmburst.double_schedule import DoubleSchedule, make_double_schedule

@@ -110,7 +110,7 @@ class GatherPlan:
     outbound: tuple[Exchange, ...]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
     """Return a rank's plan.
 

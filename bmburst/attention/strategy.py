@@ -77,7 +77,7 @@ _KERNEL_RATE = {"peer": 6e14, "nccl": 6e14}  # FLOP/s; on CPUs 2e11
 _CUT_LOSS = 0.03  # a kernel's share lost when the scores are cut into rectangles
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def choose_strategy(
     name: str,
     shapes: HeadShapes,

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
-from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
-from bmburst.comm.messages import tensor_in
+from bmburst.comm.exchange import Exchange
+from bmburst.comm.hop import hop
 from bmburst.comm.protocol import BlockMover, Transfer
 
 
@@ -27,13 +26,7 @@ class Members:
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `BlockMover.ring`. A part of a ring is no ring of the group's: tensors go through an outbox."""
-        sent = [t.detach() for t in tensors]
-        exchange, starts = _hop(self.rank, self.size, shift % self.size, tuple(t.nbytes for t in sent))
-        outbox = self.outbox(exchange.nbytes)
-        for tensor, start in zip(sent, starts, strict=True):
-            tensor_in(outbox, start, tensor.shape, tensor.dtype).copy_(tensor)
-        received = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in sent]
-        return self.pull(exchange, outbox, received)
+        return hop(self, tensors, shift)
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
         """See `BlockMover.outbox`."""
@@ -55,6 +48,18 @@ class Members:
         return _spread(exchange, self._comm.size, self._ranks)
 
 
+class EveryNth(Members):
+    """The ranks `rank % n`, `rank % n + n`, ... of a group, whose ring is one of the group's with longer hops."""
+
+    def __init__(self, comm: BlockMover, n: int) -> None:
+        super().__init__(comm, range(comm.rank % n, comm.size, n))
+        self._n = n
+
+    def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
+        """See `BlockMover.ring`."""
+        return self._comm.ring(*tensors, shift=shift * self._n)
+
+
 @lru_cache(maxsize=1024)
 def _spread(exchange: Exchange, size: int, ranks: tuple[int, ...]) -> Exchange:
     """Return the exchange between ranks of the whole group."""
@@ -65,20 +70,3 @@ def _spread(exchange: Exchange, size: int, ranks: tuple[int, ...]) -> Exchange:
         sends=tuple(exchange.sends[place[peer]] if peer in place else () for peer in range(size)),
         receives=tuple(exchange.receives[place[peer]] if peer in place else () for peer in range(size)),
     )
-
-
-@lru_cache(maxsize=1024)
-def _hop(rank: int, size: int, shift: int, sizes: tuple[int, ...]) -> tuple[Exchange, tuple[int, ...]]:
-    """Return the exchange of a hop, and where each tensor starts in the outbox."""
-    starts, total = placed(sizes)
-
-    def route(source: int, target: int) -> list[Move]:
-        if (source + shift) % size != target:
-            return []
-        return [
-            Move(Block(start, nbytes), Block(0, nbytes, buffer=i))
-            for i, (start, nbytes) in enumerate(zip(starts, sizes, strict=True))
-            if nbytes
-        ]
-
-    return make_exchange(rank, size, total, route), starts

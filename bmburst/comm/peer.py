@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
-from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
+from bmburst.comm.exchange import Block, Exchange, Move
+from bmburst.comm.hop import hop
 from bmburst.comm.liveness import PeerWatch
-from bmburst.comm.messages import copy_own, tensor_in
+from bmburst.comm.messages import copy_own
 from bmburst.comm.objects import gather_objects
 from bmburst.comm.protocol import Communicator, Transfer
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, agreed, host_identity
@@ -173,14 +174,7 @@ class PeerCommunicator:
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `BlockMover.ring`."""
-        sent = [t.detach() for t in tensors]
-        sizes = tuple(t.numel() * t.element_size() for t in sent)
-        exchange, starts = _ring_exchange(self.rank, self.size, shift % self.size, sizes)
-        outbox = self.outbox(exchange.nbytes)
-        for tensor, start in zip(sent, starts, strict=True):
-            tensor_in(outbox, start, tensor.shape, tensor.dtype).copy_(tensor)
-        received = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in sent]
-        return self.pull(exchange, outbox, received)
+        return hop(self, tensors, shift)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
@@ -318,23 +312,6 @@ def _copy(source: Block, target: Block) -> list[Copy]:
         return [Copy(target.offset, source.offset, source.width, source.rows, target.pitch, source.pitch)]
     starts = range(0, source.nbytes, _MOST)
     return [Copy(target.offset + i, source.offset + i, min(_MOST, source.nbytes - i)) for i in starts]
-
-
-@lru_cache(maxsize=1024)
-def _ring_exchange(rank: int, size: int, shift: int, sizes: tuple[int, ...]) -> tuple[Exchange, tuple[int, ...]]:
-    """Return the exchange of a hop, and where each tensor starts in the outbox."""
-    starts, total = placed(sizes)
-
-    def route(source: int, target: int) -> list[Move]:
-        if (source + shift) % size != target:
-            return []
-        return [
-            Move(Block(start, nbytes), Block(0, nbytes, buffer=i))
-            for i, (start, nbytes) in enumerate(zip(starts, sizes, strict=True))
-            if nbytes
-        ]
-
-    return make_exchange(rank, size, total, route), starts
 
 
 def _require_one_host(inner: Communicator) -> None:

@@ -107,7 +107,7 @@ def _places(pattern: Segments, q: Tensor, k: Tensor) -> tuple[Tensor | None, Ten
     return queries, keys
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _sent(pattern: Segments, queries: int, keys: int, device: torch.device) -> _Blind:
     rows = rows_of(pattern, queries, keys)
     columns = transposed(rows, keys)

@@ -54,7 +54,7 @@ def mask_for(pattern: Pattern, q: Tensor, k: Tensor, side: Side, rows: int, colu
     return Mask("cells", starts, stops, query_cells, key_cells, cells, pattern.cells.shape[1], tiles, ends)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _intervals(pattern: Pattern, queries: int, keys: int, side: Side, device: torch.device) -> Sent:
     return send(_rows(pattern, queries, keys, side), device)
 

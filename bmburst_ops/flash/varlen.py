@@ -102,7 +102,7 @@ class _Offsets(NamedTuple):
     """The most queries, and the most keys, of a segment."""
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _offsets(pattern: Segments, batch: int, device: torch.device) -> _Offsets:
     sides = (np.array(pattern.queries), np.array(pattern.keys))
     queries, keys = (int(np.diff(side).max()) for side in sides)
