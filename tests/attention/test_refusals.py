@@ -16,7 +16,7 @@ from tests.attention.test_burst_attention import zeros
         ({"mask": ["causal"]}, "unknown mask"),
         (
             {"layout": "stripe"},
-            "unknown layout 'stripe'; did you mean 'striped'\\?\nknown: contiguous, striped, zigzag",
+            "unknown layout 'stripe'; did you mean 'striped'\\?\nknown: balanced, contiguous, striped, zigzag",
         ),
         ({"layout": {"zigzag"}}, "unknown layout"),
         (

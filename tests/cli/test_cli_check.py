@@ -308,7 +308,7 @@ def test_a_resumed_runs_configuration_is_checked(launches, here, capsys):
         (["--nproc", "1"], "check compares several ranks with one"),
         (["--nproc", "3", "--data-parallel", "2"], "does not divide 3 ranks"),
         (["--sequence-length", "1"], "without a token"),
-        (["--layout", "zig"], "known: contiguous, striped, zigzag"),
+        (["--layout", "zig"], "known: balanced, contiguous, striped, zigzag"),
         (["--optimizer.lrr", "1"], "did you mean '--optimizer.lr'"),
         (["--data", "gone.txt"], "data gone.txt: no such file"),
         (["--config", "gone.yaml"], "gone.yaml: no such configuration file"),

@@ -212,7 +212,7 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--lr", "1"], "did you mean '--optimizer.lr'"),
         (["--optimizer.lrr", "1"], "did you mean '--optimizer.lr'"),
         (["--step", "1"], "did you mean '--steps'"),
-        (["--layout", "zig"], "known: contiguous, striped, zigzag"),
+        (["--layout", "zig"], "known: balanced, contiguous, striped, zigzag"),
         (["--steps", "0"], "steps: '0'"),
         (["--steps", "-5"], "steps: '-5'"),
         (["--steps", "ten"], "steps: 'ten'"),
