@@ -21,11 +21,11 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     that torch 2.11 wants; here fp32 parameters take torch's own functional AdamW.
 
     With `offload` the state and the fp32 master weights live in host memory and are updated there by
-    `bmburst.host_adam`, 12 bytes a weight in 16 bits and 8 in fp32 that the GPU then has free. Bits differ in this:
-    fp32 moments are equal, fp32 and master weights within an ulp of the larger of weight and update, for the fused
-    kernel multiplies in another order; 16-bit weights are their master's nearest with and without. What `state` and
-    checkpoints hold is the same, in fp16 too in bmburst's own layout: there BMTrain's resident moments are fp16 and
-    carry the loss scale, and neither takes the other's.
+    `bmburst.host_adam`: 12 bytes a weight in 16 bits and 8 in fp32 that the GPU then has free. What a step gives may
+    differ in the last bits: fp32 weights are within an ulp of the larger of weight and update, for the fused kernel
+    multiplies in another order (their moments are equal to torch's on a CPU); 16-bit weights are the nearest to their
+    master, with and without. What `state` and checkpoints hold is the same; only of fp16 weights BMTrain keeps other
+    moments, in fp16 and times the loss scale, and neither takes the other's.
 
     Args:
         params: As of any torch optimizer; fp32, bf16 or fp16.

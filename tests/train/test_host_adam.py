@@ -22,6 +22,7 @@ def test_in_one_process():
 
 def _check():
     check_the_nearest()
+    check_the_last_bit()
     alone = None
     for (piece, depth), late in itertools.product([(1 << 22, 3), (64, 3), (64, 1), (128, 2)], (False, True)):
         with late_copies() if late else contextlib.nullcontext():
@@ -109,6 +110,23 @@ def check_the_nearest():
     halves = torch.cat((numbers, torch.randn(999) * 1e-6, torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11, 65519.0])))
     with np.errstate(over="ignore"):
         assert np.array_equal(rounded(halves, torch.float16).numpy(), halves.numpy().astype(np.float16))
+
+
+def check_the_last_bit():
+    """fp32 moments are torch's; fp32 weights, whose products are in another order, within an ulp of the larger term."""
+    generator = torch.Generator().manual_seed(4)
+    weights = torch.randn(5003, generator=generator)
+    parameter, state, ours = torch.nn.Parameter(weights.clone()), state_of(weights), host_adam(1024, 2)
+    reference = torch.optim.AdamW([parameter], **RATES, weight_decay=0.5, foreach=False)
+    for _ in range(5):
+        before = weights.copy_(parameter.detach()).clone()
+        parameter.grad = torch.randn(5003, generator=generator)
+        ours.step([update(weights, parameter.grad, state, weight_decay=0.5)])
+        reference.step()
+        wanted, moments = parameter.detach(), reference.state[parameter]
+        assert all(torch.equal(state[name], moments[name]) for name in ("exp_avg", "exp_avg_sq"))
+        larger = torch.maximum(before.abs(), (wanted - before).abs())
+        assert ((weights - wanted).abs() <= 2.0**-23 * larger).all()
 
 
 def rounded(master, dtype):
