@@ -22,9 +22,9 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     With `offload` the state and the fp32 master weights live in host memory and are updated there by
     `bmburst.host_adam`: 12 bytes a weight in 16 bits and 8 in fp32 that the GPU then has free. What a step gives may
-    differ in the last bits: fp32 weights are within an ulp of the larger of weight and update, for the fused kernel
-    multiplies in another order (their moments are equal to torch's on a CPU); 16-bit weights are the nearest to their
-    master, with and without. What `state` and checkpoints hold is the same; only of fp16 weights BMTrain keeps other
+    differ in the last bits: fp32 weights are within `4 * 2**-23` of the larger of weight and update, for the fused
+    kernel multiplies in another order; moments are within a last bit; 16-bit weights are the nearest to their master,
+    with and without. What `state` and checkpoints hold is the same; only of fp16 weights BMTrain keeps other
     moments, in fp16 and times the loss scale, and neither takes the other's.
 
     Args:
