@@ -1,12 +1,15 @@
 """AdamW on BMTrain's shards."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import bmtrain as bmt
 import torch
 from torch.optim.adamw import adamw
 
+from bmburst.errors import UserError
+from bmburst.host_adam import MASTER, MEAN, SQUARE, STEP, HostAdam, Update
 from bmburst.train.config import OptimizerConfig
 from bmburst.zero import NamedShard, named_shards
 
@@ -16,9 +19,41 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
 
     BMTrain's 16-bit kernels decouple it. Its fp32 path adds it to the gradient, and on GPUs fails with the step counter
     that torch 2.11 wants; here fp32 parameters take torch's own functional AdamW.
+
+    With `offload` the state and the fp32 master weights live in host memory and are updated there by
+    `bmburst.host_adam`: 12 bytes a weight in 16 bits and 8 in fp32 that the GPU then has free. What a step gives may
+    differ in the last bits: fp32 weights are within `4 * 2**-23` of the larger of weight and update, for the fused
+    kernel multiplies in another order; moments are within a last bit; 16-bit weights are the nearest to their master,
+    with and without. What `state` and checkpoints hold is the same; only of fp16 weights BMTrain keeps other
+    moments, in fp16 and times the loss scale, and neither takes the other's.
+
+    Args:
+        params: As of any torch optimizer; fp32, bf16 or fp16.
+        lr: Learning rate.
+        betas: Decay of the moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Per unit of `lr`.
+        offload: Whether state and arithmetic are the host's.
     """
 
     param_groups: list[dict[str, Any]]
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        *,
+        offload: bool = False,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._host = HostAdam() if offload else None
+
+    def state_device(self, parameter: torch.Tensor) -> torch.device:
+        """Return where the state of a parameter lives."""
+        return parameter.device if self._host is None else torch.device("cpu")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, scale: float = 1) -> Any:
@@ -28,6 +63,9 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             with torch.enable_grad():
                 loss = closure()
         groups = self.param_groups
+        if self._host is not None:
+            self._host.step([update for group in groups for update in self._updates(group)], scale)
+            return loss
         for group in groups:
             if _is_wide(group):
                 self._step_wide(group, scale)
@@ -37,6 +75,61 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         finally:
             self.param_groups = groups
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, with or without offload, to where this optimizer keeps it.
+
+        Raises:
+            UserError: Moments of fp16 weights are not in the dtype in which this optimizer keeps them.
+            ValueError: The parameter groups differ.
+        """
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        states = {
+            parameter: state_dict["state"][key]
+            for key, parameter in zip(saved, self._parameters(), strict=False)
+            if key in state_dict["state"]
+        }
+        wanted = torch.float16 if self._host is None else torch.float32
+        for parameter, state in states.items():
+            if parameter.dtype == torch.float16 and state[MEAN].dtype != wanted:
+                raise UserError(
+                    f"{MEAN} of fp16 weights is {state[MEAN].dtype}, but {wanted} here: resident it carries the loss "
+                    "scale\nfix: load it with the offload it was saved with"
+                )
+        if self._host is None:
+            super().load_state_dict(state_dict)
+            return
+        super().load_state_dict({**state_dict, "state": {}})  # it would put the state on the GPU
+        for parameter, state in states.items():
+            self.state[parameter] = {
+                name: value.to("cpu", torch.float32, copy=True) if isinstance(value, torch.Tensor) else value
+                for name, value in state.items()
+            }
+
+    def _on_justify_scale(self, old_scale: float, new_scale: float) -> None:
+        if self._host is None:  # there fp16 moments carry the scale
+            super()._on_justify_scale(old_scale, new_scale)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _updates(self, group: dict[str, Any]) -> list[Update]:
+        parameters = [p for p in group["params"] if p.grad is not None and p.requires_grad]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter].update(_initial_state(parameter, torch.device("cpu")))
+        return [
+            Update(
+                weights=parameter.data,
+                gradient=parameter.grad,
+                state=self.state[parameter],
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+            for parameter in parameters
+        ]
 
     def _step_wide(self, group: dict[str, Any], scale: float) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
@@ -84,18 +177,27 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> AdamW:
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
+        offload=config.offload,
     )
 
 
 def state_names(shard: NamedShard) -> tuple[str, ...]:
     """Return what AdamW keeps of a parameter, each in fp32 and laid out as its storage."""
-    moments = ("exp_avg", "exp_avg_sq")
-    return moments if shard.dtype == torch.float32 else (*moments, "_param_fp32")
+    return _names(shard.dtype)
 
 
-def initial_state(shard: NamedShard) -> dict[str, Any]:
-    """Return what AdamW keeps of a parameter's storage before its first step."""
-    state = {name: torch.zeros_like(shard.storage.data, dtype=torch.float32) for name in state_names(shard)}
-    if "_param_fp32" in state:
-        state["_param_fp32"].copy_(shard.storage.data)
-    return {"step": 0, **state}
+def initial_state(shard: NamedShard, device: torch.device) -> dict[str, Any]:
+    """Return what AdamW keeps of a parameter's storage before its first step, on `device`: `AdamW.state_device`."""
+    return _initial_state(shard.storage, device)
+
+
+def _names(dtype: torch.dtype) -> tuple[str, ...]:
+    return (MEAN, SQUARE) if dtype == torch.float32 else (MEAN, SQUARE, MASTER)
+
+
+def _initial_state(parameter: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    weights = parameter.data
+    state = {name: torch.zeros(weights.shape, dtype=torch.float32, device=device) for name in _names(weights.dtype)}
+    if MASTER in state:
+        state[MASTER].copy_(weights.to(device))  # widened there, not in the GPU's memory
+    return {STEP: 0, **state}

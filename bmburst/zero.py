@@ -181,8 +181,8 @@ def gather(
 
     Args:
         shard: Which parameter.
-        like: Laid out as the parameter is (see `NamedShard.local`); by default the weights. May be None on a rank
-            without a piece, which has no gradient and no state.
+        like: Laid out as the parameter is (see `NamedShard.local`), on any device; by default the weights. May be None
+            on a rank without a piece, which has no gradient and no state.
         dtype: Of the tensor, the same on all ranks; the weights' by default. A rank without a piece cannot know it.
         root: The only rank to receive the result; None for all.
 
@@ -198,7 +198,7 @@ def gather(
     elif like is None:
         raise ValueError(f"{shard.name}: this rank has {shard.count} numbers, but there is no tensor to gather from")
     else:
-        piece = shard.local(like).detach()
+        piece = shard.local(like).detach().to(shard.storage.device)
     if piece.dtype != dtype:
         raise ValueError(f"{shard.name}: gathering {dtype} on all ranks, but this one holds {piece.dtype}")
     receivers = range(len(shard.ranges)) if root is None else (root,)

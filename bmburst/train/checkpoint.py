@@ -213,7 +213,7 @@ def _save_optimizer(path: Path, model: "Llama", optimizer: "AdamW") -> None:
     pieces = [(shard, name) for shard in named_shards(model) for name in state_names(shard)]
 
     def state(shard: "NamedShard") -> dict[str, Any]:
-        return optimizer.state.get(shard.storage) or initial_state(shard)
+        return optimizer.state.get(shard.storage) or initial_state(shard, optimizer.state_device(shard.storage))
 
     full = (gather(shard, state(shard).get(name), dtype=torch.float32, root=0) for shard, name in pieces)
     if pieces[0][0].rank != 0:
@@ -244,7 +244,7 @@ def _load_optimizer(path: Path, model: "Llama", optimizer: "AdamW", step: int) -
     for shard in shards:
         state = optimizer.state[shard.storage]
         if not state:
-            state.update(initial_state(shard))
+            state.update(initial_state(shard, optimizer.state_device(shard.storage)))
         state["step"] = step
         for name in state_names(shard):
             scatter_piece(shard, shard.read(partial(file.read, f"{shard.name}.{name}")), state[name])

@@ -52,6 +52,11 @@ class OptimizerConfig:
     eps: float = field("Added to the root of the mean square.", default=1e-8, above=0)
     weight_decay: float = field("Weight decay, on matrices only.", default=0.1, unit="per step and lr", minimum=0)
     clip_norm: float | None = field("Largest norm of the gradient; none does not clip.", default=1.0, above=0)
+    offload: bool = field(
+        "State and fp32 master weights in host memory, where AdamW then runs: 12 bytes of GPU memory less a weight of "
+        "a rank in bfloat16, 8 in float32.",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

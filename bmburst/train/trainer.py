@@ -22,6 +22,7 @@ from bmburst.sequence import SequenceShard
 from bmburst.train import checkpoint
 from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
 from bmburst.train.evaluate import measure
+from bmburst.train.host_memory import available_bytes, shortage, state_bytes
 from bmburst.train.lr import learning_rate
 from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, memory_gib
 from bmburst.train.plot import plot_losses
@@ -81,6 +82,8 @@ class Trainer:
         self.mesh = Mesh.over_bmtrain(
             data=parallel.data_parallel, sequence=parallel.sequence_parallel, heads=parallel.head_parallel
         )
+        if config.optimizer.offload:
+            self._require_host_memory(bmt.config["local_size"])
         self.cut = SequenceShard.cut(
             config.sequence_length,
             layout=parallel.layout,
@@ -276,6 +279,12 @@ class Trainer:
             seed=self.config.seed,
         )
         return f"{tokenizer.decode(prompt)}|{tokenizer.decode(ids)}\n"
+
+    def _require_host_memory(self, local_size: int) -> None:
+        needed, available = state_bytes(self.config, self.runtime.world_size, local_size), available_bytes()
+        # On all ranks, or the others would wait for those of a short host.
+        if self.mesh.sum(float(available is not None and available < needed)):
+            raise shortage(needed, available)
 
     def _open_corpus(self) -> data.TokenFile:
         """Open the text; the first rank of each host tokenizes it, the others wait."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bmburst.errors import UserError
-from bmburst.train.config import DataConfig, ParallelConfig
+from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig
 from tests.blocks.program import _bmtrain_checkpoint, _moved
 from tests.test_comm import check_mesh
 from tests.train import run_program
@@ -17,7 +17,8 @@ from tests.train import run_program
 SHARED = {"sequence_length": 47, "sample_tokens": 6, "keep_checkpoints": 9}
 DEALT = SHARED | {"model": replace(run_program.SHAPE, num_heads=4, num_kv_heads=2, tie_embeddings=True)}
 BF16 = DEALT | {"dtype": "bfloat16"}
-RUNS = {"shared": SHARED, "dealt": DEALT, "bf16": BF16}
+OFFLOAD = BF16 | {"optimizer": OptimizerConfig(offload=True)}
+RUNS = {"shared": SHARED, "dealt": DEALT, "bf16": BF16, "offload": OFFLOAD}
 FIRST, THEN = 2, 2
 
 

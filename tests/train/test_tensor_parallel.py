@@ -8,7 +8,7 @@ from tests.distributed.programs import run_program
 from tests.train import tensor_program as program
 
 EXACT = {"rel": 1e-5}
-TOLERANCE = {"shared": EXACT, "dealt": EXACT, "bf16": {"rel": 2e-2}}
+TOLERANCE = {"shared": EXACT, "dealt": EXACT, "bf16": {"rel": 2e-2}, "offload": {"rel": 2e-2}}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_trains_evaluates_and_samples_as_one_rank(folder, name):
     for ours, wanted in zip(two["steps"], one["steps"], strict=True):
         assert ours == pytest.approx(wanted, **TOLERANCE[name])
     assert two["eval"] == pytest.approx(one["eval"], **TOLERANCE[name])
-    assert name == "bf16" or two["sample"] == one["sample"]
+    assert TOLERANCE[name] is not EXACT or two["sample"] == one["sample"]
 
 
 @pytest.mark.parametrize("name", ["shared", "dealt"])

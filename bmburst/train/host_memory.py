@@ -1,0 +1,39 @@
+"""Whether a host has the memory that an offloaded optimizer needs: refused at the start, not killed in the midst."""
+
+from pathlib import Path
+
+from bmburst.errors import UserError
+from bmburst.train.config import TrainConfig
+
+_MEMORY = Path("/proc/meminfo")
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_STATE = {"bfloat16": 12, "float32": 8}  # bytes a weight: two moments, and the fp32 master of a narrow one
+_GIB = 1024**3
+
+
+def state_bytes(config: TrainConfig, world_size: int, local_size: int) -> int:
+    """Return what AdamW keeps in the memory of a host that has `local_size` of the job's ranks."""
+    return _STATE[config.dtype] * config.model.num_parameters * local_size // world_size
+
+
+def available_bytes() -> int | None:
+    """Return the memory that this host still has, at most its container's; None where Linux does not say."""
+    try:
+        lines = _MEMORY.read_text(encoding="ascii").splitlines()
+        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    try:
+        # Not less what the container uses: that counts the cache of files, which is given up on demand.
+        return min(free, int(_LIMIT.read_text(encoding="ascii")))
+    except (OSError, ValueError):  # no container, or none with a limit
+        return free
+
+
+def shortage(needed: int, available: int | None) -> UserError:
+    """Return why `optimizer.offload` cannot work; `available` is of this host, which may be another than the short."""
+    here = "" if available is None or available >= needed else f": {available / _GIB:.1f} are free on this one"
+    return UserError(
+        f"optimizer.offload needs {needed / _GIB:.1f} GiB of each host's memory, and one has less{here}\n"
+        "fix: leave --optimizer.offload out, or share the model among more hosts"
+    )

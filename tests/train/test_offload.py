@@ -1,0 +1,148 @@
+"""A run with the optimizer in host memory is the run without, and one goes on where the other stopped."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bmburst.errors import UserError
+from bmburst.train import host_memory
+from bmburst.train.config import OptimizerConfig, ParallelConfig
+from tests.distributed.programs import run_program
+from tests.train import run_program as program
+
+CASES = [("float32", 2), ("bfloat16", 3)]  # dtype and level of ZeRO
+
+
+def test_trains_and_resumes(tmp_path):
+    run_program(2, _on_two_ranks, tmp_path)
+
+
+def _on_two_ranks(folder):
+    trains_and_resumes(folder)
+    _edges(folder)
+
+
+def trainer(folder, name, offload, dtype, level, **changes):
+    from bmburst.host_adam import HostAdam
+    from bmburst.train.trainer import Trainer
+
+    made = Trainer(
+        program.config(
+            folder,
+            name,
+            dtype=dtype,
+            parallel=ParallelConfig(zero_level=level),
+            optimizer=OptimizerConfig(offload=offload, clip_norm=0.1),  # less than the norms
+            **changes,
+        )
+    )
+    if offload:
+        assert made.optimizer._host is not None
+        made.optimizer._host = HostAdam(piece=64, depth=2)  # every storage in several pieces
+    return made
+
+
+def held(made):
+    """Return this rank's weights and optimizer state by name."""
+    from bmburst.optim import state_names
+    from bmburst.zero import named_shards
+
+    found = {}
+    for shard in named_shards(made.model):
+        state = made.optimizer.state[shard.storage]
+        found[shard.name] = shard.local().detach().cpu().clone()
+        found |= {f"{shard.name}.{key}": shard.local(state[key]).cpu().clone() for key in state_names(shard)}
+        found[f"{shard.name}.step"] = torch.tensor(state["step"])
+    return found
+
+
+def equal(ours, wanted):
+    return ours.keys() == wanted.keys() and all(torch.equal(ours[key], wanted[key]) for key in ours)
+
+
+def trains_and_resumes(folder, rel=0.0):
+    """Train and resume with and without, and compare; `rel` is how far a device is from repeating its own results."""
+    for dtype, level in CASES:
+        left = {}
+        for offload in (False, True):
+            made = trainer(folder, f"{dtype}-{level}-{offload}", offload, dtype, level)
+            steps = [made.step() for _ in range(2)]
+            left[offload] = ([(step.loss, step.grad_norm) for step in steps], held(made), made)
+        (resident, without, _), (offloaded, within, _) = left[False], left[True]
+        assert offloaded[0] == pytest.approx(resident[0], rel=rel, abs=0)
+        assert offloaded[1] == pytest.approx(resident[1], rel=1e-3 if dtype == "bfloat16" else 1e-5)
+        # The gradient of the second step follows the rounding of the first.
+        compare(within, without, 1e-2 if dtype == "bfloat16" else max(rel, 1e-5))
+        checkpoints(folder, left, dtype, level, rel)
+
+
+def compare(ours, wanted, rel):
+    """Check all weights and states: rounded weights are their own master's, everything else is close to `wanted`."""
+    assert ours.keys() == wanted.keys()
+    for key, tensor in ours.items():
+        if f"{key}._param_fp32" in ours:
+            assert torch.equal(tensor, ours[f"{key}._param_fp32"].bfloat16()), key
+        elif tensor.numel():
+            off, norm = (tensor - wanted[key]).float().norm(), wanted[key].float().norm()
+            assert off <= rel * norm, (key, off, norm)
+
+
+def checkpoints(folder, left, dtype, level, rel):
+    """Whichever wrote it, the other reads bit by bit the same weights, masters and moments, and goes on."""
+    for wrote, (_, before, made) in left.items():
+        made.save()
+        other = trainer(folder, f"{dtype}-{level}-{wrote}", not wrote, dtype, level, resume=True)
+        other.restore()
+        assert equal(held(other), before), (dtype, level, wrote)
+        ours, wanted = other.step(), made.step()
+        assert (ours.loss, ours.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=rel, abs=0)
+        compare(held(other), held(made), max(rel, 1e-5))
+
+
+def _edges(folder):
+    import bmtrain as bmt
+
+    from bmburst.train import trainer as module
+
+    # Saved before its first step.
+    fresh = trainer(folder, "fresh", True, "bfloat16", 3)
+    fresh.save()
+    again = trainer(folder, "fresh", True, "bfloat16", 3, resume=True)
+    again.restore()
+    assert [fresh.step().grad_norm for _ in range(2)] == [again.step().grad_norm for _ in range(2)]
+    # A gradient that is not finite, on one rank, changes nothing.
+    before = held(fresh)
+    parameters = [p for group in fresh.optimizer.param_groups for p in group["params"]]
+    if bmt.rank() == 1:
+        parameters[0].grad.fill_(math.nan)
+    fresh.update()
+    assert equal(held(fresh), before)
+    # One host has too little memory: every rank refuses.
+    if bmt.rank() == 1:
+        module.available_bytes = lambda: 1
+    with pytest.raises(UserError, match=r"optimizer\.offload needs 0\.0 GiB of each host's memory") as caught:
+        trainer(folder, "short", True, "bfloat16", 3)
+    assert ("free on this one" in str(caught.value)) == (bmt.rank() == 1)
+    assert len(str(caught.value).splitlines()) <= 3
+    trainer(folder, "resident", False, "bfloat16", 3)
+
+
+def test_what_a_host_needs_and_has(tmp_path, monkeypatch):
+    config = program.config(tmp_path, "run")
+    weights = config.model.num_parameters
+    assert host_memory.state_bytes(config, 2, 2) == 8 * weights
+    assert host_memory.state_bytes(replace(config, dtype="bfloat16"), 16, 8) == 12 * weights // 2
+    files = {"_MEMORY": "MemTotal: 9 kB\nMemAvailable:    5 kB\n", "_LIMIT": "max\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(host_memory, name, tmp_path / name)
+    assert host_memory.available_bytes() == 5 * 1024
+    for limit, free in [("4096\n", 4096), ("8192\n", 5 * 1024)]:
+        (tmp_path / "_LIMIT").write_text(limit)
+        assert host_memory.available_bytes() == free
+    (tmp_path / "_LIMIT").unlink()
+    assert host_memory.available_bytes() == 5 * 1024
+    (tmp_path / "_MEMORY").unlink()
+    assert host_memory.available_bytes() is None
