@@ -168,7 +168,8 @@ def test_python_m_from_the_source_tree():
     done = run("train", "--layout", "zigzog")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "bmburst train: unknown parallel.layout 'zigzog'; did you mean 'zigzag'?\nknown: balanced, contiguous, striped, zigzag\n"
+        "bmburst train: unknown parallel.layout 'zigzog'; did you mean 'zigzag'?\n"
+        "known: balanced, contiguous, striped, zigzag\n"
     )
 
 
