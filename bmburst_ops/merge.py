@@ -4,14 +4,13 @@ What stands here is plain torch and the definition; on NVIDIA GPUs where Triton 
 same in one pass over the memory.
 """
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from bmburst_ops.fused import triton_twin
+
 _FUSED_HEAD_DIM = 4096  # a row is held at once
 
 
@@ -123,17 +122,5 @@ def _by_query(statistic: Tensor) -> Tensor:
 
 def _fused(values: Tensor, *others: Tensor) -> Any | None:
     """Return `triton_merge` if it takes these tensors, the first of them `[batch, tokens, heads, head_dim]`, here."""
-    if not all(t.is_cuda and t.dtype in _FUSED_DTYPES for t in (values, *others)):
-        return None
     is_shaped = values.ndim == 4 and values.shape[-1] <= _FUSED_HEAD_DIM
-    return _triton_merge() if is_shaped and torch.cuda.get_device_capability(values.device) >= (8, 0) else None
-
-
-@cache
-def _triton_merge() -> Any | None:
-    """Import the Triton kernels where they are first needed."""
-    if find_spec("triton") is None:
-        return None
-    from bmburst_ops import triton_merge
-
-    return triton_merge
+    return triton_twin("triton_merge", values, *others) if is_shaped else None

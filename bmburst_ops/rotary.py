@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864), applied to one tensor of heads."""
+"""Rotary position embedding (arXiv:2104.09864) of one tensor of heads: plain torch, or Triton where `fused` says so."""
 
 from typing import Any
 
@@ -6,12 +6,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bmburst_ops.fused import triton_twin
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    """Turn x by the angles of cos and sin, or back."""
+    if fused := _fused(x, cos, sin):
+        turned: Tensor = fused.rotate(x, cos, sin, back=back)
+        return turned
     wide = torch.promote_types(x.dtype, cos.dtype)
     first, second = x.to(wide).chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angle for every head
+    cos, sin = cos.unsqueeze(-2), (-sin if back else sin).unsqueeze(-2)  # the same angle for every head
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _fused(x: Tensor, cos: Tensor, sin: Tensor) -> Any | None:
+    """Return `triton_rotary` if it takes these tensors here."""
+    fused = triton_twin("triton_rotary", x, cos, sin)
+    is_taken = cos.dtype == sin.dtype == torch.float32
+    return fused if fused and is_taken and x.shape[-1] <= fused.WIDEST else None
 
 
 class _Rotary(torch.autograd.Function):
@@ -20,13 +33,13 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return _rotate(x, cos, sin, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad_output, cos, -sin), None, None
+        return _rotate(grad_output, cos, sin, back=True), None, None
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -35,7 +48,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     This is the pairing of Hugging Face's LLaMA weights (the original LLaMA release pairs neighbours instead).
 
     Args:
-        x: `[batch, tokens, heads, head_dim]`, queries or keys.
+        x: `[batch, tokens, heads, head_dim]`, queries or keys, or both; any strides, as of heads out of one projection.
         cos: `[batch, tokens, head_dim / 2]`, fp32 or wider; may carry a common factor with `sin`.
         sin: As `cos`.
 

@@ -1,4 +1,4 @@
-"""The gated activation of LLaMA's MLP (SwiGLU, arXiv:2002.05202)."""
+"""The gated activation of LLaMA's MLP (SwiGLU, arXiv:2002.05202): plain torch, and Triton where `fused` says so."""
 
 from typing import Any
 
@@ -6,33 +6,52 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bmburst_ops.fused import triton_twin
+
 
 class _SwiGLU(torch.autograd.Function):
     """Saves the two inputs only; the sigmoid is cheaper to repeat than to keep."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, overwrite: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
-        wide = torch.promote_types(gate.dtype, torch.float32)
-        return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+        ctx.overwrite = overwrite
+        fused = triton_twin("triton_swiglu", gate, up)
+        return fused.forward(gate, up) if fused else _forward(gate, up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        wide = torch.promote_types(gate.dtype, torch.float32)
-        grad, gate_wide = grad_output.to(wide), gate.to(wide)
-        sigmoid = torch.sigmoid(gate_wide)
-        grad_gate = grad * up.to(wide) * sigmoid * (1 + gate_wide * (1 - sigmoid))
-        return grad_gate.to(gate.dtype), (grad * gate_wide * sigmoid).to(up.dtype)
+        # One that is expanded, as the gradient of a sum, has several numbers at one place.
+        overwrite = ctx.overwrite and grad_output.is_contiguous()
+        fused = triton_twin("triton_swiglu", gate, up)
+        grad_gate, grad_up = (fused.backward if fused else _backward)(grad_output, gate, up, overwrite=overwrite)
+        return grad_gate, grad_up, None
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+
+
+def _backward(grad_output: Tensor, gate: Tensor, up: Tensor, *, overwrite: bool) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    grad, gate_wide = grad_output.to(wide), gate.to(wide)
+    sigmoid = torch.sigmoid(gate_wide)
+    grad_gate = grad * up.to(wide) * sigmoid * (1 + gate_wide * (1 - sigmoid))
+    of_gate, of_up = grad_gate.to(gate.dtype), (grad * gate_wide * sigmoid).to(up.dtype)
+    return grad_output.copy_(of_gate) if overwrite else of_gate, of_up
+
+
+def swiglu(gate: Tensor, up: Tensor, *, overwrite_grad: bool = False) -> Tensor:
     """Return silu(gate) * up, computed in fp32 or the inputs' dtype if wider.
 
     Args:
         gate: Any shape.
         up: Same shape and dtype as `gate`.
+        overwrite_grad: Put the gradient of `gate` in the place of the result's, where that is dense. For a caller who
+            knows that nothing else reads it: the result has one user, whose backward makes a new tensor for it.
 
     Returns:
         Same shape and dtype.
@@ -44,5 +63,5 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         raise ValueError(
             f"swiglu needs two like tensors, got {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}"
         )
-    result: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    result: Tensor = _SwiGLU.apply(gate, up, overwrite_grad)  # type: ignore[no-untyped-call]
     return result

@@ -77,7 +77,9 @@ class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
             tokens: Of all ranks of the tensor group.
         """
         gathered = self.tensor.gather(hidden, tokens)
-        return self.tensor.add_up(self.down_proj(swiglu(self.gate_proj(gathered), self.up_proj(gathered))))
+        # Only down_proj reads the activation, and its backward makes a new gradient for it.
+        inner = swiglu(self.gate_proj(gathered), self.up_proj(gathered), overwrite_grad=True)
+        return self.tensor.add_up(self.down_proj(inner))
 
 
 class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types

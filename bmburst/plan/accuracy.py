@@ -145,7 +145,7 @@ def _measured_training(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison
             model=PRESETS[row["preset"]], preset=row["preset"], sequence=row["sequence"], gpus=row["gpus"], nodes=1
         )
         way = Candidate(task=task, data=1, tensor=1, heads=row["gpus"], outer="none")
-        found = predict(way, hardware)
+        found = predict(way, hardware, operators=OPERATORS[row["operators"]])
         seconds = row["sequence"] / row["tokens_per_second"]
         assumed = "the host's time was fitted on 1 rank"
         for quantity, actual, predicted in (

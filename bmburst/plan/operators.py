@@ -1,11 +1,12 @@
 """What the operators around the matrices and attention cost, an element: bytes read and written, and bytes alive.
 
 `PLAIN` are bmburst_ops' functions as plain torch carries them out, operation by operation: `rms_norm`, `rotary`,
-`swiglu`, `linear_cross_entropy`. `FUSED` read their inputs and write their results once. All for 16-bit tensors with
-fp32 inside; in fp32 the conversions fall away, which `alive` takes into account and time does not.
+`swiglu`, `linear_cross_entropy`. `FUSED` read their inputs and write their results once. `OURS` are what bmburst_ops
+runs on GPUs: all fused but the loss. All for 16-bit tensors with fp32 inside; in fp32 the conversions fall away, which
+`alive` takes into account and time does not.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WIDE = 4  # bytes of what is computed inside
 
@@ -22,7 +23,9 @@ class Operators:
         swiglu_backward: Likewise.
         rotary: Of queries and keys, either way.
         loss: Of the logits.
-        wide_copies: Whether operators make fp32 copies of what they work on.
+        wide_copies: Whether norm and activation make fp32 copies of what they work on.
+        wide_loss: Whether the loss does.
+        swiglu_overwrites: Whether one gradient of the activation's inputs takes the place of its result's.
     """
 
     name: str
@@ -33,6 +36,8 @@ class Operators:
     rotary: float
     loss: float
     wide_copies: bool
+    wide_loss: bool
+    swiglu_overwrites: bool = False
 
     def norm_forward_alive(self, itemsize: int) -> float:
         """Return the bytes that live at once inside a norm, beside its input: wide, scaled, weighted."""
@@ -49,12 +54,12 @@ class Operators:
     def swiglu_backward_alive(self, itemsize: int) -> float:
         """Return the same backward, results included: gradient, gate, sigmoid, gate's gradient, two terms of up's."""
         if not self.wide_copies:
-            return 2.0 * itemsize
+            return (1.0 if self.swiglu_overwrites else 2.0) * itemsize
         return 4.0 * WIDE + 2 * _copy(itemsize) + (itemsize if itemsize < WIDE else 0)
 
     def loss_alive(self, itemsize: int) -> float:
         """Return the bytes of a logit that live at once: itself, and its exponential inside of logsumexp."""
-        return 2.0 * WIDE if self.wide_copies else WIDE + itemsize
+        return 2.0 * WIDE if self.wide_loss else WIDE + itemsize
 
 
 def _copy(itemsize: int) -> int:
@@ -70,6 +75,7 @@ PLAIN = Operators(
     rotary=48,  # convert 6, four products and two sums of halves 28, join 8, convert 6
     loss=54,  # logits 4, logsumexp 24, softmax 16, mask 4, convert 6
     wide_copies=True,
+    wide_loss=True,
 )
 FUSED = Operators(
     name="fused",
@@ -80,10 +86,19 @@ FUSED = Operators(
     rotary=4,
     loss=14,  # written in fp32, read, written in 16 bits, read by two products
     wide_copies=False,
+    wide_loss=False,
 )
-OPERATORS = {each.name: each for each in (PLAIN, FUSED)}
-CURRENT = PLAIN
-"""What `bmburst train` runs."""
+OURS = replace(
+    FUSED,
+    name="ours",
+    norm_backward=6,  # gradient and input in, input's gradient out; the weight's shares are 0.3 % of 128K rows
+    loss=PLAIN.loss,
+    wide_loss=True,
+    swiglu_overwrites=True,
+)
+OPERATORS = {each.name: each for each in (PLAIN, FUSED, OURS)}
+CURRENT = OURS
+"""What `bmburst train` runs on NVIDIA GPUs with Triton; elsewhere it runs `PLAIN`."""
 STREAM = 12  # bytes an element of the hidden state: two additions to the stream, either way
 GRADIENT_SUMS = 18  # bytes an element of the hidden state: gradients of what q, k, v and gate, up read, added
 DELTA = 4  # bytes an element of attention's output: rowsum(dO * O)

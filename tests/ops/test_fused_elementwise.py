@@ -1,0 +1,190 @@
+"""The fused norm, activation and rotary embedding against fp64 and their twins: in Triton's interpreter, or on a GPU.
+
+Each runs through its autograd function, as in a model.
+"""
+
+import pytest
+import torch
+
+from bmburst_ops import fused, rms_norm, rotary, swiglu, triton_rms_norm, triton_rotary, triton_swiglu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Half a unit of the dtype on a GPU; the interpreter cuts bf16 off instead of rounding it.
+TOLERANCE = {
+    torch.float32: {"rtol": 3e-6, "atol": 2e-6},
+    torch.float16: {"rtol": 2**-10, "atol": 2**-20},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 2**-18},
+}
+KERNELS = {"triton_rms_norm": triton_rms_norm, "triton_swiglu": triton_swiglu, "triton_rotary": triton_rotary}
+
+every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """Let the kernels compute wherever the tensors are, but in fp64, and collect the names of those that did."""
+    used = set()
+
+    def twin(name, *tensors):
+        if not all(t.dtype in TOLERANCE for t in tensors):
+            return None
+        used.add(name)
+        return KERNELS[name]
+
+    for module in (rms_norm, swiglu, rotary):
+        monkeypatch.setattr(module, "triton_twin", twin)
+    return used
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((2, 37, 40), "dense"), ((9, 13), "columns"), ((3, 5, 300), "slice"), ((1, 1), "dense"), ((3, 4099), "dense")],
+    ids=str,
+)
+def test_norm(triton, shape, layout, dtype):
+    x, weight = laid_out(shape, layout, dtype), random(shape[-1:], dtype, 1)
+    grad = laid_out(shape, "slice" if layout == "dense" else "dense", dtype, 2)
+    check(lambda x, w: rms_norm.rms_norm(x, w, 1e-3), [x, weight], grad)
+    assert triton == {"triton_rms_norm"}
+
+
+@every_dtype
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((2, 37, 41), "dense"), ((37, 33), "slice"), ((5, 7), "columns"), ((), "dense"), ((3, 2051), "slice")],
+    ids=str,
+)
+def test_activation(triton, shape, layout, dtype, overwrite):
+    gate, up = laid_out(shape, layout, dtype), random(shape, dtype, 1)
+    grad = laid_out(shape, "dense" if overwrite or layout == "dense" else "slice", dtype, 2)
+    check(lambda g, u: swiglu.swiglu(g, u, overwrite_grad=overwrite), [gate, up], grad)
+    assert triton == {"triton_swiglu"}
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((2, 37, 3, 16), "slice"), ((1, 5, 40, 64), "dense"), ((2, 3, 2, 6), "columns"), ((1, 1, 1, 130), "dense")],
+    ids=str,
+)
+def test_rotary(triton, shape, layout, dtype):
+    angle = 3 * random((shape[0], shape[-1] // 2, shape[1]), torch.float32, 9).transpose(1, 2)
+    cos, sin = (
+        1.25 * angle.cos(),
+        1.25 * angle.sin(),
+    )  # a common factor, as yarn's; tokens last
+
+    def turn(x):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return rotary.apply_rotary(x, cos.to(wide), sin.to(wide))
+
+    check(turn, [laid_out(shape, layout, dtype)], laid_out(shape, layout, dtype, 2))
+    assert triton == {"triton_rotary"}
+
+
+def test_queries_and_keys_may_be_a_slice_of_one_projection(triton):
+    projected, cos, sin = random((2, 5, 6 * 8), torch.float32), *random((2, 2, 5, 4), torch.float32, 1)
+    turned = rotary.apply_rotary(projected.view(2, 5, 6, 8)[:, :, :5], cos, sin)  # 4 queries, 1 key, 1 value
+    heads = projected.view(2, 5, 6, 8)
+    parts = [rotary.apply_rotary(heads[:, :, at], cos, sin) for at in (slice(4), slice(4, 5))]
+    torch.testing.assert_close(turned, torch.cat(parts, 2), rtol=1e-6, atol=1e-6)
+
+
+def test_many_rows_for_a_program(triton, monkeypatch):
+    """Rows are added up in a fixed order: in 16 bits or with atomics the sum of so many would be off, or differ."""
+    monkeypatch.setattr(triton_rms_norm, "_PROGRAMS", 3)
+    x, grad = random((4999, 24), torch.bfloat16), (1 + random((4999, 24), torch.float32, 1)).bfloat16()
+    weight = random((24,), torch.float32, 2)
+    check(lambda x, w: rms_norm.rms_norm(x, w, 1e-3), [x, weight], grad, sums=4999)
+    normed = triton_rms_norm.forward(x, weight, 1e-3)[1]
+    first, second = (triton_rms_norm.backward(grad, x, weight, normed)[1] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's
+def test_extremes(triton):
+    """A row of zeros, numbers whose exponential overflows, nothing at all."""
+    x = torch.zeros(3, 5, device=DEVICE, requires_grad=True)
+    rms_norm.rms_norm(x, torch.ones(5, device=DEVICE), 1e-5).sum().backward()
+    assert torch.isfinite(x.grad).all()
+    far = torch.tensor([-1e4, 1e4, -90.0, 0.0], device=DEVICE)
+    grad = torch.ones_like(far)
+    check(swiglu.swiglu, [far, far.flip(0)], grad)
+    none = torch.zeros(0, 4, 2, 8, device=DEVICE, requires_grad=True)
+    angles = torch.zeros(0, 4, 4, device=DEVICE)
+    for result in (
+        rms_norm.rms_norm(none, torch.ones(8, device=DEVICE), 1e-5),
+        swiglu.swiglu(none, none),
+        rotary.apply_rotary(none, angles, angles),
+    ):
+        assert torch.autograd.grad(result.sum(), none)[0].shape == none.shape
+
+
+def test_what_is_overwritten(triton):
+    """The gradient of the result where that is asked for and dense, and never what autograd keeps."""
+    inputs = [random((3, 5), torch.float32, seed).requires_grad_() for seed in range(2)]
+    before = [x.detach().clone() for x in inputs]
+    for overwrite in (False, True):
+        grad = random((3, 5), torch.float32, 2)
+        result = swiglu.swiglu(*inputs, overwrite_grad=overwrite)
+        of_gate, _ = torch.autograd.grad(result, inputs, grad, retain_graph=True)
+        assert (of_gate.data_ptr() == grad.data_ptr()) is overwrite
+        for _ in range(2):  # the gradient of a sum is one number, expanded
+            again = torch.autograd.grad(result.sum(), inputs, retain_graph=True)
+            plain = torch.autograd.grad((torch.nn.functional.silu(inputs[0]) * inputs[1]).sum(), inputs)
+            torch.testing.assert_close(again, plain)
+    assert all(torch.equal(x, kept) for x, kept in zip(inputs, before, strict=True))
+
+
+def test_who_computes():
+    """Triton where it can; plain torch on other devices, in fp64, and for rows wider than a program holds."""
+    row, wide = torch.ones(2, 8, device=DEVICE), torch.ones(1, triton_rms_norm.WIDEST + 1, device=DEVICE)
+    angles, heads = torch.ones(1, 2, 4, device=DEVICE), torch.ones(1, 2, 1, 8, device=DEVICE, dtype=torch.bfloat16)
+    on_gpu = DEVICE == "cuda"
+    assert rms_norm._fused(row, row[0]) is (triton_rms_norm if on_gpu else None)
+    assert rotary._fused(heads, angles, angles) is (triton_rotary if on_gpu else None)
+    assert fused.triton_twin("triton_swiglu", row, row) is (triton_swiglu if on_gpu else None)
+    assert rms_norm._fused(wide, wide[0]) is None
+    assert rotary._fused(heads, angles.bfloat16(), angles.bfloat16()) is None
+    assert fused.triton_twin("triton_swiglu", row.double(), row.double()) is None
+    assert fused.triton_twin("triton_swiglu", row, row.cpu()) is None
+
+
+def random(shape, dtype, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+def laid_out(shape, layout, dtype, seed=0):
+    """Return random numbers: dense, at odd places of a longer row, or with the last dimension not the innermost."""
+    dense = random(shape, dtype, seed)
+    if layout == "dense":
+        return dense
+    if layout == "columns":
+        return dense.transpose(0, -1).contiguous().transpose(0, -1)
+    wide = torch.full((*shape[:-2], 2 * shape[-2], shape[-1] + 3), torch.nan, dtype=dtype, device=DEVICE)
+    return wide[..., 1::2, 1:-2].copy_(dense)
+
+
+def check(function, inputs, grad, *, sums=40):
+    """Compare results and gradients with those in fp64 of the same inputs, which plain torch computes.
+
+    Args:
+        function: Of the inputs.
+        inputs: Leaves; the last may be a weight, whose gradient is a sum over rows.
+        grad: Of the result; may be overwritten.
+        sums: How many numbers a gradient adds up.
+    """
+    exact_inputs, exact_grad = [x.double().requires_grad_() for x in inputs], grad.double()
+    exact = function(*exact_inputs)
+    wanted = [exact, *torch.autograd.grad(exact, exact_inputs, exact_grad)]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    result = function(*leaves)
+    assert result.is_contiguous()
+    found = [result, *torch.autograd.grad(result, leaves, grad)]
+    for ours, theirs, like in zip(found, wanted, [inputs[0], *inputs], strict=True):
+        assert ours.dtype is like.dtype
+        tolerance = TOLERANCE[like.dtype]
+        atol = tolerance["atol"] * max(1.0, sums**0.5 / 4)
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance["rtol"], atol=atol)
