@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmburst.errors import UserError, require_known
-from bmburst.numbers import array_of, digest, whole_number, whole_numbers
+from bmburst.numbers import array_of, digest, edges_of, whole_number, whole_numbers
 from bmburst_ops.pattern import IntArray, Need, Rows
 
 NAMES = ("causal", "full")
@@ -379,9 +379,9 @@ def _joined(masks: tuple[Mask, ...]) -> Mask:
 
 def _documents_of(lengths: Sequence[int], positions: IntArray) -> tuple[IntArray, IntArray]:
     """Return first and last position, exclusive, of the document of each position."""
-    ends: IntArray = np.cumsum(lengths, dtype=np.int64)
-    index = np.searchsorted(ends, positions, side="right")
-    return (ends - lengths)[index], ends[index]
+    edges = edges_of(tuple(lengths))
+    index = np.searchsorted(edges, positions, side="right")
+    return edges[index - 1], edges[index]
 
 
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -122,8 +122,8 @@ class Mesh:
         with world.checking():  # ranks that make different groups wait for each other for ever
             shape = world.decided(decide)
         sequence, data = split(shape.sequence_groups()), split(shape.data_groups())
-        sequence.nodes = shape.nodes if shape.nodes > 1 else None  # else they are found
-        sequence.heads = shape.heads
+        # Another mesh, or a caller without one, may have the same group: hints are this mesh's alone.
+        sequence = sequence.hinted(shape.nodes if shape.nodes > 1 else None, shape.heads)  # one node: they are found
         tensor = split(shape.tensor_groups()) if shape.tensor > 1 else alone()
         return cls(shape, world.rank, world, sequence, data, tensor)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from bmburst.layout import Layout, real_positions
 from bmburst.mask import Mask
-from bmburst.tiles import Tile, make_tiles, seen_by
+from bmburst.tiles import Span, Tile, make_tiles, seen_by
 
 Travellers = Literal["kv", "q"]
 
@@ -102,16 +102,20 @@ def meet(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int
     Judged by what runs of neighbouring tokens see. Where a run is of every n-th token, as if it were of all: no work is
     missed.
     """
-    for run in layout.runs(query_rank):
-        if not run.real(length):
-            continue
-        last = run.start + run.stride * (run.real(length) - 1)
-        for seen in seen_by(mask, length, run.start, last):
-            for keys in layout.runs(key_rank):
-                first = keys.start + max(0, -(-(seen.start - keys.start) // keys.stride)) * keys.stride
-                if first < min(seen.stop, keys.start + keys.stride * keys.real(length)):
-                    return True
+    for seen in _seen_from(layout, length, mask, query_rank):
+        for keys in layout.runs(key_rank):
+            first = keys.start + max(0, -(-(seen.start - keys.start) // keys.stride)) * keys.stride
+            if first < min(seen.stop, keys.start + keys.stride * keys.real(length)):
+                return True
     return False
+
+
+@lru_cache(maxsize=1024)
+def _seen_from(layout: Layout, length: int, mask: Mask, rank: int) -> tuple[Span, ...]:
+    """Return the positions that runs of a rank's queries see."""
+    runs = [run for run in layout.runs(rank) if run.real(length)]
+    ends = ((run.start, run.start + run.stride * (run.real(length) - 1)) for run in runs)
+    return tuple(span for first, last in ends for span in seen_by(mask, length, first, last))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

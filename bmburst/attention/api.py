@@ -81,7 +81,7 @@ def burst_attention(
             `SlidingWindow`, `Documents`, `PrefixLM`, `BlockSparse`, joined with `&`. A tuple of them has one for each
             sample of the batch.
         layout: "contiguous", "zigzag", "striped" or "balanced" (like work for every rank under this mask): which global
-            positions the local tokens are.
+            positions the local tokens are. "balanced" depends on mask and length: they must be those of `shard`.
         length: Real tokens of the whole sequence; later ones are padding: never attended to, zero output, zero
             gradient. Default: what the mask is made for, or all of them.
         group: A `torch.distributed` process group, a `bmt.nccl` communicator, or None for the current mesh's sequence

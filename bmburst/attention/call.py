@@ -46,6 +46,8 @@ class AttentionOptions:
         Raises:
             UserError: A name is unknown, or the scale is no positive number.
         """
+        if isinstance(self.mask, list):
+            raise UserError(f"mask must be one mask, or a tuple of one for each sample, got a list of {len(self.mask)}")
         for mask in self.mask if isinstance(self.mask, tuple) else (self.mask,):
             make_mask(mask)
         require_known("layout", self.layout, LAYOUTS)

@@ -9,6 +9,7 @@ from bmburst.attention.call import AttentionOptions, decide
 from bmburst.attention.function import SequenceAttention
 from bmburst.comm.checks import Checked
 from bmburst.errors import UserError
+from bmburst.mask import make_mask
 
 
 def attend(
@@ -31,6 +32,8 @@ def _sample_by_sample(
     def check() -> tuple[None, str]:
         if not masks or len(masks) != len(q):
             raise UserError(f"got {len(masks)} masks for a batch of {len(q)}\ngive one mask, or one to each sample")
+        if options.layout == "balanced" and comm.size > 1 and len(set(map(make_mask, masks))) > 1:
+            raise UserError("layout 'balanced' is made for one mask, but each sample has its own\nuse layout 'zigzag'")
         return None, f"attention with {len(masks)} masks"
 
     comm.decided(check)

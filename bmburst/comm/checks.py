@@ -51,6 +51,8 @@ class Checked:
 
     def __init__(self, inner: Communicator, device: torch.device, *, always: bool = True) -> None:
         self.inner = inner
+        self.base = self
+        """The group without a mesh's hints: what is made once for a group is made for this."""
         self.device = device
         self.rank, self.size, self.transport = inner.rank, inner.size, inner.transport
         self.nodes: int | None = None
@@ -73,6 +75,12 @@ class Checked:
         """Return the same group, or a part of it, over another transport; the two are active together."""
         other = Checked(inner, self.device)
         other.always, other._switch = self.always, self._switch
+        return other
+
+    def hinted(self, nodes: int | None, heads: int | None) -> "Checked":
+        """Return the same group with what a mesh says of it; whoever else has the group is not told."""
+        other = self.over(self.inner)
+        other.nodes, other.heads, other.base = nodes, heads, self.base
         return other
 
     def __deepcopy__(self, memo: object) -> "Checked":

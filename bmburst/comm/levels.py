@@ -62,7 +62,7 @@ def find_nodes(comm: Checked) -> int | str:
     if comm.nodes is not None:
         fits = comm.nodes > 0 and comm.size % comm.nodes == 0
         return comm.nodes if fits else f"{comm.size} ranks cannot lie evenly on {comm.nodes} nodes"
-    found = [(name, len(list(ranks))) for name, ranks in groupby(_node_names(comm))]
+    found = [(name, len(list(ranks))) for name, ranks in groupby(_node_names(comm.base))]
     if len({name for name, _ in found}) == len(found) and len({count for _, count in found}) == 1:
         return len(found)
     order = ", ".join(f"{count} on {name[:20]}" for name, count in found[:4])
@@ -83,7 +83,7 @@ def over_levels(comm: Checked, nodes: int, transport: str, every: int = 1) -> Le
     Raises:
         UserError: "peer" was asked for and ranks of a node cannot read each other's memory.
     """
-    return _levels(comm, nodes, transport, every)
+    return _levels(comm.base, nodes, transport, every)
 
 
 @lru_cache(maxsize=64)  # one for a group: each has communicators

@@ -21,7 +21,7 @@ def over_transport(comm: Checked, transport: str) -> Checked:
     """
     if comm.size == 1 or comm.transport != "nccl" or transport not in ("auto", "peer"):
         return comm
-    outcome = _over_peers(comm)
+    outcome = _over_peers(comm.base)
     if isinstance(outcome, Checked):
         return outcome
     if transport == "peer":

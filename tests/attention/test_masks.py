@@ -12,6 +12,7 @@ from bmburst.attention.call import AttentionOptions, decide
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
+from bmburst.mesh import Mesh
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import split_attention
 from tests.distributed.processes import run_processes
@@ -144,6 +145,8 @@ def split_attention_of_samples(comm, whole, masks):
         ({"mask": Documents([5, 6])}, r"made for 11 tokens, but the sequence has 16"),
         ({"mask": BlockSparse(torch.ones(3, 3), 4)}, r"16 tokens are 4 blocks of 4, but block_map has 3"),
         ({"mask": (Causal(), Full(), Causal())}, r"got 3 masks for a batch of 2"),
+        ({"mask": [Causal(), Full()]}, r"a tuple of one for each sample, got a list of 2"),
+        ({"mask": (Causal(), Full()), "layout": "balanced"}, r"made for one mask, but each sample has its own"),
         ({"mask": "casual"}, r"unknown mask 'casual'; did you mean 'causal'"),
         ({"mask": 3}, r"unknown mask '3'"),
         ({"mask": SlidingWindow(4), "layout": "striped", "strategy": "gather"}, "no run of neighbouring tokens"),
@@ -219,3 +222,20 @@ def test_the_mesh_decides_how_many_ranks_exchange_heads():
         compare(comm, "balanced", Documents([20, 12]), 32, 4, 2, {})
 
     run_ranks(4, body)
+
+
+def test_what_a_mesh_says_is_its_own():
+    """Two meshes may have the same group, and so may a caller without any."""
+    run_processes(2, _two_meshes)
+
+
+def _two_meshes():
+    exchanging, whole = Mesh.over_process_group(heads=2), Mesh.over_process_group(nodes=2)
+    assert (exchanging.sequence.heads, exchanging.sequence.nodes) == (2, None)
+    assert (whole.sequence.heads, whole.sequence.nodes) == (None, 2)
+    group = bmburst.communicator(None)
+    assert (group.heads, group.nodes) == (None, None)
+    q = torch.zeros(1, 8, 2, 4)
+    assert bmburst.burst_attention(q, q, q, strategy="ring").shape == q.shape
+    with exchanging.current(), pytest.raises(UserError, match="mesh has 2 ranks exchange heads"):
+        bmburst.burst_attention(q, q, q, strategy="ring")
