@@ -13,7 +13,7 @@ from tests.attention.test_burst_attention import zeros
     ("options", "message"),
     [
         ({"mask": "casual"}, "unknown mask 'casual'; did you mean 'causal'\\?\nknown: causal, full"),
-        ({"mask": ["causal"]}, "unknown mask"),
+        ({"mask": ["causal"]}, "a tuple of one for each sample, got a list of 1"),
         (
             {"layout": "stripe"},
             "unknown layout 'stripe'; did you mean 'striped'\\?\nknown: balanced, contiguous, striped, zigzag",
