@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from bmburst.layout import Layout
 from bmburst.mask import Mask
-from bmburst.schedule import Step, Travellers, meet, tiles
+from bmburst.schedule import Step, Travellers, make_step, meet
 
 
 class Window(NamedTuple):
@@ -129,10 +129,7 @@ def make_double_schedule(
         returning: Whether gradients follow the travellers home.
     """
     itinerary = layout_itinerary(layout, length, mask, travellers, nodes, returning=returning)
-    steps = []
-    for owner in itinerary.owners(rank):
-        pair = (rank, owner) if travellers == "kv" else (owner, rank)
-        steps.append(Step((rank - owner) % layout.size, owner, tiles(layout, length, mask, *pair)))
+    steps = (make_step(layout, length, mask, rank, owner, travellers) for owner in itinerary.owners(rank))
     return DoubleSchedule(rank, travellers, itinerary, tuple(steps))
 
 

@@ -67,12 +67,15 @@ def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, travellers
         rank: The rank on the sequence ring.
         travellers: "kv": keys and values visit our queries. "q": queries visit our keys and values.
     """
-    steps = []
-    for distance in distances(layout, length, mask, travellers):
-        owner = (rank - distance) % layout.size
-        pair = (rank, owner) if travellers == "kv" else (owner, rank)
-        steps.append(Step(distance, owner, tiles(layout, length, mask, *pair)))
-    return Schedule(rank, layout.size, travellers, tuple(steps))
+    owners = [(rank - distance) % layout.size for distance in distances(layout, length, mask, travellers)]
+    steps = tuple(make_step(layout, length, mask, rank, owner, travellers) for owner in owners)
+    return Schedule(rank, layout.size, travellers, steps)
+
+
+def make_step(layout: Layout, length: int, mask: Mask, rank: int, owner: int, travellers: Travellers) -> Step:
+    """Return what a rank computes with the blocks of another; the arguments are those of `make_schedule`."""
+    pair = (rank, owner) if travellers == "kv" else (owner, rank)
+    return Step((rank - owner) % layout.size, owner, tiles(layout, length, mask, *pair))
 
 
 @lru_cache(maxsize=256)

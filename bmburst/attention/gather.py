@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.attention.gather_plan import GatherPlan, GatherShapes, Sight, Sums, Unit, make_gather_plan
+from bmburst.attention.gather_plan import GatherPlan, GatherShapes, Sight, Sums, make_gather_plan
 from bmburst.attention.local import backward_by_tiles, forward_by_tiles, merge_rounded_
+from bmburst.attention.tile import tile_backward, tile_forward
 from bmburst.comm.messages import tensor_in
 from bmburst.comm.protocol import Transfer
-from bmburst.tiles import Tile
 from bmburst_ops.flash import Gradients, Kernel, Partial
 from bmburst_ops.merge import sum_parts
 
@@ -56,10 +56,8 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Te
         keys, values = arriving.wait(i)
         heads = unit.heads.slice
         for tile in plan.forward:
-            rows, columns = tile.queries.slice, tile.keys.slice
-            part = call.kernel.forward(
-                q[:, rows, heads], keys[:, columns], values[:, columns], pattern=tile.pattern, scale=call.scale
-            )
+            rows = tile.queries.slice
+            part = tile_forward(call, tile, q[:, :, heads], keys, values)
             merge_rounded_(whole.out[:, rows, heads], whole.lse[:, heads, rows], part)
     return whole
 
@@ -82,17 +80,6 @@ def gather_backward(
     for gradient in into:
         gradient[:, plan.real :] = 0
 
-    def tile_backward(unit: Unit, tile: Tile, keys: Tensor, values: Tensor, into: Gradients | None) -> Gradients:
-        rows, columns, heads = tile.queries.slice, tile.keys.slice, unit.heads.slice
-        return kernel.backward(
-            *(grad_out[:, rows, heads], q[:, rows, heads], keys[:, columns], values[:, columns]),
-            *(lse[:, heads, rows], delta[:, heads, rows]),
-            pattern=tile.pattern,
-            scale=call.scale,
-            deterministic=call.deterministic,
-            into=into,
-        )
-
     arriving, returning = _Arriving(call, plan, k, v), _Returning(call, plan, k, into)
     for i, unit in enumerate(plan.units):
         heads = unit.heads.slice
@@ -107,13 +94,15 @@ def gather_backward(
         ]
         backward_by_tiles(call, kernel, plan.own, *own, into=Gradients(q_parts[0], *returning.own_parts(i)))
         keys, values = arriving.wait(i)
+        inputs = grad_out[:, :, heads], q[:, :, heads], keys, values, lse[:, heads], delta[:, heads]
         grad_k, grad_v = returning.outbox(i)
         for part, tile in enumerate(plan.backward, 1):
             grad_q, columns = q_parts[part][:, tile.queries.slice], tile.keys.slice
             if plan.apart:
-                tile_backward(unit, tile, keys, values, Gradients(grad_q, grad_k[:, columns], grad_v[:, columns]))
+                target = Gradients(grad_q, grad_k[:, columns], grad_v[:, columns])
+                tile_backward(call, kernel, tile, *inputs, target)
             else:
-                shares = tile_backward(unit, tile, keys, values, None)
+                shares = tile_backward(call, kernel, tile, *inputs)
                 grad_q.copy_(shares.q)
                 grad_k[:, columns] += shares.k  # of a key one tile's is not zero
                 grad_v[:, columns] += shares.v

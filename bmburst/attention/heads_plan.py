@@ -14,8 +14,7 @@ from typing import NamedTuple
 from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.layout import Layout, Run
 from bmburst.tiles import Span
-
-_TILE_ROWS = 64  # every FlashAttention tile has a multiple of this many rows
+from bmburst_ops.constants import TILE_ROWS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +93,7 @@ def make_units(heads: int, kv_heads: int, *, most: int, whole_groups: bool) -> t
     if most == 0 or heads == 1:
         cuts = [(Span(0, heads), Span(0, kv_heads))]
     elif kv_heads <= min(2, most) and heads >= 3 and group > 1 and not whole_groups:
-        fitting = (n for n in range(1, heads // 4 + 1) if _TILE_ROWS % ((heads - 2 * n) // kv_heads) == 0)
+        fitting = (n for n in range(1, heads // 4 + 1) if TILE_ROWS % ((heads - 2 * n) // kv_heads) == 0)
         edge = next(fitting, 1)
         cuts = [
             (Span(0, edge), Span(0, 1)),

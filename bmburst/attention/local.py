@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
+from bmburst.attention.tile import tile_backward, tile_forward
 from bmburst.tiles import Tile
 from bmburst_ops.flash import Gradients, Kernel, Partial
 from bmburst_ops.flash.memory import deliver_gradients
@@ -48,25 +49,19 @@ def forward_by_tiles(
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
 
-    def tile_forward(tile: Tile, target: Tensor | None) -> Partial:
-        rows, columns = tile.queries.slice, tile.keys.slice
-        return call.kernel.forward(
-            q[:, rows], k[:, columns], v[:, columns], pattern=tile.pattern, scale=call.scale, out=target
-        )
-
     if len(tiles) == 1 and len(tiles[0].queries) == q.shape[1]:
-        return Partial(out, tile_forward(tiles[0], out).lse)
+        return Partial(out, tile_forward(call, tiles[0], q, k, v, out).lse)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=accumulation_dtype(q.dtype))
     done = 0  # rows from here on were not written
     for tile in tiles:
         rows = tile.queries.slice
         if tile.queries.start >= done:
             out[:, done : tile.queries.start] = 0
-            lse[:, :, rows] = tile_forward(tile, out[:, rows]).lse
+            lse[:, :, rows] = tile_forward(call, tile, q, k, v, out[:, rows]).lse
             done = tile.queries.stop
         else:  # segments of one tile lie between those of another
             out[:, done : tile.queries.stop] = 0
-            merge_rounded_(out[:, rows], lse[:, :, rows], tile_forward(tile, None))
+            merge_rounded_(out[:, rows], lse[:, :, rows], tile_forward(call, tile, q, k, v))
             done = max(done, tile.queries.stop)
     out[:, done:] = 0
     return Partial(out, lse)
@@ -89,29 +84,20 @@ def backward_by_tiles(
     if into is None:
         into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)))
 
-    def tile_backward(tile: Tile, target: Gradients | None) -> Gradients:
-        rows, columns = tile.queries.slice, tile.keys.slice
-        return kernel.backward(
-            *(grad_out[:, rows], q[:, rows], k[:, columns], v[:, columns], lse[:, :, rows], delta[:, :, rows]),
-            pattern=tile.pattern,
-            scale=call.scale,
-            deterministic=call.deterministic,
-            into=target,
-        )
-
+    inputs = (grad_out, q, k, v, lse, delta)
     if len(tiles) == 1:
         (tile,) = tiles
         spans = (tile.queries, tile.keys, tile.keys)
-        tile_backward(tile, Gradients(*(t[:, span.slice] for t, span in zip(into, spans, strict=True))))
+        target = Gradients(*(t[:, span.slice] for t, span in zip(into, spans, strict=True)))
+        tile_backward(call, kernel, tile, *inputs, target)
         for gradient, span in zip(into, spans, strict=True):
             gradient[:, : span.start] = 0
             gradient[:, span.stop :] = 0
         return into
     sums = Gradients(*(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (q, k, v)))
     for tile in tiles:
-        for total, span, share in zip(
-            sums, (tile.queries, tile.keys, tile.keys), tile_backward(tile, None), strict=True
-        ):
+        shares = tile_backward(call, kernel, tile, *inputs)
+        for total, span, share in zip(sums, (tile.queries, tile.keys, tile.keys), shares, strict=True):
             add_(total[:, span.slice], share)
     return deliver_gradients(sums, into)
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from bmburst.attention import double_ring
 from bmburst.attention.call import AttentionCall
+from bmburst.attention.tile import tile_backward, tile_forward
 from bmburst.comm.protocol import BlockMover, Transfer
 from bmburst.schedule import Schedule, Step
-from bmburst.tiles import Tile
 from bmburst_ops.flash import Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
@@ -24,10 +24,8 @@ def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partia
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype, device=q.device)
     for step, (keys, values) in _visits(call, k, v):
         for tile in step.tiles:
-            rows, columns = tile.queries.slice, tile.keys.slice
-            part = call.kernel.forward(
-                q[:, rows], keys[:, columns], values[:, columns], pattern=tile.pattern, scale=call.scale
-            )
+            rows = tile.queries.slice
+            part = tile_forward(call, tile, q, keys, values)
             merge_partials_(out[:, rows], lse[:, :, rows], *part)
     return Partial(out.to(q.dtype), lse)
 
@@ -45,28 +43,13 @@ def ring_backward(
     def zeros(like: Tensor) -> Tensor:
         return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
-    def tile_gradients(tile: Tile, query_side: tuple[Tensor, ...], key_side: tuple[Tensor, ...]) -> Gradients:
-        rows, columns = tile.queries.slice, tile.keys.slice
-        queries, grads, tile_lse, tile_delta = query_side
-        keys, values = key_side
-        return kernel.backward(
-            grads[:, rows],
-            queries[:, rows],
-            keys[:, columns],
-            values[:, columns],
-            tile_lse[:, :, rows],
-            tile_delta[:, :, rows],
-            pattern=tile.pattern,
-            scale=call.scale,
-            deterministic=call.deterministic,
-        )
-
     grad_q, grad_k, grad_v = zeros(q), zeros(k), zeros(v)
 
     def keys_visit(step: Step, guests: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         guest_grads = zeros(k), zeros(v)
+        keys, values = guests
         for tile in step.tiles:
-            grads = tile_gradients(tile, (q, grad_out, lse, delta), guests)
+            grads = tile_backward(call, kernel, tile, grad_out, q, keys, values, lse, delta)
             add_(grad_q[:, tile.queries.slice], grads.q)
             add_(guest_grads[0][:, tile.keys.slice], grads.k)
             add_(guest_grads[1][:, tile.keys.slice], grads.v)
@@ -74,8 +57,9 @@ def ring_backward(
 
     def queries_visit(step: Step, guests: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         guest_grad = zeros(q)
+        queries, grad_outs, statistic, deltas = guests
         for tile in step.tiles:
-            grads = tile_gradients(tile, guests, (k, v))
+            grads = tile_backward(call, kernel, tile, grad_outs, queries, k, v, statistic, deltas)
             add_(guest_grad[:, tile.queries.slice], grads.q)
             add_(grad_k[:, tile.keys.slice], grads.k)
             add_(grad_v[:, tile.keys.slice], grads.v)

@@ -67,11 +67,6 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     return Memory(moment, _used(found[moment]), _used(outside), hardware.memory)
 
 
-def kept_of_block(candidate: Candidate) -> float:
-    """Return the bytes that a block keeps from forward to backward, by policy of `bmburst.recompute`."""
-    return _Parts(candidate, CURRENT).kept()
-
-
 def _used(lines: Mapping[str, float]) -> Lines:
     return {name: nbytes for name, nbytes in lines.items() if nbytes}
 

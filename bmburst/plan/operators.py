@@ -39,12 +39,11 @@ class Operators:
     wide_loss: bool
     swiglu_overwrites: bool = False
 
-    def norm_forward_alive(self, itemsize: int) -> float:
-        """Return the bytes that live at once inside a norm, beside its input: wide, scaled, weighted."""
-        return 2.0 * WIDE + _copy(itemsize) if self.wide_copies else itemsize
-
     def norm_backward_alive(self, itemsize: int) -> float:
-        """Return the same backward: gradient, normed, its gradient, two terms of the input's."""
+        """Return the bytes that live at once inside a norm's backward, beside its input.
+
+        The gradient, normed, its gradient, two terms of the input's.
+        """
         return 4.0 * WIDE + _copy(itemsize) if self.wide_copies else itemsize
 
     def swiglu_forward_alive(self, itemsize: int) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst_ops.constants import TILE_ROWS
 from bmburst_ops.flash import blind
 from bmburst_ops.flash.blind import Given
 from bmburst_ops.flash.kernel import Gradients, Partial
@@ -15,7 +16,6 @@ from bmburst_ops.flash.varlen import Told, told
 from bmburst_ops.pattern import FULL, Need, Pattern
 
 _MODULE = "flash_attn.cute.interface"
-_TILE = 64  # every tile has a multiple of this many rows
 # Largest head dim by the first digit of the compute capability. On Blackwell the package has wider ones, but only with
 # other head dims for V or with a backward that takes no dLSE.
 _WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}
@@ -63,10 +63,10 @@ class FlashAttention4Kernel:
                     *flat,
                     softmax_scale=scale,
                     # Query heads of a KV head share a tile, unless they do not fill it: it would be loaded without TMA.
-                    pack_gqa=None if _TILE % (q.shape[2] // k.shape[2]) == 0 else False,
+                    pack_gqa=None if TILE_ROWS % (q.shape[2] // k.shape[2]) == 0 else False,
                     return_lse=True,
                     out=writable(call.flat_target(out), q),
-                    **_options(call),
+                    **fa4_options(call),
                 )
             return call.partial(result, lse, q, out)
 
@@ -112,7 +112,7 @@ class FlashAttention4Kernel:
                     dk=gradients.k,
                     dv=gradients.v,
                     dlse=-call.flat_statistic(given.delta).float(),
-                    **_options(call),
+                    **fa4_options(call),
                 )
             return call.gradients(gradients, given.q.shape[0], into)
 
@@ -120,7 +120,7 @@ class FlashAttention4Kernel:
         return blind.backward(part, given, without_cells(pattern, self.name), into)
 
 
-def _options(call: Told) -> dict[str, Any]:
+def fa4_options(call: Told) -> dict[str, Any]:
     """Return what both functions of the package are told of a pattern; a bound that is not there is None to them."""
     options: dict[str, Any] = {"causal": call.causal}
     if not call.causal and call.band != FULL:

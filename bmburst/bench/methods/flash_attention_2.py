@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from bmburst.bench.methods.local import ForBackward, LocalKernel, fa4_options
+from bmburst.bench.methods.local import ForBackward, LocalKernel
 from bmburst_ops.flash import CAUSAL, FULL, Band, Gradients, Segments
+from bmburst_ops.flash.fa4 import fa4_options
 from bmburst_ops.flash.memory import aligned, deliver_gradients, gradient_memory
 from bmburst_ops.flash.varlen import Told
 

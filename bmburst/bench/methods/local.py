@@ -7,14 +7,15 @@ has such a path it is the one taken here, for the peers and for one GPU alone: n
 import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash import FULL, Band, Gradients, Segments, select_kernel
+from bmburst_ops.flash import Band, Gradients, Segments, select_kernel
+from bmburst_ops.flash.fa4 import fa4_options
 from bmburst_ops.flash.memory import aligned, gradient_memory
-from bmburst_ops.flash.varlen import Told, told, told_flash_attention_2
+from bmburst_ops.flash.varlen import told, told_flash_attention_2
 from bmburst_ops.merge import row_dots
 
 Shape = Band | Segments
@@ -62,17 +63,6 @@ class LocalKernel:
             *(grad, q, k, v, lse, row_dots(grad, out)), pattern=pattern, scale=scale, deterministic=False, into=into
         )
         return Gradients(*(g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)))
-
-
-def fa4_options(call: Told) -> dict[str, Any]:
-    """Return what FlashAttention-4's functions are told of a pattern; a bound that is not there is None to them."""
-    options: dict[str, Any] = {"causal": call.causal}
-    if not call.causal and call.band != FULL:
-        options |= {"window_size_left": call.band.left, "window_size_right": call.band.right}
-    if call.queries is not None:
-        options |= {"cu_seqlens_q": call.queries, "cu_seqlens_k": call.keys}
-        options |= {"max_seqlen_q": call.longest_queries, "max_seqlen_k": call.longest_keys}
-    return options
 
 
 def _flash_attention_4(
