@@ -5,6 +5,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -149,6 +150,7 @@ def install(monkeypatch, *, batches):
 
     for name, value in {
         "Stream": Stream,
+        "stream": lambda _: nullcontext(),
         "current_stream": current_stream,
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,

@@ -9,13 +9,14 @@ Memory beside the results, on each rank: the inbox, `q + k + v` bytes of the loc
 unit each. Over the peer transport they stay allocated for the next call.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from bmburst.attention.alternate import Alternate
 from bmburst.attention.call import AttentionCall
-from bmburst.attention.heads_plan import HeadsPlan, Strides, Unit, make_heads_plan
+from bmburst.attention.heads_plan import HeadsPlan, Strides, make_heads_plan
 from bmburst.attention.outer import outer_backward, outer_forward
 from bmburst.comm.messages import tensor_in
 from bmburst.comm.protocol import Transfer
@@ -32,15 +33,18 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
     shapes, statistics = plan.shapes, accumulation_dtype(q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((shapes.batch, shapes.heads, shapes.layout.tokens), dtype=statistics)
-    outer, going_home = call.outer, list[Transfer]()
-    for i, unit, (queries, keys, values) in _arriving(call, plan, brought):
-        at = plan.outbound[i]
-        box = call.comm.outbox(at.exchange.nbytes, _OUT)
-        own = _tokens_of(plan, box, at.starts[0], len(unit.heads), q.dtype)
-        own_lse = _statistic_of(plan, box, at.starts[1], len(unit.heads), statistics)
-        part = outer_forward(outer, queries, keys, values, out=own)
-        own_lse.copy_(part.lse)
-        going_home.append(call.comm.pull(at.exchange, box, (out, lse), _OUT))
+    outer, streams, going_home = call.outer, _streams(call, plan, q), list[Transfer]()
+    arriving = _Arriving(call, plan, brought, streams)
+    for i, (unit, at) in enumerate(zip(plan.units, plan.outbound, strict=True)):
+        with streams.turn(i):
+            queries, keys, values = arriving.wait(i)
+            box = call.comm.outbox(at.exchange.nbytes, _OUT)
+            own = _tokens_of(plan, box, at.starts[0], len(unit.heads), q.dtype)
+            own_lse = _statistic_of(plan, box, at.starts[1], len(unit.heads), statistics)
+            own_lse.copy_(outer_forward(outer, queries, keys, values, out=own).lse)
+            going_home.append(call.comm.pull(at.exchange, box, (out, lse), _OUT))
+        arriving.start(i + 1)
+    streams.join()
     for transfer in going_home:
         transfer.wait()
     return Partial(out, lse)
@@ -54,42 +58,60 @@ def heads_backward(
     plan = _plan(call, q, k, brought, backward=True)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k, grad_v = (t.new_empty((plan.shapes.replicas, *t.shape)) for t in (k, v))
-    outer, going_home = call.outer, list[Transfer]()
-    for i, unit, (queries, keys, values, grads, own_lse, own_delta) in _arriving(call, plan, brought):
-        at = plan.outbound[i]
-        box = call.comm.outbox(at.exchange.nbytes, _OUT)
+    outer, streams, going_home = call.outer, _streams(call, plan, q), list[Transfer]()
+    arriving = _Arriving(call, plan, brought, streams)
+    for i, (unit, at) in enumerate(zip(plan.units, plan.outbound, strict=True)):
         counts = (len(unit.heads), len(unit.kv_heads), len(unit.kv_heads))
-        into = Gradients(
-            *(_tokens_of(plan, box, start, n, q.dtype) for start, n in zip(at.starts, counts, strict=True))
-        )
-        outer_backward(outer, kernel, grads, queries, keys, values, own_lse, own_delta, into=into)
-        going_home.append(call.comm.pull(at.exchange, box, (grad_q, grad_k, grad_v), _OUT))
+        with streams.turn(i):
+            queries, keys, values, grads, own_lse, own_delta = arriving.wait(i)
+            box = call.comm.outbox(at.exchange.nbytes, _OUT)
+            into = Gradients(
+                *(_tokens_of(plan, box, start, n, q.dtype) for start, n in zip(at.starts, counts, strict=True))
+            )
+            outer_backward(outer, kernel, grads, queries, keys, values, own_lse, own_delta, into=into)
+            going_home.append(call.comm.pull(at.exchange, box, (grad_q, grad_k, grad_v), _OUT))
+        arriving.start(i + 1)
+    streams.join()
     for transfer in going_home:
         transfer.wait()
     return Gradients(grad_q, *(_joined(t) for t in (grad_k, grad_v)))
 
 
-def _arriving(
-    call: AttentionCall, plan: HeadsPlan, brought: Sequence[Tensor]
-) -> Iterator[tuple[int, Unit, list[Tensor]]]:
-    """Yield each unit with its tensors over all tokens, once they are here; the next moves while the caller works.
+def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> Alternate:
+    """Return the streams of the units' kernels: one where other transfers or their kernels are between them."""
+    is_free = call.comm.transport == "peer" and call.outer.comm.size == 1
+    return Alternate(q.device, len(plan.units) if is_free else 1)
+
+
+class _Arriving:
+    """The tensors of one unit after another over all tokens. The first is under way from the start.
 
     Queries and what belongs to them come with the unit's heads, keys and values with its KV heads.
     """
-    shapes = plan.shapes
-    inbox = call.comm.inbox(plan.nbytes, _IN)
-    next_one = call.comm.push(plan.inbound[0], brought, inbox, _IN)
-    by_heads = (_tokens_of, _tokens_of, _tokens_of, _tokens_of, _statistic_of, _statistic_of)
-    views = []
-    for i, (tensor, start) in enumerate(zip(brought, plan.starts, strict=True)):
-        own = shapes.own_kv_heads if i in (1, 2) else shapes.own_heads
-        views.append(by_heads[i](plan, inbox, start, own, tensor.dtype))
-    for i, unit in enumerate(plan.units):
-        next_one.wait()
-        heads = [unit.kv_heads.slice if j in (1, 2) else unit.heads.slice for j in range(len(views))]
-        yield i, unit, [t[:, :, own] if t.dim() == 4 else t[:, own] for t, own in zip(views, heads, strict=True)]
-        if i + 1 < len(plan.units):  # after the kernel: the host's time for this one is hidden too
-            next_one = call.comm.push(plan.inbound[i + 1], brought, inbox, _IN)
+
+    def __init__(self, call: AttentionCall, plan: HeadsPlan, brought: Sequence[Tensor], streams: Alternate) -> None:
+        self._comm, self._plan, self._brought, self._streams = call.comm, plan, brought, streams
+        self._inbox = call.comm.inbox(plan.nbytes, _IN)
+        self._under_way: list[Transfer] = []
+        self.start(0)
+
+    def start(self, i: int) -> None:
+        """Start unit i, if there is one; after the kernel of the one before, which then hides the host's time too."""
+        if i < len(self._plan.units):
+            with self._streams.turn(i):
+                self._under_way.append(self._comm.push(self._plan.inbound[i], self._brought, self._inbox, _IN))
+
+    def wait(self, i: int) -> list[Tensor]:
+        """Return the tensors of unit i, once they are here; called in its turn."""
+        self._under_way[i].wait()
+        unit, shapes = self._plan.units[i], self._plan.shapes
+        found = []
+        for j, (tensor, start) in enumerate(zip(self._brought, self._plan.starts, strict=True)):
+            count, own = (shapes.own_kv_heads, unit.kv_heads) if j in (1, 2) else (shapes.own_heads, unit.heads)
+            view = _tokens_of if tensor.dim() == 4 else _statistic_of
+            whole = view(self._plan, self._inbox, start, count, tensor.dtype)
+            found.append(whole[:, :, own.slice] if tensor.dim() == 4 else whole[:, own.slice])
+        return found
 
 
 def _token_rows(tensor: Tensor) -> Tensor:

@@ -129,8 +129,9 @@ class PeerCommunicator:
         self._signals(lane, _READY, calls.receivers, calls.senders).enqueue(handle, box.number)
         self._copy(at, calls, [target.data_ptr() for target in targets], box.memory.addresses)
         self._signals(lane, _DONE, calls.senders, ()).enqueue(handle, box.number)
+        self._keep(at, exchange, (outbox,), targets)
         self._under_way(transfer, box)
-        copy_own(exchange, (outbox,), targets)
+        box.user = None  # `done` comes after what filled it; what that stream does next concerns nobody
         return transfer
 
     def inbox(self, nbytes: int, lane: int = 0) -> Tensor:
@@ -167,9 +168,9 @@ class PeerCommunicator:
         self._signals(lane, _DONE, calls.receivers, calls.senders).enqueue(handle, number)
         if is_first:
             at.stream.wait_stream(self._local)
+        else:  # the driver's copies inside one device were seen to wait long beside a running kernel
+            self._keep(at, exchange, sources, (inbox,))
         self._under_way(transfer, at.inbox)
-        if not is_first:  # the driver's copies inside one device were seen to wait long beside a running kernel
-            copy_own(exchange, sources, (inbox,))
         return transfer
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
@@ -257,6 +258,15 @@ class PeerCommunicator:
         first.enqueue(at.stream.cuda_stream, targets, sources)
         if len(second):
             at.stream.wait_stream(at.second)
+
+    def _keep(self, at: _Lane, exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy what this rank keeps for itself, by a kernel that goes before those of attention."""
+        if not exchange.receives[exchange.rank]:
+            return
+        at.second.wait_stream(at.stream)
+        with torch.cuda.stream(at.second):
+            copy_own(exchange, sources, targets)
+        at.stream.wait_stream(at.second)
 
     def _under_way(self, transfer: SideStreamTransfer, box: _Box) -> None:
         box.done = transfer.done = transfer.side.record_event()

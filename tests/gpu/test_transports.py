@@ -27,14 +27,14 @@ from tests.test_comm import verbs
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
 # Errors over those of one device's kernel: the same numbers where heads are exchanged; where partial results are added
-# up, each was rounded to 16 bits by the kernel.
-BOUNDS = dict.fromkeys(STRATEGIES, 1.35) | {"heads": 1.02}
+# up, those of a KV head that ranks share too, each was rounded to 16 bits by the kernel.
+EQUAL, ADDED = 1.02, 1.35
 SIZES = range(2, min(GPUS, 8) + 1)
 
 
 def run(program, size, body, *args):
     if program == "bmtrain":
-        run_program(size, body, *args, on_gpus=True)
+        run_program(size, body, *args, on_gpus=True, seconds=600)  # most of it compiles kernels
     else:
         run_nccl(size, body, *args)
 
@@ -108,7 +108,8 @@ def _every_strategy():
                     parts = [out, *torch.autograd.grad(out, inputs, mine[3])]
                     got = [bmburst.unshard(t, layout=layout, group=comm, length=length) for t in parts]
                     excess = [ours / theirs for ours, theirs in zip(errors(got, exact), alone, strict=True)]
-                    assert max(excess) <= BOUNDS[strategy], (heads, kv_heads, options, excess)
+                    bound = EQUAL if strategy == "heads" and kv_heads >= comm.size else ADDED
+                    assert max(excess) <= bound, (heads, kv_heads, options, excess)
 
 
 def attend_alone(q, k, v, grad, mask):
