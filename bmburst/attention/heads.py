@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bmburst.attention.alternate import Alternate
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.heads_plan import HeadsPlan, Strides, make_heads_plan
 from bmburst.attention.outer import outer_backward, outer_forward
+from bmburst.attention.succession import Succession
 from bmburst.comm.messages import tensor_in
 from bmburst.comm.protocol import Transfer
 from bmburst_ops.flash import Gradients, Kernel, Partial
@@ -33,7 +33,8 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
     shapes, statistics = plan.shapes, accumulation_dtype(q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((shapes.batch, shapes.heads, shapes.layout.tokens), dtype=statistics)
-    outer, streams, going_home = call.outer, _streams(call, plan, q), list[Transfer]()
+    outer, streams = call.outer, _streams(call, plan, q)
+    parts, going_home = list[Partial](), list[Transfer]()
     arriving = _Arriving(call, plan, brought, streams)
     for i, (unit, at) in enumerate(zip(plan.units, plan.outbound, strict=True)):
         with streams.turn(i):
@@ -41,8 +42,10 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
             box = call.comm.outbox(at.exchange.nbytes, _OUT)
             own = _tokens_of(plan, box, at.starts[0], len(unit.heads), q.dtype)
             own_lse = _statistic_of(plan, box, at.starts[1], len(unit.heads), statistics)
-            own_lse.copy_(outer_forward(outer, queries, keys, values, out=own).lse)
-            going_home.append(call.comm.pull(at.exchange, box, (out, lse), _OUT))
+            parts.append(outer_forward(outer, queries, keys, values, out=own))
+            with streams.after():
+                own_lse.copy_(parts[i].lse)
+                going_home.append(call.comm.pull(at.exchange, box, (out, lse), _OUT))
         arriving.start(i + 1)
     streams.join()
     for transfer in going_home:
@@ -77,10 +80,10 @@ def heads_backward(
     return Gradients(grad_q, *(_joined(t) for t in (grad_k, grad_v)))
 
 
-def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> Alternate:
+def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> Succession:
     """Return the streams of the units' kernels: one where other transfers or their kernels are between them."""
     is_free = call.comm.transport == "peer" and call.outer.comm.size == 1
-    return Alternate(q.device, len(plan.units) if is_free else 1)
+    return Succession(q.device, len(plan.units) if is_free else 1)
 
 
 class _Arriving:
@@ -89,7 +92,7 @@ class _Arriving:
     Queries and what belongs to them come with the unit's heads, keys and values with its KV heads.
     """
 
-    def __init__(self, call: AttentionCall, plan: HeadsPlan, brought: Sequence[Tensor], streams: Alternate) -> None:
+    def __init__(self, call: AttentionCall, plan: HeadsPlan, brought: Sequence[Tensor], streams: Succession) -> None:
         self._comm, self._plan, self._brought, self._streams = call.comm, plan, brought, streams
         self._inbox = call.comm.inbox(plan.nbytes, _IN)
         self._under_way: list[Transfer] = []
@@ -132,7 +135,12 @@ def _plan(call: AttentionCall, q: Tensor, k: Tensor, brought: Sequence[Tensor], 
         batch, second, third = (stride * tensor.element_size() for stride in tensor.stride()[:3])
         strides.append(Strides(batch, second, third) if tensor.dim() == 4 else Strides(batch, third, second))
     return make_heads_plan(
-        call.head_shapes(q, k), call.comm.rank, tuple(strides), backward=backward, most=call.strategy.most_kv_heads
+        call.head_shapes(q, k),
+        call.comm.rank,
+        tuple(strides),
+        backward=backward,
+        most=call.strategy.most_kv_heads,
+        pace=call.strategy.pace,
     )
 
 

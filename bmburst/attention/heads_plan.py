@@ -8,13 +8,11 @@ Ranks trade tokens of all heads for all tokens of their own heads (DeepSpeed Uly
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.layout import Layout, Run
-from bmburst.tiles import Span
-from bmburst_ops.constants import TILE_ROWS
+from bmburst.units import Unit, make_units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,50 +66,6 @@ class HeadShapes:
         return None
 
 
-class Unit(NamedTuple):
-    """Heads of a rank's share: query heads, the KV heads they attend to, and those that no unit before has brought."""
-
-    heads: Span
-    kv_heads: Span
-    new_kv_heads: Span
-
-
-def make_units(heads: int, kv_heads: int, *, most: int, whole_groups: bool) -> tuple[Unit, ...]:
-    """Return what a rank's share is cut into, one kernel call each, so that blocks move while kernels run.
-
-    The first unit and the last are small: nothing hides the first one's way in and the last one's way out. Those
-    between them are few: each kernel has a tail. Where the heads of a group are parted, those that stay together fill
-    a kernel's tile evenly if they can, which is what lets it share keys and values among them.
-
-    Args:
-        heads: Query heads of the share.
-        kv_heads: KV heads of the share.
-        most: KV heads a unit may have, to bound the outbox; `kv_heads` or more for no bound, 0 for a single unit.
-        whole_groups: Whether the query heads of a KV head must stay together (its gradient is their sum).
-    """
-    group = heads // kv_heads
-    if most == 0 or heads == 1:
-        cuts = [(Span(0, heads), Span(0, kv_heads))]
-    elif kv_heads <= min(2, most) and heads >= 3 and group > 1 and not whole_groups:
-        fitting = (n for n in range(1, heads // 4 + 1) if TILE_ROWS % ((heads - 2 * n) // kv_heads) == 0)
-        edge = next(fitting, 1)
-        cuts = [
-            (Span(0, edge), Span(0, 1)),
-            (Span(edge, heads - edge), Span(0, kv_heads)),
-            (Span(heads - edge, heads), Span(kv_heads - 1, kv_heads)),
-        ]
-    else:
-        middle = range(1, kv_heads - 1, most)
-        edges = sorted({0, 1, *middle, max(kv_heads - 1, 1), kv_heads})
-        spans = [Span(a, b) for a, b in pairwise(edges)]
-        cuts = [(Span(span.start * group, span.stop * group), span) for span in spans]
-    units, brought = [], 0
-    for own, kv in cuts:
-        units.append(Unit(own, kv, Span(min(max(brought, kv.start), kv.stop), kv.stop)))
-        brought = max(brought, kv.stop)
-    return tuple(units)
-
-
 class Strides(NamedTuple):
     """Bytes from one batch row, token and head of a tensor to the next."""
 
@@ -163,7 +117,7 @@ class HeadsPlan:
 
 @lru_cache(maxsize=256)
 def make_heads_plan(
-    shapes: HeadShapes, rank: int, sources: tuple[Strides, ...], *, backward: bool, most: int
+    shapes: HeadShapes, rank: int, sources: tuple[Strides, ...], *, backward: bool, most: int, pace: float = 0.0
 ) -> HeadsPlan:
     """Return a rank's plan.
 
@@ -177,13 +131,14 @@ def make_heads_plan(
             may have others: blocks are cut alike.
         backward: Which of the two.
         most: See `make_units`.
+        pace: See `make_units`.
     """
     own, own_kv = shapes.own_heads, shapes.own_kv_heads
     counts = (own, own_kv, own_kv, own, own, own) if backward else (own, own_kv, own_kv)
     rows = shapes.batch * shapes.tokens
     items = [_item(shapes, i) for i in range(len(counts))]
     starts, nbytes = placed([rows * count * item for count, item in zip(counts, items, strict=True)])
-    units = make_units(own, own_kv, most=most, whole_groups=backward)
+    units = make_units(own, own_kv, most=most, pace=pace, backward=backward)
     return HeadsPlan(
         shapes,
         starts,

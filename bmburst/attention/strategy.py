@@ -38,12 +38,14 @@ class Strategy:
             round inside nodes and from node to node.
         travellers: What goes round in backward: keys and values, or queries.
         most_kv_heads: KV heads that one step of an exchange or of a gather moves; 0: all in one step.
+        pace: Of an exchange of heads, time to move one tensor's part of a head over the time to attend with it.
     """
 
     heads: int
     outer: Outer
     travellers: Travellers
     most_kv_heads: int = 0
+    pace: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,8 @@ def choose_strategy(
         )
     best = min(found, key=lambda strategy: cost(strategy, shapes, length, mask, transport, wide, nodes or 1))
     within = replace(shapes, degree=best.heads)
-    return replace(best, most_kv_heads=_most_kv_heads(best, within, length, mask, transport))
+    most = _most_kv_heads(best, within, length, mask, transport)
+    return replace(best, most_kv_heads=most, pace=_pace(within, length, mask, transport))
 
 
 def cost(
@@ -260,6 +263,16 @@ def _attention_shape(shapes: HeadShapes, wide: int) -> AttentionShape:
         gradient_itemsize=wide,
         statistics_itemsize=wide,
     )
+
+
+def _pace(shapes: HeadShapes, length: int, mask: Mask, transport: str) -> float:
+    """Return how long one tensor's part of a head moves, over how long the head is attended with forward."""
+    if shapes.degree == 1:
+        return 0.0
+    moved = shapes.batch * shapes.tokens * (1 - 1 / shapes.degree) * shapes.head_dim * shapes.itemsize
+    moving = moved / LINKS.get(transport, LINKS["gloo"]).bandwidth
+    flops = 4.0 * shapes.batch * max(rank_areas(shapes.outer, length, mask)) * shapes.head_dim
+    return moving / max(flops / _KERNEL_RATE.get(transport, 2e11), moving / shapes.own_heads)
 
 
 def _most_kv_heads(strategy: Strategy, shapes: HeadShapes, length: int, mask: Mask, transport: str) -> int:

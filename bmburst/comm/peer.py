@@ -31,6 +31,7 @@ from bmburst.errors import UserError
 
 LANES = 4
 _OUTBOXES = 2
+_PRIORITY = -3  # the highest that torch has: before any kernel of attention
 _OFFER, _READY, _DONE = _KINDS = range(3)
 _WORD = 64  # bytes from one word to the next: each in a cache line of its own
 _MOST = 1 << 30  # bytes of a row: the driver takes less than 2 GiB
@@ -90,7 +91,7 @@ class PeerCommunicator:
         self.rank, self.size = inner.rank, inner.size
         _require_one_host(inner)
         self._words = SharedMemory(inner, LANES * len(_KINDS) * self.size * _WORD, device)
-        streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2 * LANES + 1)]
+        streams = [torch.cuda.Stream(device, priority=_PRIORITY) for _ in range(2 * LANES + 1)]
         self._lanes = [_Lane(streams[2 * lane], streams[2 * lane + 1]) for lane in range(LANES)]
         self._local = streams[-1]
         self._prepared = lru_cache(maxsize=1024)(self._prepare)
@@ -129,7 +130,10 @@ class PeerCommunicator:
         self._signals(lane, _READY, calls.receivers, calls.senders).enqueue(handle, box.number)
         self._copy(at, calls, [target.data_ptr() for target in targets], box.memory.addresses)
         self._signals(lane, _DONE, calls.senders, ()).enqueue(handle, box.number)
-        self._keep(at, exchange, (outbox,), targets)
+        at.second.wait_stream(at.stream)
+        with torch.cuda.stream(at.second):
+            copy_own(exchange, (outbox,), targets)
+        at.stream.wait_stream(at.second)
         self._under_way(transfer, box)
         box.user = None  # `done` comes after what filled it; what that stream does next concerns nobody
         return transfer
@@ -160,16 +164,16 @@ class PeerCommunicator:
         handle = at.stream.cuda_stream
         self._signals(lane, _OFFER, (), calls.receivers).enqueue(handle, at.inbox.number)
         own, boxes = [source.data_ptr() for source in sources], at.inbox.memory.addresses
-        is_first, at.inbox.is_fresh = at.inbox.is_fresh, False
-        if is_first:
-            self._local.wait_event(at.inbox.offered)
-            calls.kept.enqueue(self._local.cuda_stream, boxes, own)
         self._copy(at, calls, boxes, own)
         self._signals(lane, _DONE, calls.receivers, calls.senders).enqueue(handle, number)
-        if is_first:
-            at.stream.wait_stream(self._local)
+        self._local.wait_event(at.inbox.offered)
+        if at.inbox.is_fresh:
+            calls.kept.enqueue(self._local.cuda_stream, boxes, own)
         else:  # the driver's copies inside one device were seen to wait long beside a running kernel
-            self._keep(at, exchange, sources, (inbox,))
+            with torch.cuda.stream(self._local):
+                copy_own(exchange, sources, (inbox,))
+        at.inbox.is_fresh = False
+        at.stream.wait_stream(self._local)
         self._under_way(transfer, at.inbox)
         return transfer
 
@@ -258,15 +262,6 @@ class PeerCommunicator:
         first.enqueue(at.stream.cuda_stream, targets, sources)
         if len(second):
             at.stream.wait_stream(at.second)
-
-    def _keep(self, at: _Lane, exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy what this rank keeps for itself, by a kernel that goes before those of attention."""
-        if not exchange.receives[exchange.rank]:
-            return
-        at.second.wait_stream(at.stream)
-        with torch.cuda.stream(at.second):
-            copy_own(exchange, sources, targets)
-        at.stream.wait_stream(at.second)
 
     def _under_way(self, transfer: SideStreamTransfer, box: _Box) -> None:
         box.done = transfer.done = transfer.side.record_event()

@@ -1,10 +1,9 @@
 """Bytes that attention's executors move and cut, on one rank and for one layer: the formulas of their docstrings."""
 
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 
 from bmburst.plan.candidates import Candidate
+from bmburst.units import make_units
 
 WIDE = 4  # bytes of log-sum-exp, delta, and of gradients that a ring adds up
 OUTBOX_BYTES = 1 << 30  # `bmburst.attention.strategy`: what a unit of an exchange of heads may take
@@ -93,7 +92,8 @@ class Sizes:
 
     def unit_shares(self, *, backward: bool) -> list[float]:
         """Return the share of the query heads in each unit of an exchange of heads."""
-        return [count / self.heads for count in _units(self.heads, self.kv_heads, self.most_kv_heads, backward)]
+        units = make_units(self.heads, self.kv_heads, most=self.most_kv_heads, backward=backward)
+        return [len(unit.heads) / self.heads for unit in units]
 
     def head_bytes(self, *, backward: bool) -> tuple[float, float]:
         """Return the bytes that an exchange of heads brings to a rank, and that it takes home; its own part is in."""
@@ -133,15 +133,3 @@ def sizes(candidate: Candidate) -> Sizes:
         k=float(rows * candidate.own_kv_heads * vector),
         statistics=float(rows * candidate.own_heads * WIDE),
     )
-
-
-@lru_cache(maxsize=1024)
-def _units(heads: int, kv_heads: int, most: int, whole_groups: bool) -> tuple[int, ...]:
-    """Return the query heads of each unit: `bmburst.attention.heads_plan.make_units`."""
-    group = heads // kv_heads
-    if most == 0 or heads == 1:
-        return (heads,)
-    if kv_heads <= min(2, most) and heads >= 3 and group > 1 and not whole_groups:
-        return (1, heads - 2, 1)
-    edges = sorted({0, 1, *range(1, kv_heads - 1, most), max(kv_heads - 1, 1), kv_heads})
-    return tuple((b - a) * group for a, b in pairwise(edges))

@@ -8,52 +8,15 @@ import torch
 
 import bmburst
 from bmburst.attention import heads_plan, strategy
-from bmburst.attention.heads_plan import HeadShapes, Strides, make_heads_plan, make_units
+from bmburst.attention.heads_plan import HeadShapes, Strides, make_heads_plan
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst.layout import LAYOUTS, make_layout
 from bmburst.mask import Causal
-from bmburst.tiles import Span
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import Counting, compare
 from tests.distributed.processes import run_processes
-
-SHARES = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 8), (9, 3), (16, 1), (32, 8)]
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), SHARES)
-@pytest.mark.parametrize("most", [0, 1, 2, 100])
-@pytest.mark.parametrize("whole_groups", [True, False])
-def test_units_cover_the_share_once(heads, kv_heads, most, whole_groups):
-    units = make_units(heads, kv_heads, most=most, whole_groups=whole_groups)
-    group = heads // kv_heads
-    assert [h for unit in units for h in range(*unit.heads)] == list(range(heads))
-    assert [h for unit in units for h in range(*unit.new_kv_heads)] == list(range(kv_heads))
-    arrived = 0
-    for unit in units:
-        arrived = max(arrived, unit.new_kv_heads.stop)
-        assert unit.kv_heads.stop <= arrived
-        # as one kernel call sees it: head h of the unit attends to KV head h // ratio of the unit
-        ratio = len(unit.heads) / len(unit.kv_heads)
-        wanted = [unit.kv_heads.start + int(i // ratio) for i in range(len(unit.heads))]
-        assert [h // group for h in range(*unit.heads)] == wanted
-        if whole_groups:
-            assert unit.heads == Span(unit.kv_heads.start * group, unit.kv_heads.stop * group)
-        assert most == 0 or heads == 1 or len(unit.kv_heads) <= max(most, 1)
-    if most == 0:
-        assert len(units) == 1
-
-
-def test_first_and_last_unit_are_small():
-    """Nothing hides the way in of the first and the way home of the last; the rest is one call."""
-    assert [len(u.heads) for u in make_units(8, 8, most=8, whole_groups=True)] == [1, 6, 1]
-    assert [len(u.heads) for u in make_units(8, 2, most=8, whole_groups=False)] == [2, 4, 2]
-    assert [len(u.heads) for u in make_units(6, 2, most=8, whole_groups=False)] == [1, 4, 1]
-    assert [len(u.heads) for u in make_units(7, 1, most=8, whole_groups=False)] == [1, 5, 1]
-    assert [len(u.heads) for u in make_units(8, 2, most=8, whole_groups=True)] == [4, 4]
-    assert [len(u.heads) for u in make_units(8, 8, most=2, whole_groups=True)] == [1, 2, 2, 2, 1]
-
 
 CASES = [
     (size, degree, name, heads, kv_heads)

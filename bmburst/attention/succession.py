@@ -1,0 +1,82 @@
+"""Kernels that need not wait for each other, one after another without a gap between them.
+
+A kernel's last blocks leave multiprocessors idle: with packed documents, of which one is long, for half of a short
+kernel's time. Each kernel has a stream of its own, so that the next one's blocks take them as soon as they are free.
+What follows a kernel is not to wait for the next kernel's blocks, or its results would go home too late to be hidden:
+earlier turns have a higher priority (a kernel call may convert its gradients after the kernel proper), and copies a
+higher one than all.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+_PRIORITIES = (-1, -2, -2, -3)
+"""Of the turns before the last one, from the end, two streams alternating further ahead; and of what follows a kernel,
+as of copies between ranks: the highest that torch has."""
+
+
+class Succession:
+    """A stream for each turn, the last one's being the current stream; on CPUs, or for one turn alone, nothing.
+
+    What is launched in a turn comes after everything launched before this was made. Its results may be used after
+    `join`.
+
+    Args:
+        device: Where the kernels run.
+        turns: How many there will be.
+    """
+
+    def __init__(self, device: torch.device, turns: int) -> None:
+        self._current: Any = None
+        self._after: Any = None
+        self._before: tuple[Any, ...] = ()
+        if device.type == "cuda" and turns > 1:
+            self._current = torch.cuda.current_stream(device)
+            *streams, self._after = _streams(device)
+            self._before = tuple(streams[_place(turns, turn)] for turn in range(turns - 1))
+            start = self._current.record_event()
+            for stream in set(self._before):
+                stream.wait_event(start)
+
+    @contextmanager
+    def turn(self, i: int) -> Iterator[None]:
+        """Make the stream of turn `i` the current one."""
+        if i >= len(self._before):
+            yield
+            return
+        with torch.cuda.stream(self._before[i]):
+            yield
+
+    @contextmanager
+    def after(self) -> Iterator[None]:
+        """Within a turn, make a stream the current one that goes on after its kernel, before any other's blocks.
+
+        What it reads must be kept until `join`.
+        """
+        if not self._before:
+            yield
+            return
+        self._after.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._after):
+            yield
+
+    def join(self) -> None:
+        """Let the current stream wait for all that was launched."""
+        for stream in {*self._before, self._after} if self._before else ():
+            self._current.wait_stream(stream)
+
+
+def _place(turns: int, turn: int) -> int:
+    """Return which stream a turn before the last has."""
+    ahead = turns - 2 - turn
+    return ahead if ahead < 1 else 1 + (ahead - 1) % 2
+
+
+@lru_cache(maxsize=64)
+def _streams(device: torch.device) -> tuple[Any, ...]:
+    """Return a device's streams: always the same, since torch keeps free memory for each stream apart."""
+    return tuple(torch.cuda.Stream(device, priority=priority) for priority in _PRIORITIES)

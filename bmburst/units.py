@@ -1,0 +1,70 @@
+"""Which heads a kernel attends with at once while others are exchanged."""
+
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from bmburst.tiles import Span
+from bmburst_ops.constants import TILE_ROWS
+
+
+class Unit(NamedTuple):
+    """Heads of a rank's share: query heads, the KV heads they attend to, and those that no unit before has brought."""
+
+    heads: Span
+    kv_heads: Span
+    new_kv_heads: Span
+
+
+def make_units(heads: int, kv_heads: int, *, most: int, pace: float = 0.0, backward: bool) -> tuple[Unit, ...]:
+    """Return what a rank's share is cut into, one kernel call each, so that blocks move while kernels run.
+
+    The first unit and the last are small: nothing hides the first one's way in and the last one's way out. Those
+    between them are few: each call costs the host time. Where the heads of a group are parted, those that stay together
+    fill a kernel's tile evenly if they can, which is what lets it share keys and values among them.
+
+    Args:
+        heads: Query heads of the share.
+        kv_heads: KV heads of the share.
+        most: KV heads a unit may have, to bound the outbox; `kv_heads` or more for no bound, 0 for a single unit.
+        pace: Time in which one tensor's part of one head moves, over that in which a query head is attended with
+            forward: a unit has no more heads than come in while those before it are attended with.
+        backward: Whether the query heads of a KV head stay together, since its gradient is their sum, and more moves.
+    """
+    group = heads // kv_heads
+    if most == 0 or heads == 1:
+        cuts = [(Span(0, heads), Span(0, kv_heads))]
+    elif kv_heads <= min(2, most) and heads >= 3 and group > 1 and not backward:
+        fitting = (n for n in range(1, heads // 4 + 1) if TILE_ROWS % ((heads - 2 * n) // kv_heads) == 0)
+        edge = next(fitting, 1)
+        cuts = [
+            (Span(0, edge), Span(0, 1)),
+            (Span(edge, heads - edge), Span(0, kv_heads)),
+            (Span(heads - edge, heads), Span(kv_heads - 1, kv_heads)),
+        ]
+    else:
+        moved, attended = (2 * group + 2, _BACKWARD * group) if backward else (group + 2, group)
+        edges = accumulate(_counts(kv_heads, most, pace * moved / attended), initial=0)
+        spans = [Span(a, b) for a, b in pairwise(edges)]
+        cuts = [(Span(span.start * group, span.stop * group), span) for span in spans]
+    units, brought = [], 0
+    for own, kv in cuts:
+        units.append(Unit(own, kv, Span(min(max(brought, kv.start), kv.stop), kv.stop)))
+        brought = max(brought, kv.stop)
+    return tuple(units)
+
+
+_BACKWARD = 2.5
+"""FLOPs of a backward tile over those of a forward one: five products for two."""
+
+
+def _counts(kv_heads: int, most: int, ratio: float) -> list[int]:
+    """Return the KV heads of each unit: one, as many as come in meanwhile or twice as many, up to the last, one.
+
+    While the units of `done` heads are attended with, `done / ratio` come in, and the first was here before.
+    """
+    counts = [1]
+    while (left := kv_heads - 1 - sum(counts)) > 0:
+        done = sum(counts)
+        in_time = left if ratio * (done + left - 1) <= done else int(done / ratio) + 1 - done
+        counts.append(min(left, most, max(2 * counts[-1], in_time)))
+    return counts + [1] * (kv_heads > 1)
