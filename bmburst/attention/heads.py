@@ -24,6 +24,7 @@ from bmburst_ops.flash import Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype
 
 _IN, _OUT = 0, 1  # lanes: what comes in does not queue behind what goes home
+_AHEAD = 2  # units under way before the first kernel: the host enqueues the second one while the first comes in
 
 
 def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
@@ -46,7 +47,7 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
             with streams.after():
                 own_lse.copy_(parts[i].lse)
                 going_home.append(call.comm.pull(at.exchange, box, (out, lse), _OUT))
-        arriving.start(i + 1)
+        arriving.start(i + _AHEAD)
     streams.join()
     for transfer in going_home:
         transfer.wait()
@@ -73,7 +74,7 @@ def heads_backward(
             )
             outer_backward(outer, kernel, grads, queries, keys, values, own_lse, own_delta, into=into)
             going_home.append(call.comm.pull(at.exchange, box, (grad_q, grad_k, grad_v), _OUT))
-        arriving.start(i + 1)
+        arriving.start(i + _AHEAD)
     streams.join()
     for transfer in going_home:
         transfer.wait()
@@ -87,7 +88,7 @@ def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> Succession:
 
 
 class _Arriving:
-    """The tensors of one unit after another over all tokens. The first is under way from the start.
+    """The tensors of one unit after another over all tokens. The first ones are under way from the start.
 
     Queries and what belongs to them come with the unit's heads, keys and values with its KV heads.
     """
@@ -96,10 +97,11 @@ class _Arriving:
         self._comm, self._plan, self._brought, self._streams = call.comm, plan, brought, streams
         self._inbox = call.comm.inbox(plan.nbytes, _IN)
         self._under_way: list[Transfer] = []
-        self.start(0)
+        for i in range(_AHEAD):
+            self.start(i)
 
     def start(self, i: int) -> None:
-        """Start unit i, if there is one; after the kernel of the one before, which then hides the host's time too."""
+        """Start unit i, if there is one; a kernel launched before hides the host's time too."""
         if i < len(self._plan.units):
             with self._streams.turn(i):
                 self._under_way.append(self._comm.push(self._plan.inbound[i], self._brought, self._inbox, _IN))
