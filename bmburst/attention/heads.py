@@ -31,12 +31,12 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
     """Return attention of this rank's queries over the whole sequence; see `ring_forward`."""
     brought = [_token_rows(t) for t in (q, k, v)]
     plan = _plan(call, q, k, brought, backward=False)
+    streams = _streams(call, plan, q)
+    arriving = _Arriving(call, plan, brought, streams)  # first: the host's time for all else is hidden
     shapes, statistics = plan.shapes, accumulation_dtype(q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((shapes.batch, shapes.heads, shapes.layout.tokens), dtype=statistics)
-    outer, streams = call.outer, _streams(call, plan, q)
-    parts, going_home = list[Partial](), list[Transfer]()
-    arriving = _Arriving(call, plan, brought, streams)
+    outer, parts, going_home = call.outer, list[Partial](), list[Transfer]()
     for i, (unit, at) in enumerate(zip(plan.units, plan.outbound, strict=True)):
         with streams.turn(i):
             queries, keys, values = arriving.wait(i)
@@ -60,10 +60,11 @@ def heads_backward(
     """Return the gradients of this rank's q, k and v; see `ring_backward`."""
     brought = [*(_token_rows(t) for t in (q, k, v, grad_out)), lse.contiguous(), delta.contiguous()]
     plan = _plan(call, q, k, brought, backward=True)
+    streams = _streams(call, plan, q)
+    arriving = _Arriving(call, plan, brought, streams)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k, grad_v = (t.new_empty((plan.shapes.replicas, *t.shape)) for t in (k, v))
-    outer, streams, going_home = call.outer, _streams(call, plan, q), list[Transfer]()
-    arriving = _Arriving(call, plan, brought, streams)
+    outer, going_home = call.outer, list[Transfer]()
     for i, (unit, at) in enumerate(zip(plan.units, plan.outbound, strict=True)):
         counts = (len(unit.heads), len(unit.kv_heads), len(unit.kv_heads))
         with streams.turn(i):
