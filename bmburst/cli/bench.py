@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from bmburst.cli import bench_attention, bench_train
-from bmburst.cli.bench_kind import Kind, Prepared, numbers
+from bmburst.cli.bench_kind import Kind, Prepared, Shown, numbers
 from bmburst.errors import UserError
 
 HELP = (
@@ -131,7 +131,7 @@ def _place(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:
 
 
 def _print_cells(prepared: Prepared, kind: Kind, output: Path | None) -> None:
-    results = kind.results()() if output is None else kind.results().read(output)
+    results = kind.shown().results() if output is None else kind.shown().results.read(output)
     for cell in prepared.cells:
         row = results.rows.get(cell.key)
         reason = prepared.refusal(cell)
@@ -150,31 +150,34 @@ def _measure(args: argparse.Namespace, kind: Kind, prepared: Prepared, device: s
         header = describe(sys.argv[1:], device, ranks)
         for number, (size, job) in enumerate(prepared.jobs(str(output), deadline)):
             begun = header if number == 0 else None
-            status = run_job(job, ranks=size, header=begun, cell_timeout=args.cell_timeout) or status
-        results = kind.results().read(output)
+            status = run_job(job, ranks=size, header=begun, cell_timeout=args.cell_timeout)
+            if status:
+                break
+        results = kind.shown().results.read(output)
         left = sum(cell.key not in results.rows for cell in prepared.cells)
         if left:
             total = len(prepared.cells)
             print(f"{left} of {total} cells are left; the same command goes on with them", file=sys.stderr)
-        _show(kind, results, args.output)
+        _show(kind.shown(), results, args.output)
     return status
 
 
-def _show(kind: Kind, results: object, output: Path | None) -> None:
-    text = kind.markdown(results)
+def _show(shown: Shown, results: object, output: Path | None) -> None:
+    text = shown.markdown(results)
     print(text)
     if output is not None:
         output.with_suffix(".md").write_text(text, encoding="utf-8")
-        kind.draw(results, output.with_suffix(""))
+        shown.draw(results, output.with_suffix(""))
 
 
 def _redraw(args: argparse.Namespace, kind: Kind) -> int:
     if args.output is None or not args.output.is_file():
         raise UserError("--table and --plot show a file of results, and --output names none\nfix: --output FILE")
-    results = kind.results().read(args.output)
+    shown = kind.shown()
+    results = shown.results.read(args.output)
     if args.table:
-        print(kind.markdown(results))
+        print(shown.markdown(results))
     if args.plot:
-        for path in kind.draw(results, args.output.with_suffix("")):
+        for path in shown.draw(results, args.output.with_suffix("")):
             print(path)
     return 0

@@ -1,12 +1,11 @@
 """`bmburst bench attention`: its options, as cells and a job."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from bmburst.bench.cells import HEAD_DIM, MASKS, Choice, list_cells
 from bmburst.bench.job import RUNTIMES, Job
-from bmburst.cli.bench_kind import Kind, Prepared, chosen, numbers, require_kernel
+from bmburst.cli.bench_kind import Kind, Prepared, Shown, chosen, numbers, of_jobs, require_kernel
 from bmburst.errors import UserError
 
 
@@ -36,15 +35,9 @@ def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> P
     def jobs(output: str, deadline: float) -> list[tuple[int, Any]]:
         job = Job(
             cells=cells,
-            output=output,
-            deadline=deadline,
-            again=args.again,
-            repeats=args.repeats,
-            cell_seconds=args.cell_seconds,
-            kernel=args.kernel,
             deterministic=args.deterministic,
             runtime=args.runtime,
-            trace="" if args.trace is None else str(args.trace.absolute()),
+            **of_jobs(args, output, deadline),
         )
         return [(ranks[0], job)]
 
@@ -70,29 +63,17 @@ def _choice(args: argparse.Namespace, device: str, ranks: int, methods: tuple[st
     )
 
 
-def _results() -> Any:
+def _shown() -> Shown:
+    from bmburst.bench.figure import draw
     from bmburst.bench.results import Results
-
-    return Results
-
-
-def _markdown(results: Any) -> str:
     from bmburst.bench.table import markdown
 
-    return markdown(results)
-
-
-def _draw(results: Any, stem: Path) -> list[Path]:
-    from bmburst.bench.figure import draw
-
-    return draw(results, stem)
+    return Shown(Results, markdown, draw)
 
 
 KIND = Kind(
     options=("runtime", "heads", "kv_heads", "head_dim", "mask", "deterministic"),
     defaults={"repeats": 9, "cell_seconds": 10.0, "cell_timeout": 300.0},
     prepare=_prepare,
-    results=_results,
-    markdown=_markdown,
-    draw=_draw,
+    shown=_shown,
 )

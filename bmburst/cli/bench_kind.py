@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bmburst.errors import UserError, unknown
+from bmburst.bench.rows import ResultFile
+from bmburst.errors import UserError, require_known, unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,20 @@ class Prepared:
     jobs: Callable[[str, float], Sequence[tuple[int, Any]]]
 
 
+class Shown(NamedTuple):
+    """How a benchmark shows what it measured.
+
+    Attributes:
+        results: The kind of its file.
+        markdown: Returns its tables of such a file.
+        draw: Draws its pictures, by the path that their names begin with, and returns them.
+    """
+
+    results: type[ResultFile[Any]]
+    markdown: Callable[[Any], str]
+    draw: Callable[[Any, Path], list[Path]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """One benchmark. Its functions import what is heavy.
@@ -33,17 +48,23 @@ class Kind:
         options: Names of the options that it alone has.
         defaults: Of options that both have.
         prepare: Returns the benchmark for the options, a device, "cuda" or "cpu", and numbers of ranks.
-        results: Returns the kind of its file.
-        markdown: Returns its tables of such a file.
-        draw: Draws its pictures, by the path that their names begin with, and returns them.
+        shown: Returns how it is shown.
     """
 
     options: tuple[str, ...]
     defaults: dict[str, Any]
     prepare: Callable[[argparse.Namespace, str, tuple[int, ...]], Prepared]
-    results: Callable[[], Any]
-    markdown: Callable[[Any], str]
-    draw: Callable[[Any, Path], list[Path]]
+    shown: Callable[[], Shown]
+
+
+def of_jobs(args: argparse.Namespace, output: str, deadline: float) -> dict[str, Any]:
+    """Return what the options say of every benchmark's jobs."""
+    return {
+        "output": output,
+        "deadline": deadline,
+        "trace": "" if args.trace is None else str(args.trace.absolute()),
+        **{name: getattr(args, name) for name in ("again", "repeats", "cell_seconds", "kernel")},
+    }
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
@@ -80,7 +101,6 @@ def require_kernel(name: str) -> None:
     Raises:
         UserError: There is none of that name.
     """
-    from bmburst.errors import require_known
     from bmburst_ops.flash import NAMES
 
     require_known("kernel", name, NAMES)

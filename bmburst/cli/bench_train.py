@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bmburst.cli.bench_kind import Kind, Prepared, chosen, numbers, require_kernel
+from bmburst.cli.bench_kind import Kind, Prepared, Shown, chosen, numbers, of_jobs, require_kernel
 from bmburst.errors import UserError, require_known
 
 
@@ -56,16 +56,10 @@ def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> P
                 size,
                 TrainJob(
                     cells=tuple(own),
-                    output=output,
-                    deadline=deadline,
-                    again=args.again,
-                    repeats=args.repeats,
-                    cell_seconds=args.cell_seconds,
-                    kernel=args.kernel,
-                    trace="" if args.trace is None else str(args.trace.absolute()),
                     tensor=tensor,
                     steps=args.steps,
                     text=args.text if args.text == "stdlib" else str(Path(args.text).absolute()),
+                    **of_jobs(args, output, deadline),
                 ),
             )
             for (size, tensor), own in starts.items()
@@ -74,29 +68,17 @@ def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> P
     return Prepared(cells=cells, refusal=lambda cell: METHODS[cell.method].refusal(cell), jobs=jobs)
 
 
-def _results() -> Any:
+def _shown() -> Shown:
+    from bmburst.bench.training.figure import draw
     from bmburst.bench.training.results import TrainResults
-
-    return TrainResults
-
-
-def _markdown(results: Any) -> str:
     from bmburst.bench.training.table import markdown
 
-    return markdown(results)
-
-
-def _draw(results: Any, stem: Path) -> list[Path]:
-    from bmburst.bench.training.figure import draw
-
-    return draw(results, stem)
+    return Shown(TrainResults, markdown, draw)
 
 
 KIND = Kind(
     options=("preset", "layers", "recompute", "steps", "text"),
     defaults={"repeats": 5, "cell_seconds": 30.0, "cell_timeout": 600.0},
     prepare=_prepare,
-    results=_results,
-    markdown=_markdown,
-    draw=_draw,
+    shown=_shown,
 )

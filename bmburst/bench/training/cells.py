@@ -124,8 +124,8 @@ def list_cells(choice: Choice) -> tuple[TrainCell, ...]:
 
 def _step(choice: Choice) -> Iterator[TrainCell]:
     dtype = choice.dtype or ("bfloat16" if choice.device == "cuda" else "float32")
-    for preset in choice.presets or STEP_PRESETS:
-        for tokens in choice.tokens or STEP_TOKENS:
+    for tokens in choice.tokens or STEP_TOKENS:  # outermost: what cells leave in memory only grows
+        for preset in choice.presets or STEP_PRESETS:
             for layers in choice.layers or (SHAPES[preset].num_layers,):
                 for ranks in choice.ranks:
                     for method in choice.methods if ranks > 1 else _alone(choice):

@@ -78,7 +78,7 @@ def _curves(title: str, rows: Rows, path: Path) -> Path:
     for axes in right:
         for cell, row in others:
             assert reference is not None
-            away = [abs(a - b) / b for a, b in zip(row["losses"], reference["losses"], strict=True)]
+            away = [abs(a - b) / b for a, b in zip(row["losses"], reference["losses"], strict=False)]
             axes.plot(range(1, len(away) + 1), away, label=curve_name(cell), linewidth=1.3)
         _finish_curves(axes, "difference from one rank's, relative")
         axes.set_yscale("log")

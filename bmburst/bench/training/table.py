@@ -97,9 +97,9 @@ def by_method(rows: Rows, column: Callable[[TrainCell], int]) -> dict[str, dict[
     return found
 
 
-def furthest(row: Row, reference: Row) -> float:
+def furthest(row: Row, reference: Row, what: str = "losses") -> float:
     """Return the largest difference of two curves at one step, relative to the reference."""
-    pairs = zip(row["losses"], reference["losses"], strict=True)
+    pairs = zip(row[what], reference[what], strict=False)  # of runs with fewer steps, those
     return float(max(abs(one - other) / abs(other) for one, other in pairs))
 
 
@@ -140,6 +140,7 @@ def _steps(rows: Rows, notes: dict[str, int]) -> list[str]:
         *grid("tokens/s a GPU / MFU / MFU, attention's backward x 2.5", columns, found, speeds, notes),
         *grid("peak GiB a GPU / by the planner, torch's alone", columns, found, _memory, notes),
         *_rates(rows),
+        *_same_losses(rows),
     ]
 
 
@@ -153,6 +154,16 @@ def _rates(rows: Rows) -> list[str]:
         values = [value for rates in measured for value in rates[name]]
         spans.append(f"{name} {min(values):.4g} to {max(values):.4g}")
     return [f"Rates of one GPU that the bounds were made with, TFLOP/s: {', '.join(spans)}.", ""]
+
+
+def _same_losses(rows: Rows) -> list[str]:
+    """Return how far the first losses of methods on one length are apart: they train one model on one sequence."""
+    first: dict[int, list[float]] = {}
+    for cell, row in rows:
+        if row["status"] == OK:
+            first.setdefault(cell.tokens, []).append(row["losses"][0])
+    apart = [(max(losses) - min(losses)) / min(losses) for losses in first.values() if len(losses) > 1]
+    return [f"First losses of the methods differ by {max(apart):.1e} at most, relative.", ""] if apart else []
 
 
 def _scaling(rows: Rows, notes: dict[str, int]) -> list[str]:
@@ -205,15 +216,19 @@ def _derived(rows: Rows) -> list[str]:
 
 def _losses(rows: Rows, notes: dict[str, int]) -> list[str]:
     reference = reference_of(rows)
-    lines = ["| | first loss | last loss | furthest from one rank's, relative |", "|---|---|---|---|"]
+    head = "| | first loss | last loss | furthest from one rank's, relative | gradient norms, likewise |"
+    lines = [head, "|---|---|---|---|---|"]
     for cell, row in rows:
         if row["status"] != OK:
             number = notes.setdefault(f"{row['status']}: {row['reason']}", len(notes) + 1)
-            lines.append(f"| {curve_name(cell)} | - [{number}] |  |  |")
+            lines.append(f"| {curve_name(cell)} | - [{number}] |  |  |  |")
             continue
-        away = "?" if reference is None else f"{furthest(row, reference):.1e}"
-        lines.append(f"| {curve_name(cell)} | {row['losses'][0]:.5f} | {row['losses'][-1]:.5f} | {away} |")
-    return [*lines, "", f"{len(rows[0][1].get('losses', ()))} steps.", ""]
+        away = [
+            "?" if reference is None else f"{furthest(row, reference, what):.1e}" for what in ("losses", "grad_norms")
+        ]
+        first, last = row["losses"][0], row["losses"][-1]
+        lines.append(f"| {curve_name(cell)} | {first:.5f} | {last:.5f} | {' | '.join(away)} |")
+    return [*lines, "", f"{max(len(row.get('losses', ())) for _, row in rows)} steps.", ""]
 
 
 def _curves(rows: Rows, notes: dict[str, int]) -> list[str]:

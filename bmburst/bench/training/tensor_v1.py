@@ -124,7 +124,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
-        return weight.view_as(weight)
+        return weight.clone()  # a view would keep all that ZeRO gathered of the block
 
     @staticmethod
     @once_differentiable
