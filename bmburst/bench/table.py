@@ -32,7 +32,7 @@ def one_line(cell: Cell, row: Row) -> str:
         return f"{cell.key}: " + ", ".join(f"{_ERRORS[n]} {value:.2e}" for n, value in row["errors"].items())
     parts = [f"{title} {_speed_of(row[direction])}" for direction, title in DIRECTIONS.items()]
     chosen = row.get("strategy")
-    how = f", {_how(cell, chosen)} by {row['transport']}" if chosen else ""
+    how = f", {how_spread(cell.ranks, chosen)} by {row['transport']}" if chosen else ""
     return f"{cell.key}: {'; '.join(parts)} ({row['seconds']:.1f} s{how})"
 
 
@@ -41,11 +41,11 @@ def _speed_of(part: Row) -> str:
     return f"{part['milliseconds']['median']:.2f} ms {part['tflops']:.0f} TFLOP/s ratio {part['ratio']:.3f}{times}"
 
 
-def _how(cell: Cell, chosen: dict[str, Any]) -> str:
-    """What `burst_attention` chose: heads exchanged by how many ranks, and what lies between such groups."""
+def how_spread(ranks: int, chosen: dict[str, Any]) -> str:
+    """Return what `burst_attention` chose: heads exchanged by how many ranks, and what lies between such groups."""
     parts = [f"heads x{chosen['heads']}"] if chosen["heads"] > 1 else []
     outside = chosen["outer"] if chosen["outer"] == "gather" else f"{chosen['outer']} ({chosen['travellers']} backward)"
-    return " + ".join([*parts, *([outside] if cell.ranks > chosen["heads"] else [])]) or "alone"
+    return " + ".join([*parts, *([outside] if ranks > chosen["heads"] else [])]) or "alone"
 
 
 def markdown(results: Results) -> str:

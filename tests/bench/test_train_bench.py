@@ -164,7 +164,10 @@ def shown():
 
 def test_tables_show_times_bounds_speeds_memory_and_what_is_derived():
     made = shown()
+    chosen = {"heads": 4, "outer": "none", "travellers": "kv"}
+    made.rows[cell().key] |= {"strategy": chosen, "transport": "peer", "recompute": "block"}
     text = markdown(made)
+    assert "ours: 128K heads x4 by peer, block." in text
     assert "## Training step over sequence length: llama-3-8b, 2 of 32 layers, 4 GPUs, bfloat16" in text
     assert "| ours | 0.750 / 0.682 / 1.100 | 0.750 / 0.682 / 1.100 |" in text
     assert "| ours | 10923 / 50.0% / 55.0% | 43691 / 50.0% / 55.0% |" in text
@@ -280,3 +283,24 @@ def test_the_same_command_starts_nothing_more(run, monkeypatch):
     assert main(["bench", "train", *words]) == 0
     assert json.loads(output.read_text())["rows"] == before
     assert Path(output).with_suffix(".md").exists() and output.with_name("r-loss-llama-tiny-x1cpu-float32.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ranks", "2", "--preset", "llama-3-9b"), "did you mean 'llama-3-8b'?"),
+        (("--ranks", "2", "--methods", "ulises"), "did you mean 'ulysses'?"),
+        (("--ranks", "2", "--layers", "0"), "--layers 0"),
+        (("--ranks", "2", "--heads", "4"), "--heads is an option of bench attention"),
+        (("--ranks", "2", "--recompute", "all"), "unknown recompute policy 'all'"),
+        (("--ranks", "2", "--text", "no/such"), "--text no/such: there is no such file"),
+        (("--ranks", "2", "--dtype", "float16"), "--dtype float16"),
+        (("--ranks", "2", "--steps", "-1"), "--steps -1"),
+        (("--gpus", "2"), "there is no GPU here"),
+    ],
+)
+def test_bad_input_is_refused_before_ranks_start(words, message, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["bench", "train", *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) <= 3

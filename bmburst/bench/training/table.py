@@ -5,6 +5,7 @@ from typing import Any
 
 from bmburst.bench.grid import grid, run_lines, short, what_did_not_run
 from bmburst.bench.rows import OK, Row
+from bmburst.bench.table import how_spread
 from bmburst.bench.training.bound import to_all_layers
 from bmburst.bench.training.cells import TrainCell
 from bmburst.bench.training.results import TrainResults
@@ -139,9 +140,20 @@ def _steps(rows: Rows, notes: dict[str, int]) -> list[str]:
         *grid("s a step / bound / ratio to the bound", columns, found, times, notes),
         *grid("tokens/s a GPU / MFU / MFU, attention's backward x 2.5", columns, found, speeds, notes),
         *grid("peak GiB a GPU / by the planner, torch's alone", columns, found, _memory, notes),
+        *_how_ours(rows),
         *_rates(rows),
         *_same_losses(rows),
     ]
+
+
+def _how_ours(rows: Rows) -> list[str]:
+    """Return what ours chose where there was a choice, by length."""
+    said = [
+        f"{short(cell.tokens)} {how_spread(cell.ranks, row['strategy'])} by {row['transport']}, {row['recompute']}"
+        for cell, row in sorted(rows, key=lambda pair: pair[0].tokens)
+        if "strategy" in row
+    ]
+    return [f"ours: {'; '.join(said)}.", ""] if said else []
 
 
 def _rates(rows: Rows) -> list[str]:
