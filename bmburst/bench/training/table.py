@@ -1,12 +1,13 @@
 """Training results as text: a line for a cell as it is measured, and Markdown tables."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from bmburst.bench.grid import grid, run_lines, short, what_did_not_run
 from bmburst.bench.rows import OK, Row
 from bmburst.bench.table import how_spread
-from bmburst.bench.training.bound import to_all_layers
+from bmburst.bench.training.bound import Rates, bound, to_all_layers
 from bmburst.bench.training.cells import TrainCell
 from bmburst.bench.training.results import TrainResults
 from bmburst.bench.training.shapes import SHAPES
@@ -204,7 +205,7 @@ def _lines(rows: Rows) -> Iterator[tuple[str, int, dict[int, Row]]]:
 def _derived(rows: Rows) -> list[str]:
     layers = _all(rows[0][0])
     lines = [
-        f"The line through what was measured with fewer layers, at {layers} layers.",
+        f"The line through what was measured with fewer layers, at {layers} layers; the bound at their mean rates.",
         "",
         "| method | tokens | from layers | s a step | bound | ratio | tokens/s a GPU | peak GiB a GPU |",
         "|---|---|---|---|---|---|---|---|",
@@ -216,14 +217,24 @@ def _derived(rows: Rows) -> list[str]:
             return to_all_layers(values, layers)
 
         seconds = at(lambda row: row["milliseconds"]["median"] / 1e3)
-        least, peak = at(lambda row: row["bound"]["total"]), at(lambda row: row["peak_memory_gib"])
-        assert seconds is not None and least is not None  # of two numbers of layers
+        peak = at(lambda row: row["peak_memory_gib"])
+        assert seconds is not None  # of two numbers of layers
+        least = _bound_of_all(list(by_layers.values()))
         speed = tokens / seconds / rows[0][0].ranks
         lines.append(
             f"| {method} | {short(tokens)} | {', '.join(map(str, sorted(by_layers)))} | {seconds:.3f} | {least:.3f} | "
             f"{seconds / least:.3f} | {speed:.0f} | {'?' if peak is None else f'{peak:.1f}'} |"
         )
     return [*lines, ""]
+
+
+def _bound_of_all(rows: list[Row]) -> float:
+    """Return the seconds of the bound with all layers, at the mean of the rates that were measured with fewer."""
+    cell = TrainResults.make_cell(rows[0]["cell"])
+    rates = {
+        name: sum(sum(row["rates"][name]) for row in rows) / (2 * len(rows)) * 1e12 for name in ("attention", "matmul")
+    }
+    return bound(replace(cell, layers=_all(cell)), Rates(**rates)).total
 
 
 def _losses(rows: Rows, notes: dict[str, int]) -> list[str]:
