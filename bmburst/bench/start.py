@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bmburst.bench.job import LAST_WORDS, Job
-from bmburst.bench.results import FAILED, Results
+from bmburst.bench.job import LAST_WORDS, AnyJob
+from bmburst.bench.rows import FAILED, C, ResultFile
 from bmburst.errors import UserError
 from bmburst.runtime.launch import LaunchSpec, launch
 
@@ -15,30 +15,33 @@ from bmburst.runtime.launch import LaunchSpec, launch
 _BAD_INPUT, _SIGNALS = 2, 128
 
 
-def run_job(job: Job, *, ranks: int, header: dict[str, Any], cell_timeout: float) -> int:
+def run_job(job: AnyJob[C], *, ranks: int, header: dict[str, Any] | None, cell_timeout: float) -> int:
     """Measure the job's cells into its file and return an exit status; 0 also where cells failed, for rows say so.
 
     Args:
         job: What to measure.
         ranks: Ranks on this machine.
-        header: Of this run.
+        header: Of this run; None goes on with the run that an earlier job began.
         cell_timeout: Seconds after which a cell that stands still is given up; 0: never.
 
     Raises:
         UserError: The file cannot be written, or the ranks cannot start.
     """
     output = Path(job.output)
-    results = Results.read(output)
-    results.runs.append(header)
+    results = job.results().read(output)
+    if header is not None:
+        results.runs.append(header)
     results.running = None
     try:
         results.write(output)
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {error.strerror}\nfix: another file") from None
+    if not _is_left(results, job):
+        return 0
     tried = -1
     while True:
         status, words = _start(job, ranks, cell_timeout)
-        results = Results.read(output)
+        results = job.results().read(output)
         if status in (0, _BAD_INPUT) or status >= _SIGNALS:
             return status
         tried, before = _tried(results, job), tried
@@ -55,20 +58,20 @@ def run_job(job: Job, *, ranks: int, header: dict[str, Any], cell_timeout: float
             return 0
 
 
-def _start(job: Job, ranks: int, cell_timeout: float) -> tuple[int, str]:
+def _start(job: AnyJob[C], ranks: int, cell_timeout: float) -> tuple[int, str]:
     """Run the ranks; return the exit status, and why a rank ended the run if one said so."""
     with tempfile.TemporaryDirectory(prefix="bmburst-bench-") as name:
         job.write(Path(name))
         spec = LaunchSpec(nproc=ranks, hang_timeout=cell_timeout, host_runtime=job.runtime == "bmtrain")
-        status = launch(spec, ["-m", "bmburst.bench.rank", name])
+        status = launch(spec, ["-m", job.PROGRAM, name])
         words = Path(name) / LAST_WORDS
         return status, words.read_text(encoding="utf-8") if words.exists() else ""
 
 
-def _tried(results: Results, job: Job) -> int:
+def _tried(results: ResultFile[C], job: AnyJob[C]) -> int:
     return sum(results.is_done(cell, again=True) for cell in job.cells)
 
 
-def _is_left(results: Results, job: Job) -> bool:
+def _is_left(results: ResultFile[C], job: AnyJob[C]) -> bool:
     in_time = not job.deadline or time.time() < job.deadline
     return in_time and any(not results.is_done(cell, again=job.again) for cell in job.cells)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bmburst.bench.cells import MASK_TOKENS, SUITES, Cell
+from bmburst.bench.grid import grid, run_lines, short, what_did_not_run
 from bmburst.bench.results import OK, Results, Row
 
 DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
@@ -31,7 +32,7 @@ def one_line(cell: Cell, row: Row) -> str:
         return f"{cell.key}: " + ", ".join(f"{_ERRORS[n]} {value:.2e}" for n, value in row["errors"].items())
     parts = [f"{title} {_speed_of(row[direction])}" for direction, title in DIRECTIONS.items()]
     chosen = row.get("strategy")
-    how = f", {_how(cell, chosen)} by {row['transport']}" if chosen else ""
+    how = f", {how_spread(cell.ranks, chosen)} by {row['transport']}" if chosen else ""
     return f"{cell.key}: {'; '.join(parts)} ({row['seconds']:.1f} s{how})"
 
 
@@ -40,11 +41,11 @@ def _speed_of(part: Row) -> str:
     return f"{part['milliseconds']['median']:.2f} ms {part['tflops']:.0f} TFLOP/s ratio {part['ratio']:.3f}{times}"
 
 
-def _how(cell: Cell, chosen: dict[str, Any]) -> str:
-    """What `burst_attention` chose: heads exchanged by how many ranks, and what lies between such groups."""
+def how_spread(ranks: int, chosen: dict[str, Any]) -> str:
+    """Return what `burst_attention` chose: heads exchanged by how many ranks, and what lies between such groups."""
     parts = [f"heads x{chosen['heads']}"] if chosen["heads"] > 1 else []
     outside = chosen["outer"] if chosen["outer"] == "gather" else f"{chosen['outer']} ({chosen['travellers']} backward)"
-    return " + ".join([*parts, *([outside] if cell.ranks > chosen["heads"] else [])]) or "alone"
+    return " + ".join([*parts, *([outside] if ranks > chosen["heads"] else [])]) or "alone"
 
 
 def markdown(results: Results) -> str:
@@ -55,9 +56,7 @@ def markdown(results: Results) -> str:
         for title, rows in comparisons(results, suite):
             lines += [f"## {title}", "", *_mask_facts(rows)]
             lines += _accuracy(rows, notes) if suite == "accuracy" else _speed(suite, rows, notes)
-    if notes:
-        lines += ["## What did not run", "", *(f"{number}. {reason}" for reason, number in notes.items()), ""]
-    return "\n".join([*lines, *_runs(results)]) + "\n"
+    return "\n".join([*lines, *what_did_not_run(notes), *run_lines(results)]) + "\n"
 
 
 def comparisons(results: Results, suite: str) -> Iterable[tuple[str, list[tuple[Cell, Row]]]]:
@@ -84,14 +83,6 @@ def by_method(suite: str, rows: Sequence[tuple[Cell, Row]]) -> dict[str, dict[in
     for cell, row in rows:
         found.setdefault(cell.method, {})[_COLUMN[suite](cell)] = row
     return found
-
-
-def short(number: int) -> str:
-    """Return 65536 as 64K and 1048576 as 1M."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if number >= size and number % size == 0:
-            return f"{number // size}{unit}"
-    return str(number)
 
 
 def _title(suite: str, cell: Cell) -> str:
@@ -157,35 +148,4 @@ def _accuracy(rows: list[tuple[Cell, Row]], notes: dict[str, int]) -> list[str]:
 def _grid(
     suite: str, rows: list[tuple[Cell, Row]], head: str, show: Callable[[Row], str], notes: dict[str, int]
 ) -> list[str]:
-    heads = columns(suite, rows)
-    lines = [f"| {head} | {' | '.join(short(n) for n in heads)} |", f"|---|{'---|' * len(heads)}"]
-    for method, found in by_method(suite, rows).items():
-        cells = []
-        for column in heads:
-            row = found.get(column)
-            if row is None:
-                cells.append("")
-            elif row["status"] == OK:
-                cells.append(show(row))
-            else:
-                number = notes.setdefault(f"{row['status']}: {row['reason']}", len(notes) + 1)
-                cells.append(f"- [{number}]")
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    return [*lines, ""]
-
-
-def _runs(results: Results) -> list[str]:
-    used = sorted({row["run"] for row in results.rows.values()})
-    lines = ["## Runs", ""]
-    for number in used:
-        run = results.runs[number]
-        stack = [
-            f"{name} {run[name]}" for name in ("python", "torch", "cuda", "cudnn", "nccl", "driver") if run.get(name)
-        ]
-        stack += [f"{name} {version}" for name, version in run["packages"].items()]
-        commit = run["commit"] or "unknown"
-        lines.append(
-            f"- {run['date']}, {run['ranks']} x {run['device']}, bmburst {run['bmburst']} ({commit}), "
-            f"{', '.join(stack)}: `{run['command']}`"
-        )
-    return [*lines, ""]
+    return grid(head, columns(suite, rows), by_method(suite, rows), show, notes)

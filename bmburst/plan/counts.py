@@ -41,6 +41,11 @@ def attention_flops(model: LlamaConfig, sequence: int) -> float:
     return 2.0 * sequence**2 * model.num_heads * model.head_dim
 
 
+def multiplied(model: LlamaConfig) -> int:
+    """Return the numbers that every token is multiplied with: all but an embedding, which is looked up."""
+    return model.num_parameters - (table(model) if tables(model) == 2 else 0)
+
+
 def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
     """Return the FLOPs of a step as utilisation counts them.
 
@@ -51,6 +56,5 @@ def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
         attention_backward: What attention's backward counts over its forward: 2 as usual, 2.5 as the kernel does.
     """
     model = task.model
-    weights = model.num_parameters - (table(model) if tables(model) == 2 else 0)
     attention = model.num_layers * attention_flops(model, task.sequence) * (1 + attention_backward)
-    return task.batch * (6.0 * weights * task.sequence + attention)
+    return task.batch * (6.0 * multiplied(model) * task.sequence + attention)

@@ -7,11 +7,12 @@ import pytest
 from bmburst.bench import start, timing
 from bmburst.bench.cells import Cell
 from bmburst.bench.figure import draw
+from bmburst.bench.grid import short
 from bmburst.bench.job import Job
 from bmburst.bench.methods import all_methods
 from bmburst.bench.party import Party
 from bmburst.bench.results import FAILED, OK, REFUSED, Results
-from bmburst.bench.table import markdown, one_line, short
+from bmburst.bench.table import markdown, one_line
 from bmburst.bench.timing import LEAST, Times, in_turns, quotient
 from bmburst.errors import UserError
 

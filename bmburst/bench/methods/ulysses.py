@@ -11,10 +11,14 @@ from bmburst.bench.methods.method import Attend, Method, Setting, heads_refusal
 from bmburst.bench.party import Party
 from bmburst.bench.patterns import pattern_of
 from bmburst.bench.work import Traffic, sizes
+from bmburst.recompute import keep
 
 
 class Ulysses(Method):
-    """q, k and v leave together in one all-to-all; nothing overlaps."""
+    """q, k and v leave together in one all-to-all; nothing overlaps.
+
+    Inside of `bmburst.recompute.checkpoint` the kernel's results are kept, and only its transfers are done again.
+    """
 
     name, about = "ulysses", "DeepSpeed-Ulysses: q, k, v in one all-to-all, kernel, all-to-all"
     masks = MASKS
@@ -49,7 +53,7 @@ class _Ulysses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, setting: Setting, pattern: Shape, scale: float) -> Tensor:
         q, k, v = to_heads(setting.party, q, k, v)
-        out, lse = setting.kernel.forward(q, k, v, pattern, scale)
+        out, lse = keep(lambda: setting.kernel.forward(q, k, v, pattern, scale))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = setting, pattern, scale
         return to_tokens(setting.party, out)[0]

@@ -1,0 +1,166 @@
+"""How each method trains: a configuration of the trainer, and what is put into its model. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from bmburst.bench.training.cells import OURS, TrainCell
+from bmburst.errors import UserError
+from bmburst.mesh_shape import MeshShape
+from bmburst.plan.candidates import RECOMPUTE, Candidate, candidates
+from bmburst.plan.hardware import load_hardware
+from bmburst.plan.search import Prediction, predict
+from bmburst.plan.task import Task
+from bmburst.train.config import ParallelConfig, TrainConfig
+
+_KEEP = "block-keep-attention"
+_GIB = float(2**30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainMethod:
+    """One way to train one sequence on all ranks of a run, under ZeRO-3.
+
+    Attributes:
+        name: In cells.
+        about: One line.
+        shares_matrices: Whether ranks share matrices and heads in place of the sequence.
+        replicated: With that, whether each rank has all tokens between the matrices, too.
+        peer: Method of `bmburst.bench.methods` that is attention in place of ours, or "".
+        layout: Which rank holds which tokens.
+        strategy: Of our attention.
+        by_messages: Whether our attention's blocks go by NCCL, on CPUs by gloo, in place of what is fastest.
+    """
+
+    name: str
+    about: str
+    shares_matrices: bool = False
+    replicated: bool = False
+    peer: str = ""
+    layout: str = "zigzag"
+    strategy: str = "auto"
+    by_messages: bool = False
+
+    def tensor(self, cell: TrainCell) -> int:
+        """Return how many ranks share each matrix."""
+        return cell.ranks if self.shares_matrices else 1
+
+    def recompute(self, cell: TrainCell) -> str:
+        """Return the recompute policy: ours is the trainer's default, peers keep attention's results."""
+        default = TrainConfig().recompute if self.name == OURS else _KEEP
+        return cell.recompute or default
+
+    def parallel(self, cell: TrainCell) -> ParallelConfig:
+        """Return the ranks' part of the trainer's configuration."""
+        tensor = self.tensor(cell)
+        messages = "nccl" if cell.device == "cuda" else "gloo"
+        return ParallelConfig(
+            sequence_parallel=cell.ranks // tensor,
+            tensor_parallel=tensor,
+            layout=self.layout,  # type: ignore[arg-type]  # check_fields looks
+            strategy=self.strategy,  # type: ignore[arg-type]
+            transport=messages if self.by_messages else "auto",  # type: ignore[arg-type]
+        )
+
+    def refusal(self, cell: TrainCell) -> str | None:
+        """Return why the cell cannot run, as far as it is known before any tensor is made, or None."""
+        model = cell.model
+        if self.peer and (model.num_heads % cell.ranks or model.num_kv_heads % cell.ranks):
+            return f"{model.num_heads} query and {model.num_kv_heads} KV heads cannot be dealt to {cell.ranks} ranks"
+        try:
+            model.require_mesh(MeshShape(1, cell.ranks // self.tensor(cell), self.tensor(cell)))
+        except UserError as error:
+            return str(error).splitlines()[0]
+        return None
+
+    def predict(self, cell: TrainCell, machine: str) -> Prediction | None:
+        """Return what the planner says of a cell; None of recompute policies that it does not know.
+
+        Args:
+            cell: What is asked for.
+            machine: A name of `bmburst.plan.hardware.shipped`.
+        """
+        policy = self.recompute(cell)
+        if policy not in RECOMPUTE or cell.dtype != "bfloat16":
+            return None
+        hardware = load_hardware(machine)
+        task = Task(model=cell.model, preset=cell.preset, sequence=cell.tokens, gpus=cell.ranks)
+        return min((predict(way, hardware) for way in self._ways(cell, task, policy)), key=lambda found: found.seconds)
+
+    def _ways(self, cell: TrainCell, task: Task, policy: str) -> list[Candidate]:
+        tensor = self.tensor(cell)
+        if self.name == OURS:
+            return candidates(task, recompute=(policy,), zero=(3,), tensor=(1,))
+        sequence = cell.ranks // tensor
+        is_ring = self.strategy == "kv" and sequence > 1
+        return [
+            Candidate(
+                task=task,
+                data=1,
+                tensor=tensor,
+                heads=1 if is_ring else sequence,
+                outer="ring" if is_ring else "none",
+                recompute=policy,
+                transport="nccl",
+                travellers="kv",
+            )
+        ]
+
+    def memory_refusal(self, cell: TrainCell, machine: str | None, capacity: float) -> str | None:
+        """Return why the cell would not fit, by the planner's prediction, or None.
+
+        Args:
+            cell: What is asked for.
+            machine: See `predict`; None knows nothing.
+            capacity: Bytes of a GPU.
+        """
+        found = None if machine is None else self.predict(cell, machine)
+        if found is None:
+            return None
+        needed = found.memory.total + self.replicated_bytes(cell)
+        if needed <= capacity:
+            return None
+        return f"would not fit: about {needed / _GIB:.0f} GiB a rank by the planner, of {capacity / _GIB:.0f} GiB"
+
+    def replicated_bytes(self, cell: TrainCell) -> float:
+        """Return the bytes of tokens that other ranks hold too: every block's input, and the stream at work."""
+        if not self.replicated:
+            return 0.0
+        others = cell.tokens - cell.tokens // cell.ranks
+        at_work = 2  # the stream inside a block, and its gradient
+        return 2.0 * others * cell.model.hidden_size * (cell.layers + at_work)
+
+
+METHODS: Mapping[str, TrainMethod] = MappingProxyType(
+    {
+        method.name: method
+        for method in (
+            TrainMethod(name=OURS, about="bmburst as it is by default, ZeRO-3"),
+            TrainMethod(
+                name="ulysses",
+                about="ZeRO-3, DeepSpeed-Ulysses: NCCL's all-to-all before and behind the kernel, nothing overlaps",
+                peer="ulysses",
+                layout="contiguous",
+            ),
+            TrainMethod(
+                name="zigzag-ring-nccl",
+                about="ZeRO-3, K and V around a zigzag ring by NCCL, dK and dV home: what ring-flash-attn does",
+                strategy="kv",
+                by_messages=True,
+            ),
+            TrainMethod(
+                name="tensor-v1",
+                about="Megatron tensor parallelism, all tokens on all ranks, all-reduces (arXiv:1909.08053)",
+                shares_matrices=True,
+                replicated=True,
+                layout="contiguous",
+            ),
+            TrainMethod(
+                name="tensor-v3",
+                about="Megatron tensor parallelism, own tokens between matrices (arXiv:2205.05198)",
+                shares_matrices=True,
+                layout="contiguous",
+            ),
+        )
+    }
+)

@@ -1,0 +1,316 @@
+"""Training results as text: a line for a cell as it is measured, and Markdown tables."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from bmburst.bench.grid import grid, run_lines, short, what_did_not_run
+from bmburst.bench.rows import OK, Row
+from bmburst.bench.table import how_spread
+from bmburst.bench.training.bound import Rates, bound, to_all_layers
+from bmburst.bench.training.cells import TrainCell
+from bmburst.bench.training.results import TrainResults
+from bmburst.bench.training.shapes import SHAPES
+
+Rows = list[tuple[TrainCell, Row]]
+SHOWN_STEPS = 10  # of a curve, evenly
+
+
+def one_line(cell: TrainCell, row: Row) -> str:
+    """Return what is printed as a cell is done."""
+    if row["status"] != OK:
+        return f"{cell.key}: {row['status']}: {row['reason']}"
+    ms, took = row["milliseconds"]["median"], f"({row['seconds']:.1f} s)"
+    if cell.suite != "step":
+        return f"{cell.key}: loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}, {ms:.1f} ms a step {took}"
+    return (
+        f"{cell.key}: {ms:.1f} ms, {row['ratio']:.3f} of the bound, {row['tokens_per_second']:.0f} tokens/s/GPU, "
+        f"MFU {_percent(row['mfu'])} ({_percent(row['mfu_kernel'])}), {_gib(row)} GiB {took}"
+    )
+
+
+def markdown(results: TrainResults) -> str:
+    """Return all tables and, below, what could not run and where it all ran."""
+    notes: dict[str, int] = {}
+    lines: list[str] = []
+    for title, rows in over_tokens(results):
+        lines += [f"## {title}", "", *_steps(rows, notes)]
+    for title, rows in derived(results):
+        lines += [f"## {title}", "", *_derived(rows)]
+    for title, rows in over_ranks(results):
+        lines += [f"## {title}", "", *_scaling(rows, notes)]
+    for title, rows in trained(results, "loss"):
+        lines += [f"## {title}", "", *_losses(rows, notes)]
+    for title, rows in trained(results, "curve"):
+        lines += [f"## {title}", "", *_curves(rows, notes)]
+    return "\n".join([*lines, *what_did_not_run(notes), *run_lines(results)]) + "\n"
+
+
+def over_tokens(results: TrainResults) -> Iterator[tuple[str, Rows]]:
+    """Yield a title and rows for every model and number of ranks: methods are compared over lengths."""
+    yield from _groups(
+        results,
+        "step",
+        lambda cell: (cell.preset, cell.layers, cell.ranks, cell.device, cell.dtype, cell.recompute),
+        lambda cell: f"Training step over sequence length: {_model(cell)}, {_where(cell)}{_how(cell)}",
+    )
+
+
+def over_ranks(results: TrainResults) -> Iterator[tuple[str, Rows]]:
+    """Yield the same for every model and length that was measured on several numbers of ranks."""
+    for title, rows in _groups(
+        results,
+        "step",
+        lambda cell: (cell.preset, cell.layers, cell.tokens, cell.device, cell.dtype, cell.recompute),
+        lambda cell: f"Training step over GPUs: {_model(cell)}, {short(cell.tokens)} tokens{_how(cell)}",
+    ):
+        if len({cell.ranks for cell, _ in rows}) > 1:
+            yield title, rows
+
+
+def derived(results: TrainResults) -> Iterator[tuple[str, Rows]]:
+    """Yield the same for what was measured with several numbers of layers, none of them all."""
+    for title, rows in _groups(
+        results,
+        "step",
+        lambda cell: (cell.preset, cell.ranks, cell.device, cell.dtype, cell.recompute),
+        lambda cell: f"Derived, not measured: {cell.preset} with all {_all(cell)} layers, {_where(cell)}{_how(cell)}",
+    ):
+        if any(_lines(rows)):
+            yield title, rows
+
+
+def trained(results: TrainResults, suite: str) -> Iterator[tuple[str, Rows]]:
+    """Yield the same for what was trained for losses: on one rank and on several by every method; or on real text."""
+    titles = {"loss": "The same losses by every method", "curve": "Loss on real text"}
+    yield from _groups(
+        results,
+        suite,
+        lambda cell: (cell.preset, cell.layers, cell.tokens, cell.device, cell.dtype, cell.recompute),
+        lambda cell: f"{titles[suite]}: {_model(cell)}, {short(cell.tokens)} tokens, {cell.dtype}{_how(cell, '')}",
+    )
+
+
+def by_method(rows: Rows, column: Callable[[TrainCell], int]) -> dict[str, dict[int, Row]]:
+    """Return each method's rows by column, methods in the order of the file."""
+    found: dict[str, dict[int, Row]] = {}
+    for cell, row in rows:
+        found.setdefault(cell.method, {})[column(cell)] = row
+    return found
+
+
+def furthest(row: Row, reference: Row, what: str = "losses") -> float:
+    """Return the largest difference of two curves at one step, relative to the reference."""
+    pairs = zip(row[what], reference[what], strict=False)  # of runs with fewer steps, those
+    return float(max(abs(one - other) / abs(other) for one, other in pairs))
+
+
+def reference_of(rows: Rows) -> Row | None:
+    """Return the row of one rank, if it was measured."""
+    return next((row for cell, row in rows if cell.ranks == 1 and row["status"] == OK), None)
+
+
+def curve_name(cell: TrainCell) -> str:
+    """Return what a curve is called among those of other methods and ranks."""
+    return f"{cell.method}, {cell.ranks} {_kind(cell)}{'s' if cell.ranks > 1 else ''}"
+
+
+def _groups(
+    results: TrainResults,
+    suite: str,
+    key: Callable[[TrainCell], tuple[Any, ...]],
+    title: Callable[[TrainCell], str],
+) -> Iterator[tuple[str, Rows]]:
+    groups: dict[tuple[Any, ...], Rows] = {}
+    for cell, row in results.cell_rows(suite):
+        groups.setdefault(key(cell), []).append((cell, row))
+    for rows in groups.values():
+        yield title(rows[0][0]), rows
+
+
+def _steps(rows: Rows, notes: dict[str, int]) -> list[str]:
+    columns, found = sorted({cell.tokens for cell, _ in rows}), by_method(rows, lambda cell: cell.tokens)
+
+    def times(row: Row) -> str:
+        return f"{row['milliseconds']['median'] / 1e3:.3f} / {row['bound']['total']:.3f} / {row['ratio']:.3f}"
+
+    def speeds(row: Row) -> str:
+        return f"{row['tokens_per_second']:.0f} / {_percent(row['mfu'])} / {_percent(row['mfu_kernel'])}"
+
+    return [
+        *grid("s a step / bound / ratio to the bound", columns, found, times, notes),
+        *grid("tokens/s a GPU / MFU / MFU, attention's backward x 2.5", columns, found, speeds, notes),
+        *grid("peak GiB a GPU / by the planner, torch's alone", columns, found, _memory, notes),
+        *_how_ours(rows),
+        *_rates(rows),
+        *_same_losses(rows),
+    ]
+
+
+def _how_ours(rows: Rows) -> list[str]:
+    """Return what ours chose where there was a choice, by length."""
+    said = [
+        f"{short(cell.tokens)} {how_spread(cell.ranks, row['strategy'])} by {row['transport']}, {row['recompute']}"
+        for cell, row in sorted(rows, key=lambda pair: pair[0].tokens)
+        if "strategy" in row
+    ]
+    return [f"ours: {'; '.join(said)}.", ""] if said else []
+
+
+def _rates(rows: Rows) -> list[str]:
+    """Return what kernels did in these cells, before and behind the steps: the rates of the bound."""
+    measured = [row["rates"] for _, row in rows if row["status"] == OK]
+    if not measured:
+        return []
+    spans = []
+    for name in ("attention", "matmul"):
+        values = [value for rates in measured for value in rates[name]]
+        spans.append(f"{name} {min(values):.4g} to {max(values):.4g}")
+    return [f"Rates of one GPU that the bounds were made with, TFLOP/s: {', '.join(spans)}.", ""]
+
+
+def _same_losses(rows: Rows) -> list[str]:
+    """Return how far the first losses of methods on one length are apart: they train one model on one sequence."""
+    first: dict[int, list[float]] = {}
+    for cell, row in rows:
+        if row["status"] == OK:
+            first.setdefault(cell.tokens, []).append(row["losses"][0])
+    apart = [(max(losses) - min(losses)) / min(losses) for losses in first.values() if len(losses) > 1]
+    return [f"First losses of the methods differ by {max(apart):.1e} at most, relative.", ""] if apart else []
+
+
+def _scaling(rows: Rows, notes: dict[str, int]) -> list[str]:
+    columns, found = sorted({cell.ranks for cell, _ in rows}), by_method(rows, lambda cell: cell.ranks)
+
+    def speeds(row: Row) -> str:
+        return f"{row['milliseconds']['median'] / 1e3:.3f} / {row['tokens_per_second']:.0f} / {row['ratio']:.3f}"
+
+    return [
+        *grid("s a step / tokens/s a GPU / ratio to the bound, on GPUs", columns, found, speeds, notes),
+        *grid("peak GiB a GPU / by the planner, torch's alone, on GPUs", columns, found, _memory, notes),
+    ]
+
+
+def _lines(rows: Rows) -> Iterator[tuple[str, int, dict[int, Row]]]:
+    """Yield method, length, and rows by number of layers, where there are two numbers and not all layers."""
+    found: dict[tuple[str, int], dict[int, Row]] = {}
+    for cell, row in rows:
+        if row["status"] == OK:
+            found.setdefault((cell.method, cell.tokens), {})[cell.layers] = row
+    for (method, tokens), by_layers in found.items():
+        if len(by_layers) > 1 and SHAPES[rows[0][0].preset].num_layers not in by_layers:
+            yield method, tokens, by_layers
+
+
+def _derived(rows: Rows) -> list[str]:
+    layers = _all(rows[0][0])
+    lines = [
+        f"The line through what was measured with fewer layers, at {layers} layers; the bound at their mean rates.",
+        "",
+        "| method | tokens | from layers | s a step | bound | ratio | tokens/s a GPU | peak GiB a GPU |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for method, tokens, by_layers in _lines(rows):
+
+        def at(value: Callable[[Row], float | None], own: Mapping[int, Row] = by_layers) -> float | None:
+            values = {n: found for n, row in own.items() if (found := value(row)) is not None}
+            return to_all_layers(values, layers)
+
+        seconds = at(lambda row: row["milliseconds"]["median"] / 1e3)
+        peak = at(lambda row: row["peak_memory_gib"])
+        assert seconds is not None  # of two numbers of layers
+        least = _bound_of_all(list(by_layers.values()))
+        speed = tokens / seconds / rows[0][0].ranks
+        lines.append(
+            f"| {method} | {short(tokens)} | {', '.join(map(str, sorted(by_layers)))} | {seconds:.3f} | {least:.3f} | "
+            f"{seconds / least:.3f} | {speed:.0f} | {'?' if peak is None else f'{peak:.1f}'} |"
+        )
+    return [*lines, ""]
+
+
+def _bound_of_all(rows: list[Row]) -> float:
+    """Return the seconds of the bound with all layers, at the mean of the rates that were measured with fewer."""
+    cell = TrainResults.make_cell(rows[0]["cell"])
+    rates = {
+        name: sum(sum(row["rates"][name]) for row in rows) / (2 * len(rows)) * 1e12 for name in ("attention", "matmul")
+    }
+    return bound(replace(cell, layers=_all(cell)), Rates(**rates)).total
+
+
+def _losses(rows: Rows, notes: dict[str, int]) -> list[str]:
+    reference = reference_of(rows)
+    head = "| | first loss | last loss | furthest from one rank's, relative | gradient norms, likewise |"
+    lines = [head, "|---|---|---|---|---|"]
+    for cell, row in rows:
+        if row["status"] != OK:
+            number = notes.setdefault(f"{row['status']}: {row['reason']}", len(notes) + 1)
+            lines.append(f"| {curve_name(cell)} | - [{number}] |  |  |  |")
+            continue
+        away = [
+            "?" if reference is None else f"{furthest(row, reference, what):.1e}" for what in ("losses", "grad_norms")
+        ]
+        first, last = row["losses"][0], row["losses"][-1]
+        lines.append(f"| {curve_name(cell)} | {first:.5f} | {last:.5f} | {' | '.join(away)} |")
+    return [*lines, "", f"{max(len(row.get('losses', ())) for _, row in rows)} steps.", ""]
+
+
+def _curves(rows: Rows, notes: dict[str, int]) -> list[str]:
+    lines = []
+    for cell, row in rows:
+        if row["status"] != OK:
+            notes.setdefault(f"{row['status']}: {row['reason']}", len(notes) + 1)
+            continue
+        steps = shown_steps(len(row["losses"]))
+        losses = [f"{row['losses'][step - 1]:.4f}" for step in steps]
+        lines += [
+            f"| {curve_name(cell)}: step | {' | '.join(map(str, steps))} |",
+            f"|---|{'---|' * len(steps)}",
+            f"| loss, nats a token | {' | '.join(losses)} |",
+            "",
+            f"{row['milliseconds']['median']:.0f} ms a step, "
+            f"{cell.tokens / row['milliseconds']['median'] * 1e3 / cell.ranks:.0f} tokens/s a {_kind(cell)}.",
+            "",
+        ]
+    return lines
+
+
+def shown_steps(count: int) -> list[int]:
+    """Return steps of a curve, from 1, evenly, with the first and the last."""
+    last = min(SHOWN_STEPS, count) - 1
+    return sorted({1 + round(n * (count - 1) / max(last, 1)) for n in range(last + 1)})
+
+
+def _memory(row: Row) -> str:
+    planned = row.get("planned")
+    said = "" if planned is None else f" ({row['allocated_gib']:.1f}) / {planned['allocated_gib']:.1f}"
+    return f"{_gib(row)}{said}"
+
+
+def _model(cell: TrainCell) -> str:
+    layers = "" if cell.layers == _all(cell) else f", {cell.layers} of {_all(cell)} layers"
+    return f"{cell.preset}{layers}"
+
+
+def _all(cell: TrainCell) -> int:
+    return SHAPES[cell.preset].num_layers
+
+
+def _where(cell: TrainCell) -> str:
+    return f"{cell.ranks} {_kind(cell)}{'s' if cell.ranks > 1 else ''}"
+
+
+def _kind(cell: TrainCell) -> str:
+    return "GPU" if cell.device == "cuda" else "CPU rank"
+
+
+def _how(cell: TrainCell, dtype: str | None = None) -> str:
+    words = [cell.dtype if dtype is None else dtype, f"recompute {cell.recompute}" if cell.recompute else ""]
+    return "".join(f", {word}" for word in words if word)
+
+
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{share:.1%}"
+
+
+def _gib(row: Row) -> str:
+    return "?" if row["peak_memory_gib"] is None else f"{row['peak_memory_gib']:.1f}"

@@ -1,0 +1,157 @@
+"""Megatron's first tensor parallelism (arXiv:1909.08053) inside the trainer's model, which has that of 2022.
+
+The trainer's tensor ranks hold their own tokens between the matrices (arXiv:2205.05198). Here each rank of a tensor
+group has all tokens in all blocks: the stream is gathered as it enters the first block and cut as it leaves the last,
+attention and MLP add up their parts by an all-reduce forward, and their input's gradient by one backward (Megatron's g
+and f). Embedding, last norm, head and loss are those of the trainer: each token on one rank. Megatron cuts them by the
+vocabulary there, which is the same work.
+"""
+
+from typing import Any
+
+import bmtrain as bmt
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bmburst.blocks.layers import RMSNorm
+from bmburst.blocks.model import Llama
+from bmburst.blocks.tensor_parallel import TensorGroup
+from bmburst.blocks.transformer import TransformerBlock
+from bmburst.comm.checks import Checked
+from bmburst.comm.groups import communicator
+from bmburst_ops.rms_norm import rms_norm
+
+
+def replicate(model: Llama) -> None:
+    """Let every rank of a tensor group have all tokens inside of a model's blocks; in place, before the first step."""
+    if model.tensor.size == 1:
+        return
+    comm = communicator(bmt.config["tp_comm"])
+    group = _Replicated(comm)
+    for wrapped in model.model.layers:
+        block: TransformerBlock = wrapped._module  # a bmt.Block's `modules()` leaves it out
+        block.self_attn.tensor = block.mlp.tensor = group
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            setattr(norm, "forward", _ReplicatedNorm(norm, comm.size))  # noqa: B010  # mypy: a method
+    model.model.layers = _Between(model.model.layers, comm)
+
+
+class _Replicated(TensorGroup):
+    """Every rank has all tokens: nothing is gathered, parts are added up on all ranks."""
+
+    def __init__(self, comm: Checked) -> None:
+        super().__init__(comm)
+        self._sum = comm
+
+    def gather(self, x: Tensor, tokens: int) -> Tensor:
+        """Return x; its backward adds up the ranks' gradients."""
+        del tokens
+        same: Tensor = _Same.apply(x, self._sum)  # type: ignore[no-untyped-call]
+        return same
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks; its backward is the gradient as it is, which all ranks have."""
+        summed: Tensor = _Sum.apply(x, self._sum)  # type: ignore[no-untyped-call]
+        return summed
+
+
+class _ReplicatedNorm:
+    """A norm whose tokens are on all ranks: ZeRO adds up its weight's gradient, of which each rank has all."""
+
+    def __init__(self, norm: RMSNorm, ranks: int) -> None:
+        self._norm, self._ranks = norm, ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight: Tensor = _Share.apply(self._norm.weight, self._ranks)  # type: ignore[no-untyped-call]
+        return rms_norm(x, weight, self._norm.eps)
+
+
+class _Between(torch.nn.Module):
+    """The blocks between own tokens and own tokens."""
+
+    def __init__(self, layers: torch.nn.Module, comm: Checked) -> None:
+        super().__init__()
+        self.layers, self._comm = layers, comm
+
+    def forward(self, hidden: Tensor, cos: Tensor, *rest: Any) -> Tensor:
+        """Return the stream of this rank's tokens behind the blocks, `[batch, own tokens, hidden_size]`."""
+        whole = _Spread.apply(hidden, cos.shape[1], self._comm)  # type: ignore[no-untyped-call]
+        own: Tensor = _Own.apply(self.layers(whole, cos, *rest), self._comm)  # type: ignore[no-untyped-call]
+        return own
+
+
+def _gathered(x: Tensor, comm: Checked) -> Tensor:
+    (parts,) = comm.all_gather(x).wait()
+    return parts.movedim(0, 1).flatten(1, 2).contiguous()
+
+
+def _cut(x: Tensor, comm: Checked) -> Tensor:
+    return x.chunk(comm.size, 1)[comm.rank].contiguous()
+
+
+def _summed(x: Tensor, comm: Checked) -> Tensor:
+    (total,) = comm.all_reduce(x.contiguous()).wait()
+    return total
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Checked) -> Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _summed(grad, ctx.comm), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Checked) -> Tensor:
+        del ctx
+        return _summed(x, comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        del ctx
+        return grad, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return weight.clone()  # a view would keep all that ZeRO gathered of the block
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad / ctx.ranks, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: int, comm: Checked) -> Tensor:
+        assert x.shape[1] * comm.size == tokens  # cells' lengths divide
+        ctx.comm = comm
+        return _gathered(x, comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _cut(grad, ctx.comm), None, None
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Checked) -> Tensor:
+        ctx.comm = comm
+        return _cut(x, comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(grad, ctx.comm), None

@@ -1,0 +1,84 @@
+"""`bmburst bench train`: its options, as cells and a job for each tensor degree and number of ranks."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bmburst.cli.bench_kind import Kind, Prepared, Shown, chosen, numbers, of_jobs, require_kernel
+from bmburst.errors import UserError, require_known
+
+
+def configure(group: argparse._ArgumentGroup) -> None:
+    """Add the options that only this benchmark has."""
+    add = group.add_argument
+    add("--preset", metavar="NAME,...", help="models (default: llama-3-8b,llama-2-7b; small ones for losses)")
+    add("--layers", metavar="N,...", help="fewer layers than the model has; of two numbers, all layers are derived")
+    add("--recompute", metavar="POLICY", default="", help="for all methods (default: each its own)")
+    add("--steps", type=int, metavar="N", default=0, help="steps that losses are trained for (default: 30, curve 60)")
+    add("--text", metavar="PATH", default="stdlib", help="what losses are trained on (default: stdlib)")
+
+
+def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> Prepared:
+    from bmburst.bench.training.cells import Choice, TrainCell, list_cells
+    from bmburst.bench.training.job import TrainJob
+    from bmburst.bench.training.methods import METHODS
+    from bmburst.recompute import POLICIES
+
+    if args.steps < 0:
+        raise UserError(f"--steps {args.steps}\nallowed: 1 and more, or 0 for each suite's own")
+    if args.recompute:
+        require_known("recompute policy", args.recompute, POLICIES)
+    if args.text != "stdlib" and not Path(args.text).exists():
+        raise UserError(f"--text {args.text}: there is no such file or folder\nfix: a text, or leave it out")
+    require_kernel(args.kernel)
+    if args.dtype not in (None, "bfloat16", "float32"):
+        raise UserError(f"--dtype {args.dtype}: the trainer has no such weights\nallowed: bfloat16, float32")
+    cells = list_cells(
+        Choice(
+            ranks=ranks,
+            device=device,
+            dtype=args.dtype,
+            presets=None if args.preset is None else tuple(args.preset.split(",")),
+            layers=None if args.layers is None else numbers("--layers", args.layers),
+            tokens=None if args.tokens is None else numbers("--tokens", args.tokens),
+            methods=chosen(args.methods, list(METHODS)),
+            recompute=args.recompute,
+            globs=tuple(args.cells.split(",")),
+        )
+    )
+    starts: dict[tuple[int, int], list[TrainCell]] = {}
+    for cell in cells:
+        starts.setdefault((cell.ranks, METHODS[cell.method].tensor(cell)), []).append(cell)
+
+    def jobs(output: str, deadline: float) -> list[tuple[int, Any]]:
+        return [
+            (
+                size,
+                TrainJob(
+                    cells=tuple(own),
+                    tensor=tensor,
+                    steps=args.steps,
+                    text=args.text if args.text == "stdlib" else str(Path(args.text).absolute()),
+                    **of_jobs(args, output, deadline),
+                ),
+            )
+            for (size, tensor), own in starts.items()
+        ]
+
+    return Prepared(cells=cells, refusal=lambda cell: METHODS[cell.method].refusal(cell), jobs=jobs)
+
+
+def _shown() -> Shown:
+    from bmburst.bench.training.figure import draw
+    from bmburst.bench.training.results import TrainResults
+    from bmburst.bench.training.table import markdown
+
+    return Shown(TrainResults, markdown, draw)
+
+
+KIND = Kind(
+    options=("preset", "layers", "recompute", "steps", "text"),
+    defaults={"repeats": 5, "cell_seconds": 30.0, "cell_timeout": 600.0},
+    prepare=_prepare,
+    shown=_shown,
+)
