@@ -11,6 +11,7 @@ from bmburst.double_schedule import layout_itinerary
 from bmburst.errors import UserError
 from bmburst.layout import Layout, rank_areas
 from bmburst.mask import Full, Mask
+from bmburst.mesh_shape import allows_heads
 from bmburst.schedule import (
     AttentionShape,
     Travellers,
@@ -194,21 +195,13 @@ def _candidates(name: str, shapes: HeadShapes, mask: Mask, wide: int, nodes: int
         return
     for degree in range(1, size + 1):
         within = replace(shapes, degree=degree)
-        if within.refusal() is not None or not _allows(name, degree, size):
+        if within.refusal() is not None or not allows_heads(name, degree, size):
             continue
         travellers: Travellers = choose_travellers(_attention_shape(within, wide), size // degree)
         forced: dict[str, Travellers] = {"kv": "kv", "burst": "q"}
         can_gather = degree < size and gather_refusal(within.outer, mask) is None
         for outer in _outers(name, can_gather=can_gather, can_double=_can_double(name, size, degree, nodes)):
             yield Strategy(degree, outer, forced.get(name, travellers))
-
-
-def _allows(name: str, degree: int, size: int) -> bool:
-    if name == "auto":
-        return True
-    if name == "heads":
-        return degree == size
-    return 1 < degree < size if name.startswith("heads+") else degree == 1
 
 
 def _outers(name: str, *, can_gather: bool, can_double: bool) -> tuple[Outer, ...]:

@@ -9,7 +9,7 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
-from bmburst.mesh_shape import MeshShape, divisors
+from bmburst.mesh_shape import MeshShape, allows_heads, divisors
 
 STANDARD_LIBRARY = "stdlib"
 # The 256 bytes, and the ids that end a document, start a text and pad.
@@ -249,6 +249,7 @@ class TrainConfig:
         """
         shape = self.mesh_shape(world_size)
         self.model.require_mesh(shape)
+        _require_exchange(self.parallel, shape)
         data, sequence = shape.data, shape.sequence
         if self.batch_size % (data * self.micro_batch_size):
             group = data * self.micro_batch_size
@@ -266,6 +267,28 @@ class TrainConfig:
     def replace(self, **changes: object) -> "TrainConfig":
         """Return a copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _require_exchange(parallel: ParallelConfig, shape: MeshShape) -> None:
+    """Check that strategy and layout allow as many ranks to exchange heads as is asked for.
+
+    Raises:
+        UserError: They do not.
+    """
+    heads, strategy = parallel.head_parallel, parallel.strategy
+    if heads is None or shape.sequence == 1:
+        return
+    allowed = [degree for degree in divisors(shape.sequence) if allows_heads(strategy, degree, shape.sequence)]
+    reason = f"parallel.strategy {strategy}"
+    if parallel.layout == "striped":
+        allowed = [degree for degree in allowed if degree in (1, shape.sequence)]
+        reason += " in layout striped"
+    if heads not in allowed:
+        named = ", ".join(map(str, allowed)) or "none"
+        raise UserError(
+            f"head_parallel {heads} does not go with {reason} on {shape.sequence} sequence ranks\n"
+            f"allowed: {named}\nfix: another --head-parallel, or --parallel.strategy auto"
+        )
 
 
 def check_packing(pack: str, model: LlamaConfig) -> None:

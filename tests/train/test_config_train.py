@@ -298,6 +298,25 @@ def test_ranks_that_do_not_match_are_refused(options, world, expected):
     assert expected in refused(resolve((), options).validate, world)
 
 
+@pytest.mark.parametrize(
+    ("heads", "strategy", "layout", "allowed"),
+    [
+        (2, "heads", "zigzag", "4"),
+        (1, "heads+ring", "zigzag", "2"),
+        (2, "kv", "zigzag", "1"),
+        (2, "auto", "striped", "1, 4"),
+    ],
+)
+def test_an_exchange_of_heads_that_the_strategy_forbids_is_refused(heads, strategy, layout, allowed):
+    parallel = ParallelConfig(head_parallel=heads, strategy=strategy, layout=layout)
+    with pytest.raises(
+        UserError, match=f"head_parallel {heads} does not go with .*{re.escape(strategy)}.*\nallowed: {allowed}\n"
+    ):
+        TrainConfig(parallel=parallel).validate(4)
+    parallel = ParallelConfig(head_parallel=int(allowed[-1]), strategy=strategy, layout=layout)
+    TrainConfig(parallel=parallel).validate(4)
+
+
 def test_a_sequence_of_one_token_a_rank_is_enough():
     resolve((), {"sequence_length": 4}).validate(4)
 
