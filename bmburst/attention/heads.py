@@ -24,6 +24,7 @@ from bmburst_ops.flash import Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype
 
 _IN, _OUT = 0, 1  # lanes: what comes in does not queue behind what goes home
+_SHORT = 1 << 19  # tokens; beyond, kernels take so long that their tails are not worth each stream's scratch memory
 _AHEAD = 2  # units under way before the first kernel: the host enqueues the second one while the first comes in
 
 
@@ -83,9 +84,9 @@ def heads_backward(
 
 
 def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> Succession:
-    """Return the streams of the units' kernels: one where other transfers or their kernels are between them."""
+    """Return the streams of the units' kernels: one where transfers hold multiprocessors or are between them."""
     is_free = call.comm.transport == "peer" and call.outer.comm.size == 1
-    return Succession(q.device, len(plan.units) if is_free else 1)
+    return Succession(q.device, len(plan.units) if is_free and plan.shapes.tokens <= _SHORT else 1)
 
 
 class _Arriving:
