@@ -4,81 +4,162 @@ A block's activations are dropped after forward and computed again in backward, 
 and log-sum-exp are kept, so that the recomputation sends nothing over the ring. They are kept by the one call of
 `checkpoint` that made them, in no table: two models, several microbatches in flight, an exception in between, or a
 forward that never sees a backward cannot mix them up, and under no_grad nothing is kept.
+
+`bmburst.recompute_policy` has the policies, and what each costs in memory and time.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from bmburst.errors import require_known
+from bmburst.host_store import Deposit, HostStore
 from bmburst.mesh import current_mesh, using_mesh
+from bmburst.recompute_policy import POLICIES, Policy
 
-POLICIES = ("none", "block", "block-keep-attention")
-"""What is computed again in backward: nothing, the whole block, or the block without its attention."""
+__all__ = ["POLICIES", "Part", "checkpoint", "is_recomputing", "keep"]
 
 Results = tuple[Tensor, ...]
 
 
-def checkpoint(policy: str, function: Callable[..., Any], *args: Any) -> Any:
+class Part(Protocol):
+    """Results of which an end is kept, and the beginning computed again."""
+
+    def end(self, results: Results) -> Results:
+        """Return what is to be kept, in memory of its own."""
+        ...
+
+    def whole(self, end: Results) -> Results:
+        """Return the results again, of what was kept."""
+        ...
+
+
+def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, store: HostStore | None = None) -> Any:
     """Call `function(*args)` and compute its activations again in backward, by policy.
 
     Args:
-        policy: One of `POLICIES`. Memory a call keeps until its backward: "block", its inputs; "block-keep-attention",
-            also attention's output and log-sum-exp, `batch * tokens * heads * (head_dim * itemsize + 4)` bytes.
+        policy: One of `bmburst.recompute_policy`, which says what a call keeps until its backward. "block": its
+            inputs; "block-keep-attention": also attention's output and log-sum-exp, `batch * tokens * heads *
+            (head_dim * itemsize + 4)` bytes, of which "block-keep-attention:0.5" keeps the half of the sequence's end;
+            with "+offload" the inputs that need a gradient, with "+offload-all" all of it, lie in host memory.
         function: Deterministic; called once in forward, and once in each backward unless the policy is "none". It must
             not change attention's output in place.
         args: Its positional arguments.
+        store: Where an offload goes. Calls that follow each other share one, so that a backward sends for the tensors
+            of the next; by default the call has its own.
 
     Raises:
-        UserError: The policy is unknown.
+        UserError: The policy is unknown, or it keeps a part of attention where layout or mask have no such part.
     """
-    require_known("recompute policy", policy, POLICIES)
-    if policy == "none":
+    chosen = policy if isinstance(policy, Policy) else Policy.parse(policy)
+    if not chosen.recomputes or not torch.is_grad_enabled():
         return function(*args)
-    contexts = _keeping_attention if policy == "block-keep-attention" else _keeping_nothing
-    return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    deposit, call, given = None, function, args
+    if chosen.offload != "nothing":
+        deposit = (HostStore() if store is None else store).deposit()
+        call = _FromHost(function, args, deposit)
+        given = call.placeholders
+    tape = partial(_Tape, chosen, deposit) if chosen.attention else None
+    contexts = partial(_contexts, function, tape)
+    return torch_checkpoint(call, *given, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-def keep(compute: Callable[[], Results]) -> Results:
+def keep(compute: Callable[[], Results], part: Callable[[float], Part]) -> Results:
     """Return `compute()`; in the recomputation of a checkpoint that keeps results, what it gave the first time.
 
     Calls are matched by their order within the checkpointed function.
+
+    Args:
+        compute: The work.
+        part: Returns how to keep such a part of the results, counted from their end.
     """
     tape = _tape.get()
-    return compute() if tape is None else tape.next(compute)
+    return compute() if tape is None else tape.next(compute, part)
+
+
+def is_recomputing(function: Callable[..., Any]) -> bool:
+    """Whether this is the second call of a function that was itself given to `checkpoint`, for its backward.
+
+    Then nothing that it returns is used: it may leave out what only its result needs.
+    """
+    return _again.get() == function
+
+
+class _FromHost:
+    """A function whose tensors that need a gradient come from host memory when it is called again."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], deposit: Deposit) -> None:
+        self._function, self._deposit = function, deposit
+        self._first: dict[int, Tensor] | None = {
+            i: arg for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.requires_grad
+        }
+        self._numbers = {i: deposit.put(tensor) for i, tensor in self._first.items()}
+        # torch keeps what it is given.
+        self.placeholders = tuple(arg.new_empty(0) if i in self._first else arg for i, arg in enumerate(args))
+
+    def __call__(self, *args: Any) -> Any:
+        tensors, self._first = self._first, None
+        if tensors is None:
+            self._deposit.begin()
+            tensors = {i: self._deposit.get(number).requires_grad_() for i, number in self._numbers.items()}
+        return self._function(*(tensors.pop(i, arg) for i, arg in enumerate(args)))
+
+
+class _Kept:
+    """Results of one call: where they are, and how they are had again."""
+
+    def __init__(
+        self, results: Results, policy: Policy, part: Callable[[float], Part], deposit: Deposit | None
+    ) -> None:
+        self._fraction, self._deposit = policy.attention, deposit if policy.offload == "all" else None
+        held = tuple(t.detach() for t in results) if self._fraction == 1 else part(self._fraction).end(results)
+        if self._deposit is None:
+            self._held, self._versions = held, [t._version for t in held]
+        else:
+            self._numbers = [self._deposit.put(t) for t in held]
+
+    def again(self, part: Callable[[float], Part]) -> Results:
+        """Return the results of the first time."""
+        if self._deposit is None:
+            held = self._held
+            if [t._version for t in held] != self._versions:
+                raise RuntimeError(
+                    "attention's output was changed in place, but recompute policy 'block-keep-attention' keeps it\n"
+                    "change a copy, or use the policy 'block'"
+                )
+        else:
+            held = tuple(self._deposit.get(number) for number in self._numbers)
+        if self._fraction < 1:
+            return part(self._fraction).whole(held)
+        # Fresh views: autograd attaches the recomputed graph to what is returned here, not to the first graph's output.
+        return tuple(t.detach() for t in held)
 
 
 class _Tape:
     """Results of one checkpointed call, in order; results that a checkpoint around it keeps are taken from there."""
 
-    def __init__(self) -> None:
-        self._outer = _tape.get()
-        self._results: list[tuple[Results, list[int]]] = []
+    def __init__(self, policy: Policy, deposit: Deposit | None) -> None:
+        self._policy, self._deposit, self._outer = policy, deposit, _tape.get()
+        self._results: list[_Kept] = []
         self._position: int | None = None  # None: recording
 
     def rewind(self) -> None:
         """Give out the results from the first on, from now on."""
         self._position = 0
 
-    def next(self, compute: Callable[[], Results]) -> Results:
+    def next(self, compute: Callable[[], Results], part: Callable[[float], Part]) -> Results:
         """Return the results of the next call."""
         if self._position is None:
-            results = compute() if self._outer is None else self._outer.next(compute)
-            self._results.append((tuple(t.detach() for t in results), [t._version for t in results]))
+            results = compute() if self._outer is None else self._outer.next(compute, part)
+            self._results.append(_Kept(results, self._policy, part, self._deposit))
             return results
-        results, versions = self._results[self._position]
         self._position += 1
-        if [t._version for t in results] != versions:
-            raise RuntimeError(
-                "attention's output was changed in place, but the recompute policy 'block-keep-attention' keeps it\n"
-                "change a copy, or use the policy 'block'"
-            )
-        # Fresh views: autograd attaches the recomputed graph to what is returned here, not to the first graph's output.
-        return tuple(t.detach() for t in results)
+        return self._results[self._position - 1].again(part)
 
 
 class _Recomputation(AbstractContextManager[None]):
@@ -87,35 +168,37 @@ class _Recomputation(AbstractContextManager[None]):
     Backward may run in a thread of autograd's, or after the block that made the mesh current.
     """
 
-    def __init__(self, tape: _Tape | None) -> None:
-        self._tape, self._mesh, self._entered = tape, current_mesh(), ExitStack()
+    def __init__(self, function: Callable[..., Any], tape: _Tape | None) -> None:
+        self._function, self._tape, self._mesh, self._entered = function, tape, current_mesh(), ExitStack()
 
     def __enter__(self) -> None:
         if self._tape is not None:
             self._tape.rewind()
-        self._entered.enter_context(_using_tape(self._tape))
+        self._entered.enter_context(_running(self._tape, self._function))
         self._entered.enter_context(using_mesh(self._mesh))
 
     def __exit__(self, *_: object) -> None:
         self._entered.close()
 
 
-def _keeping_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    tape = _Tape()
-    return _using_tape(tape), _Recomputation(tape)
-
-
-def _keeping_nothing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _Recomputation(None)
+def _contexts(
+    function: Callable[..., Any], make_tape: Callable[[], _Tape] | None
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return what a call runs in, and its recomputation."""
+    tape = None if make_tape is None else make_tape()
+    first = _running(_tape.get() if tape is None else tape, None)
+    return first, _Recomputation(function, tape)
 
 
 @contextmanager
-def _using_tape(tape: _Tape | None) -> Iterator[None]:
-    token = _tape.set(tape)
+def _running(tape: _Tape | None, again: Callable[..., Any] | None) -> Iterator[None]:
+    tokens = _tape.set(tape), _again.set(again)
     try:
         yield
     finally:
-        _tape.reset(token)
+        _tape.reset(tokens[0])
+        _again.reset(tokens[1])
 
 
 _tape: ContextVar[_Tape | None] = ContextVar("bmburst_tape", default=None)
+_again: ContextVar[Callable[..., Any] | None] = ContextVar("bmburst_again", default=None)

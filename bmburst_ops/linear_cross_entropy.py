@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops.products import add_product, product
 
 DEFAULT_CHUNK = 1024  # tokens; the chunk's fp32 logits for 128,256 words are 501 MiB
 
@@ -23,21 +24,6 @@ DEFAULT_CHUNK = 1024  # tokens; the chunk's fp32 logits for 128,256 words are 50
 def num_chunks(tokens: int, chunk: int = DEFAULT_CHUNK) -> int:
     """Return how many chunks this many tokens are cut into; it depends on nothing else."""
     return -(-tokens // chunk)
-
-
-def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """Return a @ b accumulated in, and never rounded below, the wide dtype."""
-    if a.is_cuda and a.dtype != wide:
-        return torch.mm(a, b, out_dtype=wide)
-    return a.to(wide) @ b.to(wide)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to a wide total in place: a second tensor of the weight's size would cost its memory and traffic."""
-    if a.is_cuda and a.dtype != total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -59,7 +45,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             target = labels[rows].masked_fill(ignored, 0).unsqueeze(-1)
             # What an ignored token holds must not matter, not even if it is NaN: 0 x NaN would spoil the weight.
             states = hidden[rows].masked_fill(ignored.unsqueeze(-1), 0)
-            logits = _product(states, weight.t(), wide)
+            logits = product(states, weight.t(), wide)
             log_normalizer = logits.logsumexp(dim=-1, keepdim=True)
             losses = (log_normalizer - logits.gather(-1, target)).squeeze(-1)
             total += losses.masked_fill(ignored, 0).sum()
@@ -71,9 +57,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden.is_cuda:
                 grad_logits = grad_logits.to(hidden.dtype)  # for the tensor cores; a CPU multiplies in fp32
             if grad_hidden is not None:
-                grad_hidden[rows] = _product(grad_logits, weight, wide)
+                grad_hidden[rows] = product(grad_logits, weight, wide)
             if grad_weight is not None:
-                _add_product(grad_weight, grad_logits.t(), states)
+                add_product(grad_weight, grad_logits.t(), states)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return total

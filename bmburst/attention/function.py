@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bmburst.attention.beginning import Beginning
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.executor import backward, forward
 from bmburst.recompute import keep
@@ -20,7 +21,7 @@ class SequenceAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Attend, or inside a checkpoint's recomputation return what that gave."""
         with torch.autocast(q.device.type, enabled=False):  # the inputs' dtype decides, and sums are fp32 or wider
-            out, lse = keep(lambda: tuple(forward(call, q, k, v)))
+            out, lse = keep(lambda: tuple(forward(call, q, k, v)), lambda part: Beginning.before(part, call, q, k, v))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)

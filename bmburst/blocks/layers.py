@@ -37,24 +37,26 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: slice) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: slice, is_needed: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rows = rows
+        if not is_needed:
+            return x.new_empty((*x.shape[:-1], len(weight[rows])))
         return torch.nn.functional.linear(x, weight[rows])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad_output @ weight[ctx.rows] if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
-            return grad_x, None, None
+            return grad_x, None, None, None
         grad_rows = grad_output.flatten(0, -2).t() @ x.flatten(0, -2)
         if grad_rows.shape == weight.shape:
-            return grad_x, grad_rows, None
+            return grad_x, grad_rows, None, None
         grad_weight = torch.zeros_like(weight)
         grad_weight[ctx.rows] = grad_rows
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
 class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
@@ -82,9 +84,9 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         self.weight = parameter(out_features, in_features, dtype=dtype, split=split)
         self.rows = rows
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight[rows].T."""
-        result: Tensor = _Linear.apply(x, self.weight, self.rows)  # type: ignore[no-untyped-call]
+    def forward(self, x: Tensor, *, is_needed: bool = True) -> Tensor:
+        """Return x @ weight[rows].T; undefined if it is not needed, of a recomputation that goes no further."""
+        result: Tensor = _Linear.apply(x, self.weight, self.rows, is_needed)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -14,11 +14,12 @@ from bmburst.blocks.layers import RMSNorm, Table
 from bmburst.blocks.rope import rotary_tables
 from bmburst.blocks.tensor_parallel import TensorGroup
 from bmburst.blocks.transformer import AttentionFactory, TransformerBlock
-from bmburst.errors import UserError, unknown
+from bmburst.errors import UserError
+from bmburst.host_store import HostStore
 from bmburst.loss import DEFAULT_CHUNK, IGNORE_INDEX, require_ids, token_loss_sum
 from bmburst.mesh import current_mesh
 from bmburst.mesh_shape import MeshShape
-from bmburst.recompute import POLICIES
+from bmburst.recompute_policy import Policy
 from bmburst_ops.merge import accumulation_dtype
 
 
@@ -30,18 +31,20 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         config: LlamaConfig,
         attention: AttentionFactory,
         dtype: torch.dtype,
-        recompute: str,
+        recompute: Policy,
         zero_level: int,
         tensor: TensorGroup,
+        mlp_chunk: int | None,
     ) -> None:
         super().__init__()
         self.config, self.tensor = config, tensor
+        store = HostStore()
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = bmt.TransformerBlockList(
             [
                 # Recomputation is ours (bmburst.recompute): BMTrain's would run the ring a second time.
                 bmt.Block(
-                    TransformerBlock(config, attention, dtype, recompute, tensor),
+                    TransformerBlock(config, attention, dtype, recompute, tensor, store, mlp_chunk),
                     use_checkpoint=False,
                     zero_level=zero_level,
                 )
@@ -76,11 +79,14 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         attention: Makes one block's attention; by default causal `BurstAttention` over the mesh that is current now.
             To choose, pass for example `functools.partial(BurstAttention, layout="striped", group=mesh.sequence)`.
         dtype: Of weights and activations.
-        recompute: Policy of `bmburst.recompute`: "none", "block" or "block-keep-attention".
+        recompute: Policy of `bmburst.recompute_policy`, for example "none", "block", "block-keep-attention",
+            "block-keep-attention:0.5" or "block-keep-attention+offload". All but "auto", which needs to know the step.
         zero_level: 2 or 3, BMTrain's.
         seed: Of the fresh weights; they do not depend on the number of ranks. None leaves them undefined, for a
             caller that loads them.
         loss_chunk: Tokens whose logits exist at one time in `loss`.
+        mlp_chunk: Tokens of a rank that pass through an MLP at one time. None: 16384 where blocks are recomputed, else
+            all of them; 0: all.
 
     Raises:
         UserError: An option has an unknown value, the ranks of a tensor group cannot share the model, or with tensor
@@ -97,14 +103,16 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         zero_level: int = 3,
         seed: int | None = 0,
         loss_chunk: int = DEFAULT_CHUNK,
+        mlp_chunk: int | None = None,
     ) -> None:
         super().__init__()
-        if recompute not in POLICIES:
-            raise unknown("recompute policy", recompute, POLICIES)
+        policy = Policy.parse(recompute)
         if zero_level not in (2, 3):
             raise UserError(f"zero_level {zero_level} is unknown\nknown: 2, 3")
         if loss_chunk < 1:
             raise UserError(f"loss_chunk {loss_chunk} is not positive\nfix: the tokens of a chunk, for example 1024")
+        if mlp_chunk is not None and mlp_chunk < 0:
+            raise UserError(f"mlp_chunk {mlp_chunk} is negative\nfix: the tokens of a chunk, 0 for all, or None")
         tensor = TensorGroup.of_bmtrain()
         config.require_mesh(MeshShape(1, 1, tensor.size))
         if tensor.size > 1 and attention is None and current_mesh() is None:
@@ -117,7 +125,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         self.loss_chunk = loss_chunk
         self._checked_on_device = False
         self.model = LlamaModel(
-            config, attention or partial(BurstAttention, mask="causal"), dtype, recompute, zero_level, tensor
+            config, attention or partial(BurstAttention, mask="causal"), dtype, policy, zero_level, tensor, mlp_chunk
         )
         if not config.tie_embeddings:
             self.lm_head = Table(config.vocab_size, config.hidden_size, dtype=dtype)

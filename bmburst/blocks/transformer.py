@@ -4,6 +4,7 @@ With tensor parallelism the stream holds this rank's tokens of its tensor group,
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import bmtrain as bmt
 import torch
@@ -13,7 +14,11 @@ from bmburst import recompute
 from bmburst.attention.call import MaskOption
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.layers import Linear, RMSNorm
+from bmburst.blocks.mlp_chunks import mlp_chunk as choose_chunk
 from bmburst.blocks.tensor_parallel import TensorGroup
+from bmburst.host_store import HostStore
+from bmburst.recompute_policy import Policy
+from bmburst_ops.gated_mlp import gated_mlp
 from bmburst_ops.rotary import apply_rotary
 from bmburst_ops.swiglu import swiglu
 
@@ -60,45 +65,73 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
 
 
 class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """The gated MLP, down(silu(gate(x)) * up(x)), of which a rank of a tensor group has its part of the width."""
+    """The gated MLP, down(silu(gate(x)) * up(x)), of which a rank of a tensor group has its part of the width.
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, tensor: TensorGroup) -> None:
+    Args:
+        config: The shape.
+        dtype: Of the weights.
+        tensor: The group.
+        chunk: Returns for a number of tokens how many of them pass at once. Default: all.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, dtype: torch.dtype, tensor: TensorGroup, chunk: Callable[[int], int] | None = None
+    ) -> None:
         super().__init__()
         self.tensor = tensor
+        self.chunk = chunk
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, dtype=dtype, split=0)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, dtype=dtype, split=0)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, dtype=dtype, split=1)
 
-    def forward(self, hidden: Tensor, tokens: int) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: int, *, is_needed: bool = True) -> Tensor:
         """Return `[batch, own tokens, hidden_size]`.
 
         Args:
             hidden: As the result.
             tokens: Of all ranks of the tensor group.
+            is_needed: Whether the result is: not in a recomputation that goes no further.
         """
         gathered = self.tensor.gather(hidden, tokens)
+        rows = gathered.shape[0] * gathered.shape[1]
+        chunk = rows if self.chunk is None else self.chunk(rows)
+        if chunk < rows:
+            weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+            return self.tensor.add_up(gated_mlp(gathered, *weights, chunk=chunk, is_needed=is_needed))
         # Only down_proj reads the activation, and its backward makes a new gradient for it.
         inner = swiglu(self.gate_proj(gathered), self.up_proj(gathered), overwrite_grad=True)
-        return self.tensor.add_up(self.down_proj(inner))
+        return self.tensor.add_up(self.down_proj(inner, is_needed=is_needed))
 
 
 class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """What a `bmt.Block` wraps. Its forward takes positional arguments only: a Block drops keyword ones in silence."""
+    """What a `bmt.Block` wraps. Its forward takes positional arguments only: a Block drops keyword ones in silence.
+
+    Args:
+        config: The shape.
+        attention: Makes attention.
+        dtype: Of the weights.
+        policy: What backward computes again.
+        tensor: The tensor group.
+        store: Of all blocks, where `policy` offloads to.
+        mlp_chunk: See `Llama`.
+    """
 
     def __init__(
         self,
         config: LlamaConfig,
         attention: AttentionFactory,
         dtype: torch.dtype,
-        policy: str,
+        policy: Policy,
         tensor: TensorGroup,
+        store: HostStore,
+        mlp_chunk: int | None,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         self.self_attn = Attention(config, attention, dtype, tensor)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
-        self.mlp = MLP(config, dtype, tensor)
-        self.recompute = policy
+        self.mlp = MLP(config, dtype, tensor, partial(choose_chunk, wanted=mlp_chunk, recomputes=policy.recomputes))
+        self.recompute, self.store = policy, store
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int | None, mask: MaskOption | None = None
@@ -112,10 +145,14 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
             length: Real tokens of the whole sequence over all ranks; None if all are.
             mask: Instead of the one that attention was made with.
         """
-        result: Tensor = recompute.checkpoint(self.recompute, self._forward, hidden, cos, sin, length, mask)
+        result: Tensor = recompute.checkpoint(
+            self.recompute, self._forward, hidden, cos, sin, length, mask, store=self.store
+        )
         return result
 
     def _forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int | None, mask: MaskOption | None) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, length, mask)
-        mlp: Tensor = self.mlp(self.post_attention_layernorm(hidden), cos.shape[1])
+        # What follows is added up and returned, of which backward reads nothing.
+        is_needed = not recompute.is_recomputing(self._forward)
+        mlp: Tensor = self.mlp(self.post_attention_layernorm(hidden), cos.shape[1], is_needed=is_needed)
         return hidden + mlp

@@ -45,7 +45,15 @@ CONFIGS = {
     "llama3": _rope("llama3", original_max_position_embeddings=24, high_freq_factor=3.0),
 }
 GRADIENTS = ("gqa", "tied")
-VARIANTS = [("none", 3), ("none", 2), ("block", 3), ("block", 2), ("block-keep-attention", 3)]
+VARIANTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("none", 3, {}),
+    ("none", 2, {"mlp_chunk": 5}),
+    ("block", 3, {"mlp_chunk": 7}),
+    ("block", 2, {}),
+    ("block-keep-attention", 3, {}),
+    ("block-keep-attention:0.5+offload-all", 3, {"mlp_chunk": 11}),
+    ("block+offload", 2, {}),
+]
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -75,8 +83,9 @@ def run(folder: Path, output: Path) -> None:
         # Under a causal mask padding does no harm even where the length is lost on the way; here it would.
         results["logits full"] = _logits(folder / "gqa", mesh, "striped", mask="full")
         for name in GRADIENTS:
-            for policy, zero_level in VARIANTS:
-                results[f"gradients {name} {policy} {zero_level}"] = _gradients(folder / name, mesh, policy, zero_level)
+            for policy, zero_level, options in VARIANTS:
+                found = _gradients(folder / name, mesh, recompute=policy, zero_level=zero_level, **options)
+                results[f"gradients {name} {policy} {zero_level}"] = found
     results["fresh"] = _fresh()
     results["undecayed"] = _undecayed()
     results["moved"] = _moved()
@@ -113,13 +122,13 @@ def _logits(directory: Path, mesh: Mesh, layout: str, mask: str = "causal") -> T
     return cut.join(parts)
 
 
-def _gradients(directory: Path, mesh: Mesh, policy: str, zero_level: int) -> dict[str, Tensor | float]:
+def _gradients(directory: Path, mesh: Mesh, **options: Any) -> dict[str, Tensor | float]:
     """Loss and gradients as training forms them, on one rank's labels after the other, with BMTrain's factor."""
     from bmtrain import world_size
 
     from bmburst.zero import gather, named_shards
 
-    model = _load(directory, mesh, recompute=policy, zero_level=zero_level, loss_chunk=3)
+    model = _load(directory, mesh, loss_chunk=3, **options)
     batch = _cut(mesh, "zigzag").batch(*data())
     loss_sum = model.loss(batch.tokens, batch.positions, batch.labels, TOKENS)
     valid = mesh.sum(count_valid(batch.labels).item())
@@ -268,6 +277,7 @@ def _problems(folder: Path, output: Path) -> dict[str, str]:
         "misfit": lambda: model(tokens, positions[:, :-1]),
         "recompute": lambda: Llama(_PLAIN, recompute="blocks"),
         "chunk": lambda: Llama(_PLAIN, loss_chunk=0),
+        "mlp": lambda: Llama(_PLAIN, mlp_chunk=-1),
         "zero": lambda: Llama(_PLAIN, zero_level=1),
         "length": lambda: Llama(CONFIGS["dynamic"], seed=0)(tokens, positions),
     }

@@ -89,7 +89,7 @@ def test_loss_and_gradients(job: Reference, reference: dict[str, Reference]) -> 
         return
     for name in program.GRADIENTS:
         expected = reference[name]
-        for policy, zero_level in program.VARIANTS:
+        for policy, zero_level, _ in program.VARIANTS:
             found = job[f"gradients {name} {policy} {zero_level}"]
             assert found.pop("loss") == pytest.approx(expected["loss"], rel=1e-5)
             assert found.keys() == expected["gradients"].keys()
@@ -163,6 +163,7 @@ def test_bad_input_is_told_to_every_rank(job: Reference) -> None:
         "misfit": "tokens (2, 37) and positions (2, 36) do not fit",
         "recompute": "unknown recompute policy 'blocks'; did you mean 'block'?",
         "chunk": "loss_chunk 0 is not positive",
+        "mlp": "mlp_chunk -1 is negative",
         "zero": "zero_level 1 is unknown",
         "length": "rope_scaling of kind dynamic depends on the length",
     }
