@@ -73,6 +73,11 @@ class Policy:
         text, plus, rest = name.partition("+") if isinstance(name, str) else (name, "", "")
         base, colon, fraction = text.partition(":") if isinstance(text, str) else (text, "", "")
         if base not in NAMES or plus + rest not in OFFLOADS:
+            if name == AUTO:
+                raise UserError(
+                    "recompute policy 'auto' is decided by what a step needs, which is not known here\n"
+                    "fix: block-keep-attention, or what bmburst train --recompute auto says"
+                )
             raise unknown("recompute policy", name, POLICIES)
         keeps = base == "block-keep-attention"
         if base == "none" and plus:

@@ -3,13 +3,13 @@
 Between the matrices stands a tensor of the tokens times the MLP's width, 3.5 times the hidden size in LLaMA-3: at
 131,072 tokens 3.5 GiB in 16 bits, and five of them live in its backward. Here only those of one chunk do. Forward
 keeps the input alone; backward forms gate and up of a chunk again (2 of the forward's 3 products) and adds the
-chunk's share of
-the weights' gradients up in fp32.
+chunk's share of the weights' gradients up in fp32.
 
 Inside of a checkpoint this costs no product: a recomputation needs what backward reads, which is the input, so the
 caller has it leave the forward out (`is_needed`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,19 +46,36 @@ class _GatedMLP(torch.autograd.Function):
             for weight, wanted in zip((gate, up, down), wants, strict=True)
         ]
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wants_x else None
-        results = _chunks(grad_x, ctx.chunk) if grad_x is not None else None
-        for i, (states, grads) in enumerate(zip(_chunks(x, ctx.chunk), _chunks(grad_output, ctx.chunk), strict=True)):
-            grad_gate, grad_up, inner = _of_activation(states, grads, gate, up, down)
-            for total, rows, columns in zip(sums, (grad_gate, grad_up, grads), (states, states, inner), strict=True):
-                if total is not None:
-                    add_product(total, rows.t(), columns)
-            del inner
-            if results is not None:
-                both = product(grad_gate, gate, wide)
-                add_product(both, grad_up, up)
-                results[i].copy_(both)
+        results = [None] * -(-x[..., 0].numel() // ctx.chunk) if grad_x is None else _chunks(grad_x, ctx.chunk)
+        parts = zip(_chunks(x, ctx.chunk), _chunks(grad_output, ctx.chunk), results, strict=True)
+        for part in parts:
+            _add_chunk(sums, *part, gate, up, down)
         weights = [None if total is None else total.to(gate.dtype) for total in sums]
         return grad_x, *weights, None, None
+
+
+def _add_chunk(
+    sums: Sequence[Tensor | None],
+    states: Tensor,
+    grads: Tensor,
+    result: Tensor | None,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+) -> None:
+    """Add a chunk's share to the sums of the weights' gradients, and write its input's gradient.
+
+    A function of its own: nothing of a chunk may live while the next one is at work.
+    """
+    grad_gate, grad_up, inner = _of_activation(states, grads, gate, up, down)
+    for total, rows, columns in zip(sums, (grad_gate, grad_up, grads), (states, states, inner), strict=True):
+        if total is not None:
+            add_product(total, rows.t(), columns)
+    if result is not None:
+        del inner, columns
+        both = product(grad_gate, gate, torch.promote_types(states.dtype, torch.float32))
+        add_product(both, grad_up, up)
+        result.copy_(both)
 
 
 def _of_activation(

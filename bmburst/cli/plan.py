@@ -36,7 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch", type=int, metavar="N", default=1, help="sequences a data rank computes at once (default: 1)")
     add("--dtype", default="bfloat16", metavar="bfloat16|float32", help="of weights and activations")
     add("--loss-chunk", type=int, metavar="TOKENS", default=1024, help="tokens whose logits exist at once")
-    add("--recompute", metavar="POLICY,...", help="policies to try (default: none,block,block-keep-attention)")
+    add("--mlp-chunk", type=int, metavar="TOKENS", help="tokens in an MLP at once; 0: all (default: as bmburst train)")
+    add("--recompute", metavar="POLICY,...", help="policies to try (default: all of docs/recompute.md)")
     add("--zero", metavar="STAGE,...", help="stages to try (default: 2,3)")
     add("--tensor", metavar="N,...", help="tensor degrees to try (default: all that fit into a node)")
     add("--ways", type=int, metavar="N", default=12, help="ways to show (default: 12)")
@@ -91,12 +92,13 @@ def _plan(args: argparse.Namespace) -> int:
         micro_batch=args.micro_batch,
         dtype=args.dtype,
         loss_chunk=args.loss_chunk,
+        mlp_chunk=args.mlp_chunk,
     )
     hardware = load_hardware(args.hardware)
     found = search(
         task,
         hardware,
-        recompute=_words("--recompute", args.recompute, RECOMPUTE),
+        recompute=RECOMPUTE if args.recompute is None else args.recompute.split(","),
         zero=[int(stage) for stage in _words("--zero", args.zero, tuple(map(str, ZERO)))],
         tensor=None if args.tensor is None else _numbers("--tensor", args.tensor),
     )

@@ -202,6 +202,7 @@ def _published_training(published: Mapping[str, Any]) -> Iterator[Comparison]:
             nodes=row["nodes"],
             batch=data,
             loss_chunk=row["sequence"] if row.get("whole_logits") else 1024,
+            mlp_chunk=0,
         )
         way = _way(task, row, transport="nccl", recompute=row["recompute"])
         machine = _changed(load_hardware(row["hardware"]), row.get("changes", {}))

@@ -4,7 +4,7 @@ What moves follows the executors in `bmburst/attention`; kernels run at the mach
 hidden as far as there is something to hide behind. A transport's share of its time is never hidden.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bmburst.plan.candidates import Candidate
@@ -46,6 +46,17 @@ class AttentionCost:
 def attention_cost(candidate: Candidate, hardware: Hardware) -> AttentionCost:
     """Return the seconds of one layer and one pass of a micro batch."""
     return AttentionCost(*(_pass(candidate, hardware, backward=backward) for backward in (False, True)))
+
+
+def beginning_seconds(candidate: Candidate, hardware: Hardware, kept: float) -> float:
+    """Return the seconds forward of the tokens before those whose attention is kept: `bmburst.attention.beginning`.
+
+    Where no rank has all of these tokens, the last one works on as much as twice the mean.
+    """
+    task = candidate.task
+    tokens = max(candidate.sequence, round((1 - kept) * task.sequence))
+    cost = attention_cost(replace(candidate, task=replace(task, sequence=tokens)), hardware).forward
+    return cost.total + (1 - 1 / candidate.groups) * cost.kernel
 
 
 def _pass(candidate: Candidate, hardware: Hardware, *, backward: bool) -> Pass:

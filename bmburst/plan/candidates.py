@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from bmburst.errors import UserError, require_known
+from bmburst.blocks.mlp_chunks import mlp_chunk
+from bmburst.errors import UserError
 from bmburst.plan.task import Task
+from bmburst.recompute_policy import POLICIES, Policy
 
-RECOMPUTE = ("none", "block", "block-keep-attention")
+RECOMPUTE = POLICIES
 ZERO = (2, 3)
 OUTER = ("none", "ring", "gather", "double-ring")
 TRANSPORTS = ("peer", "nccl")
-_SHORT = {"none": "no recompute", "block": "recompute all", "block-keep-attention": "keep attention"}
+_SHORT = {"nothing": "", "inputs": ", inputs to host", "all": ", inputs and attention to host"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class Candidate:
         heads: Ranks of a sequence that exchange heads among themselves.
         outer: Between groups of these: blocks go round one ring ("ring"), round rings inside nodes and between them
             ("double-ring"), or each rank gathers what it sees ("gather"); "none" where there is one group.
-        recompute: Policy of `bmburst.recompute`.
+        recompute: Name of a policy of `bmburst.recompute_policy`.
         zero: ZeRO's stage.
         transport: What moves blocks inside a node.
         travellers: What a ring sends backward: "kv", "q", or "auto" for whatever is less.
@@ -65,6 +67,16 @@ class Candidate:
     def rows(self) -> int:
         """Tokens that a sequence rank computes at once."""
         return self.tokens * self.task.micro_batch
+
+    @cached_property
+    def policy(self) -> Policy:
+        """What backward computes again."""
+        return Policy.parse(self.recompute)
+
+    @cached_property
+    def mlp_rows(self) -> int:
+        """Tokens that pass through an MLP at once."""
+        return mlp_chunk(self.rows, self.task.mlp_chunk, recomputes=self.policy.recomputes)
 
     @cached_property
     def micro_steps(self) -> int:
@@ -103,7 +115,7 @@ class Candidate:
         """The whole way, in words."""
         tensor = f" x tensor {self.tensor}" if self.tensor > 1 else ""
         mesh = f"data {self.data} x sequence {self.sequence}{tensor}"
-        return f"{mesh}, {self.strategy}, {_SHORT[self.recompute]}, ZeRO-{self.zero}"
+        return f"{mesh}, {self.strategy}, {_in_words(self.policy)}, ZeRO-{self.zero}"
 
 
 def candidates(
@@ -121,16 +133,24 @@ def candidates(
         UserError: There is none, or a policy is unknown.
     """
     for policy in recompute:
-        require_known("recompute policy", policy, RECOMPUTE)
+        Policy.parse(policy)
     found = [
         Candidate(task=task, data=data, tensor=degree, heads=heads, outer=outer, recompute=policy, zero=stage)
         for data, degree in _meshes(task, tensor)
-        for heads, outer in _strategies(task, data, degree)
+        for heads, outer in strategies(task, data, degree)
         for policy, stage in product(recompute, zero)
     ]
     if not found:
         raise _none(task, tensor)
     return found
+
+
+def _in_words(policy: Policy) -> str:
+    if not policy.recomputes:
+        return "no recompute"
+    part = "" if policy.attention == 1 else f"{policy.attention:g} of "
+    kept = f"keep {part}attention" if policy.attention else "recompute all"
+    return kept + _SHORT[policy.offload]
 
 
 def divisors(number: int) -> list[int]:
@@ -158,7 +178,8 @@ def _meshes(task: Task, tensor: Sequence[int] | None) -> Iterator[tuple[int, int
                 yield data, degree
 
 
-def _strategies(task: Task, data: int, tensor: int) -> Iterator[tuple[int, str]]:
+def strategies(task: Task, data: int, tensor: int) -> Iterator[tuple[int, str]]:
+    """Yield the ranks that exchange heads, and what goes on between groups of them."""
     heads, kv_heads = task.model.num_heads // tensor, max(1, task.model.num_kv_heads // tensor)
     sequence = task.gpus // (data * tensor)
     inside = max(1, min(sequence, task.gpus_per_node // tensor))

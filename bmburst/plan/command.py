@@ -23,6 +23,8 @@ def options(candidate: Candidate) -> list[str]:
     words += ["--parallel.zero_level", str(candidate.zero)]
     if task.loss_chunk != 1024:
         words += ["--loss-chunk-tokens", str(task.loss_chunk)]
+    if task.mlp_chunk is not None:
+        words += ["--mlp-chunk-tokens", str(task.mlp_chunk)]
     return words
 
 

@@ -15,6 +15,11 @@ def block_matrices(model: LlamaConfig, tensor: int = 1) -> int:
     return model.hidden_size * (2 * query + 2 * kv + 3 * (model.intermediate_size // tensor))
 
 
+def mlp_matrix(model: LlamaConfig, tensor: int = 1) -> int:
+    """Return the numbers in a tensor rank's part of one of an MLP's three matrices."""
+    return model.hidden_size * (model.intermediate_size // tensor)
+
+
 def held_block(model: LlamaConfig, tensor: int = 1) -> int:
     """Return the numbers that a tensor rank holds of a gathered block.
 

@@ -18,6 +18,7 @@ _COLOURS = {
     "attention_communication": "#b2182b",
     "zero": "#d6604d",
     "tensor": "#f4a582",
+    "offload": "#762a83",
     "optimizer": "#8c510a",
     "host": "#636363",
 }

@@ -11,11 +11,13 @@ from functools import cached_property
 
 from bmburst.plan.buffers import attention_buffers, held_outside
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import held_block, table, tables
+from bmburst.plan.counts import held_block, mlp_matrix, table, tables
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.operators import CURRENT, WIDE, Operators
+from bmburst.recompute_policy import BlockBytes
 
 Lines = dict[str, float]
+HOST_SHARE = 0.9  # of a host's memory; the rest is the system's and the processes' own
 _IDS = 8  # bytes of a token id, position or label
 
 
@@ -28,12 +30,16 @@ class Memory:
         lines: Bytes of torch's allocator by what they are for.
         outside: Bytes outside of it, likewise.
         capacity: Bytes of the GPU.
+        host: Bytes of the memory of a node's host, likewise.
+        host_capacity: Bytes that the host has for them.
     """
 
     moment: str
     lines: Mapping[str, float]
     outside: Mapping[str, float]
     capacity: float
+    host: Mapping[str, float]
+    host_capacity: float
 
     @cached_property
     def allocated(self) -> float:
@@ -47,8 +53,8 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether it is less than the GPU has."""
-        return self.total <= self.capacity
+        """Whether it is less than the GPU has, and its host."""
+        return self.total <= self.capacity and sum(self.host.values()) <= self.host_capacity
 
 
 def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> Memory:
@@ -64,7 +70,19 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     found = {name: held | moment() for name, moment in parts.moments().items()}
     moment = max(found, key=lambda name: sum(found[name].values()))
     outside = {"boxes that peers read": held_outside(candidate), "context and libraries": hardware.reserved}
-    return Memory(moment, _used(found[moment]), _used(outside), hardware.memory)
+    return Memory(
+        moment,
+        _used(found[moment]),
+        _used(outside),
+        hardware.memory,
+        _used(parts.in_host()),
+        HOST_SHARE * hardware.host_memory,
+    )
+
+
+def block_bytes(candidate: Candidate) -> BlockBytes:
+    """Return what a block's tensors take, by what policies make of them."""
+    return _Parts(candidate, CURRENT).block
 
 
 def _used(lines: Mapping[str, float]) -> Lines:
@@ -89,6 +107,11 @@ class _Parts:
         self.norm_statistic = float(self.own_rows * WIDE)
         # Where a tensor group gathers, each norm's own tokens and all tokens are two tensors.
         self.normed = self.whole_hidden
+        self.attended = self.query + self.statistics
+        self.is_cut = candidate.mlp_rows < candidate.rows
+        self.chunk_inner = self.inner * candidate.mlp_rows / candidate.rows
+        self.policy = candidate.policy
+        self.block = BlockBytes(self.hidden, self.attended, self._recomputed())
 
     def states(self) -> Lines:
         """What is there all the time."""
@@ -98,7 +121,7 @@ class _Parts:
         return {
             "weights": share * task.itemsize,
             "gradients": share * task.itemsize,
-            "optimizer": share * moments,
+            "optimizer": 0.0 if task.host_optimizer else share * moments,
             "whole weights (ZeRO-2)": self._block_bytes() * model.num_layers if candidate.zero == 2 else 0.0,
             "token ids, angles": self._ids(),
         }
@@ -116,16 +139,22 @@ class _Parts:
 
     def kept(self) -> float:
         """What a block keeps for its backward."""
-        attended = self.query + self.statistics
-        if self.candidate.recompute == "block":
-            return self.hidden
-        if self.candidate.recompute == "block-keep-attention":
-            return self.hidden + attended
-        return self.hidden + attended + self._recomputed()
+        return self.policy.kept(self.block)
+
+    def in_host(self) -> Lines:
+        """What lies in the memory of a node's host."""
+        task = self.task
+        hosted = self.policy.hosted(self.block) * self.model.num_layers * task.gpus_per_node
+        wide = 2 * WIDE + (WIDE if task.itemsize < WIDE else 0)
+        state = wide * self.model.num_parameters / task.nodes if task.host_optimizer else 0.0
+        return {"what blocks keep": hosted, "optimizer": state}
 
     def _recomputed(self) -> float:
-        """What backward needs beside input and attention's results: norms, q, k, v, stream, gate, up, activation."""
-        return self._before_attention() + self._before_mlp() + 3 * self.inner
+        """What backward needs beside input and attention's results: norms, q, k, v, stream, gate, up, activation.
+
+        A cut MLP keeps its input alone.
+        """
+        return self._before_attention() + self._before_mlp() + (0.0 if self.is_cut else 3 * self.inner)
 
     def _before_attention(self) -> float:
         return self.norm_statistic + self.normed + self.query + 2 * self.key
@@ -165,7 +194,7 @@ class _Parts:
         """Of the last block: all others are kept."""
         buffers = attention_buffers(self.candidate, backward=False)
         return {
-            "kept for backward": self._all_kept(self.kept() - self.hidden),
+            "kept for backward": self._kept_before(),
             "gathered weights, gradients": self._gathered(backward=False),
             "embedding and head": self._table(),
             "block in work": self._before_attention(),
@@ -174,17 +203,15 @@ class _Parts:
 
     def _mlp_forward(self) -> Lines:
         itemsize = self.task.itemsize
-        keeps_all = self.candidate.recompute == "none"
-        others = self._before_attention() if keeps_all else 0.0
-        kept = self._all_kept(self.kept() - self.hidden)
-        if self.candidate.recompute != "block":
-            kept += self.query + self.statistics
+        others, attention = (0.0, self.policy.attention) if self.policy.recomputes else (self._before_attention(), 1.0)
+        result = self.whole_hidden if self.is_cut else 0.0
         return {
-            "kept for backward": kept,
+            "kept for backward": self._kept_before() + attention * self.attended,
             "gathered weights, gradients": self._gathered(backward=False),
             "embedding and head": self._table(),
-            "block in work": others + self._before_mlp() + 2 * self.inner,
-            "elementwise": self._elements(self.operators.swiglu_forward_alive(itemsize), self.inner),
+            "block in work": others + self._before_mlp() + result,
+            "MLP chunk" if self.is_cut else "MLP": 2 * self.chunk_inner,
+            "elementwise": self._elements(self.operators.swiglu_forward_alive(itemsize), self.chunk_inner),
         }
 
     def _loss(self) -> Lines:
@@ -194,6 +221,7 @@ class _Parts:
         logits = chunk * model.vocab_size * self.operators.loss_alive(task.itemsize)
         return {
             "kept for backward": self._all_kept() + self.hidden + self.norm_statistic,
+            "not yet let go to host memory": self._visiting(backward=False),
             "embedding and head": tables(model) * self._table() + table(model) * float(WIDE),
             "gradients in flight": 2 * self.hidden,
             "loss chunk": logits + chunk * model.hidden_size * float(task.itemsize),
@@ -203,6 +231,7 @@ class _Parts:
         inside = self._elements(self.operators.norm_backward_alive(self.task.itemsize), self.hidden)
         return {
             "kept for backward": self._all_kept() + self.hidden + self.norm_statistic,
+            "not yet let go to host memory": self._visiting(backward=False),
             "gradients in flight": self.hidden,
             "elementwise": inside,
         }
@@ -210,6 +239,8 @@ class _Parts:
     def _mlp_backward(self) -> Lines:
         """Everything of the block is there again; of the activation's backward, its own copies."""
         itemsize = self.task.itemsize
+        if self.is_cut:
+            return self._cut_mlp_backward()
         gone = self.inner  # the activation
         inside = self._elements(self.operators.swiglu_backward_alive(itemsize), self.inner)
         return {
@@ -219,10 +250,23 @@ class _Parts:
             "elementwise": inside,
         }
 
+    def _cut_mlp_backward(self) -> Lines:
+        """Gate, up, activation and its gradient of a chunk; sums of the weights' gradients; the input's gradient."""
+        sums = 3.0 * WIDE * mlp_matrix(self.model, self.candidate.tensor)
+        inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.chunk_inner)
+        return {
+            **self._block_in_backward(self._recomputed(), 0.0),
+            "gathered weights, gradients": self._gathered(backward=True),
+            "gradients in flight": self.hidden + self.whole_hidden,
+            "sums of gradients in fp32": sums,
+            "MLP chunk": 4 * self.chunk_inner,
+            "elementwise": inside,
+        }
+
     def _attention_backward(self) -> Lines:
         buffers = attention_buffers(self.candidate, backward=True)
         return {
-            **self._block_in_backward(self._recomputed(), self._before_mlp() + 3 * self.inner),
+            **self._block_in_backward(self._recomputed(), self._recomputed() - self._before_attention()),
             "gathered weights, gradients": self._gathered(backward=True),
             "gradients in flight": self.hidden + self.query,
             "attention": self._attention(buffers),
@@ -230,10 +274,23 @@ class _Parts:
 
     def _block_in_backward(self, recomputed: float, gone: float) -> Lines:
         """What all blocks keep, and of the last one what is computed again, less what its backward is done with."""
-        if self.candidate.recompute == "none":
+        if not self.policy.recomputes:
             return {"kept for backward": self._all_kept(gone)}
-        attended = self.query + self.statistics if self.candidate.recompute == "block" else 0.0
-        return {"kept for backward": self._all_kept(), "block in work": attended + recomputed - gone}
+        # The results of attention are whole again, beside the part that is kept of them or has come from the host.
+        kept = self.policy.attention
+        more = 1.0 - kept if self.policy.offload == "all" or kept == 1 else 1.0
+        return {
+            "kept for backward": self._all_kept(),
+            "back from host memory": self._visiting(backward=True),
+            "block in work": more * self.attended + recomputed - gone,
+        }
+
+    def _kept_before(self) -> float:
+        """What all blocks keep and the last one is given."""
+        return self.kept() * (self.model.num_layers - 1) + self.hidden
+
+    def _visiting(self, *, backward: bool) -> float:
+        return self.policy.visiting(self.block, self.model.num_layers, backward=backward)
 
     def _attention(self, buffers: tuple[float, float, float, float]) -> float:
         results, kernel, working, boxes = buffers

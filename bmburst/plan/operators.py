@@ -25,6 +25,7 @@ class Operators:
         loss: Of the logits.
         wide_copies: Whether norm and activation make fp32 copies of what they work on.
         wide_loss: Whether the loss does.
+        repeats_last: Whether a block's recomputation forms its last product, of which backward reads nothing, again.
         swiglu_overwrites: Whether one gradient of the activation's inputs takes the place of its result's.
     """
 
@@ -37,6 +38,7 @@ class Operators:
     loss: float
     wide_copies: bool
     wide_loss: bool
+    repeats_last: bool = True
     swiglu_overwrites: bool = False
 
     def norm_backward_alive(self, itemsize: int) -> float:
@@ -93,6 +95,7 @@ OURS = replace(
     norm_backward=6,  # gradient and input in, input's gradient out; the weight's shares are 0.3 % of 128K rows
     loss=PLAIN.loss,
     wide_loss=True,
+    repeats_last=False,
     swiglu_overwrites=True,
 )
 OPERATORS = {each.name: each for each in (PLAIN, FUSED, OURS)}

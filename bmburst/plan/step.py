@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, fields
 
-from bmburst.plan.attention import AttentionCost, attention_cost
+from bmburst.plan.attention import AttentionCost, attention_cost, beginning_seconds
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import BACKWARD, block_matrices, held_block, model_flops, table, tables
+from bmburst.plan.counts import BACKWARD, block_matrices, held_block, mlp_matrix, model_flops, table, tables
 from bmburst.plan.hardware import Hardware
-from bmburst.plan.operators import CURRENT, DELTA, GRADIENT_SUMS, STREAM, Operators
+from bmburst.plan.memory import block_bytes
+from bmburst.plan.operators import CURRENT, DELTA, GRADIENT_SUMS, STREAM, WIDE, Operators
 from bmburst.plan.traffic import collective
 
 OUTSIDE_BLOCKS = 2  # what embedding, head and optimizer take of the host, in blocks
@@ -25,6 +26,7 @@ class StepTime:
         attention_communication: Exposed transfers of attention.
         zero: Exposed transfers of weights and gradients.
         tensor: Exposed transfers of tensor parallelism.
+        offload: Exposed copies of what blocks keep in host memory.
         optimizer: AdamW and clipping.
         host: What the host takes longer than the GPU.
     """
@@ -36,6 +38,7 @@ class StepTime:
     attention_communication: float
     zero: float
     tensor: float
+    offload: float
     optimizer: float
     host: float
 
@@ -75,7 +78,7 @@ def step_time(
     products, elements = _products(candidate, hardware), _elements(candidate, hardware, operators)
     head, loss = _head(candidate, hardware), _loss(candidate, hardware, operators)
     start = 2 * hardware.call_start if is_cold else 0.0
-    again = _again(candidate, attention, products, elements)
+    again = _again(candidate, hardware, operators, attention, products, elements)
     behind = _Work(
         products.forward + elements.forward + attention.forward.total,
         products.backward + elements.backward + attention.backward.total + again,
@@ -84,6 +87,8 @@ def step_time(
     joining = attention.forward.joining + attention.backward.joining + start
     exposed = attention.forward.exposed + attention.backward.exposed
     tensor = _tensor(candidate, hardware)
+    policy, held = candidate.policy, block_bytes(candidate)
+    waiting = policy.waiting(held, hardware.host_bandwidth, behind.forward, behind.backward)
     parts = {
         "attention": passes * layers * (kernels + joining),
         "matmul": passes * (layers * (products.forward + products.backward) + head),
@@ -92,6 +97,7 @@ def step_time(
         "attention_communication": passes * layers * exposed,
         "zero": passes * _zero(candidate, hardware, behind),
         "tensor": passes * layers * tensor,
+        "offload": passes * layers * waiting,
         "optimizer": hardware.memory_seconds(
             _OPTIMIZER_BYTES * candidate.task.model.num_parameters / _ranks(candidate)
         ),
@@ -126,15 +132,31 @@ def _elements(candidate: Candidate, hardware: Hardware, operators: Operators) ->
     forward = (2 * operators.norm_forward + STREAM) * hidden + operators.swiglu_forward * inner
     backward = (2 * operators.norm_backward + STREAM) * hidden + operators.swiglu_backward * inner
     backward += GRADIENT_SUMS * rows * model.hidden_size + DELTA * attended
+    if candidate.mlp_rows < rows:  # each chunk reads and writes the sums of the weights' gradients
+        backward += 3 * 2 * WIDE * mlp_matrix(model, candidate.tensor) * -(-rows // candidate.mlp_rows)
     turning = operators.rotary * turned
     return _Work(hardware.memory_seconds(forward + turning), hardware.memory_seconds(backward + turning))
 
 
-def _again(candidate: Candidate, attention: AttentionCost, products: _Work, elements: _Work) -> float:
-    if candidate.recompute == "none":
-        return 0.0
-    again = products.forward + elements.forward
-    return again + (attention.forward.total if candidate.recompute == "block" else 0.0)
+def _again(
+    candidate: Candidate,
+    hardware: Hardware,
+    operators: Operators,
+    attention: AttentionCost,
+    products: _Work,
+    elements: _Work,
+) -> float:
+    """What the policy says; and a cut MLP that is not computed again forms gate and up in its backward."""
+    policy, matrix = candidate.policy, mlp_matrix(candidate.task.model, candidate.tensor)
+    product = hardware.matmul_seconds(2.0 * candidate.rows * matrix, candidate.rows)
+    if not policy.recomputes:
+        activation = hardware.memory_seconds(
+            operators.swiglu_forward * candidate.rows * matrix / candidate.task.model.hidden_size
+        )
+        return 2 * product + activation if candidate.mlp_rows < candidate.rows else 0.0
+    forward = products.forward + elements.forward - (0.0 if operators.repeats_last else product)
+    beginning = beginning_seconds(candidate, hardware, policy.attention) if 0 < policy.attention < 1 else 0.0
+    return policy.again(forward, attention.forward.total, beginning)
 
 
 def _head(candidate: Candidate, hardware: Hardware) -> float:

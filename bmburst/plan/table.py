@@ -79,7 +79,11 @@ def memory_of(prediction: Prediction) -> list[str]:
         f"{memory.allocated / GIB:.1f} in torch's allocator, at: {memory.moment}"
     ]
     for name, nbytes in {**memory.lines, **memory.outside}.items():
-        lines.append(f"  {name:27} {nbytes / GIB:8.2f} GiB")
+        lines.append(f"  {name:29} {nbytes / GIB:8.2f} GiB")
+    if memory.host:
+        used, most = sum(memory.host.values()) / GIB, memory.host_capacity / GIB
+        lines.append(f"memory of a host: {used:.1f} of {most:.1f} GiB that it has for this")
+        lines += [f"  {name:29} {nbytes / GIB:8.2f} GiB" for name, nbytes in memory.host.items()]
     return lines
 
 
@@ -87,7 +91,7 @@ def as_json(task: Task, hardware: Hardware, found: Sequence[Prediction]) -> dict
     """Return the predictions as JSON knows them, in bytes and seconds."""
     question = {
         name: getattr(task, name)
-        for name in ("preset", "sequence", "gpus", "nodes", "batch", "micro_batch", "dtype", "loss_chunk")
+        for name in ("preset", "sequence", "gpus", "nodes", "batch", "micro_batch", "dtype", "loss_chunk", "mlp_chunk")
     }
     return {"task": question, "hardware": hardware.name, "ways": [_way(each) for each in found]}
 
@@ -121,6 +125,7 @@ def _way(prediction: Prediction) -> dict[str, Any]:
             "moment": memory.moment,
             "lines": dict(memory.lines),
             "outside": dict(memory.outside),
+            "host": dict(memory.host),
         },
         "command": command(way),
     }

@@ -25,6 +25,8 @@ class Task:
         micro_batch: Sequences that a data rank computes at once.
         dtype: Of weights and activations.
         loss_chunk: Tokens of a rank whose logits exist at once.
+        mlp_chunk: Tokens of a rank that pass through an MLP at once: `bmburst.blocks.mlp_chunks`.
+        host_optimizer: Whether AdamW's state lies in host memory. Only memory takes that into account.
 
     Raises:
         UserError: A value is out of range or the values do not fit together.
@@ -39,11 +41,15 @@ class Task:
     micro_batch: int = 1
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     loss_chunk: int = 1024
+    mlp_chunk: int | None = None
+    host_optimizer: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sequence", "gpus", "nodes", "batch", "micro_batch", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{_option(name)} {getattr(self, name)}\nallowed: 1 and more")
+        if self.mlp_chunk is not None and self.mlp_chunk < 0:
+            raise UserError(f"--mlp-chunk {self.mlp_chunk}\nallowed: 1 and more, or 0 for all tokens at once")
         if self.gpus > MOST_GPUS:
             raise UserError(f"--gpus {self.gpus}\nallowed: 1 to {MOST_GPUS}")
         if self.gpus % self.nodes:

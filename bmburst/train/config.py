@@ -10,6 +10,7 @@ from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 from bmburst.mesh_shape import MeshShape, allows_heads, divisors
+from bmburst.recompute_policy import AUTO, Policy, require_end
 
 STANDARD_LIBRARY = "stdlib"
 # The 256 bytes, and the ids that end a document, start a text and pad.
@@ -134,11 +135,21 @@ class TrainConfig:
         "Sequences a rank computes at once; the rest accumulates.", default=1, unit="sequences", minimum=1
     )
     dtype: Literal["float32", "bfloat16"] = field("Type of weights and activations.", default="float32")
-    recompute: Literal["none", "block", "block-keep-attention"] = field(
-        "What backward computes again instead of keeping it.", default="block-keep-attention"
+    recompute: str = field(
+        "What backward computes again instead of keeping it: none, block, block-keep-attention, or with :0.5 behind it "
+        "that of half of the sequence; +offload keeps blocks' inputs in host memory, +offload-all attention too; "
+        "auto: the fastest that fits.",
+        default="block-keep-attention",
     )
     loss_chunk_tokens: int = field(
         "Tokens whose logits exist at once, on a rank.", default=1024, unit="tokens", minimum=1
+    )
+    mlp_chunk_tokens: int | None = field(
+        "Tokens of a rank that pass through an MLP at once; 0: all.",
+        default=None,
+        default_text="16384 where blocks are computed again, else all",
+        unit="tokens",
+        minimum=0,
     )
     seed: int = field("Seed of weights and of the order of the data.", default=0, minimum=0, maximum=2**32 - 1)
     output: Path | None = field("Run folder.", default=None, default_text="runs/<date-time>-<preset>")  # noqa: RUF009
@@ -189,6 +200,8 @@ class TrainConfig:
                 )
             object.__setattr__(self, "model", model_preset(self.preset))
         check_fields(self)
+        if self.recompute != AUTO:
+            Policy.parse(self.recompute)
         if self.sequence_length > self.model.max_position_embeddings:
             raise UserError(
                 f"sequence_length {self.sequence_length} is beyond the model's max_position_embeddings "
@@ -244,13 +257,15 @@ class TrainConfig:
         """Check what only the number of ranks decides. Values alone were checked when the configuration was built.
 
         Raises:
-            UserError: The ranks do not match the mesh or cannot share the model, the batch does not divide, or a rank
-                would have no token.
+            UserError: The ranks do not match the mesh or cannot share the model, the batch does not divide, a rank
+                would have no token, or the layout cannot keep a part of attention.
         """
         shape = self.mesh_shape(world_size)
         self.model.require_mesh(shape)
         _require_exchange(self.parallel, shape)
         data, sequence = shape.data, shape.sequence
+        if self.recompute != AUTO:
+            require_end(Policy.parse(self.recompute).attention, self.parallel.layout, sequence)
         if self.batch_size % (data * self.micro_batch_size):
             group = data * self.micro_batch_size
             raise UserError(

@@ -27,6 +27,7 @@ from bmburst.train.lr import learning_rate
 from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, memory_gib
 from bmburst.train.plot import plot_losses
 from bmburst.train.progress import Progress
+from bmburst.train.recompute_choice import recompute_for
 from bmburst.train.sample import generate
 from bmburst.train.token_losses import token_losses
 
@@ -113,10 +114,11 @@ class Trainer:
             config.model,
             attention=attention,
             dtype=getattr(torch, config.dtype),
-            recompute=config.recompute,
+            recompute=recompute_for(config, self.mesh, bmt.config["local_size"]),
             zero_level=parallel.zero_level,
             seed=config.seed,
             loss_chunk=config.loss_chunk_tokens,
+            mlp_chunk=config.mlp_chunk_tokens,
         )
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self._manager = bmt.optim.OptimManager(loss_scale=None)

@@ -40,6 +40,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
         recompute=case["recompute"],
         zero_level=case["zero"],
         loss_chunk=case["loss_chunk"],
+        mlp_chunk=case.get("mlp_chunk"),
     )
     ids = torch.randint(config.vocab_size, (1, case["tokens"] + 1))
     positions = torch.arange(case["tokens"])[None]
@@ -50,9 +51,11 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
 
     step()
     gc.collect()
-    live = Activations()
+    store = model.model.layers[0].store
+    live, taken = Activations(), store.nbytes
     with live:
         step()
+    assert store.nbytes == taken  # host memory of the step before is used again
     block = model.model.layers[0]
     gathered = sum(info["partition_size"] * info["world_size"] for info in block._storage_info.values())
     numbers = sum(parameter.numel() for parameter in model.parameters())

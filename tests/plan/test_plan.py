@@ -24,6 +24,7 @@ from bmburst.plan.sizes import sizes
 from bmburst.plan.step import step_time, utilisation
 from bmburst.plan.task import Task
 from bmburst.plan.traffic import collective
+from bmburst.recompute_policy import POLICIES
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import resolve
 
@@ -52,7 +53,7 @@ def test_every_way_is_a_mesh_that_can_share_the_model(gpus, nodes, batch):
         assert each.heads * each.groups == each.sequence and own % each.heads == 0
         assert (each.outer == "none") == (each.groups == 1)
         assert asked.gpus_per_node % each.tensor == 0
-    assert {each.recompute for each in found} == {"none", "block", "block-keep-attention"}
+    assert {each.recompute for each in found} == set(POLICIES)
     assert any(each.outer == "double-ring" for each in found) == (nodes > 1 and gpus // nodes > 1)
 
 

@@ -33,19 +33,32 @@ SHAPE = {
     "max_position_embeddings": 1 << 20,
 }
 POLICIES = [("none", "bfloat16"), ("block", "bfloat16"), ("block-keep-attention", "bfloat16"), ("none", "float32")]
+MORE = [
+    ("none", {"mlp_chunk": 84}),
+    ("block", {"mlp_chunk": 84}),
+    ("block-keep-attention", {"mlp_chunk": 84}),
+    ("block-keep-attention:0.5", {}),
+    ("block+offload", {}),
+    ("block-keep-attention+offload", {"mlp_chunk": 84}),
+    ("block-keep-attention:0.5+offload-all", {}),
+    ("block-keep-attention+offload-all", {"mlp_chunk": 84}),
+]
 CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": dtype, "tokens": 334, "loss_chunk": 64}
     for recompute, dtype in POLICIES
 ] + [
     {"model": SHAPE | {"tie_embeddings": True}, "recompute": "block-keep-attention", "zero": 2, "dtype": "float32",
-     "tokens": 334, "loss_chunk": 64}
+     "tokens": 334, "loss_chunk": 64},
+    *({"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64} | more
+      for recompute, more in MORE),
 ]  # fmt: skip
 NOT_ACTIVATIONS = ("weights", "gradients", "optimizer", "whole weights (ZeRO-2)", "workspace", "token ids, angles")
 GATHERED = "gathered weights, gradients"
 
 
 def way(model, tokens, gpus=1, *, heads=1, outer="none", dtype="bfloat16", **more):
-    task = Task(model=model, sequence=tokens, gpus=gpus, dtype=dtype, loss_chunk=more.pop("loss_chunk", 1024))
+    asked = {name: more.pop(name) for name in ("loss_chunk", "mlp_chunk", "nodes") if name in more}
+    task = Task(model=model, sequence=tokens, gpus=gpus, dtype=dtype, **asked)
     return Candidate(task=task, data=1, tensor=1, heads=heads, outer=outer, **more)
 
 
@@ -62,10 +75,11 @@ def test_activations_are_those_of_the_model(measured, index):
     case = CASES[index]
     model = LlamaConfig(**case["model"])
     candidate = way(
-        model, case["tokens"], dtype=case["dtype"], recompute=case["recompute"], zero=case["zero"], loss_chunk=64
-    )
+        model, case["tokens"], dtype=case["dtype"], recompute=case["recompute"], zero=case["zero"], loss_chunk=64,
+        mlp_chunk=case.get("mlp_chunk"),
+    )  # fmt: skip
     memory = memory_of(candidate, HARDWARE, operators=PLAIN)  # what runs on a CPU
-    assert memory.moment == "MLP backward"
+    assert memory.moment == case.get("moment", "MLP backward")
     angles = case["tokens"] * model.head_dim * 4
     lines = {name: nbytes for name, nbytes in memory.lines.items() if name not in (*NOT_ACTIVATIONS, GATHERED)}
     assert sum(lines.values()) + angles == pytest.approx(measured[index]["peak"], rel=0.02)
@@ -148,5 +162,6 @@ def test_memory_grows_with_what_is_kept_and_shrinks_with_ranks():
 
 def test_what_does_not_fit_is_said():
     model = LlamaConfig(**SHAPE | {"intermediate_size": 1 << 16})
-    assert not memory_of(way(model, 1 << 20), HARDWARE).fits
+    assert not memory_of(way(model, 1 << 20, mlp_chunk=0), HARDWARE).fits
+    assert memory_of(way(model, 1 << 20), HARDWARE).fits  # in chunks of tokens
     assert memory_of(way(model, 1 << 10), HARDWARE).fits

@@ -1,0 +1,96 @@
+"""Which recompute policy a run takes that asks for "auto": the fastest whose peak fits, by the planner's formulas."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bmburst.errors import UserError
+from bmburst.plan.attention import attention_cost
+from bmburst.plan.candidates import Candidate, strategies
+from bmburst.plan.hardware import Hardware
+from bmburst.plan.search import Prediction, predict
+from bmburst.plan.table import GIB
+from bmburst.recompute_policy import POLICIES, Policy, require_end
+
+MARGIN = 0.05
+"""Of the free memory: fragments, and how far formulas may be off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A policy.
+
+    Attributes:
+        name: Of the policy.
+        said: A line that says why.
+    """
+
+    name: str
+    said: str
+
+
+def way_of(candidate: Candidate, strategy: str, heads: int | None, hardware: Hardware) -> Candidate:
+    """Return the way that a run goes: like a candidate, with attention spread as a strategy's name says.
+
+    Args:
+        candidate: Its mesh counts.
+        strategy: One of `bmburst.attention.strategy.STRATEGIES`.
+        heads: Ranks that exchange heads, if that is set.
+        hardware: By which "auto" takes the fastest, which may be another one than attention itself takes.
+    """
+    spread = strategies(candidate.task, candidate.data, candidate.tensor)
+    ways = [replace(candidate, heads=h, outer=o) for h, o in spread]
+    outer = {"kv": "ring", "burst": "ring"}.get(strategy, strategy.removeprefix("heads+"))
+    if strategy == "heads":
+        ways = [way for way in ways if way.groups == 1]
+    elif strategy != "auto":
+        mixes = strategy.startswith("heads+")
+        ways = [way for way in ways if way.outer == outer and (way.heads > 1) == mixes]
+    ways = [way for way in ways if heads is None or way.heads == heads] or ways
+    if not ways:  # the strategy will be refused, or is one that the planner does not try
+        return replace(candidate, heads=1, outer="none" if candidate.sequence == 1 else "ring")
+
+    def seconds(way: Candidate) -> float:
+        cost = attention_cost(way, hardware)
+        return cost.forward.total + cost.backward.total
+
+    best = min(ways, key=seconds)
+    travellers = {"kv": "kv", "burst": "q"}.get(strategy, "auto")
+    return replace(best, travellers=travellers)
+
+
+def choose(
+    way: Candidate, hardware: Hardware, free: float, *, layout: str, policies: Sequence[str] = POLICIES
+) -> Choice:
+    """Return the fastest policy that fits, or where none does the one with the smallest peak.
+
+    Args:
+        way: All but the policy.
+        hardware: Its rates; its host's memory is what this run may use.
+        free: Bytes of a GPU that torch can still have, with what it has already.
+        layout: Over the ranks of a sequence, which may rule out to keep a part of attention.
+        policies: To choose from.
+    """
+    room = replace(hardware, memory=free * (1 - MARGIN) + hardware.reserved)
+    ways = [replace(way, recompute=name) for name in policies if _is_possible(name, layout, way.sequence)]
+    found = [predict(each, room) for each in ways]
+    fitting = [each for each in found if each.memory.fits]
+    in_host = [each for each in found if sum(each.memory.host.values()) <= each.memory.host_capacity]
+    best = min(fitting, key=_seconds_and_bytes) if fitting else min(in_host or found, key=lambda e: e.memory.total)
+    peak, most = (best.memory.total - hardware.reserved) / GIB, free / GIB
+    name = best.candidate.recompute
+    why = "the fastest that fits" if fitting else "none fits by this estimate, it needs least"
+    hosted = sum(best.memory.host.values()) / GIB
+    more = f" and {hosted:.1f} GiB of each host's" if hosted else ""
+    return Choice(name, f"recompute: {name} ({why}: {peak:.1f} of {most:.1f} GiB that are free on each GPU{more})")
+
+
+def _seconds_and_bytes(found: Prediction) -> tuple[float, float]:
+    return round(found.seconds, 6), found.memory.total
+
+
+def _is_possible(name: str, layout: str, ranks: int) -> bool:
+    try:
+        require_end(Policy.parse(name).attention, layout, ranks)
+    except UserError:
+        return False
+    return True
