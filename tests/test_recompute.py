@@ -78,7 +78,7 @@ def test_calls_are_never_mixed_up(policy):
 
     def body(comm):
         layers = [Layer(comm, 0), Layer(comm, 7)]
-        batches = [inputs(comm, seed) for seed in (1, 2, 3)]
+        batches, store = [inputs(comm, seed) for seed in (1, 2, 3)], HostStore()
         plain = [layer(x).square().sum() for layer in layers for x in batches]
         expected = [
             torch.autograd.grad(loss, layer.parameters())
@@ -88,12 +88,12 @@ def test_calls_are_never_mixed_up(policy):
         losses = []
         for layer in layers:
             for x in batches:
-                losses.append(checkpoint(policy, layer, x.requires_grad_()).square().sum())
+                losses.append(checkpoint(policy, layer, x.requires_grad_(), store=store).square().sum())
                 with torch.no_grad():
-                    checkpoint(policy, layer, x * 3)
-                checkpoint(policy, layer.eval(), x * 5)  # a forward that never sees a backward
+                    checkpoint(policy, layer, x * 3, store=store)
+                checkpoint(policy, layer.eval(), x * 5, store=store)  # a forward that never sees a backward
                 with pytest.raises(RuntimeError, match="on purpose"):
-                    checkpoint(policy, _fails, layer, x * 7)
+                    checkpoint(policy, _fails, layer, x * 7, store=store)
         owners = [layers[0]] * 3 + [layers[1]] * 3
         for i in (4, 0, 5, 2, 1, 3):
             got = torch.autograd.grad(losses[i], owners[i].parameters())

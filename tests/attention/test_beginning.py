@@ -1,0 +1,115 @@
+"""Attention of which only a sequence's end is kept: exact, with less work and fewer bytes, the same part everywhere."""
+
+import pytest
+import torch
+
+import bmburst
+from bmburst.attention import beginning, function
+from bmburst.comm.local import run_ranks
+from bmburst.errors import UserError
+from bmburst.layout import rank_areas
+from bmburst.recompute import checkpoint
+from tests.attention.oracle import draw, reference
+
+DOCUMENTS = bmburst.Documents([9, 3, 14, 1, 2])  # 29 tokens: one lies across the half
+CASES = [  # ranks, layout, fraction, strategy
+    (1, "zigzag", 0.3, "auto"),
+    (1, "contiguous", 0.7, "auto"),
+    (2, "zigzag", 0.5, "heads"),
+    (2, "zigzag", 0.5, "gather"),
+    (3, "zigzag", 0.5, "kv"),
+    (3, "zigzag", 0.5, "gather"),
+    (3, "striped", 0.4, "burst"),
+    (2, "striped", 0.75, "heads"),
+    (4, "zigzag", 0.5, "heads+gather"),
+    (4, "striped", 0.05, "gather"),
+]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The attentions carried out: of whole sequences, and of beginnings."""
+    found = {"whole": [], "beginning": []}
+    for name, module in (("whole", function), ("beginning", beginning)):
+        real = module.forward
+        monkeypatch.setattr(
+            module, "forward", lambda call, *a, r=real, n=name: found[n].append((call, a[0].shape)) or r(call, *a)
+        )
+    return found
+
+
+@pytest.mark.parametrize("mask", ["causal", bmburst.SlidingWindow(7), DOCUMENTS, bmburst.PrefixLM([5])], ids=str)
+@pytest.mark.parametrize(("size", "layout", "fraction", "strategy"), CASES)
+def test_gradients_are_those_of_the_definition(calls, size, layout, fraction, strategy, mask):
+    length, heads, kv_heads = 29, 4, 2
+    whole = draw(3, 2, length, heads, kv_heads, 8)
+    expected = reference(*whole[:4], mask, whole[4])
+
+    def body(comm):
+        q, k, v, grad = (bmburst.shard(t, layout=layout, group=comm) for t in whole[:4])
+        grad_lse = bmburst.shard(whole[4], dim=2, layout=layout, group=comm)
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        options = {"mask": mask, "layout": layout, "length": length, "group": comm, "strategy": strategy}
+
+        def attend(*qkv):
+            out, lse = bmburst.burst_attention(*qkv, **options, return_lse=True)
+            lse = lse.masked_fill(lse == -torch.inf, 0)
+            return (out * grad).sum() + (lse * grad_lse).sum() + out.sin().sum() * 0
+
+        got = torch.autograd.grad(checkpoint(f"block-keep-attention:{fraction}", attend, *inputs), inputs)
+        return [bmburst.unshard(t, layout=layout, group=comm, length=length) for t in got]
+
+    found = run_ranks(size, body)
+    for gradients in found:
+        for ours, wanted in zip(gradients, expected[2:], strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
+    assert len(calls["whole"]) == len(calls["beginning"]) == size
+    (whole_call, shape), (call, part) = calls["whole"][0], calls["beginning"][0]
+    assert part[1] == min(shape[1] - 1, round((1 - fraction) * shape[1])) < shape[1]
+    before, after = (sum(rank_areas(c.layout, c.length, c.mask)) for c in (whole_call, call))
+    assert after < before * (1.3 if mask == "causal" else 2) * (part[1] / shape[1]) ** (2 if mask == "causal" else 1)
+
+
+def test_half_of_a_zigzag_sequence_is_a_quarter_of_the_work(calls):
+    """With heads exchanged for every rank; a ring's last rank has up to half of the whole's."""
+    tokens, size = 512, 4
+
+    def body(comm):
+        q, k, v = (torch.randn(1, tokens // size, 4, 8, requires_grad=True) for _ in range(3))
+        attend = lambda *qkv: bmburst.burst_attention(*qkv, group=comm, strategy="heads").sin().sum()  # noqa: E731
+        checkpoint("block-keep-attention:0.5", attend, q, k, v).backward()
+
+    run_ranks(size, body)
+    whole, call = calls["whole"][0][0], calls["beginning"][0][0]
+    before, after = (rank_areas(c.layout, c.length, c.mask) for c in (whole, call))
+    assert sum(after) / sum(before) == pytest.approx(1 / 4, rel=0.01)
+    assert max(after) / max(before) == pytest.approx((2 - 1 / size) / 4, rel=0.01)
+    together = [c.outer for c in (whole, call)]  # each rank works on all tokens of its heads
+    alone = [rank_areas(c.layout, c.length, c.mask) for c in together]
+    assert alone[1][0] / alone[0][0] == pytest.approx(1 / 4, rel=0.01)
+
+
+REFUSALS = {
+    ("zigzag", 0.4, "causal"): "cuts a sequence into halves",
+    ("contiguous", 0.5, "causal"): "they would keep more than others",
+    ("balanced", 0.5, "causal"): "they would keep more than others",
+    ("zigzag", 0.5, "full"): "shows the first 16 tokens later ones",
+    ("striped", 0.5, bmburst.PrefixLM([20])): "shows the first 16 tokens later ones",
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=str)
+def test_what_cannot_be_kept_in_part_is_refused_on_every_rank(case):
+    layout, fraction, mask = case
+
+    def body(comm):
+        x = torch.randn(1, 16, 2, 8, requires_grad=True)
+        attend = lambda t: bmburst.burst_attention(t, t, t, mask=mask, layout=layout, group=comm)  # noqa: E731
+        with pytest.raises(UserError) as caught:
+            checkpoint(f"block-keep-attention:{fraction}", attend, x)
+        assert REFUSALS[case] in str(caught.value) and "fix:" in str(caught.value)
+        assert len(str(caught.value).splitlines()) <= 3
+        with torch.no_grad():  # nothing is kept, so nothing is refused
+            checkpoint(f"block-keep-attention:{fraction}", attend, x)
+
+    run_ranks(2, body)

@@ -1,0 +1,123 @@
+"""Tensors in host memory come back as they were, one block ahead, and take no more memory than they must."""
+
+import pytest
+import torch
+
+from bmburst import host_store
+from bmburst.host_store import HostStore
+from bmburst.recompute import checkpoint
+from tests.live_bytes import LiveBytes
+
+SHAPE = (3, 5, 7)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(host_store, "PIECE", 4096)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("numbers", [0, 1, 2047, 2048, 5001])
+def test_what_went_comes_back(dtype, numbers):
+    wanted = torch.randint(0, 2, (numbers, 3)).to(dtype).t()  # not contiguous
+    store = HostStore()
+    deposit = store.deposit()
+    number = deposit.put(wanted)
+    store.deposit()  # it has left
+    for _ in range(2):
+        deposit.begin()
+        got = deposit.get(number)
+        assert (got.dtype == dtype and torch.equal(got, wanted) and got.data_ptr() != wanted.data_ptr()) or not numbers
+
+
+def test_one_is_in_use_and_one_on_its_way():
+    nbytes, alive, store = 4096 * 2, LiveBytes(), HostStore()
+    with alive:
+        deposits = []
+        for seed in range(5):
+            deposits.append(store.deposit())
+            deposits[-1].put(torch.full((1024,), float(seed), dtype=torch.float64))
+            assert alive.now - store.nbytes == nbytes  # the one before has left
+        assert store.nbytes == 5 * nbytes
+        for i in reversed(range(5)):
+            deposits[i].begin()
+            got = deposits[i].get(0)
+            assert (got == i).all()
+            assert alive.now - store.nbytes == nbytes * (2 if i else 1)
+            del got
+            deposits.pop()
+        assert alive.now == store.nbytes == 5 * nbytes
+
+
+def test_memory_of_the_host_is_used_again():
+    store = HostStore()
+    for size in (10_000, 9_000, 4_097):
+        for _ in range(3):
+            made = [store.deposit() for _ in range(2)]
+            for deposit in made:
+                deposit.put(torch.zeros(size, dtype=torch.uint8))
+            del made, deposit
+    # Twice two whole pieces and one for the rest, and rests of another size.
+    assert store.nbytes <= 2 * (2 * 4096 + 4096)
+
+
+def test_another_order_drops_what_was_sent_for_in_vain():
+    store, alive = HostStore(), LiveBytes()
+    with alive:
+        deposits = [store.deposit() for _ in range(4)]
+        for i, deposit in enumerate(deposits):
+            deposit.put(torch.full((512,), float(i), dtype=torch.float64))
+        store.deposit()
+        for deposit in deposits:
+            deposit.leave()
+        empty = alive.now
+        for i in (3, 1, 2, 0):
+            deposits[i].begin()
+            got = deposits[i].get(0)
+            assert got[0] == i and got[-1] == i
+            del got
+            assert alive.now - empty <= 4096 + 16  # the next one
+        fresh = store.deposit()
+        fresh.put(torch.zeros(512, dtype=torch.float64))
+        assert alive.now - empty <= 4096 + 4096 + 16
+
+
+def test_a_change_in_place_on_the_way_is_an_error():
+    store = HostStore()
+    deposit, x = store.deposit(), torch.zeros(SHAPE)
+    deposit.put(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        store.deposit()
+
+
+@pytest.mark.parametrize("policy", ["block+offload", "block-keep-attention+offload-all"])
+def test_a_chain_of_blocks_holds_one_input(policy):
+    """Between forward and backward one input is on the device, in backward two; without offload, all."""
+    layers, x = 6, torch.randn(64, 16, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(16, 16, dtype=torch.float64, requires_grad=True) for _ in range(layers)]
+
+    def run(policy, store):
+        y = x * 1
+        for weight in weights:
+            y = checkpoint(policy, lambda t, w: t + torch.tanh(t @ w.detach()) @ w, y, weight, store=store)
+        return y
+
+    def step(policy, store, alive):
+        y = run(policy, store)
+        held = alive.now
+        return held, torch.autograd.grad(y.square().sum(), (x, *weights))
+
+    store = HostStore()
+    with LiveBytes() as alive:
+        plain, wanted = step("block", None, alive)
+    with LiveBytes() as alive:
+        first, got = step(policy, store, alive)
+    taken = store.nbytes
+    with LiveBytes() as alive:
+        second, again = step(policy, store, alive)
+    assert store.nbytes == taken  # no new host memory
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(wanted, got, again, strict=True))
+    # Weights are inputs that need a gradient too, and leave as well: they were here before.
+    assert plain - second >= (layers - 1) * x.nbytes - 64
+    assert first - taken == second
