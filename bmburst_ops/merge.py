@@ -23,7 +23,8 @@ def merge_partials_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) ->
     """Merge a tile's attention into a running one, in place, as if they shared one softmax.
 
     Args:
-        out: Running output `[batch, queries, heads, head_dim]`, fp32 or wider. Overwritten.
+        out: Running output `[batch, queries, heads, head_dim]`, any float dtype: added up as wide as `lse`,
+            rounded once. Overwritten.
         lse: Running log-sum-exp of the scaled scores `[batch, heads, queries]` in nats, fp32 or wider; `-inf` where a
             query has seen no key. Overwritten.
         part: The tile's output, shaped as `out`, any float dtype.
@@ -38,8 +39,11 @@ def merge_partials_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) ->
     total = torch.logaddexp(lse, part_lse)
     # Where neither side has seen a key both are -inf and -inf - -inf is NaN: any finite peak gives weights of zero.
     peak = total.masked_fill(total == -torch.inf, 0.0)
-    out.mul_(_by_query(torch.exp(lse - peak)))
-    out.addcmul_(part.to(out.dtype), _by_query(torch.exp(part_lse - peak)))
+    wide = out.to(torch.promote_types(out.dtype, lse.dtype))
+    wide.mul_(_by_query(torch.exp(lse - peak)))
+    wide.addcmul_(part.to(wide.dtype), _by_query(torch.exp(part_lse - peak)))
+    if wide is not out:
+        out.copy_(wide)
     lse.copy_(total)
 
 

@@ -28,12 +28,12 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.gather_plan import GatherPlan, GatherShapes, Sight, Sums, make_gather_plan
-from bmburst.attention.local import backward_by_tiles, forward_by_tiles, merge_rounded_
+from bmburst.attention.local import backward_by_tiles, forward_by_tiles
 from bmburst.attention.tile import tile_backward, tile_forward
 from bmburst.comm.messages import tensor_in
 from bmburst.comm.protocol import Transfer
 from bmburst_ops.flash import Gradients, Kernel, Partial
-from bmburst_ops.merge import sum_parts
+from bmburst_ops.merge import merge_partials_, sum_parts
 
 _IN, _OUT = 2, 3  # lanes: nothing queues behind gradients that go home, nor behind heads that are being exchanged
 _TURNS = 2  # buffers: one is read while the next is filled
@@ -58,7 +58,7 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Te
         for tile in plan.forward:
             rows = tile.queries.slice
             part = tile_forward(call, tile, q[:, :, heads], keys, values)
-            merge_rounded_(whole.out[:, rows, heads], whole.lse[:, heads, rows], part)
+            merge_partials_(whole.out[:, rows, heads], whole.lse[:, heads, rows], *part)
     return whole
 
 

@@ -61,7 +61,7 @@ def forward_by_tiles(
             done = tile.queries.stop
         else:  # segments of one tile lie between those of another
             out[:, done : tile.queries.stop] = 0
-            merge_rounded_(out[:, rows], lse[:, :, rows], tile_forward(call, tile, q, k, v))
+            merge_partials_(out[:, rows], lse[:, :, rows], *tile_forward(call, tile, q, k, v))
             done = max(done, tile.queries.stop)
     out[:, done:] = 0
     return Partial(out, lse)
@@ -100,11 +100,3 @@ def backward_by_tiles(
         for total, span, share in zip(sums, (tile.queries, tile.keys, tile.keys), shares, strict=True):
             add_(total[:, span.slice], share)
     return deliver_gradients(sums, into)
-
-
-def merge_rounded_(out: Tensor, lse: Tensor, part: Partial) -> None:
-    """Merge a part into an output of any dtype, in fp32 or wider: rounded once."""
-    wide = out.to(lse.dtype)
-    merge_partials_(wide, lse, *part)
-    if wide is not out:
-        out.copy_(wide)

@@ -82,8 +82,7 @@ def _gather(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
     working, boxes = turns * k * (groups - 1), turns * k
     if backward:
         return working + turns * k * groups + 3 * q, boxes + turns * k * (groups - 1)
-    wide = WIDE / own.candidate.task.itemsize
-    return working + q + 2 * q * wide, boxes
+    return working + q, boxes
 
 
 def _ring(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:

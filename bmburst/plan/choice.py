@@ -7,7 +7,7 @@ from bmburst.errors import UserError
 from bmburst.plan.attention import attention_cost
 from bmburst.plan.candidates import Candidate, strategies
 from bmburst.plan.hardware import Hardware
-from bmburst.plan.search import Prediction, predict
+from bmburst.plan.search import ALIKE, Prediction, predict
 from bmburst.plan.table import GIB
 from bmburst.recompute_policy import POLICIES, Policy, require_end
 
@@ -74,18 +74,21 @@ def choose(
     ways = [replace(way, recompute=name) for name in policies if _is_possible(name, layout, way.sequence)]
     found = [predict(each, room) for each in ways]
     fitting = [each for each in found if each.memory.fits]
-    in_host = [each for each in found if sum(each.memory.host.values()) <= each.memory.host_capacity]
-    best = min(fitting, key=_seconds_and_bytes) if fitting else min(in_host or found, key=lambda e: e.memory.total)
+    in_host = [each for each in found if each.memory.in_host <= each.memory.host_capacity]
+    best = _fastest(fitting) if fitting else min(in_host or found, key=lambda each: each.memory.total)
     peak, most = (best.memory.total - hardware.reserved) / GIB, free / GIB
     name = best.candidate.recompute
     why = "the fastest that fits" if fitting else "none fits by this estimate, it needs least"
-    hosted = sum(best.memory.host.values()) / GIB
+    hosted = best.memory.in_host / GIB
     more = f" and {hosted:.1f} GiB of each host's" if hosted else ""
     return Choice(name, f"recompute: {name} ({why}: {peak:.1f} of {most:.1f} GiB that are free on each GPU{more})")
 
 
-def _seconds_and_bytes(found: Prediction) -> tuple[float, float]:
-    return round(found.seconds, 6), found.memory.total
+def _fastest(found: Sequence[Prediction]) -> Prediction:
+    """Return the fastest; of like speed the one that leaves the host alone, computes least again and takes least."""
+    least = min(each.seconds for each in found)
+    alike = [each for each in found if each.seconds <= least * (1 + ALIKE)]
+    return min(alike, key=lambda each: (each.memory.in_host, each.time.recompute, each.memory.total))
 
 
 def _is_possible(name: str, layout: str, ranks: int) -> bool:

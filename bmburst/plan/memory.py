@@ -51,10 +51,15 @@ class Memory:
         """All bytes of the GPU."""
         return self.allocated + sum(self.outside.values())
 
+    @cached_property
+    def in_host(self) -> float:
+        """All bytes of the host."""
+        return sum(self.host.values())
+
     @property
     def fits(self) -> bool:
         """Whether it is less than the GPU has, and its host."""
-        return self.total <= self.capacity and sum(self.host.values()) <= self.host_capacity
+        return self.total <= self.capacity and self.in_host <= self.host_capacity
 
 
 def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> Memory:

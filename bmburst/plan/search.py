@@ -12,7 +12,7 @@ from bmburst.plan.operators import CURRENT, Operators
 from bmburst.plan.step import StepTime, step_time, utilisation
 from bmburst.plan.task import Task
 
-_ALIKE = 1e-3  # of a step: predictions closer than this are the same, and less memory decides
+ALIKE = 1e-3  # of a step: predictions closer than this are the same, and memory decides: of hosts, then of GPUs
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,21 @@ def search(
 
 
 def _frugal_first(found: list[Prediction]) -> list[Prediction]:
-    """Among neighbours of like speed put the one with the least memory first."""
+    """Among neighbours of like speed put the one first that leaves hosts alone, then the one with the least memory."""
     ordered: list[Prediction] = []
     run: list[Prediction] = []
     for each in found:
         first = run[0] if run else each
-        if each.memory.fits == first.memory.fits and each.seconds <= first.seconds * (1 + _ALIKE):
+        if each.memory.fits == first.memory.fits and each.seconds <= first.seconds * (1 + ALIKE):
             run.append(each)
             continue
-        ordered += sorted(run, key=lambda other: other.memory.total)
+        ordered += sorted(run, key=_bytes)
         run = [each]
-    return ordered + sorted(run, key=lambda other: other.memory.total)
+    return ordered + sorted(run, key=_bytes)
+
+
+def _bytes(found: Prediction) -> tuple[float, float]:
+    return found.memory.in_host, found.memory.total
 
 
 def best_of_each(found: Sequence[Prediction], most: int) -> list[Prediction]:

@@ -81,7 +81,7 @@ def memory_of(prediction: Prediction) -> list[str]:
     for name, nbytes in {**memory.lines, **memory.outside}.items():
         lines.append(f"  {name:29} {nbytes / GIB:8.2f} GiB")
     if memory.host:
-        used, most = sum(memory.host.values()) / GIB, memory.host_capacity / GIB
+        used, most = memory.in_host / GIB, memory.host_capacity / GIB
         lines.append(f"memory of a host: {used:.1f} of {most:.1f} GiB that it has for this")
         lines += [f"  {name:29} {nbytes / GIB:8.2f} GiB" for name, nbytes in memory.host.items()]
     return lines

@@ -52,7 +52,7 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
         if mesh.rank == 0:
             sys.stderr.write(f"{choice.said}\n")
         return choice.name
-    needed = sum(memory_of(replace(way, recompute=config.recompute), hardware).host.values())
+    needed = memory_of(replace(way, recompute=config.recompute), hardware).in_host
     if known and needed > HOST_SHARE * min(known):
         raise UserError(
             f"recompute {config.recompute} needs {needed / GIB:.1f} GiB of each host's memory, and one has "

@@ -43,8 +43,10 @@ def lay_out(request):
     return dense if request.param == "dense" else strided
 
 
-def test_merge(shape, dtype, lay_out):
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_merge(shape, dtype, lay_out, is_narrow):
     out, part, lse, part_lse = torch.randn(shape), torch.randn(shape).to(dtype), statistic(shape), 50 * statistic(shape)
+    out = out.to(dtype) if is_narrow else out
     for row, (mine, other) in enumerate([(False, False), (True, False), (False, True)]):  # who has seen a key
         lse[:, :, row] += 0 if mine else -torch.inf
         part_lse[:, :, row] += 0 if other else -torch.inf

@@ -44,7 +44,7 @@ CASES = [
     Case(True, None, "zigzag", 3, "block-keep-attention"),
     Case(False, 0.05, "striped", 2, "block"),
     Case(True, 0.05, "contiguous", 2, "none"),
-    Case(False, None, "zigzag", 3, "block"),
+    Case(False, None, "zigzag", 3, "block-keep-attention:0.5+offload-all"),
 ]
 
 

@@ -1,0 +1,136 @@
+"""What "auto" takes: the fastest policy that fits, the same on all ranks, said once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bmburst.blocks.presets import PRESETS
+from bmburst.comm.local import run_ranks
+from bmburst.errors import UserError
+from bmburst.mesh import Mesh, MeshShape
+from bmburst.plan.candidates import Candidate
+from bmburst.plan.choice import choose, way_of
+from bmburst.plan.hardware import load_hardware
+from bmburst.plan.search import predict
+from bmburst.plan.task import Task
+from bmburst.recompute_policy import AUTO, POLICIES
+from bmburst.train import recompute_choice
+from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
+
+H200 = load_hardware("h200")
+GIB = 2**30
+
+
+def way(sequence=1 << 20, gpus=8, **more):
+    task = Task(model=PRESETS["llama-3-8b"], sequence=sequence, gpus=gpus, **more)
+    return Candidate(task=task, data=1, tensor=1, heads=gpus, outer="none")
+
+
+def peak(of, policy):
+    return predict(replace(of, recompute=policy), H200).memory.total - H200.reserved
+
+
+def test_the_more_is_free_the_faster():
+    asked = way()
+    taken, seconds = [], []
+    for gib in (60, 70, 80, 100, 140, 300, 2000):
+        choice = choose(asked, H200, gib * GIB, layout="zigzag")
+        taken.append(choice.name)
+        seconds.append(predict(replace(asked, recompute=choice.name), H200).seconds)
+        fits = peak(asked, choice.name) <= 0.95 * gib * GIB
+        assert fits == ("the fastest that fits" in choice.said)
+        assert choice.name in choice.said and "\n" not in choice.said
+        for other in POLICIES if fits else ():  # no other that fits is faster
+            if peak(asked, other) <= 0.95 * gib * GIB:
+                found = predict(replace(asked, recompute=other), H200)
+                assert found.seconds >= seconds[-1] * (1 - 1e-3)
+                assert "offload" not in choice.name or found.memory.in_host or found.seconds > seconds[-1]
+    assert taken[-1] == "none" and len(set(taken)) > 2
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_host_must_have_room_too():
+    asked = way()
+    free = 0.5 * (peak(asked, "block-keep-attention+offload-all") + peak(asked, "block")) / 0.95
+    rich = choose(asked, H200, free, layout="zigzag")
+    assert "offload" in rich.name and "of each host's" in rich.said
+    poor = choose(asked, replace(H200, host_memory=10 * GIB), free, layout="zigzag")
+    assert "offload" not in poor.name and "none fits" in poor.said
+    beside = choose(way(host_optimizer=True), replace(H200, host_memory=100 * GIB), free, layout="zigzag")
+    assert "offload" not in beside.name  # AdamW's state takes it
+
+
+def test_where_nothing_fits_it_takes_what_needs_least():
+    choice = choose(way(), H200, 10 * GIB, layout="zigzag")
+    assert "none fits" in choice.said
+    assert peak(way(), choice.name) == min(peak(way(), name) for name in POLICIES)
+
+
+def test_layouts_that_share_no_end_are_left_out():
+    names = ["block-keep-attention:0.5", "block"]
+    free = 2000 * GIB
+    assert choose(way(), H200, free, layout="zigzag", policies=names).name == names[0]
+    assert choose(way(), H200, free, layout="contiguous", policies=names).name == "block"
+    assert choose(way(gpus=1), H200, free, layout="contiguous", policies=names).name == names[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "heads", "wanted"),
+    [
+        ("auto", None, (8, "none")),
+        ("heads", None, (8, "none")),
+        ("gather", None, (1, "gather")),
+        ("kv", None, (1, "ring")),
+        ("burst", None, (1, "ring")),
+        ("heads+ring", 4, (4, "ring")),
+        ("auto", 2, (2, None)),
+    ],
+)
+def test_attention_is_spread_as_it_is_named(strategy, heads, wanted):
+    found = way_of(way(), strategy, heads, H200)
+    assert found.heads == wanted[0] and wanted[1] in (None, found.outer)
+    assert found.travellers == {"kv": "kv", "burst": "q"}.get(strategy, "auto")
+
+
+def config(**changes):
+    return TrainConfig(preset="llama-tiny", sequence_length=4096, **changes)
+
+
+def decide(asked, size, monkeypatch, free):
+    """Return what each rank takes; `free` is by rank."""
+
+    def body(comm):
+        mesh = Mesh(MeshShape(1, size), comm.rank, comm, comm, comm)
+        return recompute_choice.recompute_for(asked, mesh, size)
+
+    monkeypatch.setattr(recompute_choice, "_free", lambda _: free.pop())
+    return run_ranks(size, body)
+
+
+def test_all_ranks_take_what_fits_the_fullest_and_one_says_so(monkeypatch, capsys):
+    asked = config(recompute=AUTO)
+    roomy = decide(asked, 2, monkeypatch, [64 * GIB, 64 * GIB])
+    assert roomy == ["none", "none"]
+    said = capsys.readouterr().err
+    assert said.startswith("recompute: none (the fastest that fits: ") and said.count("\n") == 1
+    tight = decide(asked, 2, monkeypatch, [GIB // 8, 64 * GIB])
+    assert tight[0] == tight[1] != "none" and "offload" not in tight[0]  # without GPUs it would move nothing away
+
+
+def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
+    assert decide(config(recompute="block"), 2, monkeypatch, []) == ["block"] * 2
+    offload = config(recompute="block+offload", optimizer=OptimizerConfig(offload=True))
+    assert decide(offload, 2, monkeypatch, [1, 1]) == ["block+offload"] * 2
+    monkeypatch.setattr(recompute_choice, "available_bytes", lambda: 1 << 20)
+    with pytest.raises(UserError, match=r"recompute block\+offload needs .* GiB of each host's memory") as caught:
+        decide(offload, 2, monkeypatch, [1, 1])
+    assert len(str(caught.value).splitlines()) <= 3
+    assert decide(config(recompute="block"), 2, monkeypatch, []) == ["block"] * 2
+
+
+def test_kernels_of_an_unknown_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert recompute_choice._hardware().name == H200.name
+    striped = config(recompute=AUTO, parallel=ParallelConfig(layout="striped", strategy="double-ring"))
+    assert set(decide(striped, 2, monkeypatch, [GIB, GIB])) <= set(POLICIES)
