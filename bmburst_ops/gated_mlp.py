@@ -1,7 +1,7 @@
 """LLaMA's MLP, down(silu(gate(x)) * up(x)), a chunk of tokens at a time.
 
 Between the matrices stands a tensor of the tokens times the MLP's width, 3.5 times the hidden size in LLaMA-3: at
-131,072 tokens 3.5 GiB in 16 bits, and five of them live in its backward. Here only those of one chunk do. Forward
+131,072 tokens 3.5 GiB in 16 bits, and four of them live in its backward. Here only those of one chunk do. Forward
 keeps the input alone; backward forms gate and up of a chunk again (2 of the forward's 3 products) and adds the
 chunk's share of the weights' gradients up in fp32.
 

@@ -30,6 +30,7 @@ class Memory:
         lines: Bytes of torch's allocator by what they are for.
         outside: Bytes outside of it, likewise.
         capacity: Bytes of the GPU.
+        moments: Bytes of torch's allocator at each moment.
         host: Bytes of the memory of a node's host, likewise.
         host_capacity: Bytes that the host has for them.
     """
@@ -38,6 +39,7 @@ class Memory:
     lines: Mapping[str, float]
     outside: Mapping[str, float]
     capacity: float
+    moments: Mapping[str, float]
     host: Mapping[str, float]
     host_capacity: float
 
@@ -73,13 +75,15 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     parts = _Parts(candidate, operators)
     held = parts.states() | {"workspace": hardware.workspace}
     found = {name: held | moment() for name, moment in parts.moments().items()}
-    moment = max(found, key=lambda name: sum(found[name].values()))
+    totals = {name: sum(lines.values()) for name, lines in found.items()}
+    moment = max(totals, key=lambda name: totals[name])
     outside = {"boxes that peers read": held_outside(candidate), "context and libraries": hardware.reserved}
     return Memory(
         moment,
         _used(found[moment]),
         _used(outside),
         hardware.memory,
+        totals,
         _used(parts.in_host()),
         HOST_SHARE * hardware.host_memory,
     )

@@ -80,6 +80,8 @@ def memory_of(prediction: Prediction) -> list[str]:
     ]
     for name, nbytes in {**memory.lines, **memory.outside}.items():
         lines.append(f"  {name:29} {nbytes / GIB:8.2f} GiB")
+    others = (f"{name} {nbytes / GIB:.1f}" for name, nbytes in memory.moments.items() if name != memory.moment)
+    lines.append(f"in torch's allocator at other moments: {', '.join(others)} GiB")
     if memory.host:
         used, most = memory.in_host / GIB, memory.host_capacity / GIB
         lines.append(f"memory of a host: {used:.1f} of {most:.1f} GiB that it has for this")
@@ -123,6 +125,7 @@ def _way(prediction: Prediction) -> dict[str, Any]:
             "allocated": memory.allocated,
             "capacity": memory.capacity,
             "moment": memory.moment,
+            "moments": dict(memory.moments),
             "lines": dict(memory.lines),
             "outside": dict(memory.outside),
             "host": dict(memory.host),

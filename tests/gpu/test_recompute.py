@@ -66,8 +66,8 @@ def gradients(model, shard, tokens):
 
     ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(2)).cuda()
     batch = shard.batch(ids)
-    for parameter in model.parameters():
-        parameter.grad = None
+    for each in named_shards(model):
+        each.parameter.grad = each.storage.grad = None
     losses = [model.loss(batch.tokens, batch.positions, batch.labels, tokens) for _ in range(2)]  # two in flight
     (losses[0] + 2 * losses[1]).backward()
     torch.cuda.current_stream().synchronize()
