@@ -39,6 +39,10 @@ class Part(Protocol):
         ...
 
 
+MakePart = Callable[[float], Part] | None
+"""Returns how such a part of some results is kept, counted from their end; None: they have no parts."""
+
+
 def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, store: HostStore | None = None) -> Any:
     """Call `function(*args)` and compute its activations again in backward, by policy.
 
@@ -69,14 +73,15 @@ def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, s
     return torch_checkpoint(call, *given, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-def keep(compute: Callable[[], Results], part: Callable[[float], Part]) -> Results:
+def keep(compute: Callable[[], Results], part: MakePart = None) -> Results:
     """Return `compute()`; in the recomputation of a checkpoint that keeps results, what it gave the first time.
 
     Calls are matched by their order within the checkpointed function.
 
     Args:
         compute: The work.
-        part: Returns how to keep such a part of the results, counted from their end.
+        part: Returns how to keep such a part of the results, counted from their end. Default: they have no parts, and
+            are kept whole.
     """
     tape = _tape.get()
     return compute() if tape is None else tape.next(compute, part)
@@ -113,17 +118,18 @@ class _FromHost:
 class _Kept:
     """Results of one call: where they are, and how they are had again."""
 
-    def __init__(
-        self, results: Results, policy: Policy, part: Callable[[float], Part], deposit: Deposit | None
-    ) -> None:
+    def __init__(self, results: Results, policy: Policy, part: MakePart, deposit: Deposit | None) -> None:
         self._fraction, self._deposit = policy.attention, deposit if policy.offload == "all" else None
-        held = tuple(t.detach() for t in results) if self._fraction == 1 else part(self._fraction).end(results)
+        if part is None or self._fraction == 1:
+            held = tuple(t.detach() for t in results)
+        else:
+            held = part(self._fraction).end(results)
         if self._deposit is None:
             self._held, self._versions = held, [t._version for t in held]
         else:
             self._numbers = [self._deposit.put(t) for t in held]
 
-    def again(self, part: Callable[[float], Part]) -> Results:
+    def again(self, part: MakePart) -> Results:
         """Return the results of the first time."""
         if self._deposit is None:
             held = self._held
@@ -134,7 +140,7 @@ class _Kept:
                 )
         else:
             held = tuple(self._deposit.get(number) for number in self._numbers)
-        if self._fraction < 1:
+        if part is not None and self._fraction < 1:
             return part(self._fraction).whole(held)
         # Fresh views: autograd attaches the recomputed graph to what is returned here, not to the first graph's output.
         return tuple(t.detach() for t in held)
@@ -152,7 +158,7 @@ class _Tape:
         """Give out the results from the first on, from now on."""
         self._position = 0
 
-    def next(self, compute: Callable[[], Results], part: Callable[[float], Part]) -> Results:
+    def next(self, compute: Callable[[], Results], part: MakePart) -> Results:
         """Return the results of the next call."""
         if self._position is None:
             results = compute() if self._outer is None else self._outer.next(compute, part)

@@ -34,7 +34,7 @@ def build(cell: TrainCell, setting: Setting, data: DataConfig, folder: Path, *, 
         sequence_length=cell.tokens,
         steps=steps,
         dtype=cell.dtype,  # type: ignore[arg-type]  # check_fields looks
-        recompute=method.recompute(cell),  # type: ignore[arg-type]
+        recompute=method.recompute(cell),
         output=folder / "run",
         data=data,
         parallel=method.parallel(cell),
