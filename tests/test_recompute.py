@@ -11,7 +11,7 @@ from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst.host_store import HostStore
 from bmburst.mesh import Mesh, MeshShape, current_mesh
-from bmburst.recompute import checkpoint
+from bmburst.recompute import checkpoint, is_recomputing
 from bmburst.recompute_policy import POLICIES, BlockBytes, Policy
 from tests.live_bytes import LiveBytes
 
@@ -203,6 +203,25 @@ def test_a_checkpoint_inside_a_checkpoint(inner, rings, forward_calls):
         for a, b in zip(ours, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert len(forward_calls) == 2 * rings
+
+
+@pytest.mark.parametrize(
+    ("policy", "calls"),
+    [("none", [(False, False), (False, True)]), ("block", [(False, False), (False, False), (True, False)])],
+)
+def test_only_what_is_called_again_itself_may_leave_out_its_end(policy, calls):
+    """Inside of another checkpoint's recomputation its result is needed."""
+    seen = []
+
+    def inner(x):
+        seen.append((is_recomputing(inner), is_recomputing(outer)))
+        return x.sin()
+
+    def outer(x):
+        return checkpoint(policy, inner, x).sin()
+
+    checkpoint("block", outer, torch.ones(2, requires_grad=True)).sum().backward()
+    assert seen == calls and not is_recomputing(inner)
 
 
 def test_a_change_in_place_of_what_is_kept_is_an_error():

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 from torch import Tensor
@@ -90,6 +91,7 @@ def run(folder: Path, output: Path) -> None:
     results["undecayed"] = _undecayed()
     results["moved"] = _moved()
     results["freed"] = _freed()
+    results["products"] = _products()
     _export(folder, output)
     results["bmtrain"] = _bmtrain_checkpoint(output, size)
     torch.save(_problems(folder, output), output / f"problems-{rank}.pt")
@@ -234,6 +236,23 @@ def _freed() -> list[bool]:
     freed = [storage.expired() for storage in gathered]
     loss.backward()
     return freed
+
+
+def _products() -> list[tuple[int, int]]:
+    """Products forward, and those of backward's recomputation, of a whole MLP and of one in 4 chunks."""
+    from bmburst.blocks.model import Llama
+
+    found = []
+    for chunk in (0, 10):
+        model = Llama(_PLAIN, seed=0, recompute="block", mlp_chunk=chunk)
+        tokens = torch.zeros(1, 40, dtype=torch.int64)
+        counted = Mock(side_effect=torch.nn.functional.linear)
+        with patch("torch.nn.functional.linear", counted), patch("bmburst_ops.gated_mlp.linear", counted):
+            loss = model.loss(tokens, torch.arange(40)[None], tokens)
+            forward = counted.call_count
+            loss.backward()
+        found.append((forward, counted.call_count - forward))
+    return found
 
 
 def _export(folder: Path, output: Path) -> None:

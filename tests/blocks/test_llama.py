@@ -138,6 +138,11 @@ def test_zero_3_frees_gathered_weights_between_the_passes(job: Reference) -> Non
     assert job["freed"] == [True] * 4
 
 
+def test_a_recomputation_leaves_out_the_last_product(job: Reference) -> None:
+    """Of each of 2 blocks: q, k, v, o, gate, up, down; in 4 chunks gate and up 4 times, down by another function."""
+    assert job["products"] == [(2 * 7, 2 * 6), (2 * (4 + 8), 2 * (4 + 8))]
+
+
 def test_bmtrain_saves_and_loads_it(job: Reference) -> None:
     assert job["bmtrain"]
 
