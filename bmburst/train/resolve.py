@@ -12,10 +12,11 @@ from bmburst.blocks.presets import preset
 from bmburst.config import build, leaves, overlay, read_config_file, read_layer, to_dict, write_json
 from bmburst.errors import UserError
 from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
+from bmburst.train.wandb import require_wandb
 
 CONFIG_FILE = "config.json"
 # They say where a run lies and how it was called, not what it computes: a run's config.json serves another run.
-_OF_ONE_CALL = ("output", "resume")
+_OF_ONE_CALL = ("output", "resume", "profile")
 # What the data's order, the weights' shapes or their meaning hang on.
 _FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed")
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -52,6 +53,8 @@ def check_paths(config: TrainConfig) -> None:
     Raises:
         UserError: One is missing, empty or of another model.
     """
+    if config.wandb is not None:
+        require_wandb()
     check_data_path(config.data.source)
     tokenizer = config.data.tokenizer
     if tokenizer is not None and tokenizer.endswith(".json") and not Path(tokenizer).is_file():
