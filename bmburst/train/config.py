@@ -163,6 +163,12 @@ class TrainConfig:
         minimum=0,
         below=1e9,
     )
+    max_skipped_steps: int = field(
+        "Steps in a row that may be skipped, for loss or gradient are not finite, before the run ends; 0: any number.",
+        default=20,
+        unit="steps",
+        minimum=0,
+    )
     profile: str | None = field(
         "Steps, as 3 or 3-5, that torch's profiler records: a Chrome trace of each rank in the run folder.",
         default=None,

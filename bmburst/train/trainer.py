@@ -33,8 +33,11 @@ from bmburst.train.host_memory import available_bytes, shortage, state_bytes
 from bmburst.train.lag import LagWatch
 from bmburst.train.lr import learning_rate
 from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_bytes
+from bmburst.train.out_of_memory import explained
 from bmburst.train.report import Report
 from bmburst.train.sample import generate
+from bmburst.train.skips import Skips
+from bmburst.train.stop import StopRequest, stopped_by
 from bmburst.train.timeline import Timeline, profiled_steps
 from bmburst.train.token_losses import token_losses
 from bmburst.train.utilisation import Utiliser, known_peak
@@ -49,10 +52,12 @@ def run(config: TrainConfig) -> None:
 
     Raises:
         UserError: Something that the configuration names cannot work.
+        RunError: The run cannot go on: its memory is over, or no step can be taken any more.
     """
-    trainer = Trainer(config)
-    trainer.restore()
-    trainer.train()
+    with explained(config):
+        trainer = Trainer(config)
+        trainer.restore()
+        trainer.train()
 
 
 class Trainer:
@@ -136,7 +141,9 @@ class Trainer:
         self._facts = StepFacts.none(self.runtime.world_size)
         self._clock = StepClock(on_gpu=not self.runtime.on_host)
         measure_waits(self._clock.meter, self.mesh, on_host=self.runtime.on_host)
-        self._lag = LagWatch(gather_objects(self.mesh.world, socket.gethostname()[:200]))
+        self._hosts = gather_objects(self.mesh.world, socket.gethostname()[:200])
+        self._lag, self._stop = LagWatch(self._hosts), StopRequest()
+        self._skips = Skips(self._hosts, config.max_skipped_steps)
         device = None if self.runtime.on_host else torch.cuda.get_device_name()
         peak, self._no_peak = known_peak(device, config.dtype)
         self._utiliser = Utiliser(
@@ -160,31 +167,38 @@ class Trainer:
                 raise UserError(f"{self.folder} has no complete checkpoint to resume\nfix: begin a new run")
             progress = checkpoint.load(newest, self.model, self.optimizer)
             self.batches.load_state_dict(progress.data)
-            self.steps_done = progress.step
+            self.steps_done, self._skips.total = progress.step, progress.skipped
         elif self.config.init_from is not None:
             hugging_face.load(self.model, self.config.init_from)
 
     def train(self) -> None:
         """Train to the last step, with evaluations and checkpoints on the way, and leave the run folder complete."""
         config, total = self.config, self.config.steps
-        with contextlib.ExitStack() as stack:
+        with self._stop.listening(), contextlib.ExitStack() as stack:
             if self.is_main:
                 stack.enter_context(checkpoint.alone_in(self.folder))
             report = stack.enter_context(Report(config, self.steps_done + 1, is_main=self.is_main))
             report.note(self._no_peak)
             timeline = self._timeline()
             stack.callback(timeline.close)
-            while self.steps_done < total:
+            stopped = ""
+            while self.steps_done < total and not stopped:
                 with timeline.step(self.steps_done + 1):
                     metrics = self.step()
+                stopped = stopped_by(self._facts, self._hosts, self.steps_done)
                 report.step(metrics)
+                report.note(self._skips.said)
                 report.note(self._lag.add([host.timing for host in self._facts.hosts]) or "")
+                self._skips.require()
                 is_last = self.steps_done == total
+                if stopped:  # before an evaluation: there may be little time
+                    self.save()
                 if is_last or _is_due(config.eval_every, self.steps_done):
                     report.held_out(self.evaluate())
-                if is_last or _is_due(config.checkpoint_every, self.steps_done):
+                if not stopped and (is_last or _is_due(config.checkpoint_every, self.steps_done)):
                     self.save()
-            if config.sample_tokens:
+            report.note(stopped)
+            if config.sample_tokens and not stopped:
                 text = self.sample()
                 if self.is_main:
                     (self.folder / SAMPLE_FILE).write_text(text, encoding="utf-8")
@@ -220,6 +234,7 @@ class Trainer:
             exposed_seconds=timing.waits,
             data_seconds=timing.data,
             reserved_gib=max(host.reserved for host in facts.hosts) / _GIB or None,
+            skipped_steps=self._skips.total,
         )
 
     def next_batch(self) -> tuple[Tensor, Tensor, tuple[tuple[int, ...], ...] | None]:
@@ -268,6 +283,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         facts = self._facts
+        self._skips.add(self.steps_done, facts)
         with self._clock.optimizer(), traced("optimizer"):
             if facts.is_finite:
                 clip_(gradients_of(self.optimizer), facts.grad_norm, self.config.optimizer.clip_norm)
@@ -280,7 +296,9 @@ class Trainer:
         """Tell all ranks what this one's step gave, and hear of theirs."""
         memory, reserved = peak_bytes()
         forget_peak()
-        known = HostFacts(pairs=pairs, memory=memory, reserved=reserved, **asdict(self._clock.last))
+        known = HostFacts(
+            pairs=pairs, memory=memory, reserved=reserved, stop=self._stop.signum, **asdict(self._clock.last)
+        )
         square = square_sum(gradients_of(self.optimizer), self.runtime.device)
         facts = exchange(self.mesh.world, mean, square, valid, known)
         self._clock.settle()
@@ -302,7 +320,10 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of this step into the run folder."""
         progress = checkpoint.Progress(
-            step=self.steps_done, data=self.batches.state_dict(), tokenizer=self.corpus.tokenizer_name
+            step=self.steps_done,
+            data=self.batches.state_dict(),
+            tokenizer=self.corpus.tokenizer_name,
+            skipped=self._skips.total,
         )
         return checkpoint.save(self.folder, self.model, self.optimizer, progress, keep=self.config.keep_checkpoints)
 
