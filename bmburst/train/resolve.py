@@ -16,7 +16,7 @@ from bmburst.train.wandb import require_wandb
 
 CONFIG_FILE = "config.json"
 # They say where a run lies and how it was called, not what it computes: a run's config.json serves another run.
-_OF_ONE_CALL = ("output", "resume", "profile")
+_OF_ONE_CALL = ("output", "resume")
 # What the data's order, the weights' shapes or their meaning hang on.
 _FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed")
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
