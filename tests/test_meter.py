@@ -75,6 +75,37 @@ def test_only_what_a_stream_stands_still_for_counts(current):
     assert meter.read() == pytest.approx(0.005)
 
 
+def test_a_wait_beside_another_streams_work_is_hidden(current, monkeypatch):
+    meter = WaitMeter(on_gpu=True)
+    meter.running, other = True, Stream()
+
+    def on(stream, context, until):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        with context:
+            stream.now = max(stream.now, until)
+
+    on(current, meter.waiting(), 10)  # both wait for their first unit: once
+    on(other, meter.waiting(), 25)  # hidden until 20, when the other stream's kernel ends
+    on(current, meter.working(), 20)
+    on(other, meter.working(), 50)
+    on(current, meter.waiting(), 60)  # 50 to 60
+    assert meter.read() == pytest.approx(0.025)
+    on(current, meter.working(), 90)
+    assert meter.read() == 0
+
+
+def test_a_kernel_around_a_wait_of_its_own_stream_hides_nothing_of_it(current):
+    """A ring inside an exchange of heads waits within its work."""
+    meter = WaitMeter(on_gpu=True)
+    meter.running = True
+    with meter.working():
+        current.now = 5
+        with meter.waiting():
+            current.now = 12
+        current.now = 20
+    assert meter.read() == pytest.approx(0.007)
+
+
 def test_whoever_waits_for_a_metered_stream_is_measured(current):
     meter = WaitMeter(on_gpu=True)
     loading = meter.of_stream(Stream(now=80, stream_id=3))

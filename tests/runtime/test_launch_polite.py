@@ -87,7 +87,7 @@ def test_a_lost_rank_ends_those_that_wait_for_it(start, how):
 
 @pytest.mark.parametrize("end", ["kill -9 of a rank", "SIGTERM to the launcher"])
 def test_a_training_run(end, tmp_path):
-    config = program.config(tmp_path, "run", steps=10**6, checkpoint_every=0, eval_every=0)
+    config = program.config(tmp_path, "run", steps=10**6, checkpoint_every=0, eval_every=0, profile="2")
     write_json(tmp_path / "config.json", {**to_dict(config), "output": None})
     process = subprocess.Popen(
         [sys.executable, "-m", "bmburst", "train", "--config", "config.json", "--nproc", "3", "--output", "run"],
@@ -116,6 +116,7 @@ def test_a_training_run(end, tmp_path):
     else:
         assert process.returncode == 0, err
         steps = len(metrics.read_text().splitlines())
+        assert len(list((tmp_path / "run" / "profile").glob("steps-2-2.rank-*.json"))) == 3
         assert f"stopped after step {steps} by SIGTERM on rank 0" in err
         assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
 
