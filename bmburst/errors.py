@@ -12,6 +12,19 @@ class UserError(ValueError):
     """
 
 
+class RunError(Exception):
+    """A run cannot go on, though nothing that was given is wrong: the command line shows the text alone, status 1.
+
+    Args:
+        text: What happened, and what to do.
+        on_all_ranks: Whether every rank raises it.
+    """
+
+    def __init__(self, text: str, *, on_all_ranks: bool = True) -> None:
+        super().__init__(text)
+        self.on_all_ranks = on_all_ranks
+
+
 def unknown(kind: str, value: object, known: Iterable[str]) -> UserError:
     """Return the error for a name that is none of the known ones, with the nearest of them.
 

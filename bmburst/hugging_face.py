@@ -1,25 +1,27 @@
 """Weights of Hugging Face LLaMA directories: `--init-from DIR`, and export for transformers.
 
-Every rank reads from the files exactly the runs of numbers that ZeRO gives it, and export gathers one tensor at a time
-to rank 0, so that no process ever holds the model.
+Every rank reads from the files exactly the runs of numbers that ZeRO gives it, and export gathers one tensor at a time,
+so that no process ever holds the model.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.errors import UserError
-from bmburst.weight_files import SafetensorsWriter, TensorFile, open_tensors, read_json, write_text
+from bmburst.weight_files import TensorFile, open_tensors, read_json, write_text
+from bmburst.weight_parts import Gathered, parts_of, save_parts, together
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
+    from bmburst.zero import NamedShard
 
+_STEM = "model"
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _INDEXED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # What must agree, because it changes what the weights mean. Rotary settings may differ: continued pretraining changes
@@ -128,57 +130,54 @@ def load(model: "Llama", directory: str | Path) -> None:
         nonlocal files
         files = check(directory, model.config)
 
-    _together(open_files)
+    together(open_files)
     for shard in named_shards(model):
         if shard.count:
             scatter_piece(shard, shard.read(partial(files[shard.name].read, shard.name)))
 
 
-def save(model: "Llama", directory: str | Path) -> None:
-    """Write `model.safetensors` and `config.json` so that `LlamaForCausalLM.from_pretrained(directory)` is this model.
+def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None) -> None:
+    """Write `model.safetensors`, or its parts, and `config.json`, for `LlamaForCausalLM.from_pretrained(directory)`.
 
-    Every rank calls it; rank 0 writes. Each file appears only when it is whole.
+    Every rank calls it; ranks of the first host write, see `bmburst.weight_parts`. Each file appears only when it is
+    whole.
 
     Raises:
-        UserError: On all ranks, if rank 0 cannot write.
+        UserError: On all ranks, if one cannot write.
     """
     from bmburst.zero import gather, named_shards
 
-    shards = named_shards(model)
-    gathered = (gather(shard, root=0) for shard in shards)
+    directory = Path(directory)
 
-    def write() -> None:
-        if shards[0].rank != 0:
-            return
+    def prepare() -> None:
         try:
-            _write(Path(directory), model.config, [(s.name, s.shape, s.dtype) for s in shards], gathered)
+            directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write to {directory}: {error.strerror}\nfix: name a writable directory") from error
 
-    def write_while_gathering() -> None:
+    shards = named_shards(model)
+    is_main = shards[0].rank == 0
+    together(prepare if is_main else _nothing)
+    tensors = [Gathered(s.name, s.shape, s.dtype, partial(_gathered, gather, s)) for s in shards]
+    save_parts(directory, _STEM, tensors, metadata={"format": "pt"}, part_bytes=part_bytes)
+    dtype = str(shards[0].dtype).removeprefix("torch.")
+    values = model.config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5
+
+    def describe() -> None:
         try:
-            write()
-        finally:
-            for _ in gathered:  # what rank 0 did not take: the other ranks are in it
-                pass
+            write_text(directory / "config.json", json.dumps(values, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write to {directory}: {error.strerror}\nfix: name a writable directory") from error
 
-    _together(write_while_gathering)
+    together(describe if is_main else _nothing)
 
 
-def _write(
-    directory: Path,
-    config: LlamaConfig,
-    tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
-    gathered: Iterator[Tensor | None],
-) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    with SafetensorsWriter(directory / _WHOLE[0], tensors, metadata={"format": "pt"}) as writer:
-        for tensor in gathered:
-            assert tensor is not None  # this is the rank that receives
-            writer.write(tensor)
-    dtype = str(tensors[0][2]).removeprefix("torch.")
-    values = config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5
-    write_text(directory / "config.json", json.dumps(values, indent=2) + "\n")
+def _nothing() -> None:
+    """Take part in what another rank does."""
+
+
+def _gathered(gather: "Callable[..., Tensor | None]", shard: "NamedShard", root: int) -> Tensor | None:
+    return gather(shard, root=root)
 
 
 def _open(directory: Path) -> dict[str, TensorFile]:
@@ -187,17 +186,10 @@ def _open(directory: Path) -> dict[str, TensorFile]:
         path = directory / name
         if not path.exists():
             continue
-        parts = sorted(_parts(path)) if name in _INDEXED else [name]
+        parts = sorted(parts_of(path)) if name in _INDEXED else [name]
         files = [open_tensors(directory / part) for part in parts]
         return {tensor: file for file in files for tensor in file.shapes}
     raise UserError(f"no weights in {directory}\nallowed: {', '.join((*_WHOLE, *_INDEXED))}")
-
-
-def _parts(index: Path) -> set[str]:
-    where = read_json(index).get("weight_map")
-    if not isinstance(where, dict) or not where or not all(isinstance(part, str) for part in where.values()):
-        raise UserError(f"{index} has no weight_map of tensor names to files\nfix: copy the file again")
-    return set(where.values())
 
 
 def _redundant(name: str, config: LlamaConfig) -> bool:
@@ -207,17 +199,3 @@ def _redundant(name: str, config: LlamaConfig) -> bool:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _together(action: Callable[[], None]) -> None:
-    """Do something on every rank; a UserError on one is raised on all, so that none is left waiting for the others."""
-    import bmtrain as bmt
-
-    problem = ""
-    try:
-        action()
-    except UserError as error:
-        problem = str(error)
-    problems = [text for text in bmt.store.allgather_objects(problem) if text]
-    if problems:
-        raise UserError(problems[0])

@@ -5,6 +5,7 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.heads import heads_backward, heads_forward
 from bmburst.attention.outer import outer_backward, outer_forward
+from bmburst.trace import traced
 from bmburst_ops.flash import Gradients, Kernel, Partial
 
 
@@ -13,7 +14,9 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
 
     The output is in q's dtype, the log-sum-exp in fp32 or wider. Padding rows give zero and `-inf`.
     """
-    return heads_forward(call, q, k, v) if call.strategy.heads > 1 else outer_forward(call, q, k, v)
+    executor = heads_forward if call.strategy.heads > 1 else outer_forward
+    with traced("attention forward"):
+        return executor(call, q, k, v)
 
 
 def backward(
@@ -21,4 +24,5 @@ def backward(
 ) -> Gradients:
     """Return the gradients of this rank's q, k and v, in their dtype or wider."""
     executor = heads_backward if call.strategy.heads > 1 else outer_backward
-    return executor(call, kernel, grad_out, q, k, v, lse, delta)
+    with traced("attention backward"):
+        return executor(call, kernel, grad_out, q, k, v, lse, delta)

@@ -19,6 +19,7 @@ from bmburst.attention.heads_plan import HeadsPlan, Strides, make_heads_plan
 from bmburst.attention.outer import outer_backward, outer_forward
 from bmburst.attention.succession import Succession
 from bmburst.comm.messages import tensor_in
+from bmburst.comm.meter import working
 from bmburst.comm.protocol import Transfer
 from bmburst_ops.flash import Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype
@@ -44,7 +45,8 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
             box = call.comm.outbox(at.exchange.nbytes, _OUT)
             own = _tokens_of(plan, box, at.starts[0], len(unit.heads), q.dtype)
             own_lse = _statistic_of(plan, box, at.starts[1], len(unit.heads), statistics)
-            parts.append(outer_forward(outer, queries, keys, values, out=own))
+            with working(call.comm):
+                parts.append(outer_forward(outer, queries, keys, values, out=own))
             with streams.after():
                 own_lse.copy_(parts[i].lse)
                 going_home.append(call.comm.pull(at.exchange, box, (out, lse), _OUT))
@@ -74,7 +76,8 @@ def heads_backward(
             into = Gradients(
                 *(_tokens_of(plan, box, start, n, q.dtype) for start, n in zip(at.starts, counts, strict=True))
             )
-            outer_backward(outer, kernel, grads, queries, keys, values, own_lse, own_delta, into=into)
+            with working(call.comm):
+                outer_backward(outer, kernel, grads, queries, keys, values, own_lse, own_delta, into=into)
             going_home.append(call.comm.pull(at.exchange, box, (grad_q, grad_k, grad_v), _OUT))
         arriving.start(i + _AHEAD)
     streams.join()

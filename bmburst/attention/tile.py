@@ -4,6 +4,7 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
 from bmburst.tiles import Tile
+from bmburst.trace import traced
 from bmburst_ops.flash import Gradients, Kernel, Partial
 
 
@@ -12,9 +13,10 @@ def tile_forward(
 ) -> Partial:
     """Return attention of a tile's queries to its keys; `q`, `k` and `v` hold all tokens, `out` the tile's."""
     rows, columns = tile.queries.slice, tile.keys.slice
-    return call.kernel.forward(
-        q[:, rows], k[:, columns], v[:, columns], pattern=tile.pattern, scale=call.scale, out=out
-    )
+    with traced("attention tile"):
+        return call.kernel.forward(
+            q[:, rows], k[:, columns], v[:, columns], pattern=tile.pattern, scale=call.scale, out=out
+        )
 
 
 def tile_backward(
@@ -31,10 +33,11 @@ def tile_backward(
 ) -> Gradients:
     """Return a tile's gradients; the tensors hold all tokens, `into` the tile's."""
     rows, columns = tile.queries.slice, tile.keys.slice
-    return kernel.backward(
-        *(grad_out[:, rows], q[:, rows], k[:, columns], v[:, columns], lse[:, :, rows], delta[:, :, rows]),
-        pattern=tile.pattern,
-        scale=call.scale,
-        deterministic=call.deterministic,
-        into=into,
-    )
+    with traced("attention tile backward"):
+        return kernel.backward(
+            *(grad_out[:, rows], q[:, rows], k[:, columns], v[:, columns], lse[:, :, rows], delta[:, :, rows]),
+            pattern=tile.pattern,
+            scale=call.scale,
+            deterministic=call.deterministic,
+            into=into,
+        )

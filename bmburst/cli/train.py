@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bmburst.config import add_options, given_options
-from bmburst.errors import UserError
+from bmburst.errors import RunError, UserError
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import CONFIG_FILE, check_paths, check_resumable, resolve, write_run_config
 
@@ -164,8 +164,13 @@ def _run_rank(args: argparse.Namespace) -> int:
 
     from bmburst.train.trainer import run as train
 
-    with _refusing(config.output):
-        train(config)
+    try:
+        with _refusing(config.output):
+            train(config)
+    except RunError as error:
+        # A rank that another one's launcher did not start has nobody who shows it once for all.
+        alone = "BMBURST_LAUNCH_FOLDER" not in os.environ and os.environ["RANK"] != "0" and error.on_all_ranks
+        raise SystemExit(1 if alone else str(error)) from None
     return 0
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.exchange import Exchange
+from bmburst.comm.meter import WaitMeter
 from bmburst.comm.protocol import Arrived, Communicator, Transfer
 from bmburst.errors import UserError
+from bmburst.trace import traced
 
 T = TypeVar("T")
 
@@ -35,6 +37,7 @@ def describe(*tensors: Tensor) -> str:
 @dataclass(slots=True)
 class _Switch:
     on: bool
+    meter: WaitMeter | None = None
 
 
 class Checked:
@@ -70,6 +73,15 @@ class Checked:
     @active.setter
     def active(self, on: bool) -> None:
         self._switch.on = on
+
+    @property
+    def meter(self) -> WaitMeter | None:
+        """What measures waits for this group, over any transport; none unless somebody sets one."""
+        return self._switch.meter
+
+    @meter.setter
+    def meter(self, meter: WaitMeter | None) -> None:
+        self._switch.meter = meter
 
     def over(self, inner: Communicator) -> "Checked":
         """Return the same group, or a part of it, over another transport; the two are active together."""
@@ -136,7 +148,7 @@ class Checked:
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
         self._check(f"ring shift={shift}", *tensors)
-        return self.inner.ring(*tensors, shift=shift) if shift % self.size else Arrived(tensors)
+        return self._started(lambda: self.inner.ring(*tensors, shift=shift)) if shift % self.size else Arrived(tensors)
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
         """See `BlockMover.outbox`."""
@@ -145,7 +157,7 @@ class Checked:
     def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
         """See `BlockMover.pull`."""
         self._check(f"pull of {exchange.nbytes} bytes in lane {lane} into", *targets)
-        return self.inner.pull(exchange, outbox, targets, lane)
+        return self._started(lambda: self.inner.pull(exchange, outbox, targets, lane))
 
     def inbox(self, nbytes: int, lane: int = 0) -> Tensor:
         """See `BlockMover.inbox`."""
@@ -154,27 +166,39 @@ class Checked:
     def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
         """See `BlockMover.push`."""
         self._check(f"push of {exchange.nbytes} bytes in lane {lane} from", *sources)
-        return self.inner.push(exchange, sources, inbox, lane)
+        return self._started(lambda: self.inner.push(exchange, sources, inbox, lane))
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
         self._check("all_to_all", tensor, one_row_a_rank=True)
-        return self.inner.all_to_all(tensor) if self.size > 1 else Arrived((tensor,))
+        return self._started(lambda: self.inner.all_to_all(tensor)) if self.size > 1 else Arrived((tensor,))
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
         self._check("all_gather", tensor)
-        return self.inner.all_gather(tensor) if self.size > 1 else Arrived((tensor[None],))
+        return self._started(lambda: self.inner.all_gather(tensor)) if self.size > 1 else Arrived((tensor[None],))
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
         self._check("reduce_scatter", tensor, one_row_a_rank=True)
-        return self.inner.reduce_scatter(tensor) if self.size > 1 else Arrived((tensor[0],))
+        return self._started(lambda: self.inner.reduce_scatter(tensor)) if self.size > 1 else Arrived((tensor[0],))
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
         self._check("all_reduce", tensor)
-        return self.inner.all_reduce(tensor) if self.size > 1 else Arrived((tensor.detach().clone(),))
+        return (
+            self._started(lambda: self.inner.all_reduce(tensor))
+            if self.size > 1
+            else Arrived((tensor.detach().clone(),))
+        )
+
+    def _started(self, start: Callable[[], Transfer]) -> Transfer:
+        """Return the transfer; its waits, and on a CPU its start, are measured where there is a meter."""
+        meter = self.meter
+        if meter is None:
+            return start()
+        with traced("exchange"), nullcontext() if self.device.type == "cuda" else meter.waiting():
+            return meter.metered(start())
 
     def _check(self, call: str, *tensors: Tensor, one_row_a_rank: bool = False) -> None:
         """Refuse what cannot be exchanged, then compare the call over the ranks."""

@@ -1,7 +1,10 @@
 """Parameters and FLOPs of a model, as every part of the planner counts them."""
 
+from collections.abc import Iterable
+
 from bmburst.blocks.config import LlamaConfig
 from bmburst.plan.task import Task
+from bmburst.recompute_policy import Policy
 
 BACKWARD = 2.0  # products with each weight in backward over those in forward: its gradient and its input's
 ATTENTION_BACKWARD = 2.5  # of the kernel: five products against two (arXiv:2307.08691, section 4.1)
@@ -43,7 +46,7 @@ def tables(model: LlamaConfig) -> int:
 
 def attention_flops(model: LlamaConfig, sequence: int) -> float:
     """Return the FLOPs of causal attention forward, of one layer and sequence: 4 S^2 H D, half of it."""
-    return 2.0 * sequence**2 * model.num_heads * model.head_dim
+    return _forward(model, causal_pairs([sequence]))
 
 
 def multiplied(model: LlamaConfig) -> int:
@@ -51,15 +54,53 @@ def multiplied(model: LlamaConfig) -> int:
     return model.num_parameters - (table(model) if tables(model) == 2 else 0)
 
 
-def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
-    """Return the FLOPs of a step as utilisation counts them.
-
-    6 N a token, N without the embedding, which is looked up; causal attention counted as half; recomputation not.
+def causal_pairs(lengths: Iterable[int], window: int | None = None) -> float:
+    """Return how many scores causal attention of texts counts: of each half of its square, or what its window shows.
 
     Args:
-        task: The step.
+        lengths: Tokens of each text: of a sequence, or of each document packed into one.
+        window: Keys that a query sees at most, itself among them.
+    """
+    reach = ((n, n if window is None else min(n, window)) for n in lengths)
+    return float(sum(n * seen - seen**2 / 2 for n, seen in reach))
+
+
+def step_flops(model: LlamaConfig, tokens: float, pairs: float, *, attention_backward: float = 2.0) -> float:
+    """Return the FLOPs of a step as utilisation counts them.
+
+    6 N a token, N without the embedding, which is looked up; 4 H D a score forward; recomputation not.
+
+    Args:
+        model: The shape.
+        tokens: Of all sequences.
+        pairs: Scores of all sequences, of one head and layer: `causal_pairs`.
         attention_backward: What attention's backward counts over its forward: 2 as usual, 2.5 as the kernel does.
     """
-    model = task.model
-    attention = model.num_layers * attention_flops(model, task.sequence) * (1 + attention_backward)
-    return task.batch * (6.0 * multiplied(model) * task.sequence + attention)
+    return 6.0 * multiplied(model) * tokens + model.num_layers * _forward(model, pairs) * (1 + attention_backward)
+
+
+def hardware_flops(model: LlamaConfig, tokens: float, pairs: float, recompute: str) -> float:
+    """Return the FLOPs that are computed in a step: attention's backward as the kernel does it, and recomputation.
+
+    Args:
+        model: See `step_flops`, as `tokens` and `pairs`.
+        tokens: See above.
+        pairs: See above.
+        recompute: One of `bmburst.recompute_policy`. A block's last product, of which backward reads nothing, is not
+            computed again; of a kept fraction of attention the beginning is, as if heads are exchanged.
+    """
+    policy, last = Policy.parse(recompute), model.hidden_size * model.intermediate_size
+    again = 2.0 * (block_matrices(model) - last) * tokens if policy.recomputes else 0.0
+    again += (1 - policy.attention) ** 2 * _forward(model, pairs) if policy.recomputes else 0.0
+    done = step_flops(model, tokens, pairs, attention_backward=ATTENTION_BACKWARD)
+    return done + model.num_layers * again
+
+
+def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
+    """Return the FLOPs of a task's step: `step_flops`, causal attention over whole sequences."""
+    pairs = task.batch * causal_pairs([task.sequence])
+    return step_flops(task.model, task.batch * task.sequence, pairs, attention_backward=attention_backward)
+
+
+def _forward(model: LlamaConfig, pairs: float) -> float:
+    return 4.0 * pairs * model.num_heads * model.head_dim

@@ -1,5 +1,6 @@
 """A machine as numbers: rates, bandwidths, latencies, sizes, each with its source, in a TOML file."""
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -101,6 +102,9 @@ _MAY_BE_ZERO = (
     *("inter_latency", "inter_exposed"),
 )
 
+_SLOWER_BOARDS = {"PCIE", "NVL"}
+"""Of Hopper: they have the name, and not the rates, of the boards that the files describe."""
+
 
 def shipped() -> tuple[str, ...]:
     """Return the names of the machines whose numbers come with the package."""
@@ -117,6 +121,20 @@ def load_hardware(name: str) -> Hardware:
         UserError: There is no such machine or file, or the file does not hold what a machine needs.
     """
     return hardware_from(read_facts(name), name)
+
+
+def hardware_of(device: str) -> Hardware | None:
+    """Return the machine whose GPUs call themselves so, None where none of `shipped()` is; slower boards are not.
+
+    Args:
+        device: What `torch.cuda.get_device_name` says, for example "NVIDIA H200".
+    """
+    words = set(re.split(r"[^A-Z0-9]+", device.upper()))
+    for name in shipped():
+        board = name.upper()
+        if board in words and (board.startswith("A") or not words & _SLOWER_BOARDS):
+            return load_hardware(name)
+    return None
 
 
 def read_facts(name: str) -> dict[str, Any]:

@@ -42,6 +42,8 @@ def main() -> int:
         if status:
             _leave_error(folder, local_rank, "exit", status, "" if isinstance(exit_.code, int) else str(exit_.code))
             _limit_teardown(folder)
+        else:
+            _sign_off(folder, local_rank)
         return status
     except KeyboardInterrupt:
         _limit_teardown(folder)
@@ -53,6 +55,7 @@ def main() -> int:
         _leave_error(folder, local_rank, "user" if user_error else "error", status, text)
         _limit_teardown(folder)
         return status
+    _sign_off(folder, local_rank)
     return 0
 
 
@@ -80,6 +83,12 @@ def _sign_in(folder: Path, local_rank: int) -> None:
     part.rename(folder / f"pid.{local_rank}")
     if (folder / "stop").exists():  # written before the launcher looked for ranks to stop
         raise KeyboardInterrupt
+
+
+def _sign_off(folder: Path, local_rank: int) -> None:
+    """Tell the launcher that this rank ends in order: when it is gone, no other waits for it."""
+    with contextlib.suppress(OSError):  # the launcher, and its folder, are gone
+        (folder / f"done.{local_rank}").touch()
 
 
 def _print_lines_at_once() -> None:

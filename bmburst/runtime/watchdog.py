@@ -5,6 +5,7 @@ notice. faulthandler's timer is a C thread that needs no lock: it writes every t
 process. `beat` starts it anew; the timer itself is the only state there is, and the environment says where it writes.
 """
 
+import contextlib
 import faulthandler
 import importlib.abc
 import importlib.machinery
@@ -12,12 +13,13 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 _VARIABLE = "BMBURST_WATCHDOG"  # "PID FD SECONDS" of the process that armed it
 _OPTIMIZERS = "torch.optim.optimizer"
+_FLAGS = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
 
 def arm(seconds: float, folder: Path, local_rank: int) -> None:
@@ -29,12 +31,11 @@ def arm(seconds: float, folder: Path, local_rank: int) -> None:
             crashes or is told to end, so that a rank that only waited for a stuck one can be told from it.
         local_rank: Names the files.
     """
-    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-    stood = os.open(folder / f"stood.{local_rank}", flags, 0o600)
+    stood = os.open(folder / f"stood.{local_rank}", _FLAGS, 0o600)
     faulthandler.enable(file=stood)
     faulthandler.register(signal.SIGTERM, file=stood, chain=True)
     if seconds > 0:
-        hang = os.open(folder / f"hang.{local_rank}", flags, 0o600)
+        hang = os.open(folder / f"hang.{local_rank}", _FLAGS, 0o600)
         os.environ[_VARIABLE] = f"{os.getpid()} {hang} {seconds}"
         beat()
 
@@ -46,6 +47,34 @@ def beat() -> None:
         return
     fd, _, seconds = rest.partition(" ")
     faulthandler.dump_traceback_later(float(seconds), exit=True, file=int(fd))
+
+
+@contextlib.contextmanager
+def polite(signums: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let `handler` take signals that would end this process, and tell the launcher that it need not.
+
+    The launcher then waits for this rank after such a signal, unless another rank has failed. Where SIGTERM met the
+    process is written down all the same. Only in the main thread.
+    """
+    folder, local_rank = os.environ.get("BMBURST_LAUNCH_FOLDER"), os.environ.get("LOCAL_RANK")
+    stood = None if folder is None else os.open(Path(folder) / f"stood.{local_rank}", _FLAGS, 0o600)
+    sign = None if folder is None else Path(folder) / f"polite.{local_rank}"
+    faulthandler.unregister(signal.SIGTERM)
+    before = {signum: signal.signal(signum, handler) for signum in signums}
+    if stood is not None:
+        faulthandler.register(signal.SIGTERM, file=stood, chain=True)
+    if sign is not None:
+        sign.touch()
+    try:
+        yield
+    finally:
+        if sign is not None:
+            sign.unlink(missing_ok=True)
+        faulthandler.unregister(signal.SIGTERM)
+        for signum, earlier in before.items():
+            signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
+        if stood is not None:
+            faulthandler.register(signal.SIGTERM, file=stood, chain=True)
 
 
 def beat_with_optimizers() -> None:

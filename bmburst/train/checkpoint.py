@@ -1,7 +1,8 @@
 """Checkpoints: whole or not there, by parameter name, so that they load on any number of ranks.
 
 A checkpoint is a folder `checkpoints/step-000050` of the run folder. `model.safetensors` and `config.json` are a
-Hugging Face LLaMA; `optimizer.safetensors` holds AdamW's state by parameter name; `random.safetensors` the state of
+Hugging Face LLaMA; `optimizer.safetensors` holds AdamW's state by parameter name (of large models both are in parts,
+with an index); `random.safetensors` the state of
 torch's random number generators; `state.json` the rest, with the size of every file. The learning rate is a function
 of the step and needs no state.
 """
@@ -21,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bmburst.blocks.model import Llama
     from bmburst.optim import AdamW
     from bmburst.zero import NamedShard
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
-OPTIMIZER_FILE, RANDOM_FILE = "optimizer.safetensors", "random.safetensors"
+OPTIMIZER, RANDOM_FILE = "optimizer", "random.safetensors"
 FORMAT = "bmburst-checkpoint-1"
 _NAME = re.compile(r"step-(\d+)")
 
@@ -40,11 +43,13 @@ class Progress:
         step: Optimizer steps done.
         data: `Batches.state_dict()`.
         tokenizer: Name of the run's tokenizer.
+        skipped: Steps of them that changed nothing.
     """
 
     step: int
     data: Mapping[str, Any]
     tokenizer: str
+    skipped: int = 0
 
 
 def newest_complete(run_folder: Path) -> Path | None:
@@ -62,17 +67,28 @@ def read_progress(checkpoint: Path) -> Progress:
     if problem is not None:
         raise UserError(f"{checkpoint}: {problem}\nfix: use another checkpoint of the run")
     state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    return Progress(step=state["step"], data=state["data"], tokenizer=state["tokenizer"])
+    return Progress(
+        step=state["step"], data=state["data"], tokenizer=state["tokenizer"], skipped=int(state.get("skipped", 0))
+    )
 
 
-def save(run_folder: Path, model: "Llama", optimizer: "AdamW", progress: Progress, *, keep: int) -> Path:
-    """Write a checkpoint, and remove all but the newest `keep` up to it. Every rank calls it; rank 0 writes.
+def save(
+    run_folder: Path,
+    model: "Llama",
+    optimizer: "AdamW",
+    progress: Progress,
+    *,
+    keep: int,
+    part_bytes: int | None = None,
+) -> Path:
+    """Write a checkpoint, and remove all but the newest `keep` up to it. Every rank calls it; `bmburst.weight_parts`
+    says who writes.
 
     The folder appears under its name when everything in it is on disk: a run killed at any point leaves the checkpoint
     before, and at most folders whose names begin with a dot, which the next call removes.
 
     Raises:
-        UserError: Rank 0 cannot write it.
+        UserError: A rank cannot write it.
     """
     import bmtrain as bmt
 
@@ -85,8 +101,8 @@ def save(run_folder: Path, model: "Llama", optimizer: "AdamW", progress: Progres
         if is_writer:
             _remove_hidden(target.parent)
             partial.mkdir(parents=True)
-        hugging_face.save(model, partial)
-        _save_optimizer(partial / OPTIMIZER_FILE, model, optimizer)
+        hugging_face.save(model, partial, part_bytes=part_bytes)
+        _save_optimizer(partial, model, optimizer, part_bytes)
         if is_writer:
             _save_random(partial / RANDOM_FILE)
             _save_state(partial / STATE_FILE, progress)
@@ -114,7 +130,7 @@ def load(checkpoint: Path, model: "Llama", optimizer: "AdamW") -> Progress:
 
     progress = read_progress(checkpoint)
     hugging_face.load(model, checkpoint)
-    _load_optimizer(checkpoint / OPTIMIZER_FILE, model, optimizer, progress.step)
+    _load_optimizer(checkpoint, model, optimizer, progress.step)
     _load_random(checkpoint / RANDOM_FILE)
     return progress
 
@@ -199,46 +215,43 @@ def _problem(checkpoint: Path) -> str | None:
 
 def _save_state(path: Path, progress: Progress) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(path.parent.iterdir())}
-    state = {"format": FORMAT, "step": progress.step, "data": dict(progress.data), "tokenizer": progress.tokenizer}
+    state = {"format": FORMAT, "step": progress.step, "data": dict(progress.data)}
+    state |= {"tokenizer": progress.tokenizer, "skipped": progress.skipped}
     path.write_text(json.dumps({**state, "files": sizes}, indent=2) + "\n", encoding="utf-8")
 
 
-def _save_optimizer(path: Path, model: "Llama", optimizer: "AdamW") -> None:
+def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes: int | None) -> None:
     import torch
 
     from bmburst.optim import initial_state, state_names
-    from bmburst.weight_files import SafetensorsWriter
+    from bmburst.weight_parts import Gathered, save_parts
     from bmburst.zero import gather, named_shards
 
-    pieces = [(shard, name) for shard in named_shards(model) for name in state_names(shard)]
+    def gathered(shard: "NamedShard", name: str, root: int) -> "Tensor | None":
+        state = optimizer.state.get(shard.storage) or initial_state(shard, optimizer.state_device(shard.storage))
+        return gather(shard, state.get(name), dtype=torch.float32, root=root)
 
-    def state(shard: "NamedShard") -> dict[str, Any]:
-        return optimizer.state.get(shard.storage) or initial_state(shard, optimizer.state_device(shard.storage))
-
-    full = (gather(shard, state(shard).get(name), dtype=torch.float32, root=0) for shard, name in pieces)
-    if pieces[0][0].rank != 0:
-        for _ in full:  # takes part in each gather
-            pass
-        return
-    with SafetensorsWriter(path, [(f"{s.name}.{name}", s.shape, torch.float32) for s, name in pieces]) as writer:
-        for tensor in full:
-            assert tensor is not None  # this is the rank that receives
-            writer.write(tensor)
+    tensors = [
+        Gathered(f"{shard.name}.{name}", shard.shape, torch.float32, partial(gathered, shard, name))
+        for shard in named_shards(model)
+        for name in state_names(shard)
+    ]
+    save_parts(folder, OPTIMIZER, tensors, part_bytes=part_bytes)
 
 
-def _load_optimizer(path: Path, model: "Llama", optimizer: "AdamW", step: int) -> None:
+def _load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) -> None:
     from bmburst.optim import initial_state, state_names
-    from bmburst.weight_files import open_tensors
+    from bmburst.weight_parts import open_parts
     from bmburst.zero import named_shards, scatter_piece
 
-    file = open_tensors(path)
+    file = open_parts(folder, OPTIMIZER)
     shards = named_shards(model)
     expected = {f"{shard.name}.{name}": shard.shape for shard in shards for name in state_names(shard)}
     different = sorted(key for key in {*expected, *file.shapes} if expected.get(key) != file.shapes.get(key))
     if different:
         there, here = (_said(shapes.get(different[0])) for shapes in (file.shapes, expected))
         raise UserError(
-            f"{path} is of another model or dtype: {different[0]} is {there}, here {here}\n"
+            f"{folder / OPTIMIZER} is of another model or dtype: {different[0]} is {there}, here {here}\n"
             "fix: resume with the dtype the run had, or take the weights alone: --init-from"
         )
     for shard in shards:

@@ -11,6 +11,7 @@ from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 from bmburst.mesh_shape import MeshShape, allows_heads, divisors
 from bmburst.recompute_policy import AUTO, Policy, require_end
+from bmburst.train.timeline import profiled_steps
 
 STANDARD_LIBRARY = "stdlib"
 # The 256 bytes, and the ids that end a document, start a text and pad.
@@ -173,6 +174,17 @@ class TrainConfig:
         minimum=0,
         below=1e9,
     )
+    max_skipped_steps: int = field(
+        "Steps in a row that may be skipped, for loss or gradient are not finite, before the run ends; 0: any number.",
+        default=20,
+        unit="steps",
+        minimum=0,
+    )
+    profile: str | None = field(
+        "Steps, as 3 or 3-5, that torch's profiler records: a Chrome trace of each rank in the run folder.",
+        default=None,
+    )
+    wandb: str | None = field("Project of Weights & Biases that gets the metrics too.", default=None)
     nproc: int | None = field(
         "Ranks to start on this machine.",
         default=None,
@@ -209,6 +221,8 @@ class TrainConfig:
                 "with --model.rope_scaling.* for weights trained on shorter ones"
             )
         check_packing(self.pack, self.model)
+        if self.profile is not None:
+            profiled_steps(self.profile)
         if self.pack == "documents" and self.parallel.layout == "balanced" and self.micro_batch_size > 1:
             raise UserError(
                 f"layout balanced is another one for each sequence of documents, but micro_batch_size "

@@ -2,21 +2,21 @@
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from bmburst.errors import UserError
 
 METRICS_FILE, EVALS_FILE, EVENTS_FOLDER = "metrics.jsonl", "evals.jsonl", "tensorboard"
-_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step, as metrics.jsonl has it.
+    """One optimizer step, as metrics.jsonl has it. None, in the file null, is what is not known here.
 
     Attributes:
         step: Number of the step, from 1.
@@ -26,7 +26,16 @@ class StepMetrics:
         grad_norm: Norm of the gradient before clipping.
         tokens_per_second: Trained tokens of all ranks per second of this step.
         seconds: Time that the step took, in seconds.
-        memory_gib: Peak memory of rank 0 so far: of the GPU, on a CPU of the process. In GiB.
+        memory_gib: Peak memory, the largest of all ranks: of the GPU, allocated in this step; on a CPU of the process,
+            so far. In GiB.
+        tokens_per_second_per_gpu: The same of a rank.
+        mfu: Model FLOPs utilisation: causal attention halved, backward twice the forward, recomputation not counted.
+        mfu_kernel: The same with attention's backward 2.5 times its forward, as kernels count.
+        hardware_tflops: TFLOP/s of a rank that were computed, recomputation counted.
+        exposed_seconds: Time that forward and backward of rank 0 stood still for other ranks.
+        data_seconds: Time until rank 0 had its batch.
+        reserved_gib: Peak that torch's allocator took from the GPU in this step, the largest of all ranks, in GiB.
+        skipped_steps: Steps of the run so far that changed nothing, for loss or gradient were not finite.
     """
 
     step: int
@@ -37,6 +46,14 @@ class StepMetrics:
     tokens_per_second: float
     seconds: float
     memory_gib: float
+    tokens_per_second_per_gpu: float | None = None
+    mfu: float | None = None
+    mfu_kernel: float | None = None
+    hardware_tflops: float | None = None
+    exposed_seconds: float | None = None
+    data_seconds: float | None = None
+    reserved_gib: float | None = None
+    skipped_steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +75,18 @@ class EvalMetrics:
     tokens: int
 
 
+class Online(Protocol):
+    """Takes what is written, step by step."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Take finite numbers by name, `train/loss` for example."""
+        ...
+
+    def close(self) -> None:
+        """Send what is not sent yet."""
+        ...
+
+
 class MetricsWriter:
     """Writes a run's metrics into its folder.
 
@@ -67,10 +96,12 @@ class MetricsWriter:
     Args:
         folder: Run folder; made where it is missing.
         first_step: First step that will be written; 1 for a fresh run.
+        online: What also takes every line, for example Weights & Biases.
     """
 
-    def __init__(self, folder: Path, first_step: int = 1) -> None:
+    def __init__(self, folder: Path, first_step: int = 1, online: "Online | None" = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._online = online
         self._metrics = _open_lines(folder / METRICS_FILE, first_step)
         self._evals = _open_lines(folder / EVALS_FILE, first_step)
         self._events = _open_events(folder / EVENTS_FOLDER, first_step)
@@ -94,6 +125,9 @@ class MetricsWriter:
         if self._events is not None:
             self._events.close()
             self._events = None
+        if self._online is not None:
+            self._online.close()
+            self._online = None
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -101,12 +135,15 @@ class MetricsWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _add_scalars(self, group: str, values: Mapping[str, float]) -> None:
+    def _add_scalars(self, group: str, values: Mapping[str, Any]) -> None:
+        step = int(values["step"])
+        scalars = {f"{group}/{k}": float(v) for k, v in values.items() if k != "step" and v is not None}
         if self._events is not None:
-            for name, value in values.items():
-                if name != "step":
-                    self._events.add_scalar(f"{group}/{name}", value, int(values["step"]))
+            for name, value in scalars.items():
+                self._events.add_scalar(name, value, step)
             self._events.flush()
+        if self._online is not None:
+            self._online.log({name: value for name, value in scalars.items() if math.isfinite(value)}, step)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -129,17 +166,28 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def memory_gib() -> float:
-    """Return the peak memory of this rank in GiB: of its GPU, or of the process (resident set) without CUDA."""
+def peak_bytes() -> tuple[int, int]:
+    """Return the peak memory of this rank and what of it torch reserved, in bytes.
+
+    Of its GPU since `forget_peak`; without CUDA of the process so far (resident set), and 0.
+    """
     import torch
 
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / _GIB
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Kilobytes on Linux, bytes on macOS.
-    return peak / _GIB if sys.platform == "darwin" else peak * 1024 / _GIB
+    return peak if sys.platform == "darwin" else peak * 1024, 0
+
+
+def forget_peak() -> None:
+    """Let `peak_bytes` begin anew, where it is of a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _open_lines(path: Path, first_step: int) -> TextIO:
@@ -152,9 +200,9 @@ def _open_lines(path: Path, first_step: int) -> TextIO:
     return path.open("a", encoding="utf-8")
 
 
-def _write_line(file: TextIO, values: Mapping[str, float]) -> None:
+def _write_line(file: TextIO, values: Mapping[str, Any]) -> None:
     # NaN is no JSON; a run that diverged must still leave a file that every reader takes.
-    finite = {key: value if value == value and abs(value) != float("inf") else None for key, value in values.items()}
+    finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
     file.write(json.dumps(finite, allow_nan=False) + "\n")
     file.flush()
 

@@ -12,6 +12,7 @@ from bmburst.blocks.presets import preset
 from bmburst.config import build, leaves, overlay, read_config_file, read_layer, to_dict, write_json
 from bmburst.errors import UserError
 from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
+from bmburst.train.wandb import require_wandb
 
 CONFIG_FILE = "config.json"
 # They say where a run lies and how it was called, not what it computes: a run's config.json serves another run.
@@ -52,6 +53,8 @@ def check_paths(config: TrainConfig) -> None:
     Raises:
         UserError: One is missing, empty or of another model.
     """
+    if config.wandb is not None:
+        require_wandb()
     check_data_path(config.data.source)
     tokenizer = config.data.tokenizer
     if tokenizer is not None and tokenizer.endswith(".json") and not Path(tokenizer).is_file():

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -13,24 +14,36 @@ import torch
 from torch import Tensor
 
 from bmburst import data, hugging_face
+from bmburst.comm.objects import gather_objects
 from bmburst.errors import UserError
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh
+from bmburst.plan.counts import causal_pairs
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
 from bmburst.sequence import SequenceShard
+from bmburst.trace import traced
 from bmburst.train import checkpoint
+from bmburst.train.clock import StepClock, measure_waits
 from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
 from bmburst.train.evaluate import measure
+from bmburst.train.exchange import HostFacts, StepFacts, exchange
+from bmburst.train.gradient import clip_, gradients_of, square_sum
 from bmburst.train.host_memory import available_bytes, shortage, state_bytes
+from bmburst.train.lag import LagWatch
 from bmburst.train.lr import learning_rate
-from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, memory_gib
-from bmburst.train.plot import plot_losses
-from bmburst.train.progress import Progress
+from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_bytes
+from bmburst.train.out_of_memory import explained
 from bmburst.train.recompute_choice import recompute_for
+from bmburst.train.report import Report
 from bmburst.train.sample import generate
+from bmburst.train.skips import Skips
+from bmburst.train.stop import StopRequest, stopped_by
+from bmburst.train.timeline import Timeline, profiled_steps
 from bmburst.train.token_losses import token_losses
+from bmburst.train.utilisation import Utiliser, known_peak
 
+_GIB = 2**30
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
 
@@ -40,10 +53,12 @@ def run(config: TrainConfig) -> None:
 
     Raises:
         UserError: Something that the configuration names cannot work.
+        RunError: The run cannot go on: its memory is over, or no step can be taken any more.
     """
-    trainer = Trainer(config)
-    trainer.restore()
-    trainer.train()
+    with explained(config):
+        trainer = Trainer(config)
+        trainer.restore()
+        trainer.train()
 
 
 class Trainer:
@@ -110,11 +125,12 @@ class Trainer:
             transport=parallel.transport,
             deterministic=parallel.deterministic,
         )
+        recompute = recompute_for(config, self.mesh, bmt.config["local_size"])
         self.model = Llama(
             config.model,
             attention=attention,
             dtype=getattr(torch, config.dtype),
-            recompute=recompute_for(config, self.mesh, bmt.config["local_size"]),
+            recompute=recompute,
             zero_level=parallel.zero_level,
             seed=config.seed,
             loss_chunk=config.loss_chunk_tokens,
@@ -125,6 +141,15 @@ class Trainer:
         self._manager.add_optimizer(self.optimizer)
         self.steps_done = 0
         self._is_first = True
+        self._facts = StepFacts.none(self.runtime.world_size)
+        self._clock = StepClock(on_gpu=not self.runtime.on_host)
+        measure_waits(self._clock.meter, self.mesh, on_host=self.runtime.on_host)
+        self._hosts = gather_objects(self.mesh.world, socket.gethostname()[:200])
+        self._lag, self._stop = LagWatch(self._hosts), StopRequest()
+        self._skips = Skips(self._hosts, config.max_skipped_steps)
+        device = None if self.runtime.on_host else torch.cuda.get_device_name()
+        peak, self._no_peak = known_peak(device, config.dtype)
+        self._utiliser = Utiliser(model=config.model, recompute=recompute, ranks=self.runtime.world_size, peak=peak)
 
     @property
     def is_main(self) -> bool:
@@ -143,49 +168,57 @@ class Trainer:
                 raise UserError(f"{self.folder} has no complete checkpoint to resume\nfix: begin a new run")
             progress = checkpoint.load(newest, self.model, self.optimizer)
             self.batches.load_state_dict(progress.data)
-            self.steps_done = progress.step
+            self.steps_done, self._skips.total = progress.step, progress.skipped
         elif self.config.init_from is not None:
             hugging_face.load(self.model, self.config.init_from)
 
     def train(self) -> None:
         """Train to the last step, with evaluations and checkpoints on the way, and leave the run folder complete."""
         config, total = self.config, self.config.steps
-        with contextlib.ExitStack() as stack:
+        with self._stop.listening(), contextlib.ExitStack() as stack:
             if self.is_main:
                 stack.enter_context(checkpoint.alone_in(self.folder))
-            writer = stack.enter_context(MetricsWriter(self.folder, self.steps_done + 1)) if self.is_main else None
-            bar = stack.enter_context(Progress(total, self.steps_done + 1)) if self.is_main else None
-            while self.steps_done < total:
-                metrics = self.step()
-                if writer and bar:
-                    writer.write(metrics)
-                    bar.update(metrics)
+            report = stack.enter_context(Report(config, self.steps_done + 1, is_main=self.is_main))
+            report.note(self._no_peak)
+            timeline = self._timeline()
+            stack.callback(timeline.close)
+            stopped = ""
+            while self.steps_done < total and not stopped:
+                with timeline.step(self.steps_done + 1):
+                    metrics = self.step()
+                stopped = stopped_by(self._facts, self._hosts, self.steps_done)
+                report.step(metrics)
+                report.note(self._skips.said)
+                report.note(self._lag.add([host.timing for host in self._facts.hosts]) or "")
+                self._skips.require()
                 is_last = self.steps_done == total
-                if is_last or _is_due(config.eval_every, self.steps_done):
-                    held_out = self.evaluate()
-                    if writer and bar:
-                        writer.write_eval(held_out)
-                        bar.update_eval(held_out)
-                        plot_losses(self.folder)
-                if is_last or _is_due(config.checkpoint_every, self.steps_done):
+                if stopped:  # before an evaluation: there may be little time
                     self.save()
-            if config.sample_tokens:
+                if is_last or _is_due(config.eval_every, self.steps_done):
+                    report.held_out(self.evaluate())
+                if not stopped and (is_last or _is_due(config.checkpoint_every, self.steps_done)):
+                    self.save()
+            report.note(stopped)
+            if config.sample_tokens and not stopped:
                 text = self.sample()
-                if bar:
+                if self.is_main:
                     (self.folder / SAMPLE_FILE).write_text(text, encoding="utf-8")
-                    bar.note(f"sample:\n{text}")
-            if bar:
-                bar.note(f"run folder: {self.folder}")
+                report.note(f"sample:\n{text}")
+            report.finish()
 
     def step(self) -> StepMetrics:
-        """Do one optimizer step on the next batch, and return what it gave, the same on every rank."""
+        """Do one optimizer step on the next batch, and return what it gave; times are this rank's own."""
         started = time.perf_counter()
         # Shapes are compared between GPUs in this process's first step: every later one does the same.
         self.mesh.set_checks(self._is_first)
         self._is_first = False
-        loss, tokens = self.backward(*self.next_batch())
+        with self._clock.data(), traced("data"):
+            batch = self.next_batch()
+        loss, tokens = self.backward(*batch)
         rate, norm = self.update()
-        seconds = time.perf_counter() - started
+        seconds, timing, facts = time.perf_counter() - started, self._clock.last, self._facts
+        ranks, trained = self.runtime.world_size, self.config.batch_size * self.config.sequence_length
+        used = self._utiliser.of(trained, facts.pairs / (ranks // self.mesh.shape.data), seconds)
         return StepMetrics(
             step=self.steps_done,
             loss=loss,
@@ -194,7 +227,15 @@ class Trainer:
             grad_norm=norm,
             tokens_per_second=tokens / seconds,
             seconds=seconds,
-            memory_gib=memory_gib(),
+            memory_gib=max(host.memory for host in facts.hosts) / _GIB,
+            tokens_per_second_per_gpu=tokens / seconds / ranks,
+            mfu=used.mfu,
+            mfu_kernel=used.mfu_kernel,
+            hardware_tflops=used.tflops,
+            exposed_seconds=timing.waits,
+            data_seconds=timing.data,
+            reserved_gib=max(host.reserved for host in facts.hosts) / _GIB or None,
+            skipped_steps=self._skips.total,
         )
 
     def next_batch(self) -> tuple[Tensor, Tensor, tuple[tuple[int, ...], ...] | None]:
@@ -219,14 +260,19 @@ class Trainer:
         (valid,) = self.mesh.data.all_reduce(count_valid(labels)).wait()
         mean = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         size = self.config.micro_batch_size
-        for first in range(0, len(inputs), size):
-            rows = slice(first, first + size)
-            packed = None if documents is None else documents[rows]
-            nats = token_losses(self.model, self.cut, inputs[rows], labels[rows], packed)
-            objective = global_mean(nats, valid, self.mesh.shape.size)
-            self._manager.backward(objective)
-            mean += objective.detach()
-        return self.mesh.sum(mean.item()) / self.mesh.shape.size, int(valid.item())
+        with self._clock.work():
+            for first in range(0, len(inputs), size):
+                rows = slice(first, first + size)
+                packed = None if documents is None else documents[rows]
+                with traced("forward"):
+                    nats = token_losses(self.model, self.cut, inputs[rows], labels[rows], packed)
+                objective = global_mean(nats, valid, self.mesh.shape.size)
+                with traced("backward"):
+                    self._manager.backward(objective)
+                mean += objective.detach()
+        lengths = documents or [[inputs.shape[1]]] * len(inputs)
+        self._facts = self._exchange(mean, valid, sum(map(causal_pairs, lengths)))
+        return self._facts.loss, self._facts.tokens
 
     def update(self) -> tuple[float, float]:
         """Clip, step and clear the gradient; return the learning rate and the gradient's norm before clipping.
@@ -237,13 +283,27 @@ class Trainer:
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, self.steps_done, self.config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        clip_norm = math.inf if self.config.optimizer.clip_norm is None else self.config.optimizer.clip_norm
-        norm = float(self._manager.clip_grad_norm(self.optimizer.param_groups, clip_norm))
-        if math.isfinite(norm):
-            self._manager.step()
-        self._manager.zero_grad()
+        facts = self._facts
+        self._skips.add(self.steps_done, facts)
+        with self._clock.optimizer(), traced("optimizer"):
+            if facts.is_finite:
+                clip_(gradients_of(self.optimizer), facts.grad_norm, self.config.optimizer.clip_norm)
+                self._manager.step()
+            self._manager.zero_grad()
         beat()
-        return rate, norm
+        return rate, facts.grad_norm
+
+    def _exchange(self, mean: Tensor, valid: Tensor, pairs: float) -> StepFacts:
+        """Tell all ranks what this one's step gave, and hear of theirs."""
+        memory, reserved = peak_bytes()
+        forget_peak()
+        known = HostFacts(
+            pairs=pairs, memory=memory, reserved=reserved, stop=self._stop.signum, **asdict(self._clock.last)
+        )
+        square = square_sum(gradients_of(self.optimizer), self.runtime.device)
+        facts = exchange(self.mesh.world, mean, square, valid, known)
+        self._clock.settle()
+        return facts
 
     def evaluate(self) -> EvalMetrics:
         """Measure the model on held-out text."""
@@ -261,7 +321,10 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of this step into the run folder."""
         progress = checkpoint.Progress(
-            step=self.steps_done, data=self.batches.state_dict(), tokenizer=self.corpus.tokenizer_name
+            step=self.steps_done,
+            data=self.batches.state_dict(),
+            tokenizer=self.corpus.tokenizer_name,
+            skipped=self._skips.total,
         )
         return checkpoint.save(self.folder, self.model, self.optimizer, progress, keep=self.config.keep_checkpoints)
 
@@ -281,6 +344,10 @@ class Trainer:
             seed=self.config.seed,
         )
         return f"{tokenizer.decode(prompt)}|{tokenizer.decode(ids)}\n"
+
+    def _timeline(self) -> Timeline:
+        steps = profiled_steps(self.config.profile) if self.config.profile else range(0)
+        return Timeline(steps, self.folder, self.runtime.rank, on_gpu=not self.runtime.on_host)
 
     def _require_host_memory(self, local_size: int) -> None:
         needed, available = state_bytes(self.config, self.runtime.world_size, local_size), available_bytes()

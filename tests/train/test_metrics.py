@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 from bmburst.errors import UserError
-from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, memory_gib, read_lines
+from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, peak_bytes, read_lines
 from bmburst.train.plot import plot_losses, smoothed
 from bmburst.train.progress import Progress
 
 KEYS = ["step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_gib"]
+MORE = ["tokens_per_second_per_gpu", "mfu", "mfu_kernel", "hardware_tflops", "exposed_seconds", "data_seconds"]
+MORE += ["reserved_gib", "skipped_steps"]
 
 
 def step(number, loss=None):
@@ -52,7 +54,8 @@ def test_every_step_is_a_line_with_exactly_the_keys_and_is_there_at_once(tmp_pat
             writer.write(step(number))
             found = lines(tmp_path / "run")
             assert [line["step"] for line in found] == list(range(1, number + 1))
-            assert list(found[-1]) == KEYS
+            assert list(found[-1]) == KEYS + MORE
+            assert found[-1]["mfu"] is None
         writer.write_eval(evaluation(2))
         assert lines(tmp_path / "run", "evals.jsonl") == [
             {"step": 2, "loss": 2.0, "bits_per_byte": 2 / math.log(2), "perplexity": math.exp(2), "tokens": 4096}
@@ -142,11 +145,11 @@ def test_without_tensorboard_it_says_so_once_and_goes_on(tmp_path, monkeypatch, 
     assert len(lines(tmp_path)) == 2
 
 
-def test_memory_is_in_gib_and_grows():
-    before = memory_gib()
-    assert 0.01 < before < 64
+def test_peak_memory_is_in_bytes_and_grows():
+    before, reserved = peak_bytes()
+    assert 2**23 < before < 2**36 and reserved == 0
     block = np.ones(2**28, dtype=np.uint8)
-    assert memory_gib() >= max(before, block.nbytes / 2**30)
+    assert peak_bytes()[0] >= max(before, block.nbytes)
 
 
 # Plot

@@ -14,6 +14,8 @@ import os
 import shlex
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from bmburst.errors import UserError
@@ -67,6 +69,11 @@ def install() -> None:
 def is_installed() -> bool:
     """Whether this process has the host runtime."""
     return hasattr(sys.modules.get("bmtrain.C"), "__bmburst_host_runtime__")
+
+
+def measure(waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    """Enter `waiting()` around every launch of BMTrain's communication, which here blocks the host until it is done."""
+    sys.modules["bmtrain.C"].__bmburst_host_runtime__.waiting = waiting
 
 
 def silence_storage_warnings() -> None:

@@ -35,7 +35,7 @@ def build(nccl: Nccl) -> types.ModuleType:
             functions[f"{launcher.__name__}_{suffix}_launcher"] = partial(launcher, dtype=dtype)
     functions |= {name: getattr(nccl, name) for name in dir(nccl) if name.startswith("nccl")}
     vars(module).update(functions)
-    vars(module)[MARK] = True
+    vars(module)[MARK] = nccl
     return module
 
 

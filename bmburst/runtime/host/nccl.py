@@ -7,6 +7,7 @@ collective is complete when its call, or the group that holds it, returns, and s
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,8 @@ class Nccl:
         self._communicators: dict[int, Communicator] = {}
         self._next_handle = 1
         self._group = _Group()
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What is around every launch, which blocks the host: a measurement."""
 
     def ncclGetUniqueId(self) -> bytes:
         """Return what one rank makes and every rank of a new communicator passes to `ncclCommInitRank`."""
@@ -97,7 +100,8 @@ class Nccl:
         self._group.depth -= 1
         if self._group.depth == 0:
             calls, self._group.calls = self._group.calls, []
-            _run(calls)
+            with self.waiting():
+                _run(calls)
 
     def ncclAllReduce(self, source: int, target: int, count: int, dtype: int, op: int, comm: int, stream: int) -> None:
         """Reduce over all ranks, on all ranks."""
@@ -163,7 +167,8 @@ class Nccl:
         if self._group.depth:
             self._group.calls.append(call)
         else:
-            _run([call])
+            with self.waiting():
+                _run([call])
 
     def _with(self, handle: int, peer: int) -> Communicator:
         communicator = self._of(handle)

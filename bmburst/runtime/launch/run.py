@@ -16,13 +16,15 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 
 from bmburst.runtime.launch import settings
-from bmburst.runtime.launch.agent import AgentThread, rank_command, torchrun_arguments
+from bmburst.runtime.launch.agent import AgentThread, Outcome, rank_command, torchrun_arguments
+from bmburst.runtime.launch.guard import kill_groups
 from bmburst.runtime.launch.nodes import NodeWatch
-from bmburst.runtime.launch.processes import Stop, start_guard
+from bmburst.runtime.launch.processes import GRACE, LostRank, Stop, all_polite, start_guard
 from bmburst.runtime.launch.spec import LaunchSpec, require_command, require_devices
 from bmburst.runtime.launch.verdict import Verdict, judge
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IN_ORDER = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM sends before it kills, at its time or as --signal says
+_SIGNALS = (signal.SIGINT, signal.SIGHUP, *_IN_ORDER)
 _AFTER_KILL = 5.0  # seconds for the agent to see that killed ranks are gone
 _STORE_LOST = 3.0  # seconds from node 0's end to ours: it may be over there only a moment earlier
 
@@ -73,7 +75,8 @@ def launch(spec: LaunchSpec, command: Sequence[str]) -> int:
     """Run `command` on this node's ranks and return the exit status.
 
     Ranks share standard input, output and error. What went wrong is written to standard error, once: 2 after a
-    UserError in a rank, the program's own status after sys.exit, 128 + N after signal N to this process, else 1.
+    UserError in a rank, the program's own status after sys.exit, 128 + N after signal N to this process, else 1. Ranks
+    that end in order after SIGTERM or SIGUSR1 (`bmburst.runtime.watchdog.polite`) are waited for; then it is 0.
 
     Args:
         spec: How many ranks, where, and how long one may stand still.
@@ -116,21 +119,31 @@ def _run(checked: Plan, folder: Path) -> Verdict:
 
 def _wait(agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signals], folder: Path) -> Verdict | None:
     """Wait for the ranks; return a verdict only if the run was ended from outside."""
+    lost = LostRank(folder)
     while agent.is_alive() and not caught and not (nodes is not None and nodes.ended):
         agent.join(0.05)
+        if lost.overdue:
+            kill_groups(folder)
     if not caught:
         if nodes is not None and nodes.ended:
             agent.join(_STORE_LOST)
         if not agent.is_alive():
             return None
-    stop = Stop(folder, caught[0] if caught else signal.SIGTERM)
-    gone = float("inf")
+    patient = bool(caught) and caught[0] in _IN_ORDER and all_polite(folder)
+    stop = Stop(folder, caught[0] if caught else signal.SIGTERM, patient)
+    gone = others_gone = float("inf")
     while agent.is_alive() and time.monotonic() < gone:
-        forced = len(caught) > 1 or stop.overdue
+        if nodes is not None and nodes.ended:
+            others_gone = min(others_gone, time.monotonic())
+        forced = len(caught) > 1 or stop.overdue or lost.overdue or time.monotonic() > others_gone + GRACE
         stop.press(now=forced)
         if forced:
             gone = min(gone, time.monotonic() + _AFTER_KILL)
         agent.join(0.05)
+    if patient and not agent.is_alive() and agent.outcome == Outcome():
+        return Verdict(status=0)  # they have said that they stop
+    if patient and len(caught) == 1 and agent.outcome != Outcome():
+        return None  # a rank failed, and what there is to say is in the folder
     if caught:
         return Verdict(status=128 + caught[0], message=f"bmburst: ended by {caught[0].name}")
     return Verdict(status=1, message=f"bmburst: the run was ended: {nodes.ended if nodes is not None else ''}")
@@ -138,8 +151,6 @@ def _wait(agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signa
 
 def _end_leftovers(agent: AgentThread, folder: Path) -> None:
     """End what failed ranks started and left running, for example data loaders of a killed rank."""
-    from bmburst.runtime.launch.guard import kill_groups
-
     kill_groups(folder)
     agent.join(_AFTER_KILL)
 

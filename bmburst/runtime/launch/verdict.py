@@ -42,8 +42,9 @@ def judge(spec: LaunchSpec, outcome: Outcome, folder: Path) -> Verdict:
     failed = [end for end in outcome.failed if error is None or end.local_rank != error["local_rank"]]
     killed = [_killed_message(end, folder) for end in failed if _was_killed(end, folder)]
     if error is not None:
-        found = Verdict(status=error["status"], message="\n".join(filter(None, [*killed, _error_message(error)])))
-        return Verdict(status=_FAILED, message=found.message) if killed else found
+        if killed:
+            return Verdict(status=_FAILED, message="\n".join(filter(None, [*killed, _consequence(error)])))
+        return Verdict(status=error["status"], message=_error_message(error))
     if killed:
         return Verdict(status=_FAILED, message="\n".join(killed))
     if outcome.error is not None:
@@ -67,6 +68,13 @@ def _error_message(error: dict[str, Any]) -> str:
     if error["kind"] == "exit":
         return str(error["text"])
     return f"bmburst: rank {error['rank']} failed\n{error['text']}"
+
+
+def _consequence(error: dict[str, Any]) -> str:
+    """Return another rank's error in one line: most often its connection to the killed rank broke."""
+    if error["kind"] != "error":
+        return _error_message(error)
+    return f"beside it rank {error['rank']} failed: {str(error['text']).splitlines()[-1]}"
 
 
 def _was_killed(end: RankEnd, folder: Path) -> bool:

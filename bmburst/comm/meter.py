@@ -1,0 +1,183 @@
+"""How long a rank's work stands still for communication: the time between the two ends of every wait for it."""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmburst.comm.protocol import Transfer
+from bmburst.trace import traced
+
+
+class WaitMeter:
+    """Adds up waits. On a GPU an event before and one after each, on the stream that waits: the host never does.
+
+    What it measures is exposed communication: transfers that are over when somebody waits for them add nothing, and a
+    wait for a slower rank counts, for the work stands still all the same. Where several streams work, a wait of one
+    counts only while none of the others is at work that was said to be (`working`). On a CPU it is time of the host, in
+    calls that move something and in waits.
+
+    Args:
+        on_gpu: Whether what waits is a stream.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self.running = False
+        """Whether waits are measured. Set it on every rank alike."""
+        self._on_gpu = on_gpu
+        self._depth = 0
+        self._seconds = 0.0
+        self._waits, self._works = _Intervals(), _Intervals()
+        self._work_end: Any = None
+
+    @contextmanager
+    def waiting(self, stream: Any = None) -> Iterator[None]:
+        """Measure what the block waits for; of waits inside each other the outer one counts.
+
+        Args:
+            stream: Which waits; the current one.
+        """
+        if not self.running or self._depth:
+            yield
+            return
+        self._depth += 1
+        is_inside = self._work_end is not None
+        self._end_work()  # a ring inside of an exchange of heads waits within its own work
+        start, end = self._waits.next() if self._on_gpu else (None, None)
+        began = time.perf_counter()
+        if start is not None:
+            start.record(stream or torch.cuda.current_stream())
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if end is not None:
+                end.record(stream or torch.cuda.current_stream())
+            else:
+                self._seconds += time.perf_counter() - began
+            if is_inside:
+                self._begin_work()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Mark work of the current stream, beside which other streams may wait."""
+        if not (self.running and self._on_gpu):
+            yield
+            return
+        self._begin_work()
+        try:
+            yield
+        finally:
+            self._end_work()
+
+    def read(self) -> float:
+        """Return the seconds since the last call. On a GPU the host must have waited for the streams' work."""
+        seconds, self._seconds = self._seconds, 0.0
+        first = self._waits.first
+        waits = self._waits.read(first)
+        works = self._works.read(first)
+        return seconds + alone(waits, works) / 1e3
+
+    def _begin_work(self) -> None:
+        start, self._work_end = self._works.next()
+        start.record(torch.cuda.current_stream())
+
+    def _end_work(self) -> None:
+        if self._work_end is not None:
+            self._work_end.record(torch.cuda.current_stream())
+            self._work_end = None
+
+    def metered(self, transfer: Transfer) -> Transfer:
+        """Return the transfer, whose waits are measured."""
+        return _Metered(transfer, self)
+
+    def of_stream(self, stream: Any) -> Any:
+        """Return a CUDA stream again, so that whoever waits for it by `wait_stream` is measured."""
+        return metered_stream(stream, self)
+
+
+def alone(waits: Iterable[tuple[float, float]], works: Iterable[tuple[float, float]]) -> float:
+    """Return for how long there was a wait and no work.
+
+    Args:
+        waits: From when to when, in any unit and order; they may overlap.
+        works: Likewise.
+    """
+    edges = [(moment, change, 0) for wait in waits for moment, change in zip(wait, (1, -1), strict=True)]
+    edges += [(moment, 0, change) for work in works for moment, change in zip(work, (1, -1), strict=True)]
+    total, waiting, working, before = 0.0, 0, 0, 0.0
+    for moment, wait, work in sorted(edges):
+        if waiting and not working:
+            total += moment - before
+        waiting, working, before = waiting + wait, working + work, moment
+    return total
+
+
+def working(comm: object) -> AbstractContextManager[None]:
+    """Mark work of the current stream for the meter of a group, if it has one."""
+    meter = getattr(comm, "meter", None)
+    return meter.working() if isinstance(meter, WaitMeter) else nullcontext()
+
+
+class _Intervals:
+    """Pairs of events that are used again after each reading."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Any, Any]] = []
+        self._used = 0
+
+    @property
+    def first(self) -> Any:
+        """The first event since the last reading, None if there is none."""
+        return self._pairs[0][0] if self._used else None
+
+    def next(self) -> tuple[Any, Any]:
+        """Return events for the beginning and the end of an interval."""
+        if self._used == len(self._pairs):
+            self._pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+        self._used += 1
+        return self._pairs[self._used - 1]
+
+    def read(self, origin: Any) -> list[tuple[float, float]]:
+        """Return the intervals that are over, in milliseconds after an event, and forget them."""
+        pairs, self._used = self._pairs[: self._used], 0
+        if origin is None:
+            return []
+        return [(origin.elapsed_time(start), origin.elapsed_time(end)) for start, end in pairs if end.query()]
+
+
+class _Metered:
+    """A `Transfer` whose waits are measured."""
+
+    def __init__(self, transfer: Transfer, meter: WaitMeter) -> None:
+        self._transfer, self._meter = transfer, meter
+
+    def wait(self) -> tuple[Tensor, ...]:
+        with traced("wait for exchange"), self._meter.waiting():
+            return self._transfer.wait()
+
+
+def metered_stream(stream: Any, meter: WaitMeter) -> Any:
+    """Return a CUDA stream again; see `WaitMeter.of_stream`.
+
+    `Stream.wait_stream` waits for an event that it asks the other stream to record: that event knows of the wait.
+    """
+
+    class Recorded(torch.cuda.Event):
+        """What somebody is about to wait for."""
+
+        def wait(self, stream: Any = None) -> None:
+            with traced("wait for ZeRO"), meter.waiting(stream):
+                super().wait(stream)
+
+    class Watched(torch.cuda.Stream):
+        """The same stream."""
+
+        def record_event(self, event: Any = None) -> Any:
+            return super().record_event(Recorded() if event is None else event)  # type: ignore[no-untyped-call]
+
+    place = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
+    return Watched(**place)  # type: ignore[no-untyped-call]

@@ -1,0 +1,109 @@
+"""What ranks tell each other once a step, in one all-gather: with it the host waits for the device once a step."""
+
+import math
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from bmburst.comm.protocol import Communicator
+from bmburst.train.clock import Timing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFacts:
+    """What a rank's host knows when it has launched a step's backward.
+
+    Attributes:
+        pairs: Scores that attention counts, of a head and layer, in the sequences of this data rank.
+        memory: Largest allocated bytes since the last exchange; on a CPU of the process so far.
+        reserved: Largest reserved bytes; 0 on a CPU.
+        stop: Signal that asks this rank to stop; 0 for none.
+        data: Of the step before; see `Timing`.
+        compute: Likewise.
+        waits: Likewise.
+        optimizer: Likewise.
+    """
+
+    pairs: float = 0.0
+    memory: float = 0.0
+    reserved: float = 0.0
+    stop: float = 0.0
+    data: float = 0.0
+    compute: float = 0.0
+    waits: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def timing(self) -> Timing:
+        """The timing alone."""
+        return Timing(data=self.data, compute=self.compute, waits=self.waits, optimizer=self.optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """A step, as all ranks know it: the same on each.
+
+    Attributes:
+        shares: Each rank's share of the mean loss; their mean is the loss.
+        squares: Each rank's sum of squares of its part of the gradient.
+        tokens: Labels that counted.
+        hosts: What each rank's host said.
+    """
+
+    shares: tuple[float, ...]
+    squares: tuple[float, ...]
+    tokens: int
+    hosts: tuple[HostFacts, ...]
+
+    @classmethod
+    def none(cls, ranks: int) -> "StepFacts":
+        """Return those of a run that has done no step."""
+        return cls((0.0,) * ranks, (0.0,) * ranks, 0, (HostFacts(),) * ranks)
+
+    @property
+    def pairs(self) -> float:
+        """Scores that attention counts, as often as ranks share a sequence."""
+        return sum(host.pairs for host in self.hosts)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the labels, in nats."""
+        return sum(self.shares) / len(self.shares)
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the whole gradient."""
+        total = sum(self.squares)
+        return math.sqrt(total) if total >= 0 else math.nan
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are: whether the step may be taken."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def exchange(comm: Communicator, share: Tensor, square: Tensor, tokens: Tensor, facts: HostFacts) -> StepFacts:
+    """Return what all ranks give. Every rank calls it; the host waits for the device, and does not otherwise.
+
+    Args:
+        comm: All ranks.
+        share: This rank's share of the loss, a scalar on its device.
+        square: Sum of squares of its part of the gradient, likewise.
+        tokens: Labels of all ranks that count, likewise.
+        facts: What its host knows.
+    """
+    on_gpu = share.is_cuda
+    host = torch.tensor(astuple(facts), dtype=torch.float64, pin_memory=on_gpu)
+    mine = torch.cat(
+        [torch.stack([scalar.double() for scalar in (share, square, tokens)]), host.to(share.device, non_blocking=True)]
+    )
+    (gathered,) = comm.all_gather(mine).wait()
+    rows: list[list[float]] = gathered.tolist()
+    names = [declared.name for declared in fields(HostFacts)]
+    return StepFacts(
+        shares=tuple(row[0] for row in rows),
+        squares=tuple(row[1] for row in rows),
+        tokens=int(rows[0][2]),
+        hosts=tuple(HostFacts(**dict(zip(names, row[3:], strict=True))) for row in rows),
+    )

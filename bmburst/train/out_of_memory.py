@@ -1,0 +1,209 @@
+"""What a rank says when its GPU's memory is over: what uses it, line by line, and which settings would fit."""
+
+import contextlib
+import dataclasses
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from bmburst.errors import RunError, UserError
+from bmburst.plan.candidates import RECOMPUTE
+from bmburst.plan.hardware import Hardware, hardware_of, load_hardware
+from bmburst.plan.memory import Memory
+from bmburst.plan.search import Prediction, search
+from bmburst.plan.task import Task
+from bmburst.recompute_policy import AUTO
+from bmburst.train.config import TrainConfig
+
+_GIB = 2**30
+_MOST = 6  # settings that are shown
+_SMALL_CHUNK = 256  # tokens
+_MORE_RANKS = (2, 4, 8)
+_FRAGMENTS = 0.05  # of the GPU: reserved and not allocated
+_LESS = 0.95  # of what is predicted for the settings that did not fit
+_FRUGAL = "block"  # what "auto" has come to where memory is over
+_OUTER = {"heads": "none", "ring": "ring", "kv": "ring", "burst": "ring", "gather": "gather"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """A GPU when its memory was over, in bytes.
+
+    Attributes:
+        device: Its name.
+        total: What it has.
+        allocated: Of tensors.
+        peak: Most of them at a time, in this step.
+        reserved: What torch's allocator has taken.
+    """
+
+    device: str
+    total: int
+    allocated: int
+    peak: int
+    reserved: int
+
+    @classmethod
+    def now(cls) -> "DeviceMemory":
+        """Return the current GPU's; zeros where there is none."""
+        if not torch.cuda.is_available():
+            return cls(device="CPU", total=0, allocated=0, peak=0, reserved=0)
+        return cls(
+            device=torch.cuda.get_device_name(),
+            total=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+            allocated=torch.cuda.memory_allocated(),
+            peak=torch.cuda.max_memory_allocated(),
+            reserved=torch.cuda.memory_reserved(),
+        )
+
+
+@contextlib.contextmanager
+def explained(config: TrainConfig) -> Iterator[None]:
+    """Turn torch's error of a GPU whose memory is over into one that says what uses it.
+
+    Raises:
+        RunError: The memory was not enough.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        where = f"rank {os.environ.get('RANK', '0')} (host {socket.gethostname()})"
+        text = explain(config, ranks, max(1, ranks // max(here, 1)), DeviceMemory.now(), where, str(error))
+        raise RunError(text, on_all_ranks=False) from error
+
+
+def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, where: str, error: str) -> str:
+    """Return the message.
+
+    Args:
+        config: The run.
+        ranks: In all.
+        nodes: On which they are.
+        memory: Of the GPU.
+        where: Rank and host.
+        error: What torch said.
+    """
+    hardware = _hardware(memory)
+    lines = [
+        f"{where} ran out of GPU memory: {error.splitlines()[0].split('. GPU ')[0] if error else 'no more was there'}",
+        f"  torch: {_gib(memory.allocated)} allocated, {_gib(memory.peak)} at most in this step, "
+        f"{_gib(memory.reserved)} reserved, of {_gib(memory.total)}",
+    ]
+    if memory.total and memory.reserved - memory.allocated > _FRAGMENTS * memory.total:
+        lines.append("  much is reserved and not allocated: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help")
+    predicted = _memory(config, ranks, nodes, hardware)
+    if predicted is None:
+        return "\n".join([*lines, "the planner cannot say what uses it: bmburst plan --help"])
+    lines.append(f"a step of this configuration at its fullest moment ({predicted.moment}), as bmburst plan predicts:")
+    parts = _parts(predicted)
+    lines += [f"  {_gib(size):>11}  {name}" for name, size in sorted(parts.items(), key=lambda part: -part[1])]
+    lines.append(f"  {_gib(sum(parts.values())):>11}  together")
+    return "\n".join([*lines, *_settings(config, ranks, nodes, hardware, sum(parts.values()))])
+
+
+def _settings(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, now: float) -> list[str]:
+    fitting = []
+    limit = min(hardware.memory, _LESS * now)  # where the prediction is too low, it is so for all
+    for words, changed, times in _changes(config):
+        memory = _memory(changed, ranks * times, nodes * times, hardware)
+        size = 0.0 if memory is None else sum(_parts(memory).values())
+        if memory is not None and size <= limit:
+            fitting.append(f"  {_gib(size):>11}  {words}")
+    if not fitting:
+        return [
+            "none of recompute, offload, loss chunk and up to 8 times the ranks would fit: shorten --sequence-length"
+        ]
+    return ["settings that would fit, as predicted (they need a few percent to spare):", *fitting[:_MOST]]
+
+
+def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
+    """Yield options, the configuration with them, and the multiple of the ranks: what costs least comes first."""
+    single: list[tuple[str, TrainConfig]] = []
+    for policy in (policy for policy in reversed(RECOMPUTE) if policy not in ("none", config.recompute)):
+        single.append((f"--recompute {policy}", config.replace(recompute=policy)))
+    if config.parallel.zero_level == 2:
+        three = dataclasses.replace(config.parallel, zero_level=3)
+        single.append(("--parallel.zero-level 3", config.replace(parallel=three)))
+    if config.loss_chunk_tokens > _SMALL_CHUNK:
+        single.append((f"--loss-chunk-tokens {_SMALL_CHUNK}", config.replace(loss_chunk_tokens=_SMALL_CHUNK)))
+    if not config.optimizer.offload:
+        single.append(("--optimizer.offload", _offloaded(config)))
+    yield from ((words, changed, 1) for words, changed in single)
+    frugal = _offloaded(config).replace(recompute=_FRUGAL)
+    both = f"--optimizer.offload --recompute {_FRUGAL}"
+    yield both, frugal, 1
+    smallest = frugal.replace(loss_chunk_tokens=min(config.loss_chunk_tokens, _SMALL_CHUNK))
+    all_three = f"{both} --loss-chunk-tokens {smallest.loss_chunk_tokens}"
+    yield all_three, smallest, 1
+    for times in _MORE_RANKS:
+        yield f"{times} times the ranks, all of them in --sequence-parallel", _spread(config, times), times
+    for times in _MORE_RANKS:
+        yield f"{times} times the ranks in --sequence-parallel, {all_three}", _spread(smallest, times), times
+
+
+def _offloaded(config: TrainConfig) -> TrainConfig:
+    return config.replace(optimizer=dataclasses.replace(config.optimizer, offload=True))
+
+
+def _spread(config: TrainConfig, times: int) -> TrainConfig:
+    sequence = config.parallel.sequence_parallel
+    wider = dataclasses.replace(config.parallel, sequence_parallel=None if sequence is None else sequence * times)
+    return config.replace(parallel=wider)
+
+
+def _hardware(memory: DeviceMemory) -> Hardware:
+    known = hardware_of(memory.device) or load_hardware("h200")
+    return dataclasses.replace(known, memory=float(memory.total) or known.memory)
+
+
+def _memory(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Memory | None:
+    """Return what a step takes, None where the planner does not know such a one."""
+    parallel = config.parallel
+    try:
+        task = Task(
+            model=config.model,
+            sequence=config.sequence_length,
+            gpus=ranks,
+            nodes=nodes,
+            batch=config.batch_size,
+            micro_batch=config.micro_batch_size,
+            dtype=config.dtype,
+            loss_chunk=config.loss_chunk_tokens,
+            mlp_chunk=config.mlp_chunk_tokens,
+            host_optimizer=config.optimizer.offload,
+        )
+        found = search(
+            task,
+            hardware,
+            recompute=[_FRUGAL if config.recompute == AUTO else config.recompute],
+            zero=[parallel.zero_level],
+            tensor=[parallel.tensor_parallel],
+        )
+    except UserError:
+        return None
+    alike = [each for each in found if each.candidate.data == parallel.data_parallel]
+    wanted = [each for each in alike if _is_as(config, each)] or alike
+    return min(wanted, key=lambda each: each.seconds).memory if wanted else None
+
+
+def _is_as(config: TrainConfig, prediction: Prediction) -> bool:
+    """Whether attention is spread as the configuration says, where it does."""
+    parallel, candidate = config.parallel, prediction.candidate
+    if parallel.head_parallel is not None:
+        return candidate.heads == parallel.head_parallel
+    if parallel.strategy in _OUTER:
+        alone = candidate.heads == 1 or parallel.strategy == "heads"
+        return alone and candidate.outer in (_OUTER[parallel.strategy], "none" if candidate.sequence == 1 else "")
+    return True
+
+
+def _parts(memory: Memory) -> Mapping[str, float]:
+    return {**memory.lines, **memory.outside}
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / _GIB:.2f} GiB"

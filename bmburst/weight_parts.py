@@ -1,0 +1,218 @@
+"""Tensors that lie on all ranks into files: gathered one at a time, each written by one rank, several ranks at once.
+
+What a rank holds of a model is never more than a few tensors: one that is gathered, one that waits to be written, one
+that is written. While a rank's disk writes, the others gather on.
+"""
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bmburst.errors import UserError
+from bmburst.weight_files import SafetensorsWriter, TensorFile, open_tensors, read_json, write_text
+
+PART_BYTES = 2 << 30
+"""From this size on one more rank writes a file of its own, as long as there are ranks on the first host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A tensor that can be put together on any rank.
+
+    Attributes:
+        name: Its name in the file.
+        shape: Its shape.
+        dtype: Its dtype.
+        gather: Called on every rank with the same rank, which gets the tensor; the others get None.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gather: Callable[[int], Tensor | None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def index_name(stem: str) -> str:
+    """Return the file that says which part holds which tensor, where there are several."""
+    return f"{stem}.safetensors.index.json"
+
+
+def owners_of(sizes: Sequence[int], writers: int, part_bytes: int) -> list[int]:
+    """Return which rank writes each tensor: always the one with the fewest bytes so far; rank 0 alone if they are few.
+
+    Args:
+        sizes: Bytes of each tensor.
+        writers: Ranks that may write, at most.
+        part_bytes: Bytes from which on another rank helps.
+    """
+    parts = max(1, min(writers, len(sizes), -(-sum(sizes) // part_bytes)))
+    loads, owners = [0] * parts, []
+    for size in sizes:
+        owner = loads.index(min(loads))
+        loads[owner] += size
+        owners.append(owner)
+    return owners
+
+
+def save_parts(
+    folder: Path,
+    stem: str,
+    tensors: Sequence[Gathered],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    part_bytes: int | None = None,
+) -> None:
+    """Write `STEM.safetensors`, or of large models its parts and their index, as Hugging Face names them.
+
+    Every rank calls it. Ranks of the first host write, so that the folder need not be seen by others.
+
+    Raises:
+        UserError: On all ranks, if one of them cannot write.
+    """
+    import bmtrain as bmt
+
+    owners = owners_of([t.nbytes for t in tensors], bmt.config["local_size"], part_bytes or PART_BYTES)
+    parts, rank = max(owners) + 1, bmt.rank()
+    files = [f"{stem}.safetensors"]
+    if parts > 1:
+        files = [f"{stem}-{part + 1:05}-of-{parts:05}.safetensors" for part in range(parts)]
+    mine = [(t.name, t.shape, t.dtype) for t, owner in zip(tensors, owners, strict=True) if owner == rank]
+
+    def write() -> None:
+        pending = zip(tensors, owners, strict=True)
+        try:
+            if not mine:
+                return
+            with SafetensorsWriter(folder / files[rank], mine, metadata) as file, _Writing(file) as writing:
+                for tensor, owner in pending:
+                    full = tensor.gather(owner)
+                    if full is not None:
+                        writing.put(full.cpu())
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror}\nfix: name a writable directory") from error
+        finally:
+            for tensor, owner in pending:  # what this rank did not take: the other ranks are in it
+                tensor.gather(owner)
+
+    together(write)
+
+    def finish() -> None:
+        if rank == 0:
+            _write_index(folder, stem, tensors, [files[owner] for owner in owners])
+
+    together(finish)
+
+
+def open_parts(folder: Path, stem: str) -> TensorFile:
+    """Open what `save_parts` wrote.
+
+    Raises:
+        UserError: A file is missing or damaged.
+    """
+    index = folder / index_name(stem)
+    if not index.exists():
+        return open_tensors(folder / f"{stem}.safetensors")
+    return JoinedFiles([open_tensors(folder / part) for part in sorted(parts_of(index))])
+
+
+def parts_of(index: Path) -> set[str]:
+    """Return the names of the files that an index lists.
+
+    Raises:
+        UserError: It lists none.
+    """
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(isinstance(part, str) for part in where.values()):
+        raise UserError(f"{index} has no weight_map of tensor names to files\nfix: copy the file again")
+    return set(where.values())
+
+
+class JoinedFiles:
+    """Several files as one `TensorFile`."""
+
+    def __init__(self, files: Sequence[TensorFile]) -> None:
+        self._files = {name: file for file in files for name in file.shapes}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: file.shapes[name] for name, file in self._files.items()}
+
+    def read(self, name: str, begin: int, end: int) -> Tensor:
+        """See `TensorFile.read`."""
+        return self._files[name].read(name, begin, end)
+
+
+def together(action: Callable[[], None]) -> None:
+    """Do something on every rank; a UserError on one is raised on all, so that none is left waiting for the others."""
+    import bmtrain as bmt
+
+    problem = ""
+    try:
+        action()
+    except UserError as error:
+        problem = str(error)
+    problems = [text for text in bmt.store.allgather_objects(problem) if text]
+    if problems:
+        raise UserError(problems[0])
+
+
+def _write_index(folder: Path, stem: str, tensors: Sequence[Gathered], files: Sequence[str]) -> None:
+    index = folder / index_name(stem)
+    try:
+        if len(set(files)) == 1:
+            index.unlink(missing_ok=True)
+            return
+        where = {tensor.name: file for tensor, file in zip(tensors, files, strict=True)}
+        total = sum(tensor.nbytes for tensor in tensors)
+        write_text(index, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
+        (folder / f"{stem}.safetensors").unlink(missing_ok=True)  # of an earlier, smaller one: it would be read first
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}\nfix: name a writable directory") from error
+
+
+class _Writing:
+    """A thread that writes tensors in the order in which they are put; one may wait while another is written."""
+
+    def __init__(self, file: SafetensorsWriter) -> None:
+        self._file = file
+        self._waiting: queue.Queue[Tensor | None] = queue.Queue(maxsize=1)
+        self._problem: Exception | None = None
+        self._thread = threading.Thread(target=self._write, name="bmburst-weights", daemon=True)
+
+    def __enter__(self) -> "_Writing":
+        self._thread.start()
+        return self
+
+    def put(self, tensor: Tensor) -> None:
+        """Have a tensor written that nobody changes any more.
+
+        Raises:
+            OSError: One before could not be.
+        """
+        if self._problem is not None:
+            raise self._problem
+        self._waiting.put(tensor)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+        if kind is None and self._problem is not None:
+            raise self._problem
+
+    def _write(self) -> None:
+        while (tensor := self._waiting.get()) is not None:
+            if self._problem is None:
+                try:
+                    self._file.write(tensor)
+                except Exception as error:  # the end of a thread: whoever puts the next one raises it
+                    self._problem = error
+            del tensor

@@ -1,0 +1,146 @@
+"""Exposed communication: what a meter counts, with events on streams whose time is set by hand."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bmburst.comm.checks import Checked
+from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.meter import WaitMeter
+
+
+class Stream:
+    """A stream at a time of its own, in milliseconds."""
+
+    def __init__(self, now=0.0, stream_id=7, device_index=0, device_type=1):
+        self.now, self.stream_id, self.device_index, self.device_type = now, stream_id, device_index, device_type
+
+    def record_event(self, event=None):
+        event = event or torch.cuda.Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        event.wait(self)
+
+    def wait_stream(self, stream):
+        self.wait_event(stream.record_event())
+
+
+class Event:
+    def __init__(self, **_):
+        self.at = None
+
+    def record(self, stream):
+        self.at = stream.now
+
+    def wait(self, stream):
+        stream.now = max(stream.now, self.at)
+
+    def query(self):
+        return self.at is not None
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+@pytest.fixture
+def current(monkeypatch):
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    return stream
+
+
+def test_only_what_a_stream_stands_still_for_counts(current):
+    meter = WaitMeter(on_gpu=True)
+
+    def wait_until(moment):
+        with meter.waiting():
+            current.now = max(current.now, moment)
+
+    wait_until(50)
+    meter.running = True
+    current.now = 100
+    wait_until(130)
+    wait_until(20)  # over long ago
+    with meter.waiting():
+        wait_until(145)  # once, not twice
+    assert meter.read() == pytest.approx(0.045)
+    assert meter.read() == 0
+    wait_until(150)
+    assert meter.read() == pytest.approx(0.005)
+
+
+def test_a_wait_beside_another_streams_work_is_hidden(current, monkeypatch):
+    meter = WaitMeter(on_gpu=True)
+    meter.running, other = True, Stream()
+
+    def on(stream, context, until):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        with context:
+            stream.now = max(stream.now, until)
+
+    on(current, meter.waiting(), 10)  # both wait for their first unit: once
+    on(other, meter.waiting(), 25)  # hidden until 20, when the other stream's kernel ends
+    on(current, meter.working(), 20)
+    on(other, meter.working(), 50)
+    on(current, meter.waiting(), 60)  # 50 to 60
+    assert meter.read() == pytest.approx(0.025)
+    on(current, meter.working(), 90)
+    assert meter.read() == 0
+
+
+def test_a_kernel_around_a_wait_of_its_own_stream_hides_nothing_of_it(current):
+    """A ring inside an exchange of heads waits within its work."""
+    meter = WaitMeter(on_gpu=True)
+    meter.running = True
+    with meter.working():
+        current.now = 5
+        with meter.waiting():
+            current.now = 12
+        current.now = 20
+    assert meter.read() == pytest.approx(0.007)
+
+
+def test_whoever_waits_for_a_metered_stream_is_measured(current):
+    meter = WaitMeter(on_gpu=True)
+    loading = meter.of_stream(Stream(now=80, stream_id=3))
+    assert isinstance(loading, Stream) and loading.stream_id == 3
+    loading.now, meter.running = 80, True
+    current.now = 50
+    current.wait_stream(loading)
+    assert current.now == 80 and meter.read() == pytest.approx(0.030)
+    loading.wait_stream(current)  # the other way round nobody stands still for communication
+    given = Event()
+    assert loading.record_event(given) is given and given.at == 80
+    assert meter.read() == 0
+
+
+def test_on_a_cpu_calls_and_waits_of_a_group_are_measured_over_every_transport_of_it(monkeypatch):
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.seconds)
+
+    def taking(seconds, result):
+        now.seconds += seconds
+        return result
+
+    slow = SimpleNamespace(rank=0, size=2, transport="gloo")
+    slow.all_reduce = lambda _: taking(2, SimpleNamespace(wait=lambda: taking(3, "sum")))
+    slow.all_gather = lambda mine: SimpleNamespace(wait=lambda: (torch.stack([mine, mine]),))
+    group = Checked(slow, torch.device("cpu"))
+    meter = group.meter = WaitMeter(on_gpu=False)
+    other = group.over(slow)
+    assert other.all_reduce(torch.ones(1)).wait() == "sum"
+    assert meter.read() == 0
+    meter.running = True
+    transfer = other.all_reduce(torch.ones(1))
+    now.seconds += 100  # our own work
+    assert transfer.wait() == "sum"
+    assert meter.read() == 5
+    alone = Checked(LocalCommunicator(0, [[Wire()]]), torch.device("cpu"))
+    alone.meter = meter
+    assert torch.equal(alone.all_reduce(torch.ones(1)).wait()[0], torch.ones(1))

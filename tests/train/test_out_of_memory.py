@@ -1,0 +1,96 @@
+"""What a rank says when its GPU's memory is over, and that it says it once."""
+
+import re
+
+import pytest
+import torch
+
+from bmburst.blocks.presets import preset
+from bmburst.errors import RunError
+from bmburst.plan.candidates import Candidate
+from bmburst.plan.hardware import load_hardware
+from bmburst.plan.memory import memory_of
+from bmburst.plan.task import Task
+from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
+from bmburst.train.out_of_memory import DeviceMemory, explain, explained
+
+GIB = 2**30
+ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB"
+
+
+def config(length, **changes):
+    values = {"preset": "llama-3-8b", "model": long(length), "sequence_length": length, "dtype": "bfloat16"}
+    return TrainConfig(**values | changes)
+
+
+def long(length):
+    import dataclasses
+
+    return dataclasses.replace(preset("llama-3-8b"), max_position_embeddings=length)
+
+
+def said(run, ranks=8, gib=139.8, reserved=130.0):
+    memory = DeviceMemory(
+        device="NVIDIA H200",
+        total=int(gib * GIB),
+        allocated=int(125 * GIB),
+        peak=int(126.5 * GIB),
+        reserved=int(reserved * GIB),
+    )
+    return explain(run, ranks, 1, memory, "rank 3 (host gpu07)", ERROR)
+
+
+def test_every_line_of_the_planner_is_there_and_adds_up():
+    text = said(config(2**21, parallel=ParallelConfig(strategy="heads")))
+    lines = text.splitlines()
+    assert lines[0] == "rank 3 (host gpu07) ran out of GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert "125.00 GiB allocated, 126.50 GiB at most in this step, 130.00 GiB reserved, of 139.80 GiB" in lines[1]
+    task = Task(model=long(2**21), sequence=2**21, gpus=8, loss_chunk=1024)
+    candidate = Candidate(task=task, data=1, tensor=1, heads=8, outer="none")
+    expected = memory_of(candidate, load_hardware("h200"))
+    parts = dict(
+        reversed(found) for found in re.findall(r"^ +([\d.]+) GiB  (.+)$", text.split("settings that")[0], re.M)
+    )
+    assert float(parts.pop("together")) == pytest.approx(expected.total / GIB, abs=0.01)
+    assert {name: float(size) for name, size in parts.items()} == pytest.approx(
+        {name: size / GIB for name, size in {**expected.lines, **expected.outside}.items()}, abs=0.01
+    )
+
+
+def settings_of(text):
+    found = re.findall(r"^ +([\d.]+) GiB  (.+)$", text.partition("settings that would fit")[2], re.M)
+    return {words: float(size) for size, words in found}
+
+
+def test_settings_that_would_fit_do_and_others_are_not_named():
+    run = config(2**21)
+    fitting = settings_of(said(run))
+    assert fitting and all(size <= 139.8 for size in fitting.values())
+    assert "--recompute block" in fitting
+    tight = settings_of(said(run, gib=60))
+    assert tight and all(size <= 60 for size in tight.values()) and "--recompute block" not in tight
+    assert any(words.startswith(("2 times", "4 times")) for words in tight)
+    assert "would fit: shorten --sequence-length" in said(run, gib=3)
+    offloaded = config(2**21, optimizer=OptimizerConfig(offload=True))
+    assert not any(words == "--optimizer.offload" for words in settings_of(said(offloaded)))
+    assert " optimizer\n" in said(run) and " optimizer\n" not in said(offloaded)
+
+
+def test_fragments_are_named_where_they_are_large():
+    assert "expandable_segments" in said(config(2**20), reserved=138)
+    assert "expandable_segments" not in said(config(2**20), reserved=126)
+
+
+def test_a_model_that_the_planner_cannot_spread_is_said_in_words():
+    text = said(config(2**20, parallel=ParallelConfig(data_parallel=3)), ranks=7)
+    assert "the planner cannot say" in text
+
+
+def test_torchs_error_becomes_ours(monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    with (
+        pytest.raises(RunError, match=r"rank 5 \(host .*\) ran out of GPU memory: Tried") as caught,
+        explained(config(2**17)),
+    ):
+        raise torch.OutOfMemoryError("Tried to allocate 5.00 GiB. GPU 0 has")
+    assert not caught.value.on_all_ranks

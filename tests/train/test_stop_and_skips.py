@@ -1,0 +1,134 @@
+"""A run that was asked to stop goes on as if it had not been; steps that are not finite change nothing, and count."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from bmburst.errors import RunError
+from bmburst.train import checkpoint
+from bmburst.train.config import ScheduleConfig
+from bmburst.train.exchange import HostFacts, StepFacts
+from bmburst.train.skips import Skips
+from tests.distributed.programs import run_program
+from tests.train import run_program as program
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(folder):
+    return [[line[key] for key in ("step", "loss", "lr", "grad_norm", "skipped_steps")] for line in lines(folder)]
+
+
+def trainer(folder, name, **changes):
+    from bmburst.train.trainer import Trainer
+
+    values = {"schedule": ScheduleConfig(kind="constant", warmup_steps=2), "checkpoint_every": 0} | changes
+    made = Trainer(program.config(folder, name, **values))
+    made.restore()
+    return made
+
+
+def test_a_signal_on_one_rank_stops_all_after_the_same_step(tmp_path):
+    run_program(2, _stopped, tmp_path)
+    run = tmp_path / "stopped"
+    assert [line["step"] for line in lines(tmp_path / "whole")] == [1, 2, 3, 4, 5, 6]
+    assert numbers(run) == numbers(tmp_path / "whole")
+    evals = [(folder / "evals.jsonl").read_text() for folder in (run, tmp_path / "whole")]
+    assert evals[0] == evals[1]
+    said = (tmp_path / "said.txt").read_text()
+    assert "stopped after step 3 by SIGUSR1 on rank 1 (host" in said and "stopped after step 4 by SIGTERM" in said
+    assert not (run / "sample.txt").exists() or "|" in (run / "sample.txt").read_text()
+
+
+def _stopped(folder):
+    trainer(folder, "whole").train()
+    for moment, signum in ((3, signal.SIGUSR1), (4, signal.SIGTERM)):
+        ours = trainer(folder, "stopped", resume=moment > 3, steps=100)
+        forward = ours.backward
+
+        def asked(*batch, ours=ours, forward=forward, moment=moment, signum=signum):
+            if ours.steps_done + 1 == moment and ours.runtime.rank == 1:
+                os.kill(os.getpid(), signum)
+            return forward(*batch)
+
+        ours.backward = asked
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            ours.train()
+        assert ours.steps_done == moment
+        assert checkpoint.read_progress(checkpoint.newest_complete(folder / "stopped")).step == moment
+        assert signal.getsignal(signum) is signal.SIG_DFL
+        if ours.is_main:
+            with (folder / "said.txt").open("a") as file:
+                file.write(said.getvalue())
+    trainer(folder, "stopped", resume=True).train()
+
+
+def facts(shares=(1.0, 1.0), squares=(1.0, 1.0)):
+    return StepFacts(shares, squares, 8, (HostFacts(),) * len(shares))
+
+
+def test_what_is_not_finite_is_said_with_its_rank():
+    skips = Skips(["a", "b"], most=3)
+    skips.add(1, facts())
+    assert (skips.total, skips.said) == (0, "")
+    skips.add(2, facts(shares=(1.0, math.nan), squares=(math.inf, math.inf)))
+    assert skips.said == "step 2 is skipped: the loss is not finite on rank 1 (host b)"
+    skips.add(3, facts(squares=(math.nan, math.inf)))
+    assert (
+        skips.said
+        == "step 3 is skipped: losses are finite, but the gradient is not in the parts of rank 0 (host a) and 1 more"
+    )
+    skips.require()
+    skips.add(4, facts())
+    for step in (5, 6, 7):
+        skips.require()
+        skips.add(step, facts(shares=(-math.inf, 1.0)))
+    with pytest.raises(RunError, match=r"3 steps in a row were skipped.*it began so: step 5 .* on rank 0"):
+        skips.require()
+    assert skips.total == 5
+    endless = Skips(["a"], most=0)
+    for step in range(50):
+        endless.add(step, facts(shares=(math.nan,), squares=(math.nan,)))
+    endless.require()
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(tmp_path):
+    run_program(2, _skipping, tmp_path)
+    assert [(line["step"], line["loss"] is None, line["skipped_steps"]) for line in lines(tmp_path / "run")] == [
+        (1, False, 0),
+        (2, True, 1),
+        (3, False, 1),
+        (4, True, 2),
+        (5, True, 3),
+    ]
+    assert (tmp_path / "said.txt").read_text().count("is skipped: the loss is not finite on rank 1") == 3
+
+
+def _skipping(folder):
+    ours = trainer(folder, "run", steps=9, max_skipped_steps=2, checkpoint_every=3)
+    original, parameters = ours.model.loss, [p for g in ours.optimizer.param_groups for p in g["params"]]
+    held = []
+
+    def loss(*args, **kwargs):
+        if torch.is_grad_enabled():
+            held.append([p.detach().clone() for p in parameters])
+        bad = ours.runtime.rank == 1 and ours.steps_done + 1 in (2, 4, 5, 6)
+        return original(*args, **kwargs) * (math.nan if bad else 1.0)
+
+    ours.model.loss = loss
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(RunError, match="2 steps in a row"):
+        ours.train()
+    torch.testing.assert_close(held[4], held[2], rtol=0, atol=0, equal_nan=True)  # two microbatches a step
+    assert not all(map(torch.equal, held[6], held[4]))
+    newest = checkpoint.read_progress(checkpoint.newest_complete(folder / "run"))
+    assert (newest.step, newest.skipped) == (3, 1)
+    if ours.is_main:
+        (folder / "said.txt").write_text(said.getvalue())
