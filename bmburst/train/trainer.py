@@ -4,13 +4,11 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from bmburst import data, hugging_face
 from bmburst.errors import UserError
@@ -23,6 +21,8 @@ from bmburst.train import checkpoint
 from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
 from bmburst.train.evaluate import measure
 from bmburst.train.host_memory import available_bytes, shortage, state_bytes
+from bmburst.train.loading import Loader
+from bmburst.train.local_batch import LocalBatch
 from bmburst.train.lr import learning_rate
 from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, memory_gib
 from bmburst.train.plot import plot_losses
@@ -100,6 +100,7 @@ class Trainer:
             data_rank=self.mesh.data_rank,
             data_parallel=self.mesh.shape.data,
         )
+        self._loader = Loader(self.cut, self.runtime.device)
         attention = partial(
             BurstAttention,
             group=self.mesh.sequence,
@@ -181,7 +182,7 @@ class Trainer:
         # Shapes are compared between GPUs in this process's first step: every later one does the same.
         self.mesh.set_checks(self._is_first)
         self._is_first = False
-        loss, tokens = self.backward(*self.next_batch())
+        loss, tokens = self.backward(self.next_batch())
         rate, norm = self.update()
         seconds = time.perf_counter() - started
         return StepMetrics(
@@ -195,33 +196,31 @@ class Trainer:
             memory_gib=memory_gib(),
         )
 
-    def next_batch(self) -> tuple[Tensor, Tensor, tuple[tuple[int, ...], ...] | None]:
-        """Move on in the data by one step, and return what `backward` takes."""
-        samples = torch.from_numpy(next(self.batches)).to(self.runtime.device)
-        return samples[:, :-1], samples[:, 1:], self.batches.documents
+    def next_batch(self) -> LocalBatch:
+        """Move on in the data by one step, and return this rank's part of it; the one after is read meanwhile.
 
-    def backward(
-        self, inputs: Tensor, labels: Tensor, documents: Sequence[Sequence[int]] | None = None
-    ) -> tuple[float, int]:
+        What is read ahead moves nothing: a checkpoint goes on from the last step that this returned.
+        """
+        is_last = self.steps_done + 1 >= self.config.steps
+        batch = self._loader.load(self.batches.coming(), None if is_last else self.batches.coming(steps=1))
+        next(self.batches)
+        return batch
+
+    def backward(self, batch: LocalBatch) -> tuple[float, int]:
         """Add the gradient of the mean loss of a step's labels, in microbatches.
 
         Args:
-            inputs: `[sequences of this data rank, sequence_length]` int64, whole sequences.
-            labels: The token after each, in the same shape; `IGNORE_INDEX` where there is no loss.
-            documents: Tokens of each document of each sequence, where a token sees only its own one.
+            batch: This rank's part of the sequences of its data rank.
 
         Returns:
             The mean loss in nats over all ranks' valid labels, and how many there are.
         """
-        # Counted before the cut: the mean must not depend on how ranks and microbatches share the labels.
-        (valid,) = self.mesh.data.all_reduce(count_valid(labels)).wait()
+        # Counted over all: the mean must not depend on how ranks and microbatches share the labels.
+        (counted,) = self.mesh.world.all_reduce(count_valid(batch.labels)).wait()
+        valid = counted // self.mesh.shape.tensor  # a tensor group's ranks have the same part
         mean = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
-        size = self.config.micro_batch_size
-        for first in range(0, len(inputs), size):
-            rows = slice(first, first + size)
-            packed = None if documents is None else documents[rows]
-            nats = token_losses(self.model, self.cut, inputs[rows], labels[rows], packed)
-            objective = global_mean(nats, valid, self.mesh.shape.size)
+        for part in batch.micro_batches(self.config.micro_batch_size):
+            objective = global_mean(token_losses(self.model, part), valid, self.mesh.shape.size)
             self._manager.backward(objective)
             mean += objective.detach()
         return self.mesh.sum(mean.item()) / self.mesh.shape.size, int(valid.item())

@@ -108,9 +108,9 @@ def test_continues_hugging_face_weights_on_longer_sequences(tmp_path):
 
     corpus = TokenFile.open(next((tmp_path / "tokens").glob("*.tokens")))
     train = PackedSequences(corpus, split="train", sequence_length=128, held_out_fraction=0.1)
-    ids = torch.from_numpy(next(Batches(train, batch_size=1, seed=0)))
-    logits = scaled(ids[:, :-1]).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
+    inputs, labels = map(torch.from_numpy, next(Batches(train, batch_size=1, seed=0)).whole())
+    logits = scaled(inputs).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
     assert lines(tmp_path / "run" / "metrics.jsonl")[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
