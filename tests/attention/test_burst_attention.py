@@ -15,7 +15,7 @@ from bmburst.errors import UserError
 from bmburst.mask import make_mask
 from bmburst.schedule import AttentionShape, backward_bytes, forward_bytes
 from bmburst_ops.flash import ReferenceKernel
-from tests.attention.oracle import draw, reference
+from tests.attention.oracle import draw, problem, reference
 from tests.distributed.processes import run_processes
 from tests.live_bytes import LiveBytes
 
@@ -51,8 +51,7 @@ def split_attention(comm, whole, layout, mask, dtype=torch.float64, with_lse=Tru
 
 
 def compare(comm, layout, mask, length, heads, kv_heads, options):
-    whole = draw(0, 2, length, heads, kv_heads, 8)
-    expected = reference(*whole[:4], mask, whole[4])
+    whole, expected = problem(length, heads, kv_heads, mask)
     for got, wanted in zip(split_attention(comm, whole, layout, mask, **options), expected, strict=True):
         torch.testing.assert_close(got.detach(), wanted, rtol=1e-9, atol=1e-10)
 

@@ -73,18 +73,20 @@ def run(folder, tmp_path_factory):
     return start
 
 
-def test_shell_blocks_run_in_order(run, folder):
-    printed = {}
-    for block in README:
-        if block.language == "bash" and not block.needs:
-            printed[block.line] = run("bash", "-euo", "pipefail", "-c", block.text)
-    everything = "\n".join(printed.values())
-    assert "rank 0 holds 502 of 1001 tokens" in everything
-    assert "(1, 256, 64) on each of 2 ranks" in everything
-    assert "step 9: loss" in everything
-    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+) nats", everything)]
+@pytest.fixture(scope="module")
+def shell(run):
+    """Run the shell blocks, and return what they printed."""
+    blocks = [block for block in README if block.language == "bash" and not block.needs]
+    return "\n".join([run("bash", "-euo", "pipefail", "-c", block.text) for block in blocks])
+
+
+def test_shell_blocks_run_in_order(shell, folder):
+    assert "rank 0 holds 502 of 1001 tokens" in shell
+    assert "(1, 256, 64) on each of 2 ranks" in shell
+    assert "step 9: loss" in shell
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+) nats", shell)]
     assert losses[-1] < losses[0] - 0.5, losses
-    assert re.search(r"bits per byte +\d", everything)
+    assert re.search(r"bits per byte +\d", shell)
     steps = (folder / "runs/small/metrics.jsonl").read_text().splitlines()
     assert len(steps) == 8
 
@@ -199,17 +201,16 @@ def test_fields_that_the_text_names_are_written():
     assert listed["evals.jsonl"].split(", ") == list(EvalMetrics.__dataclass_fields__)
 
 
-def test_the_run_folder_is_as_shown(run, folder):
+@pytest.mark.usefixtures("shell")
+def test_the_run_folder_is_as_shown(folder):
     text = next(block.text for block in README if block.text.startswith("config.json"))
     names = [line.split()[0] for line in text.splitlines()]
-    short = "--steps 1 --sequence-length 512 --eval-sequences 1 --sample-tokens 1"
-    run("bmburst", "train", "--data", "bmburst", *short.split(), "--output", "runs/shown")
-    written = {p.name for p in (folder / "runs/shown").iterdir()}
+    written = {p.name for p in (folder / "runs/small").iterdir()}
     assert written == {
         name.split("/")[0] for name, line in zip(names, text.splitlines(), strict=True) if line[0] != " "
     }
     inside = {name for name, line in zip(names, text.splitlines(), strict=True) if line[0] == " "}
-    assert {p.name for p in (folder / "runs/shown/checkpoints/step-000001").iterdir()} == inside
+    assert {p.name for p in (folder / "runs/small/checkpoints/step-000008").iterdir()} == inside
 
 
 def test_pre_commit_runs_what_make_check_runs():
