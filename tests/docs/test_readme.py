@@ -27,7 +27,7 @@ DOCUMENTS = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBU
 NOT_RUN = [block for name in DOCUMENTS for block in read_blocks(ROOT / name) if block.needs]
 PROGRAMS = {"bmburst": "-m bmburst", "torchrun": "-m torch.distributed.run", "python": ""}
 LIBRARIES = [ROOT, ROOT / "tests" / "docs" / "stand_ins"]  # model_center is not installed for the tests
-SECONDS = 180  # for one block
+SECONDS = 600  # for one block, on a machine that others load: more than that is a hang
 
 
 @pytest.fixture(scope="module")
