@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+import bmburst
+
 # What every rank uses. BMTrain is not among it: whether and how it is imported is for each rank to show.
 IMPORTED = ["torch.distributed", "bmburst.attention.module", "bmburst.train.trainer"]
 
@@ -23,10 +25,14 @@ def start_ranks(size: int, body: Callable[..., None], args: tuple[object, ...], 
         return mp.spawn(body, args=args, nprocs=size, join=False)
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
     here = dict(os.environ)  # the server has the environment of its own beginning
-    return mp.start_processes(_enter, args=(here, body, args), nprocs=size, join=False, start_method="forkserver")
+    ours = (here, bmburst.__file__, body, args)
+    return mp.start_processes(_enter, args=ours, nprocs=size, join=False, start_method="forkserver")
 
 
-def _enter(rank: int, environment: dict[str, str], body: Callable[..., None], args: tuple[object, ...]) -> None:
+def _enter(
+    rank: int, environment: dict[str, str], package: str, body: Callable[..., None], args: tuple[object, ...]
+) -> None:
+    assert bmburst.__file__ == package, f"the server has imported {bmburst.__file__}: it was started in another folder"
     os.environ.clear()
     os.environ.update(environment)
     try:
