@@ -1,9 +1,11 @@
 """Cutting a sequence over ranks and putting it together again. Nothing else in the package cuts one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -14,6 +16,8 @@ from bmburst.errors import UserError
 from bmburst.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.mask import Mask, make_mask
 from bmburst_ops.constants import IGNORE_INDEX
+
+Ids = npt.NDArray[np.int64]
 
 
 class ShardedBatch(NamedTuple):
@@ -142,6 +146,37 @@ class SequenceShard:
         mine, valid = self.take(labels, pad_value=IGNORE_INDEX), (labels != IGNORE_INDEX).sum()
         weights = (mine != IGNORE_INDEX).float() / valid.clamp(min=1)
         return ShardedBatch(self.take(tokens), mine, self._positions_in(masks, tokens), weights)
+
+    def read(self, sequence: Callable[[range], tuple[Ids, Ids]], documents: Mask | None = None) -> Ids:
+        """Return this rank's part of one sequence that nobody holds whole: only this rank's places are asked for.
+
+        What comes is what `batch` cuts from the whole sequence, in the layout `under` its documents. It is made without
+        torch, whose threads are not for one that only reads.
+
+        Args:
+            sequence: Gives inputs and labels at some places, each int64 `[len(places)]`. Places are below `length`.
+            documents: As in `batch`.
+
+        Returns:
+            int64 `[3, local_tokens]`: tokens, labels, and the position of each token in its document.
+
+        Raises:
+            UserError: The documents have more tokens than the sequence.
+        """
+        cut = self if documents is None else self.under(documents)
+        part = np.zeros((3, cut.local_tokens), np.int64)
+        tokens, labels, positions = part
+        labels[:] = IGNORE_INDEX
+        for run in cut.layout.runs(cut.rank):
+            positions[run.offset : run.offset + run.tokens] = np.arange(run.tokens) * run.stride + run.start
+            real = run.real(self.length)
+            here = slice(run.offset, run.offset + real)
+            tokens[here], labels[here] = sequence(range(run.start, run.start + real * run.stride, run.stride))
+        if documents is not None:
+            labels[positions >= self._real(documents)] = IGNORE_INDEX
+            starts = np.array(documents.starts or (0,))
+            positions -= starts[np.searchsorted(starts, positions, side="right") - 1]
+        return part
 
     def join(self, parts: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor without padding.

@@ -2,16 +2,17 @@
 
 from bmburst.data.batches import Batches
 from bmburst.data.corpus import open_corpus
-from bmburst.data.evaluation import EvaluationBatch, evaluation_batches
+from bmburst.data.evaluation import evaluation_batches
 from bmburst.data.packing import PackedSequences
+from bmburst.data.samples import Samples
 from bmburst.data.token_file import TokenFile
 from bmburst.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
     "Batches",
     "ByteTokenizer",
-    "EvaluationBatch",
     "PackedSequences",
+    "Samples",
     "TokenFile",
     "Tokenizer",
     "evaluation_batches",

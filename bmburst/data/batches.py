@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 
-import numpy as np
-import numpy.typing as npt
-
 from bmburst.data.packing import PackedSequences
+from bmburst.data.samples import Samples
 from bmburst.data.shuffle import Permutation
 from bmburst.errors import UserError
 
@@ -13,7 +11,7 @@ STATE_VERSION = 1
 
 
 class Batches:
-    """An endless iterator over batches, int64 `[batch_size / data_parallel, sequence_length + 1]`.
+    """An endless iterator over batches: the `batch_size / data_parallel` samples of this rank in each step.
 
     Samples come in a new random order every epoch, chosen by (seed, epoch); one step takes the next `batch_size` of
     them, across the end of an epoch too. Data rank r gets the r-th equal share of them, so that a step trains on the
@@ -30,8 +28,6 @@ class Batches:
     Attributes:
         samples: How many samples all ranks together have taken since the beginning of training.
         text_bytes: Bytes of text that the labels of the last batch stand for, over all data ranks; 0 before the first.
-        documents: Inputs of each document of each sample of this rank's last batch; None where the sequences are
-            streams, and before the first.
 
     Raises:
         UserError: `batch_size` is not a positive multiple of `data_parallel`.
@@ -54,21 +50,23 @@ class Batches:
         self._order: tuple[int, Permutation] | None = None  # of the epoch that was last asked for
         self.samples = 0
         self.text_bytes = 0
-        self.documents: tuple[tuple[int, ...], ...] | None = None
 
     def __iter__(self) -> "Batches":
         """Return itself: there is one position in the data."""
         return self
 
-    def __next__(self) -> npt.NDArray[np.int64]:
+    def __next__(self) -> Samples:
         """Return this rank's part of the next step's samples, and move on by one step."""
-        taken = [self._sample(self.samples + i) for i in range(self._batch_size)]
-        mine = taken[self._first : self._first + self._local]
+        samples = self.coming()
         self.samples += self._batch_size
-        self.text_bytes = sum(map(self._sequences.text_bytes, taken))
-        lengths = [self._sequences.documents(index) for index in mine]
-        self.documents = tuple(n for n in lengths if n is not None) or None
-        return np.stack([self._sequences[index] for index in mine])
+        self.text_bytes = samples.text_bytes
+        return samples
+
+    def coming(self, steps: int = 0) -> Samples:
+        """Return what `next` will, or will after some more steps, and stay where it is."""
+        first = self.samples + steps * self._batch_size
+        taken = tuple(self._sample(first + i) for i in range(self._batch_size))
+        return Samples(self._sequences, taken, taken[self._first : self._first + self._local])
 
     @property
     def epoch(self) -> int:

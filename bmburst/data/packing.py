@@ -90,13 +90,43 @@ class PackedSequences:
         Raises:
             IndexError: There is no such sample.
         """
+        return self.read(index, range(self.labels_in(index) + 1))
+
+    def read(self, index: int, places: range) -> npt.NDArray[np.int64]:
+        """Return the ids of sample `index` at some places, int64 `[len(places)]`; only these are read from the file.
+
+        Args:
+            index: See `__getitem__`.
+            places: Ascending, from 0 to the sample's labels, which is the place of its last id.
+
+        Raises:
+            IndexError: There is no such sample, or no such place in it.
+        """
         start, stop = self._labels_of(index)
-        ids = np.empty(stop - start + 1, np.int64)
-        ids[0], filled = self.token_file.eos_id, int(start == 0)
-        for begin, end in self._file_ranges(max(start - 1, 0), stop):
-            ids[filled : filled + end - begin] = self.token_file.tokens[begin:end]
-            filled += end - begin
+        ids = np.empty(len(places), np.int64)
+        if not places:
+            return ids
+        if places.step < 1 or places[0] < 0 or places[-1] > stop - start:
+            raise IndexError(f"no places {places} in sample {index} of {stop - start + 1} ids")
+        token = start + places[0] - 1  # of the part
+        filled = int(token < 0)  # before its first token stands an end-of-document id
+        ids[:filled] = self.token_file.eos_id
+        skip = 0  # tokens of the next range before the first that is asked for
+        for begin, end in self._file_ranges(token + filled * places.step, start + places[-1]):
+            picked = self.token_file.tokens[begin + skip : end : places.step]
+            ids[filled : filled + len(picked)] = picked
+            filled += len(picked)
+            skip += len(picked) * places.step - (end - begin)
         return ids
+
+    def labels_in(self, index: int) -> int:
+        """Return how many labels sample `index` has: `sequence_length`, but for the partial one.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
+        start, stop = self._labels_of(index)
+        return stop - start
 
     def text_bytes(self, index: int) -> int:
         """Return how many bytes of text the labels of sample `index` stand for.

@@ -70,7 +70,7 @@ def measure(config: TrainConfig, steps: int) -> None:
     losses, norms = [], []
     for step in range(steps):
         trainer.mesh.set_checks(step == 0)
-        loss, _ = trainer.backward(*trainer.next_batch())
+        loss, _ = trainer.backward(trainer.next_batch())
         if step == 0:
             _save(trainer.folder / GRADIENT_FILE, shards, lambda shard: shard.storage.grad)
         _, norm = trainer.update()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bmburst.data import EvaluationBatch, PackedSequences, evaluation_batches, open_corpus
+from bmburst.data import PackedSequences, Samples, evaluation_batches, open_corpus
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
 from bmburst.runtime import start
@@ -19,6 +19,7 @@ from bmburst.sequence import SequenceShard
 from bmburst.train.checkpoint import STATE_FILE, newest_complete, read_progress
 from bmburst.train.config import STANDARD_LIBRARY, check_packing
 from bmburst.train.eval_config import EvalConfig
+from bmburst.train.local_batch import LocalBatch
 from bmburst.train.token_losses import token_losses
 
 if TYPE_CHECKING:
@@ -43,15 +44,15 @@ class Measurement:
 
 
 def measure(
-    model: "Llama", mesh: Mesh, cut: SequenceShard, batches: Iterable[EvaluationBatch], device: torch.device
+    model: "Llama", mesh: Mesh, cut: SequenceShard, batches: Iterable[Samples], device: torch.device
 ) -> Measurement:
     """Return what the model gives on batches; every rank calls it with its own part of the same ones."""
     nats = torch.zeros((), dtype=torch.float64, device=device)
     tokens = text_bytes = 0
     with torch.no_grad():
         for batch in batches:
-            inputs, labels = (torch.from_numpy(ids).to(device) for ids in (batch.inputs, batch.labels))
-            nats += token_losses(model, cut, inputs, labels, batch.documents)
+            part = LocalBatch.read(cut, batch)
+            nats += token_losses(model, part.on(part.ids.to(device)))
             tokens, text_bytes = tokens + batch.label_count, text_bytes + batch.text_bytes
             beat()
     total = mesh.sum(nats.item())

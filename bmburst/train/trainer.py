@@ -5,7 +5,6 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,8 @@ from bmburst.train.exchange import HostFacts, StepFacts, exchange
 from bmburst.train.gradient import clip_, gradients_of, square_sum
 from bmburst.train.host_memory import available_bytes, shortage, state_bytes
 from bmburst.train.lag import LagWatch
+from bmburst.train.loading import Loader
+from bmburst.train.local_batch import LocalBatch
 from bmburst.train.lr import learning_rate
 from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_bytes
 from bmburst.train.out_of_memory import explained
@@ -116,6 +117,7 @@ class Trainer:
             data_rank=self.mesh.data_rank,
             data_parallel=self.mesh.shape.data,
         )
+        self._loader = Loader(self.cut, self.runtime.device)
         attention = partial(
             BurstAttention,
             group=self.mesh.sequence,
@@ -214,7 +216,7 @@ class Trainer:
         self._is_first = False
         with self._clock.data(), traced("data"):
             batch = self.next_batch()
-        loss, tokens = self.backward(*batch)
+        loss, tokens = self.backward(batch)
         rate, norm = self.update()
         seconds, timing, facts = time.perf_counter() - started, self._clock.last, self._facts
         ranks, trained = self.runtime.world_size, self.config.batch_size * self.config.sequence_length
@@ -238,39 +240,38 @@ class Trainer:
             skipped_steps=self._skips.total,
         )
 
-    def next_batch(self) -> tuple[Tensor, Tensor, tuple[tuple[int, ...], ...] | None]:
-        """Move on in the data by one step, and return what `backward` takes."""
-        samples = torch.from_numpy(next(self.batches)).to(self.runtime.device)
-        return samples[:, :-1], samples[:, 1:], self.batches.documents
+    def next_batch(self) -> LocalBatch:
+        """Move on in the data by one step, and return this rank's part of it; the one after is read meanwhile.
 
-    def backward(
-        self, inputs: Tensor, labels: Tensor, documents: Sequence[Sequence[int]] | None = None
-    ) -> tuple[float, int]:
+        What is read ahead moves nothing: a checkpoint goes on from the last step that this returned.
+        """
+        is_last = self.steps_done + 1 >= self.config.steps
+        batch = self._loader.load(self.batches.coming(), None if is_last else self.batches.coming(steps=1))
+        next(self.batches)
+        return batch
+
+    def backward(self, batch: LocalBatch) -> tuple[float, int]:
         """Add the gradient of the mean loss of a step's labels, in microbatches.
 
         Args:
-            inputs: `[sequences of this data rank, sequence_length]` int64, whole sequences.
-            labels: The token after each, in the same shape; `IGNORE_INDEX` where there is no loss.
-            documents: Tokens of each document of each sequence, where a token sees only its own one.
+            batch: This rank's part of the sequences of its data rank.
 
         Returns:
             The mean loss in nats over all ranks' valid labels, and how many there are.
         """
-        # Counted before the cut: the mean must not depend on how ranks and microbatches share the labels.
-        (valid,) = self.mesh.data.all_reduce(count_valid(labels)).wait()
+        # Counted over all: the mean must not depend on how ranks and microbatches share the labels.
+        (counted,) = self.mesh.world.all_reduce(count_valid(batch.labels)).wait()
+        valid = counted // self.mesh.shape.tensor  # a tensor group's ranks have the same part
         mean = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
-        size = self.config.micro_batch_size
         with self._clock.work():
-            for first in range(0, len(inputs), size):
-                rows = slice(first, first + size)
-                packed = None if documents is None else documents[rows]
+            for part in batch.micro_batches(self.config.micro_batch_size):
                 with traced("forward"):
-                    nats = token_losses(self.model, self.cut, inputs[rows], labels[rows], packed)
+                    nats = token_losses(self.model, part)
                 objective = global_mean(nats, valid, self.mesh.shape.size)
                 with traced("backward"):
                     self._manager.backward(objective)
                 mean += objective.detach()
-        lengths = documents or [[inputs.shape[1]]] * len(inputs)
+        lengths = [mask.lengths for mask in batch.masks] if batch.masks else [(batch.length,)] * len(batch.labels)
         self._facts = self._exchange(mean, valid, sum(map(causal_pairs, lengths)))
         return self._facts.loss, self._facts.tokens
 

@@ -1,5 +1,7 @@
 """Attention in one piece, written as its definition: what a split sequence must equal."""
 
+from functools import lru_cache
+
 import torch
 
 from bmburst.mask import make_mask
@@ -31,3 +33,13 @@ def reference(q, k, v, grad, mask, grad_lse=None, scale=None):
     out, lse = attention(q, k, v, mask, scale)
     objective = (out * grad).sum() + (0 if grad_lse is None else (lse * grad_lse).sum())
     return out.detach(), lse.detach(), *torch.autograd.grad(objective, (q, k, v))
+
+
+@lru_cache(maxsize=256)
+def problem(tokens, heads, kv_heads, mask, with_lse=True):
+    """Return what `draw` gives of two samples and a head_dim of 8, and its `reference`: the same for every rank.
+
+    Nobody writes into them: layouts, strategies and ranks are compared with one computation.
+    """
+    whole = draw(0, 2, tokens, heads, kv_heads, 8)
+    return whole, reference(*whole[:4], mask, whole[4] if with_lse else None)

@@ -2,22 +2,17 @@
 
 import inspect
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bmburst
-from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
-from bmburst.comm.protocol import Arrived
 from bmburst.errors import UserError
 from bmburst.mask import make_mask
-from bmburst.schedule import AttentionShape, backward_bytes, forward_bytes
 from bmburst_ops.flash import ReferenceKernel
-from tests.attention.oracle import draw, reference
+from tests.attention.oracle import draw, problem, reference
 from tests.distributed.processes import run_processes
-from tests.live_bytes import LiveBytes
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
 
@@ -51,8 +46,7 @@ def split_attention(comm, whole, layout, mask, dtype=torch.float64, with_lse=Tru
 
 
 def compare(comm, layout, mask, length, heads, kv_heads, options):
-    whole = draw(0, 2, length, heads, kv_heads, 8)
-    expected = reference(*whole[:4], mask, whole[4])
+    whole, expected = problem(length, heads, kv_heads, mask)
     for got, wanted in zip(split_attention(comm, whole, layout, mask, **options), expected, strict=True):
         torch.testing.assert_close(got.detach(), wanted, rtol=1e-9, atol=1e-10)
 
@@ -205,140 +199,6 @@ def test_autocast_changes_nothing(kernel):
         assert all(a.equal(b) and a.dtype == torch.float32 for a, b in zip(got, expected, strict=True))
 
     run_ranks(2, body)
-
-
-class Counting:
-    """A communicator that counts the bytes it sends of attention's blocks."""
-
-    def __init__(self, inner):
-        self.inner, self.rank, self.size, self.transport, self.sent = inner, inner.rank, inner.size, "threads", 0
-        self.all_gather = inner.all_gather
-
-    def ring(self, *tensors, shift=1):
-        self.sent += sum(t.numel() * t.element_size() for t in tensors)
-        return self.inner.ring(*tensors, shift=shift)
-
-    def outbox(self, nbytes, lane=0):
-        return self.inner.outbox(nbytes, lane)
-
-    inbox = outbox
-
-    def pull(self, exchange, outbox, targets, lane=0):
-        self.sent += exchange.bytes_sent
-        return self.inner.pull(exchange, outbox, targets, lane)
-
-    def push(self, exchange, sources, inbox, lane=0):
-        self.sent += exchange.bytes_sent
-        return self.inner.push(exchange, sources, inbox, lane)
-
-    def all_to_all(self, tensor):
-        raise AssertionError(tensor)
-
-    reduce_scatter = all_reduce = all_to_all
-
-
-@pytest.mark.parametrize(("strategy", "travellers"), [("kv", "kv"), ("burst", "q")])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1)])
-def test_moves_the_bytes_that_the_formula_says(strategy, travellers, heads, kv_heads):
-    def body(comm):
-        shape = AttentionShape(batch=2, tokens=6, heads=heads, kv_heads=kv_heads, head_dim=8)
-        forward, backward = count(comm, torch.bfloat16, heads, kv_heads, strategy)
-        assert forward == forward_bytes(shape, comm.size)
-        assert backward == backward_bytes(shape, comm.size, travellers)
-
-    run_ranks(3, body)
-
-
-def count(comm, dtype, heads, kv_heads, strategy, head_dim=8):
-    """Return the bytes that a rank sends in forward, and in backward."""
-    counting = Counting(comm)
-    q, k, v = (torch.randn(2, 6, h, head_dim).to(dtype).requires_grad_() for h in (heads, kv_heads, kv_heads))
-    out = bmburst.burst_attention(q, k, v, group=counting, strategy=strategy)
-    forward = counting.sent
-    out.sum().backward()
-    return forward, counting.sent - forward
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_ring_moves_the_fewest_bytes(dtype):
-    def body(comm):
-        choices = set()
-        for heads, kv_heads, head_dim in ((2, 2, 8), (4, 2, 8), (8, 2, 8), (3, 3, 2), (2, 2, 1)):
-            kv, burst, ring = (count(comm, dtype, heads, kv_heads, s, head_dim)[1] for s in ("kv", "burst", "ring"))
-            assert ring == min(kv, burst)
-            choices.add(kv < burst)
-        assert choices == {True, False}
-
-    run_ranks(3, body)
-
-
-class Echo:
-    """Stands for a ring of any size: what comes is as large as what goes, and has its memory from the start."""
-
-    transport = "threads"
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-
-    def ring(self, *tensors, **_):
-        return Arrived(tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors))
-
-    def all_gather(self, tensor):
-        raise AssertionError(f"{tensor.shape}: nothing may be as large as the sequence")
-
-    all_to_all = reduce_scatter = all_reduce = outbox = inbox = pull = push = all_gather
-
-
-class Logging(Echo):
-    """Writes down when a hop starts, with how many tensors, and when it is waited for."""
-
-    def __init__(self, size, log):
-        super().__init__(0, size)
-        self.log = log
-
-    def ring(self, *tensors, **_):
-        self.log.append(f"start {len(tensors)}")
-        return SimpleNamespace(wait=lambda: self.log.append(f"wait {len(tensors)}") or tensors)
-
-
-@pytest.mark.parametrize(("strategy", "guests", "gradients"), [("kv", 2, 2), ("burst", 4, 1)])
-def test_hops_are_hidden_behind_compute(monkeypatch, strategy, guests, gradients):
-    """The next block is on its way while a tile is computed; gradients follow one step behind and arrive meanwhile."""
-    log = []
-    for name in ("forward", "backward"):
-        real = getattr(ReferenceKernel, name)
-        monkeypatch.setattr(ReferenceKernel, name, lambda *a, real=real, **o: log.append("tile") or real(*a, **o))
-    q, k, v = (t.requires_grad_() for t in zeros(None))
-    comm = Checked(Logging(3, log), torch.device("cpu"), always=False)
-    out = bmburst.burst_attention(q, k, v, group=comm, kernel="reference", strategy=strategy)
-    assert log == ["start 2", "tile", "wait 2", "start 2", "tile", "wait 2", "tile"]
-    log.clear()
-    out.sum().backward()
-    start, wait = f"start {guests}", f"wait {guests}"
-    send, add = f"start {gradients}", f"wait {gradients}"
-    assert log == [start, "tile", send, wait, start, "tile", add, send, wait, "tile", add, send, add]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("strategy", ["kv", "burst"])
-def test_memory_grows_with_the_local_tokens_only(layout, strategy):
-    def peaks(rank, size, tokens):
-        comm = Checked(Echo(rank, size), torch.device("cpu"), always=False)
-        q, k, v = (torch.randn(1, tokens, h, 32).requires_grad_() for h in (4, 2, 2))
-        alive = LiveBytes()
-        with alive:
-            out = bmburst.burst_attention(q, k, v, group=comm, layout=layout, strategy=strategy)
-            forward = alive.peak
-            out.backward(torch.ones_like(out))
-        return forward, alive.peak
-
-    for last in (False, True):
-        small, *larger = (peaks((size - 1) * last, size, 64) for size in (4, 8, 16))
-        assert all(peak <= small for peak in larger), (small, larger)
-        assert all(a <= b for a, b in zip(peaks((2 - 1) * last, 2, 64), small, strict=True))
-    inputs = 4 * 64 * 32 * (4 + 2 + 2)  # bytes of q, k and v
-    assert small[0] <= 3 * inputs
-    assert small[1] <= 8 * inputs
 
 
 def test_repeated_backward_is_bitwise_equal():

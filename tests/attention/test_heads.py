@@ -15,7 +15,8 @@ from bmburst.errors import UserError
 from bmburst.layout import LAYOUTS, make_layout
 from bmburst.mask import Causal
 from tests.attention.oracle import draw, reference
-from tests.attention.test_burst_attention import Counting, compare
+from tests.attention.test_burst_attention import compare
+from tests.attention.test_ring_traffic import Counting
 from tests.distributed.processes import run_processes
 
 CASES = [

@@ -13,7 +13,7 @@ from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
-from tests.attention.oracle import draw, reference
+from tests.attention.oracle import draw, problem, reference
 from tests.attention.test_burst_attention import split_attention
 from tests.distributed.processes import run_processes
 from tests.mask_oracle import random_mask
@@ -49,9 +49,8 @@ def _map(blocks):
 
 
 def compare(comm, layout, mask, length, heads, kv_heads, options):
-    whole = draw(0, 2, length, heads, kv_heads, 8)
     with_lse = mask.blocks is None  # where a row sees nothing its log-sum-exp has no gradient
-    expected = reference(*whole[:4], mask, whole[4] if with_lse else None)
+    whole, expected = problem(length, heads, kv_heads, mask, with_lse)
     for got, wanted in zip(
         split_attention(comm, whole, layout, mask, with_lse=with_lse, **options), expected, strict=True
     ):

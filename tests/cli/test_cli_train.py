@@ -1,85 +1,17 @@
-"""`bmburst train` and `bmburst eval`: what is settled before ranks start, and what ranks are given."""
+"""`bmburst train`: what is settled before ranks start, and what ranks are given."""
 
-import errno
-import json
 import re
-import sys
-import types
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.config import leaves
-from bmburst.errors import UserError
-from bmburst.hugging_face import expected_shapes
 from bmburst.train.config import TrainConfig
 from bmburst.train.eval_config import EvalConfig
-from bmburst.train.resolve import resolve, write_run_config
-
-
-class Launches(list):
-    """The calls of the launcher's stand-in."""
-
-    @property
-    def command(self):
-        return self[-1][1]
-
-    @property
-    def spec(self):
-        return self[-1][0]
-
-    def config(self):
-        words = self.command
-        assert words[:3] == ["-m", "bmburst", "train"]
-        return json.loads(Path(words[words.index("--config") + 1]).read_text())
-
-    def output(self):
-        return Path(self.command[self.command.index("--output") + 1])
-
-
-@pytest.fixture
-def launches(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BMBURST_LAUNCH_FOLDER"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    calls = Launches()
-    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda spec, command: calls.append((spec, command)) or 0)
-    return calls
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """Stand in for the trainer and return the configurations it is given."""
-    seen = []
-    module = types.ModuleType("bmburst.train.trainer")
-    module.run = seen.append
-    monkeypatch.setitem(sys.modules, "bmburst.train.trainer", module)
-    return seen
-
-
-def checkpoint(folder, step):
-    """Write what counts as a complete checkpoint."""
-    path = folder / "checkpoints" / f"step-{step:06d}"
-    path.mkdir(parents=True)
-    state = {"format": "bmburst-checkpoint-1", "step": step, "data": {}, "tokenizer": "bytes", "files": {}}
-    (path / "state.json").write_text(json.dumps(state))
-    return path
-
-
-def refused(capsys, *argv):
-    capsys.readouterr()
-    assert main(list(argv)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"bmburst {argv[0]}: ")
-    assert len(err.splitlines()) <= 3
-    return err
-
+from bmburst.train.resolve import resolve
+from tests.cli.commands import checkpoint, refused, started
 
 # Help
 
@@ -249,11 +181,6 @@ def test_bad_input_starts_nothing_and_leaves_nothing(launches, tmp_path, capsys,
 # Resume
 
 
-def started(tmp_path, **options):
-    write_run_config(resolve((), options), tmp_path / "run")
-    return tmp_path / "run"
-
-
 def test_resume_takes_the_runs_own_configuration(launches, tmp_path):
     checkpoint(started(tmp_path, steps="9", seed="5"), 4)
     for argv in (["--output", "run"], ["--config", "run/config.json"], ["--config", "run/config.json", "--output=run"]):
@@ -303,148 +230,3 @@ def test_begun_without_resume_a_run_is_not_overwritten(launches, tmp_path, capsy
     checkpoint(started(tmp_path), 4)
     assert "--resume to continue" in refused(capsys, "train", "--output", "run")
     assert "it holds checkpoints" in refused(capsys, "train", "--output", "run", "--resume", "false")
-
-
-# In a rank
-
-
-@pytest.fixture
-def as_rank(monkeypatch, launches):
-    def enter(rank, size, launched=False):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(size))
-        if launched:
-            monkeypatch.setenv("BMBURST_LAUNCH_FOLDER", "x")
-
-    return enter
-
-
-@pytest.mark.parametrize("argv", [[], ["--steps", "7", "--seed", "3", "--init-from", "hf", "--sequence-length", "64"]])
-def test_ranks_train_what_was_settled_before(launches, trained, as_rank, tmp_path, argv):
-    values = PRESETS["llama-tiny"].to_hugging_face()
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(values))
-    shapes = expected_shapes(PRESETS["llama-tiny"])
-    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "hf" / "model.safetensors")
-    assert main(["train", *argv]) == 0
-    words = launches.command[2:]
-    (launches.output() / "rank0.log").touch()
-    for rank in range(2):
-        as_rank(rank, 2, launched=True)
-        assert main(words) == 0
-    expected = resolve((launches.output() / "config.json",)).replace(output=launches.output())
-    assert trained == [expected, expected]
-    assert len(launches) == 1
-
-
-def test_resumed_ranks_get_resume(launches, trained, as_rank, tmp_path):
-    run = started(tmp_path)
-    checkpoint(run, 4)
-    (run / "metrics.jsonl").touch()
-    assert main(["train", "--resume", "--output", "run", "--steps", "200"]) == 0
-    as_rank(0, 2, launched=True)
-    assert main(launches.command[2:]) == 0
-    assert (trained[0].resume, trained[0].steps, trained[0].output) == (True, 200, Path("run"))
-
-
-def test_under_torchrun_the_folder_must_be_named_and_rank_0_writes_the_configuration(
-    trained, as_rank, capsys, tmp_path
-):
-    as_rank(0, 4)
-    assert "--output DIR" in refused(capsys, "train")
-    assert main(["train", "--output", "out", "--steps", "3"]) == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["steps"] == 3
-    as_rank(3, 4)
-    assert main(["train", "--output", "out", "--steps", "3"]) == 0
-    assert trained[0] == trained[1]
-
-
-def test_under_torchrun_one_rank_speaks_for_all(trained, as_rank, capsys, tmp_path):
-    as_rank(0, 3)
-    assert "does not divide 3 ranks" in refused(capsys, "train", "--output", "out", "--data-parallel", "2")
-    as_rank(1, 3)
-    assert main(["train", "--output", "out", "--data-parallel", "2"]) == 2
-    assert capsys.readouterr().err == ""
-    as_rank(0, 1)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "metrics.jsonl").touch()
-    assert "not empty, it holds metrics.jsonl" in refused(capsys, "train", "--output", "out")
-    assert trained == []
-
-
-@pytest.mark.parametrize("launched", [True, False])
-def test_a_full_disk_ends_a_rank_in_the_users_words(trained, as_rank, capsys, monkeypatch, launched):
-    def full(_config):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(sys.modules["bmburst.train.trainer"], "run", full)
-    as_rank(0, 1, launched=launched)
-    if launched:  # the launcher shows it
-        with pytest.raises(UserError, match="output out: cannot be written: No space left"):
-            main(["train", "--output", "out"])
-    else:
-        assert "output out: cannot be written: No space left" in refused(capsys, "train", "--output", "out")
-
-
-def test_a_folder_that_may_not_be_written_starts_nothing(launches, capsys, monkeypatch):
-    def denied(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr("bmburst.cli.train.write_run_config", denied)
-    assert "output out: cannot be written: Permission denied" in refused(capsys, "train", "--output", "out")
-    assert not launches
-
-
-# Eval
-
-
-@pytest.fixture
-def held_out(tmp_path):
-    (tmp_path / "held.txt").write_text("held-out text")
-    (tmp_path / "empty").mkdir()
-    return checkpoint(tmp_path / "run", 3)
-
-
-def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, held_out, monkeypatch, as_rank, capsys):
-    argv = ["eval", "--checkpoint", str(held_out), "--data", "held.txt", "--sequence-length", "64"]
-    assert main([*argv, "--max-sequences", "5"]) == 0
-    assert launches.spec.nproc == 2
-    seen = []
-    module = types.ModuleType("bmburst.train.evaluate")
-    measured = types.SimpleNamespace(loss=1.0, bits_per_byte=1.4427, perplexity=2.7183, tokens=4096)
-    module.run = lambda config: seen.append(config) or measured
-    monkeypatch.setitem(sys.modules, "bmburst.train.evaluate", module)
-    printed = []
-    for rank in range(2):
-        as_rank(rank, 2, launched=True)
-        assert main(launches.command[2:]) == 0
-        printed.append(capsys.readouterr().out)
-    expected = EvalConfig(checkpoint=held_out, data="held.txt", sequence_length=64, max_sequences=5, nproc=2)
-    assert seen == [expected, expected]
-    assert [line.split() for line in printed[0].splitlines()] == [
-        ["loss", "1.0000", "nats", "per", "token"],
-        ["bits", "per", "byte", "1.4427"],
-        ["perplexity", "2.7183"],
-        ["tokens", "4,096"],
-    ]
-    assert printed[1] == ""
-
-
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (["--data", "held.txt"], "checkpoint is missing"),
-        (["--checkpoint", "run"], "data is missing"),
-        (["--checkpoint", "gone", "--data", "held.txt"], "checkpoint gone: no such directory"),
-        (["--checkpoint", "empty", "--data", "held.txt"], "empty holds no complete checkpoint"),
-        (["--checkpoint", "run", "--data", "gone.txt"], "data gone.txt: no such file"),
-        (["--checkpoint", "run", "--data", "held.txt", "--sequence-length", "1"], "without a token"),
-        (["--checkpoint", "run", "--data", "held.txt", "--nproc", "9", "--sequence-length", "8"], "at least 9"),
-        (["--checkpoint", "run", "--data", "held.txt", "--sequence_lenght", "8"], "--sequence-length"),
-        (["--checkpoint", "run", "--data", "held.txt", "--max-sequences", "0"], "max_sequences: '0'"),
-        (["--checkpoint", "run", "--data", "held.txt", "--layout", "x"], "unknown layout 'x'"),
-    ],
-)
-def test_eval_refuses_bad_input(launches, held_out, capsys, argv, expected):
-    assert expected in refused(capsys, "eval", *argv)
-    assert not launches

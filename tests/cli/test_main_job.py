@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bmburst.cli import main
 from bmburst.train.metrics import StepMetrics
 from tests.train.run_program import SHAPE
 
@@ -110,9 +111,9 @@ def test_continues_hugging_face_weights_on_longer_sequences(tmp_path):
 
     corpus = TokenFile.open(next((tmp_path / "tokens").glob("*.tokens")))
     train = PackedSequences(corpus, split="train", sequence_length=128, held_out_fraction=0.1)
-    ids = torch.from_numpy(next(Batches(train, batch_size=1, seed=0)))
-    logits = scaled(ids[:, :-1]).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
+    inputs, labels = map(torch.from_numpy, next(Batches(train, batch_size=1, seed=0)).whole())
+    logits = scaled(inputs).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
     assert lines(tmp_path / "run" / "metrics.jsonl")[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -126,16 +127,28 @@ def test_continues_hugging_face_weights_on_longer_sequences(tmp_path):
         (("--sequence-length", 1), "leaves some of 2 sequence ranks without a token"),
         (("--resume", "--output", "nowhere"), "--resume"),
         (("--config", "missing.yaml"), "missing.yaml"),
-        (("--data", "short.txt"), "less than one sequence of 4096"),
         (("--data", "empty.txt"), "is empty"),
     ],
 )
-def test_bad_input_is_said_once_and_ends_with_2(words, message, tmp_path):
-    (tmp_path / "short.txt").write_text("too short\n" * 20)
+def test_bad_input_is_said_once_and_ends_with_2(words, message, tmp_path, monkeypatch, capfd):
+    """Before any rank is started: none of it would be known better there."""
     (tmp_path / "empty.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: pytest.fail("ranks are started"))
     output = () if "--output" in words else ("--output", tmp_path / "run")
-    done = bmburst("train", *words, *output, cwd=tmp_path)
+    assert main(["train", *map(str, (*words, *output))]) == 2
+    require_said_once(capfd.readouterr().err, message)
+
+
+def test_bad_input_that_ranks_find_is_said_once_and_ends_with_2(tmp_path):
+    (tmp_path / "short.txt").write_text("too short\n" * 20)
+    done = bmburst("train", "--data", "short.txt", "--output", tmp_path / "run", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    said = [line for line in done.stderr.splitlines() if "host runtime" not in line and "tokenizing" not in line]
-    assert message in done.stderr and len(said) <= 3, done.stderr
-    assert "Traceback" not in done.stderr
+    require_said_once(done.stderr, "less than one sequence of 4096")
+
+
+def require_said_once(stderr, message):
+    said = [line for line in stderr.splitlines() if "host runtime" not in line and "tokenizing" not in line]
+    assert message in stderr and len(said) <= 3, stderr
+    assert "Traceback" not in stderr

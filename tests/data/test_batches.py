@@ -33,8 +33,15 @@ def sequences(tmp_path_factory):
     return found
 
 
+def read(samples):
+    """Return all ids of a batch, `[rows, LENGTH + 1]`, read at once: labels stand one place behind their inputs."""
+    inputs, labels = samples.whole()
+    assert (inputs[:, 1:] == labels[:, :-1]).all()
+    return np.concatenate([inputs, labels[:, -1:]], axis=1)
+
+
 def take(batches, steps):
-    return [next(batches) for _ in range(steps)]
+    return [read(next(batches)) for _ in range(steps)]
 
 
 @settings(deadline=None)
@@ -104,7 +111,7 @@ def test_batches_are_the_same_on_any_number_of_ranks(sequences, data_parallel):
         for rank in range(data_parallel)
     ]
     for _ in range(len(sequences)):  # several epochs, whose ends are inside batches
-        np.testing.assert_array_equal(np.concatenate([next(rank) for rank in ranks]), next(alone))
+        np.testing.assert_array_equal(np.concatenate([read(next(rank)) for rank in ranks]), read(next(alone)))
         assert {rank.text_bytes for rank in ranks} == {alone.text_bytes}
         assert {json.dumps(rank.state_dict()) for rank in ranks} == {json.dumps(alone.state_dict())}
 
@@ -131,7 +138,7 @@ def test_resume_goes_on_exactly(sequences, steps, ranks_before, ranks_after):
     for rank in resumed:
         rank.load_state_dict(state)
     for _ in range(3):
-        np.testing.assert_array_equal(np.concatenate([next(rank) for rank in resumed]), next(uninterrupted))
+        np.testing.assert_array_equal(np.concatenate([read(next(rank)) for rank in resumed]), read(next(uninterrupted)))
     assert resumed[0].state_dict() == uninterrupted.state_dict()
 
 
@@ -192,4 +199,4 @@ def test_a_single_sample_is_an_epoch(tmp_path):
     file = write_token_file(tmp_path / "x", [Document(name="", pieces=["abcdefghij"])], ByteTokenizer())
     sequences = PackedSequences(file, split="train", sequence_length=9)
     batches = Batches(sequences, batch_size=3, seed=0)
-    assert (len(sequences), len(np.unique(next(batches), axis=0)), batches.epoch) == (1, 1, 3)
+    assert (len(sequences), len(np.unique(read(next(batches)), axis=0)), batches.epoch) == (1, 1, 3)

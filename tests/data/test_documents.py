@@ -81,21 +81,19 @@ def test_batches_bring_their_documents_on_any_ranks_and_after_a_resume(file):
     sequences = PackedSequences(file, split="train", sequence_length=16, pack="documents")
     alone = Batches(sequences, batch_size=4, seed=3)
     ranks = [Batches(sequences, batch_size=4, seed=3, data_rank=rank, data_parallel=2) for rank in range(2)]
-    assert alone.documents is None
     by_sample = {sequences[i].tobytes(): sequences.documents(i) for i in range(len(sequences))}
     assert len(by_sample) == len(sequences)
     for _ in range(2 * len(sequences) // 4):
         batch = next(alone)
-        assert alone.documents == tuple(by_sample[row.tobytes()] for row in batch)
-        for rank in ranks:
-            next(rank)
-        assert alone.documents == ranks[0].documents + ranks[1].documents
+        inputs, labels = batch.whole()
+        ids = np.concatenate([inputs, labels[:, -1:]], axis=1)
+        assert batch.documents == tuple(by_sample[row.tobytes()] for row in ids)
+        assert batch.documents == sum((next(rank).documents for rank in ranks), ())
     resumed = Batches(sequences, batch_size=4, seed=3)
     resumed.load_state_dict(alone.state_dict())
-    assert (next(resumed).tolist(), resumed.documents) == (next(alone).tolist(), alone.documents)
+    assert next(resumed) == next(alone)
     stream = Batches(PackedSequences(file, split="train", sequence_length=16), batch_size=4, seed=3)
-    next(stream)
-    assert stream.documents is None
+    assert next(stream).documents is None
     assert stream.state_dict().keys() == alone.state_dict().keys()
 
 
@@ -110,7 +108,7 @@ def test_evaluation_batches_bring_their_documents(file, length, rows, ranks):
     index, count = 0, len(sequences) + (sequences.partial_labels > 0)
     for step in zip(*per_rank, strict=True):
         for batch in step:
-            text = (batch.labels != IGNORE_INDEX).sum(1).tolist()
+            text = (batch.whole()[1] != IGNORE_INDEX).sum(1).tolist()
             assert len(batch.documents) == rows
             for lengths, labels in zip(batch.documents, text, strict=True):
                 assert lengths == (sequences.documents(index) if labels else (1,))

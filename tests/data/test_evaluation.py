@@ -35,8 +35,7 @@ def test_every_token_once(file, length, rows, ranks):
     assert len({len(batches) for batches in per_rank}) == 1
     labels, inputs, total_bytes = [], [], 0
     for step in zip(*per_rank, strict=True):
-        seen = np.concatenate([batch.labels for batch in step])
-        fed = np.concatenate([batch.inputs for batch in step])
+        fed, seen = (np.concatenate(parts) for parts in zip(*(batch.whole() for batch in step), strict=True))
         assert seen.shape == fed.shape == (rows * ranks, length)
         assert seen.dtype == fed.dtype == np.int64
         assert {batch.label_count for batch in step} == {int((seen != IGNORE_INDEX).sum())}
@@ -60,24 +59,25 @@ def test_ignore_index_is_what_torch_ignores():
 
 def test_length_beyond_the_file(file):
     (batch,) = evaluation_batches(PackedSequences(file, split="all", sequence_length=1000))
-    assert batch.inputs.shape == (1, 1000)
+    inputs, labels = batch.whole()
+    assert inputs.shape == (1, 1000)
     assert batch.label_count == file.token_count
-    assert batch.labels[0, : file.token_count].tolist() == file.tokens.tolist()
-    assert (batch.labels[0, file.token_count :] == IGNORE_INDEX).all()
+    assert labels[0, : file.token_count].tolist() == file.tokens.tolist()
+    assert (labels[0, file.token_count :] == IGNORE_INDEX).all()
 
 
 @pytest.mark.parametrize(("limit", "rows", "expected"), [(1, 1, 10), (3, 2, 30), (100, 4, None), (None, 1, None)])
 def test_limit_counts_sequences(file, limit, rows, expected):
     sequences = PackedSequences(file, split="all", sequence_length=10)
     batches = list(evaluation_batches(sequences, batch_size=rows, limit=limit))
-    total = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+    total = sum(int((batch.whole()[1] != IGNORE_INDEX).sum()) for batch in batches)
     assert total == sum(batch.label_count for batch in batches) == (expected or file.token_count)
 
 
 def test_order_is_fixed(file):
     def run():
         sequences = PackedSequences(file, split="held_out", sequence_length=3, held_out_fraction=0.3)
-        return [batch.labels.tolist() for batch in evaluation_batches(sequences, batch_size=2)]
+        return [batch.whole()[1].tolist() for batch in evaluation_batches(sequences, batch_size=2)]
 
     assert run() == run() != []
 

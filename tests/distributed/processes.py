@@ -7,7 +7,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.distributed.forked import start_ranks
 
 
 def run_processes(size: int, body: Callable[..., None], *args: object) -> None:
@@ -17,7 +18,9 @@ def run_processes(size: int, body: Callable[..., None], *args: object) -> None:
     """
     with TemporaryDirectory() as folder:
         url = (Path(folder) / "rendezvous").as_uri()
-        mp.spawn(_enter, args=(size, url, body, args), nprocs=size)
+        job = start_ranks(size, _enter, (size, url, body, args))
+        while not job.join():
+            pass
 
 
 def _enter(rank: int, size: int, url: str, body: Callable[..., None], args: tuple[object, ...]) -> None:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.multiprocessing as mp
+
+from tests.distributed.forked import start_ranks
 
 
 def run_program(
@@ -25,7 +26,7 @@ def run_program(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    job = mp.spawn(_enter, args=(size, port, on_gpus, tensor, body, args), nprocs=size, join=False)
+    job = start_ranks(size, _enter, (size, port, on_gpus, tensor, body, args), fresh=on_gpus)
     deadline = time.monotonic() + seconds
     try:
         while not job.join(timeout=1):

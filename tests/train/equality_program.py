@@ -8,8 +8,9 @@ import torch
 from bmburst.blocks.config import LlamaConfig
 from bmburst.sequence import IGNORE_INDEX
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig
+from tests.train.given import local
 
-STEPS, TOKENS, SEQUENCES = 20, 37, 8  # 37 tokens: padded on 2 and 4 ranks; 2 sequences for each of 4 ranks
+STEPS, TOKENS, SEQUENCES = 8, 37, 8  # 37 tokens: padded on 2 and 4 ranks; 2 sequences for each of 4 ranks
 FEW_STEPS = 3
 LR, DECAY = 1e-3, 0.1
 SHAPE = {
@@ -113,7 +114,8 @@ def _train(folder: Path, split: Split, case: Case, dtype: Any, steps: int) -> No
     for step in range(steps):
         mine = slice(trainer.mesh.data_rank * share, (trainer.mesh.data_rank + 1) * share)
         inputs, labels = batch(step)
-        loss, valid = trainer.backward(*(t[mine].to(trainer.runtime.device) for t in (inputs, labels)))
+        given = local(trainer.cut, inputs[mine], labels[mine], device=trainer.runtime.device)
+        loss, valid = trainer.backward(given)
         assert valid == int((labels != IGNORE_INDEX).sum())
         if step == 0:
             seen["gradients"] = {s.name: gather(s, s.storage.grad) for s in shards}

@@ -8,6 +8,7 @@ import torch
 
 from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
 from tests.train import run_program
+from tests.train.given import local
 
 STEPS, TOKENS = 2, 37
 LENGTHS = ((37,), (1, 20, 16), (5, 5, 5, 5, 5, 5, 5, 2), (1, 1, 1, 1, 1, 1, 30, 1))
@@ -97,8 +98,9 @@ def _train(folder: Path, case: Case) -> None:
     share = len(LENGTHS) // case.data
     mine = slice(trainer.mesh.data_rank * share, (trainer.mesh.data_rank + 1) * share)
     for step in range(STEPS):
-        inputs, labels = (t[mine].to(trainer.runtime.device) for t in batch(step))
-        loss, _ = trainer.backward(inputs, labels, lengths(step)[mine])
+        inputs, labels = batch(step)
+        given = local(trainer.cut, inputs[mine], labels[mine], lengths(step)[mine], device=trainer.runtime.device)
+        loss, _ = trainer.backward(given)
         if step == 0:
             seen["gradients"] = {s.name: gather(s, s.storage.grad) for s in shards}
         _, norm = trainer.update()

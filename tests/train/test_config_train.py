@@ -1,34 +1,25 @@
-"""TrainConfig: layers of presets, files and options, and everything that is refused before ranks start."""
+"""TrainConfig: layers of presets, files and options, ranks, and what may change on resume."""
 
 import dataclasses
-import errno
 import json
-import os
 import re
 import typing
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from bmburst.attention.call import STRATEGIES, TRANSPORTS
-from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.blocks.config import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.config import build, read_layer, to_dict
 from bmburst.data.corpus import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
-from bmburst.data.corpus import open_corpus
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.errors import UserError
-from bmburst.hugging_face import expected_shapes
 from bmburst.layout import LAYOUTS
 from bmburst.mesh_shape import MeshShape
 from bmburst.train.config import (
     BYTE_IDS,
     STANDARD_LIBRARY,
-    DataConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
@@ -53,23 +44,6 @@ def choices(cls, name):
 def write(path, values):
     path.write_text(json.dumps(values))
     return path
-
-
-def hugging_face(folder, **changes):
-    folder.mkdir()
-    model = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=1,
-        max_position_embeddings=512,
-    )
-    write(folder / "config.json", model.to_hugging_face() | changes)
-    shapes = expected_shapes(model)
-    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
-    return folder, model
 
 
 # Names that other parts own
@@ -326,106 +300,6 @@ def test_a_sequence_beyond_the_models_positions_is_refused_with_the_fix():
     option = re.search(r"--(model\.max_position_embeddings) (\d+)", text)
     assert option
     resolve((), {"preset": "llama-2-7b", "sequence_length": "8192", option[1]: option[2]})
-
-
-# Files that a run reads
-
-
-def test_data_that_is_missing_or_empty_is_refused(tmp_path):
-    for source, expected in [("gone.txt", "no such file"), ("empty.txt", "is empty"), ("folder", "is empty")]:
-        (tmp_path / "empty.txt").touch()
-        (tmp_path / "folder").mkdir(exist_ok=True)
-        config = TrainConfig(data=DataConfig(source=str(tmp_path / source)))
-        assert expected in refused(check_paths, config)
-    (tmp_path / "text.txt").write_text("words")
-    check_paths(TrainConfig(data=DataConfig(source=str(tmp_path / "text.txt"))))
-
-
-def test_a_tokenizer_file_that_is_missing_is_refused(tmp_path):
-    config = TrainConfig(data=DataConfig(tokenizer=str(tmp_path / "tokenizer.json")))
-    assert "no such file" in refused(check_paths, config)
-
-
-def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
-    (tmp_path / "text.txt").write_text("words and more words")
-    file = open_corpus(tmp_path / "text.txt", None, tmp_path)
-    model = dataclasses.replace(PRESETS["llama-tiny"], vocab_size=256)
-    config = TrainConfig(model=model, data=DataConfig(source=str(file.path)))
-    assert "token id 256" in refused(check_paths, config)
-    text = TrainConfig(model=model, data=DataConfig(source=str(tmp_path / "text.txt")))
-    assert "allowed: at least 259" in refused(check_paths, text)
-    check_paths(TrainConfig(data=DataConfig(source=str(file.path))))
-
-
-def test_a_token_file_of_another_tokenizer_is_refused(tmp_path):
-    (tmp_path / "text.txt").write_text("words and more words")
-    vocabulary = {"[EOS]": 0, "words": 1, "and": 2, "more": 3}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[EOS]"))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    file = open_corpus(tmp_path / "text.txt", "bytes", tmp_path)
-    source = DataConfig(source=str(file.path), tokenizer=str(tmp_path / "tokenizer.json"))
-    assert "was made with tokenizer 'bytes'" in refused(check_paths, TrainConfig(data=source))
-
-
-def test_text_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text("words")
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root, who may read everything, runs tests too
-    assert "you may not read it" in refused(check_paths, TrainConfig(data=DataConfig(source=str(text))))
-
-    def denied(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "exists", denied)
-    assert "Permission denied" in refused(check_paths, TrainConfig(data=DataConfig(source=str(text))))
-
-
-def test_a_directory_without_text_is_refused(tmp_path):
-    (tmp_path / "image.png").write_bytes(b"x")
-    assert "no text in directory" in refused(check_paths, TrainConfig(data=DataConfig(source=str(tmp_path))))
-
-
-def test_init_from_brings_its_model_and_takes_rope_scaling(tmp_path):
-    folder, model = hugging_face(tmp_path / "hf")
-    config = resolve((), {"init_from": str(folder), "sequence_length": "512"})
-    assert (config.model, config.preset) == (model, None)
-    check_paths(config)
-    scaled = {
-        "init_from": str(folder),
-        "sequence_length": "2048",
-        "model.max_position_embeddings": "2048",
-        "model.rope_scaling.kind": "yarn",
-        "model.rope_scaling.factor": "4",
-        "model.rope_scaling.original_max_position_embeddings": "512",
-    }
-    config = resolve((), scaled)
-    check_paths(config)
-    assert config.model.rope_scaling is not None
-    path = write_run_config(config, tmp_path / "run")
-    assert resolve((path,)) == config
-
-
-def test_init_from_that_cannot_work_is_refused(tmp_path):
-    folder, _ = hugging_face(tmp_path / "hf")
-    options = {"init_from": str(folder), "sequence_length": "64"}
-    assert "both give the model" in refused(resolve, (), options | {"preset": "llama-tiny"})
-    assert "no such directory" in refused(resolve, (), {"init_from": str(tmp_path / "gone")})
-    assert "it has no config.json" in refused(resolve, (), {"init_from": str(tmp_path)})
-    config = resolve((), options | {"model.num_layers": "3"})
-    assert "model.num_layers 3 differs" in refused(check_paths, config)
-    config = resolve((), options)
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.truncate(1000)
-    assert "truncated" in refused(check_paths, config)
-    (folder / "model.safetensors").unlink()
-    assert "no weights" in refused(check_paths, config)
-    other, _ = hugging_face(tmp_path / "mistral", model_type="mistral")
-    text = refused(resolve, (), {"init_from": str(other)})
-    assert text.startswith(f"{other / 'config.json'}: model_type 'mistral'")
-    (other / "config.json").write_text("{")
-    assert "malformed JSON" in refused(resolve, (), {"init_from": str(other)})
-    (other / "config.json").write_text("[]")
-    assert "holds no object" in refused(resolve, (), {"init_from": str(other)})
 
 
 # Resume

@@ -79,9 +79,8 @@ def reference(folder):
         optimizer.zero_grad()
         found["losses"].append(loss.item())
     found["parameters"] = {name: p.detach() for name, p in model.named_parameters()}
-    batches = Batches(packed(folder, config, "train"), batch_size=config.batch_size, seed=config.seed)
-    ids = torch.from_numpy(next(batches))
-    found["text"] = ids[:, :-1], ids[:, 1:], batches.documents
+    samples = next(Batches(packed(folder, config, "train"), batch_size=config.batch_size, seed=config.seed))
+    found["text"] = *map(torch.from_numpy, samples.whole()), samples.documents
     return found
 
 

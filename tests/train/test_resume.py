@@ -41,6 +41,9 @@ def test_a_run_leaves_what_it_should(folder):
     assert [line["step"] for line in held_out(folder, "whole")] == [3, 6]
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for path in (run / "checkpoints").iterdir():  # what was read ahead of a step is not trained on
+        progress = checkpoint.read_progress(path)
+        assert progress.data["samples"] == 2 * progress.step
 
 
 # Of one run, each time it is started: the function of `checkpoint` and the call of it at which it is killed, and the

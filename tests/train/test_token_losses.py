@@ -7,6 +7,7 @@ import torch
 from bmburst.mask import Documents
 from bmburst.sequence import SequenceShard
 from bmburst.train.token_losses import token_losses
+from tests.train.given import local
 
 
 class Recorder:
@@ -20,7 +21,7 @@ class Recorder:
 def given(layout, inputs, documents=None):
     model = Recorder()
     cut = SequenceShard.cut(inputs.shape[1], layout=layout, size=2, rank=1, mask="causal")
-    token_losses(model, cut, inputs, inputs + 1, documents)
+    token_losses(model, local(cut, inputs, inputs + 1, documents))
     return cut, model.given
 
 

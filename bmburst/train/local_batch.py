@@ -1,0 +1,70 @@
+"""This rank's part of a step's sequences, read from where they are."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bmburst.mask import Documents
+from bmburst.sequence import Ids, SequenceShard
+
+
+class Rows(Protocol):
+    """Sequences that are read a part at a time, as `bmburst.data.Samples`."""
+
+    @property
+    def documents(self) -> tuple[tuple[int, ...], ...] | None:
+        """Tokens of each document of each row; what lies behind them is padding. None: a row is one text."""
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+
+    def read(self, row: int, places: range) -> tuple[Ids, Ids]:
+        """Return inputs and labels of a row at some places; `IGNORE_INDEX` is no label."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBatch:
+    """What the model is given of some sequences on one rank.
+
+    Attributes:
+        ids: int64 `[3, rows, local_tokens]`: tokens, labels, and positions, which count from 0 in each document.
+        length: Real tokens of each whole sequence.
+        masks: The documents of each row, of which a token sees only its own; None where a row is one text.
+    """
+
+    ids: Tensor
+    length: int
+    masks: tuple[Documents, ...] | None
+
+    @classmethod
+    def read(cls, cut: SequenceShard, rows: Rows) -> "LocalBatch":
+        """Return this rank's part of sequences, on the CPU. No more of them is read.
+
+        Raises:
+            UserError: The documents do not fit the sequences.
+        """
+        documents = rows.documents
+        masks = None if documents is None else tuple(map(Documents, documents))
+        of_rows = masks or (None,) * len(rows)
+        parts = [cut.read(partial(rows.read, row), mask) for row, mask in enumerate(of_rows)]
+        return cls(torch.from_numpy(np.stack(parts, 1)), cut.length, masks)
+
+    @property
+    def labels(self) -> Tensor:
+        """This rank's labels, `[rows, local_tokens]`; `IGNORE_INDEX` where there is no loss."""
+        return self.ids[1]
+
+    def on(self, ids: Tensor) -> "LocalBatch":
+        """Return the same with its numbers in another place."""
+        return replace(self, ids=ids)
+
+    def micro_batches(self, size: int) -> Iterator["LocalBatch"]:
+        """Yield `size` rows at a time."""
+        for first in range(0, self.ids.shape[1], size):
+            rows = slice(first, first + size)
+            yield replace(self, ids=self.ids[:, rows], masks=self.masks and self.masks[rows])
