@@ -5,7 +5,6 @@ import struct
 import threading
 import time
 from collections import Counter
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -109,6 +108,7 @@ class Stream:
     """Of a stream its handle: nothing is ever pending."""
 
     cuda_stream = 4096
+    device_index = 0
 
     def __init__(self, *_, **__):
         pass
@@ -150,7 +150,8 @@ def install(monkeypatch, *, batches):
 
     for name, value in {
         "Stream": Stream,
-        "stream": lambda _: nullcontext(),
+        "set_stream": lambda stream: setattr(threads, "stream", stream),
+        "current_device": lambda: 0,
         "current_stream": current_stream,
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,

@@ -340,6 +340,8 @@ def test_memory_in_flight(monkeypatch):
     waited = []
 
     class Stream:
+        device_index = 0
+
         def wait_event(self, event):
             pass
 
@@ -349,7 +351,7 @@ def test_memory_in_flight(monkeypatch):
     maker, other, side, marks = Stream(), Stream(), Stream(), []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: marks.append((tensor.shape[0], stream)))
     current = [maker]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
 
     def transfer():
         current[0] = maker

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from bmburst.comm.streams import On, current
+
 _PRIORITIES = (-1, -2, -2, -3)
 """Of the turns before the last one, from the end, two streams alternating further ahead; and of what follows a kernel,
 as of copies between ranks: the highest that torch has."""
@@ -48,7 +50,7 @@ class Succession:
         if i >= len(self._before):
             yield
             return
-        with torch.cuda.stream(self._before[i]):
+        with On(self._before[i]):
             yield
 
     @contextmanager
@@ -60,8 +62,8 @@ class Succession:
         if not self._before:
             yield
             return
-        self._after.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._after):
+        self._after.wait_stream(current(self._after.device_index))
+        with On(self._after):
             yield
 
     def join(self) -> None:

@@ -27,6 +27,7 @@ from bmburst.comm.objects import gather_objects
 from bmburst.comm.protocol import Communicator, Transfer
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, agreed, host_identity
 from bmburst.comm.side_stream import SideStreamTransfer
+from bmburst.comm.streams import On, current
 from bmburst.errors import UserError
 
 LANES = 4
@@ -52,8 +53,8 @@ class _Box:
     """The stream whose kernels fill or read its present content."""
     offered: Any = None
     """The event at which it was offered, and all that is pushed had been made."""
-    is_fresh: bool = False
-    """Whether nothing was pushed since it was offered: no kernel reads it yet."""
+    pushed: list[SideStreamTransfer] = field(default_factory=list)
+    """What is pushed since it was offered; before any of it is waited for, no kernel reads the inbox."""
 
 
 @dataclass(slots=True)
@@ -93,7 +94,7 @@ class PeerCommunicator:
         self._words = SharedMemory(inner, LANES * len(_KINDS) * self.size * _WORD, device)
         streams = [torch.cuda.Stream(device, priority=_PRIORITY) for _ in range(2 * LANES + 1)]
         self._lanes = [_Lane(streams[2 * lane], streams[2 * lane + 1]) for lane in range(LANES)]
-        self._local = streams[-1]
+        self._local, self._index = streams[-1], streams[-1].device_index
         self._prepared = lru_cache(maxsize=1024)(self._prepare)
         self._signals = lru_cache(maxsize=256)(self._make_signals)
         self._others = tuple(p for p in range(self.size) if p != self.rank)
@@ -131,7 +132,7 @@ class PeerCommunicator:
         self._copy(at, calls, [target.data_ptr() for target in targets], box.memory.addresses)
         self._signals(lane, _DONE, calls.senders, ()).enqueue(handle, box.number)
         at.second.wait_stream(at.stream)
-        with torch.cuda.stream(at.second):
+        with On(at.second):
             copy_own(exchange, (outbox,), targets)
         at.stream.wait_stream(at.second)
         self._under_way(transfer, box)
@@ -148,7 +149,7 @@ class PeerCommunicator:
         current = self._turn(at.inbox)
         memory = self._sized(at.inbox, nbytes)
         at.inbox.number, at.inbox.offered = at.next(), current.record_event()
-        at.inbox.is_fresh = True
+        at.inbox.pushed = []
         self._signals(lane, _OFFER, self._others, ()).enqueue(current.cuda_stream, at.inbox.number)
         return memory
 
@@ -167,12 +168,12 @@ class PeerCommunicator:
         self._copy(at, calls, boxes, own)
         self._signals(lane, _DONE, calls.receivers, calls.senders).enqueue(handle, number)
         self._local.wait_event(at.inbox.offered)
-        if at.inbox.is_fresh:
+        if not any(before.waited for before in at.inbox.pushed):
             calls.kept.enqueue(self._local.cuda_stream, boxes, own)
         else:  # the driver's copies inside one device were seen to wait long beside a running kernel
-            with torch.cuda.stream(self._local):
+            with On(self._local):
                 copy_own(exchange, sources, (inbox,))
-        at.inbox.is_fresh = False
+        at.inbox.pushed.append(transfer)
         at.stream.wait_stream(self._local)
         self._under_way(transfer, at.inbox)
         return transfer
@@ -200,7 +201,7 @@ class PeerCommunicator:
     def _current(self) -> Any:
         if torch.cuda.is_current_stream_capturing():
             raise UserError("transport 'peer' cannot be captured in a CUDA graph\nuse transport='nccl' inside graphs")
-        return torch.cuda.current_stream(self._device)
+        return current(self._index)
 
     def _turn(self, box: _Box) -> Any:
         """Return the current stream, after the stream that used the box last."""

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from bmburst.comm.streams import current
 
 
 class SideStreamTransfer:
@@ -22,22 +23,23 @@ class SideStreamTransfer:
     def __init__(self, side: Any, received: tuple[Tensor, ...], sent: tuple[Tensor, ...]) -> None:
         self.done: Any = None
         """The event after the operations; set it when they are launched."""
-        self._waited = False
-        self.side, self._maker = side, torch.cuda.current_stream()
+        self.waited = False
+        """Whether `wait` was called."""
+        self.side, self._maker = side, current(side.device_index)
         self._received, self._sent = received, sent
 
     def wait(self) -> tuple[Tensor, ...]:
         """See `Transfer.wait`."""
-        current = torch.cuda.current_stream()
-        current.wait_event(self.done)
-        if current != self._maker:
-            current.wait_stream(self._maker)  # which may have copied what this rank keeps
-            self._mark(current)  # it has waited, but the stream that will use the memory again has not
-        self._waited, self._sent = True, ()
+        here = current(self.side.device_index)
+        here.wait_event(self.done)
+        if here != self._maker:
+            here.wait_stream(self._maker)  # which may have copied what this rank keeps
+            self._mark(here)  # it has waited, but the stream that will use the memory again has not
+        self.waited, self._sent = True, ()
         return self._received
 
     def __del__(self) -> None:
-        if not self._waited:  # an exception came between: nobody knows when the operations end
+        if not self.waited:  # an exception came between: nobody knows when the operations end
             self._mark(self.side)
 
     def _mark(self, stream: Any) -> None:

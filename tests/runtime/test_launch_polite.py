@@ -76,7 +76,7 @@ def test_a_lost_rank_ends_those_that_wait_for_it(start, how):
     pids = [int(line) for line in lines_of(process, 3)]
     if how.endswith("SIGTERM"):
         process.terminate()
-    status, _, err = ended(process, timeout=20)
+    status, _, err = ended(process, timeout=90)
     assert status == 1
     if how == "raise":
         assert err.startswith("bmburst: rank 1 failed\n") and err.endswith("KeyError: 'lost'\n"), err

@@ -38,6 +38,7 @@ class Stream:
     """Stands for `torch.cuda.Stream`: the messages received on it that nobody has waited for yet."""
 
     streams: ClassVar["Streams"]  # set on the subclass that each `Streams` makes
+    device_index = 0
 
     def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
         self.device = device
