@@ -33,6 +33,7 @@ class _GatedMLP(torch.autograd.Function):
             for states, result in zip(_chunks(x, chunk), _chunks(out, chunk), strict=True):
                 inner = swiglu(linear(states, gate), linear(states, up))
                 torch.mm(inner, down.t(), out=result)
+                del inner  # nothing of a chunk lives while the next one is at work
         return out
 
     @staticmethod

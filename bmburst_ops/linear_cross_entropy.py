@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops.cross_entropy import cross_entropy_
 from bmburst_ops.products import add_product, product
 
 DEFAULT_CHUNK = 1024  # tokens; the chunk's fp32 logits for 128,256 words are 501 MiB
@@ -38,24 +39,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if with_grad and ctx.needs_input_grad[1]
             else None
         )
+        is_needed = grad_hidden is not None or grad_weight is not None
+        narrow = hidden.dtype if hidden.is_cuda else wide  # for the tensor cores; a CPU multiplies in fp32
+        grad_dtype = narrow if is_needed else None
         total = torch.zeros((), dtype=wide, device=hidden.device)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            ignored = labels[rows] == ignore_index
-            target = labels[rows].masked_fill(ignored, 0).unsqueeze(-1)
             # What an ignored token holds must not matter, not even if it is NaN: 0 x NaN would spoil the weight.
-            states = hidden[rows].masked_fill(ignored.unsqueeze(-1), 0)
+            states = hidden[rows].masked_fill((labels[rows] == ignore_index).unsqueeze(-1), 0)
             logits = product(states, weight.t(), wide)
-            log_normalizer = logits.logsumexp(dim=-1, keepdim=True)
-            losses = (log_normalizer - logits.gather(-1, target)).squeeze(-1)
-            total += losses.masked_fill(ignored, 0).sum()
-            if grad_hidden is None and grad_weight is None:
+            losses, grad_logits = cross_entropy_(logits, labels[rows], ignore_index, grad_dtype)
+            total += losses.sum()
+            if grad_logits is None:
                 continue
-            grad_logits = logits.sub_(log_normalizer).exp_()
-            grad_logits.scatter_add_(-1, target, torch.full_like(target, -1, dtype=wide))
-            grad_logits.masked_fill_(ignored.unsqueeze(-1), 0)
-            if hidden.is_cuda:
-                grad_logits = grad_logits.to(hidden.dtype)  # for the tensor cores; a CPU multiplies in fp32
             if grad_hidden is not None:
                 grad_hidden[rows] = product(grad_logits, weight, wide)
             if grad_weight is not None:

@@ -93,8 +93,6 @@ OURS = replace(
     FUSED,
     name="ours",
     norm_backward=6,  # gradient and input in, input's gradient out; the weight's shares are 0.3 % of 128K rows
-    loss=PLAIN.loss,
-    wide_loss=True,
     repeats_last=False,
     swiglu_overwrites=True,
 )

@@ -57,7 +57,7 @@ def _counted(folder):
         trainer.backward(*batch if isinstance(batch, tuple) else (batch,))
         trainer.update()
     torch.cuda.set_sync_debug_mode("default")
-    waits = [str(each.message) for each in seen if "synchroniz" in str(each.message)]
+    waits = [(each.filename, each.lineno) for each in seen if "synchroniz" in str(each.message)]
     assert len(waits) == 1, waits
 
 

@@ -6,7 +6,17 @@ Each runs through its autograd function, as in a model.
 import pytest
 import torch
 
-from bmburst_ops import fused, rms_norm, rotary, swiglu, triton_rms_norm, triton_rotary, triton_swiglu
+from bmburst_ops import (
+    cross_entropy,
+    fused,
+    rms_norm,
+    rotary,
+    swiglu,
+    triton_cross_entropy,
+    triton_rms_norm,
+    triton_rotary,
+    triton_swiglu,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Half a unit of the dtype on a GPU; the interpreter cuts bf16 off instead of rounding it.
@@ -15,7 +25,12 @@ TOLERANCE = {
     torch.float16: {"rtol": 2**-10, "atol": 2**-20},
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-18},
 }
-KERNELS = {"triton_rms_norm": triton_rms_norm, "triton_swiglu": triton_swiglu, "triton_rotary": triton_rotary}
+KERNELS = {
+    "triton_rms_norm": triton_rms_norm,
+    "triton_swiglu": triton_swiglu,
+    "triton_rotary": triton_rotary,
+    "triton_cross_entropy": triton_cross_entropy,
+}
 
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
@@ -31,7 +46,7 @@ def triton(monkeypatch):
         used.add(name)
         return KERNELS[name]
 
-    for module in (rms_norm, swiglu, rotary):
+    for module in (rms_norm, swiglu, rotary, cross_entropy):
         monkeypatch.setattr(module, "triton_twin", twin)
     return used
 
@@ -47,6 +62,25 @@ def test_norm(triton, shape, layout, dtype):
     grad = laid_out(shape, "slice" if layout == "dense" else "dense", dtype, 2)
     check(lambda x, w: rms_norm.rms_norm(x, w, 1e-3), [x, weight], grad)
     assert triton == {"triton_rms_norm"}
+
+
+@every_dtype
+@pytest.mark.parametrize(("rows", "words"), [(5, 41), (3, 4096), (2, 9001), (1, 1), (0, 7)])
+def test_cross_entropy(triton, rows, words, dtype):
+    """Of fp32 logits, with the gradient in any dtype; a token without a label has none."""
+    logits = random((rows, words), torch.float32) * 5
+    labels = torch.arange(rows, device=DEVICE) * 7 % words
+    labels[1:2] = -100
+    exact = logits.double().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    (of_logits,) = torch.autograd.grad(wanted.sum(), exact)
+    losses, gradient = cross_entropy.cross_entropy_(logits.clone(), labels, -100, dtype)
+    assert losses.dtype == torch.float32 and gradient.dtype == dtype
+    torch.testing.assert_close(losses.double(), wanted.detach(), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(gradient.double(), of_logits, **TOLERANCE[dtype] | {"atol": 2e-6})
+    alone, none = cross_entropy.cross_entropy_(logits.clone(), labels, -100, None)
+    assert none is None and torch.equal(alone, losses)
+    assert triton == {"triton_cross_entropy"}
 
 
 @every_dtype
