@@ -36,12 +36,18 @@ class Gauge:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def peak(self) -> int | None:
-        """Return the bytes at the peak since `clear`; None on a CPU."""
+    def peak(self, allocated: float | None = None) -> float | None:
+        """Return the bytes at the peak since `clear`; None on a CPU.
+
+        Args:
+            allocated: The peak of torch's allocator, where what was measured began a new one now and then itself.
+        """
         if self.device.type != "cuda":
             return None
         torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) + max(0, _outside(self.device) - self.outside)
+        if allocated is None:
+            allocated = torch.cuda.max_memory_allocated(self.device)
+        return allocated + max(0, _outside(self.device) - self.outside)
 
     def capacity(self, ranks_here: int) -> float:
         """Return the bytes that a cell may take on a rank.

@@ -5,7 +5,7 @@ from bmburst.bench.timing import Times
 from bmburst.bench.training.cells import STEPS, TrainCell
 from bmburst.bench.training.methods import METHODS
 from bmburst.bench.training.peers import build
-from bmburst.bench.training.steps import Means, timed
+from bmburst.bench.training.steps import Means, memory, timed
 from bmburst.train.config import DataConfig
 
 
@@ -21,11 +21,10 @@ def measure_losses(cell: TrainCell, means: Means, text: str, steps: int) -> Row:
     data = DataConfig(source=text, tokenizer="bytes", cache=means.folder)
     trainer = build(cell, means.setting, data, means.folder, steps=steps or STEPS[cell.suite])
     milliseconds, found = timed(trainer, trainer.config.steps, means)
-    peak = means.gauge.peak()
     return {
         "recompute": METHODS[cell.method].recompute(cell),
         "losses": [step.loss for step in found],
         "grad_norms": [step.grad_norm for step in found],
         "milliseconds": Times.of(milliseconds[1:] or milliseconds).to_dict(),
-        "peak_memory_gib": None if peak is None else peak / 2**30,
+        **memory(means.gauge, found),
     }

@@ -65,8 +65,8 @@ def measure_steps(cell: TrainCell, means: Means) -> Row:
     before = measure_rates(cell, means.setting)
     means.gauge.clear()
     trainer = build(cell, means.setting, _data(cell, means), means.folder, steps=1 << 30)
-    warm_up, milliseconds, losses = _steps(trainer, means)
-    row |= _memory(means.gauge)
+    warm_up, milliseconds, found = _steps(trainer, means)
+    row |= memory(means.gauge, found[len(warm_up) :])
     if means.trace is not None:
         record(trainer.step, means.trace, cell.key, means.setting.party)
     del trainer
@@ -77,7 +77,7 @@ def measure_steps(cell: TrainCell, means: Means) -> Row:
         attention=(before.attention + after.attention) / 2,
         matmul=(before.matmul + after.matmul) / 2,
     )
-    row |= {"warm_up_milliseconds": warm_up, "losses": losses, "rates": _said(before, after)}
+    row |= {"warm_up_milliseconds": warm_up, "losses": [step.loss for step in found], "rates": _said(before, after)}
     return row | _judged(cell, Times.of(milliseconds), rates, means.setting.party.device)
 
 
@@ -91,8 +91,8 @@ def timed(trainer: Trainer, count: int, means: Means) -> tuple[list[float], list
     return [max(step) for step in zip(*means.from_all(own), strict=True)], found
 
 
-def _steps(trainer: Trainer, means: Means) -> tuple[list[float], list[float], list[float]]:
-    """Return milliseconds of warm-up, of what is measured, and all losses.
+def _steps(trainer: Trainer, means: Means) -> tuple[list[float], list[float], list[StepMetrics]]:
+    """Return milliseconds of warm-up, of what is measured, and what all steps gave.
 
     The first step makes optimizer states and compiles kernels; a second one follows if there is time for it.
     """
@@ -100,11 +100,9 @@ def _steps(trainer: Trainer, means: Means) -> tuple[list[float], list[float], li
     if warm_up[0] < means.seconds * 1e3 / 4:
         more, again = timed(trainer, 1, means)
         warm_up, found = warm_up + more, found + again
-    if means.setting.party.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     affordable = int(means.seconds * 1e3 / warm_up[-1])
     milliseconds, rest = timed(trainer, min(means.repeats, max(_LEAST, affordable)), means)
-    return warm_up, milliseconds, [step.loss for step in (*found, *rest)]
+    return warm_up, milliseconds, [*found, *rest]
 
 
 def _data(cell: TrainCell, means: Means) -> DataConfig:
@@ -125,11 +123,13 @@ def _choices(cell: TrainCell, setting: Setting) -> Row:
     return row
 
 
-def _memory(gauge: Gauge) -> Row:
-    peak = gauge.peak()
+def memory(gauge: Gauge, steps: list[StepMetrics]) -> Row:
+    """Return the peak of steps, and torch's share of it. A step reads torch's peak itself, and begins a new one."""
+    allocated = max(step.memory_gib for step in steps)
+    peak = gauge.peak(allocated * _GIB)
     if peak is None:
         return {"peak_memory_gib": None, "allocated_gib": None}
-    return {"peak_memory_gib": peak / _GIB, "allocated_gib": torch.cuda.max_memory_allocated() / _GIB}
+    return {"peak_memory_gib": peak / _GIB, "allocated_gib": allocated}
 
 
 def _said(before: Rates, after: Rates) -> dict[str, list[float]]:

@@ -281,8 +281,8 @@ def shown_steps(count: int) -> list[int]:
 
 
 def _memory(row: Row) -> str:
-    planned = row.get("planned")
-    said = "" if planned is None else f" ({row['allocated_gib']:.1f}) / {planned['allocated_gib']:.1f}"
+    planned, allocated = row.get("planned"), row["allocated_gib"]
+    said = "" if planned is None else f" ({_known(allocated)}) / {planned['allocated_gib']:.1f}"
     return f"{_gib(row)}{said}"
 
 
@@ -313,4 +313,8 @@ def _percent(share: float | None) -> str:
 
 
 def _gib(row: Row) -> str:
-    return "?" if row["peak_memory_gib"] is None else f"{row['peak_memory_gib']:.1f}"
+    return _known(row["peak_memory_gib"])
+
+
+def _known(gib: float | None) -> str:
+    return "?" if gib is None else f"{gib:.1f}"
