@@ -26,7 +26,6 @@ from bmburst_ops.merge import accumulation_dtype
 
 _IN, _OUT = 0, 1  # lanes: what comes in does not queue behind what goes home
 _SHORT = 1 << 19  # tokens; beyond, kernels take so long that their tails are not worth each stream's scratch memory
-_AHEAD = 2  # units under way before the first kernel: the host enqueues the second one while the first comes in
 
 
 def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
@@ -47,10 +46,10 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
             own_lse = _statistic_of(plan, box, at.starts[1], len(unit.heads), statistics)
             with working(call.comm):
                 parts.append(outer_forward(outer, queries, keys, values, out=own))
-            with streams.after():
-                own_lse.copy_(parts[i].lse)
-                going_home.append(call.comm.pull(at.exchange, box, (out, lse), _OUT))
-        arriving.start(i + _AHEAD)
+        arriving.start(i + 1)
+        with streams.turn(i), streams.after():
+            own_lse.copy_(parts[i].lse)
+            going_home.append(call.comm.pull(at.exchange, box, (out, lse), _OUT))
     streams.join()
     for transfer in going_home:
         transfer.wait()
@@ -78,8 +77,9 @@ def heads_backward(
             )
             with working(call.comm):
                 outer_backward(outer, kernel, grads, queries, keys, values, own_lse, own_delta, into=into)
+        arriving.start(i + 1)
+        with streams.turn(i):
             going_home.append(call.comm.pull(at.exchange, box, (grad_q, grad_k, grad_v), _OUT))
-        arriving.start(i + _AHEAD)
     streams.join()
     for transfer in going_home:
         transfer.wait()
@@ -93,7 +93,7 @@ def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> Succession:
 
 
 class _Arriving:
-    """The tensors of one unit after another over all tokens. The first ones are under way from the start.
+    """The tensors of one unit after another over all tokens. The first is under way from the start.
 
     Queries and what belongs to them come with the unit's heads, keys and values with its KV heads.
     """
@@ -102,11 +102,13 @@ class _Arriving:
         self._comm, self._plan, self._brought, self._streams = call.comm, plan, brought, streams
         self._inbox = call.comm.inbox(plan.nbytes, _IN)
         self._under_way: list[Transfer] = []
-        for i in range(_AHEAD):
-            self.start(i)
+        self.start(0)
 
     def start(self, i: int) -> None:
-        """Start unit i, if there is one; a kernel launched before hides the host's time too."""
+        """Start unit i, if there is one: right behind a kernel, which hides the host's time too.
+
+        Results of that kernel go home after it, so that nothing of the next unit waits for them.
+        """
         if i < len(self._plan.units):
             with self._streams.turn(i):
                 self._under_way.append(self._comm.push(self._plan.inbound[i], self._brought, self._inbox, _IN))

@@ -242,7 +242,7 @@ def test_what_cannot_be_is_refused_with_its_reason(name, heads, kv_heads, layout
 
 
 def test_units_follow_each_other_while_kernels_run(monkeypatch):
-    """Two units are under way before the first kernel, and later ones and results move while kernels run."""
+    """The next heads are on their way before a kernel's results are, and those go home at once."""
     log = []
 
     class Logging(Checked):
