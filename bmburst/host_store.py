@@ -30,7 +30,7 @@ class HostStore:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._free: dict[int, list[Tensor]] = {}
+        self._free: dict[tuple[int, bool], list[Tensor]] = {}
         self._latest: weakref.ref[Deposit] | None = None
         self._ahead: weakref.ref[Deposit] | None = None
         self._stream: Any = None
@@ -66,17 +66,20 @@ class HostStore:
         return self._stream
 
     def take(self, size: int, *, pinned: bool) -> Tensor:
-        """Return a piece of host memory of so many bytes."""
-        free = self._free.setdefault(size, [])
+        """Return a piece of host memory of so many bytes, pinned for a GPU's tensors and for no others.
+
+        Those of a CPU are copied at once, and not behind what the stream of copies still does with a pinned piece.
+        """
+        free = self._free.setdefault((size, pinned), [])
         if free:
             return free.pop()
         self.nbytes += size
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
-    def give_back(self, pieces: list[Tensor]) -> None:
+    def give_back(self, pieces: list[Tensor], *, pinned: bool) -> None:
         """Let others use pieces: on the one stream of copies, behind what still reads or writes them."""
         for piece in pieces:
-            self._free.setdefault(len(piece), []).append(piece)
+            self._free.setdefault((len(piece), pinned), []).append(piece)
 
 
 class Deposit:
@@ -134,7 +137,7 @@ class _Item:
         flat = _bytes(source)
         self._pieces = [store.take(size, pinned=tensor.is_cuda) for size in _sizes(len(flat))]
         self._launch(flat, lambda piece, part: piece[: len(part)].copy_(part, non_blocking=True))
-        weakref.finalize(self, store.give_back, self._pieces).atexit = False
+        weakref.finalize(self, store.give_back, self._pieces, pinned=tensor.is_cuda).atexit = False
 
     def send_for(self) -> None:
         """Start the copy to the device, unless it is there."""

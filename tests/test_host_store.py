@@ -61,6 +61,21 @@ def test_memory_of_the_host_is_used_again():
     assert store.nbytes <= 2 * (2 * 4096 + 4096)
 
 
+def test_memory_that_copies_may_still_read_is_not_a_cpu_tensors(monkeypatch):
+    """A piece of a GPU's tensor is given back when the host is done with it: its copies may not be."""
+    store, made, real = HostStore(), [], torch.empty
+
+    def spy(*size, pin_memory, **more):
+        made.append(pin_memory)
+        return real(*size, **more)
+
+    monkeypatch.setattr(torch, "empty", spy)
+    for pinned in (False, True):
+        store.give_back([store.take(4096, pinned=pinned)], pinned=pinned)
+    again = [store.take(4096, pinned=pinned) for pinned in (True, False)]
+    assert made == [False, True] and store.nbytes == 2 * 4096 == sum(map(len, again))
+
+
 def test_another_order_drops_what_was_sent_for_in_vain():
     store, alive = HostStore(), LiveBytes()
     with alive:
