@@ -66,7 +66,7 @@ def choose(
     Args:
         way: All but the policy.
         hardware: Its rates; its host's memory is what this run may use.
-        free: Bytes of a GPU that torch can still have, with what it has already.
+        free: Bytes of a GPU that a run's tensors can have.
         layout: Over the ranks of a sequence, which may rule out to keep a part of attention.
         policies: To choose from.
     """

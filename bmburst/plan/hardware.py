@@ -102,6 +102,7 @@ _MAY_BE_ZERO = (
     *("inter_latency", "inter_exposed"),
 )
 
+_LIKE = "h200"
 _SLOWER_BOARDS = {"PCIE", "NVL"}
 """Of Hopper: they have the name, and not the rates, of the boards that the files describe."""
 
@@ -123,18 +124,26 @@ def load_hardware(name: str) -> Hardware:
     return hardware_from(read_facts(name), name)
 
 
-def hardware_of(device: str) -> Hardware | None:
-    """Return the machine whose GPUs call themselves so, None where none of `shipped()` is; slower boards are not.
+def machine_of(device: str) -> str | None:
+    """Return which of `shipped()` has GPUs that call themselves so, None where none has; slower boards are not.
 
     Args:
         device: What `torch.cuda.get_device_name` says, for example "NVIDIA H200".
     """
     words = set(re.split(r"[^A-Z0-9]+", device.upper()))
-    for name in shipped():
-        board = name.upper()
-        if board in words and (board.startswith("A") or not words & _SLOWER_BOARDS):
-            return load_hardware(name)
-    return None
+    is_slower = bool(words & _SLOWER_BOARDS)
+    return next((name for name in shipped() if name.upper() in words and (name.startswith("a") or not is_slower)), None)
+
+
+def hardware_of(device: str) -> Hardware | None:
+    """Return the machine of a GPU by its name, None where there is none; see `machine_of`."""
+    machine = machine_of(device)
+    return None if machine is None else load_hardware(machine)
+
+
+def hardware_like(device: str) -> Hardware:
+    """Return the machine of a GPU, or of one that is not known an H200: what is compared differs by little else."""
+    return hardware_of(device) or load_hardware(_LIKE)
 
 
 def read_facts(name: str) -> dict[str, Any]:

@@ -10,22 +10,20 @@ from dataclasses import dataclass
 import torch
 
 from bmburst.errors import RunError, UserError
-from bmburst.plan.candidates import RECOMPUTE
-from bmburst.plan.hardware import Hardware, hardware_of, load_hardware
-from bmburst.plan.memory import Memory
-from bmburst.plan.search import Prediction, search
-from bmburst.plan.task import Task
-from bmburst.recompute_policy import AUTO
+from bmburst.plan.hardware import Hardware, hardware_like
+from bmburst.plan.memory import Memory, memory_of
+from bmburst.recompute_policy import POLICIES, Policy
 from bmburst.train.config import TrainConfig
+from bmburst.train.host_memory import available_bytes
+from bmburst.train.planned import planned
 
 _GIB = 2**30
-_MOST = 6  # settings that are shown
+_MOST = 8  # settings that are shown
 _SMALL_CHUNK = 256  # tokens
 _MORE_RANKS = (2, 4, 8)
 _FRAGMENTS = 0.05  # of the GPU: reserved and not allocated
 _LESS = 0.95  # of what is predicted for the settings that did not fit
-_FRUGAL = "block"  # what "auto" has come to where memory is over
-_OUTER = {"heads": "none", "ring": "ring", "kv": "ring", "burst": "ring", "gather": "gather"}
+_FRUGAL = "block"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +36,7 @@ class DeviceMemory:
         allocated: Of tensors.
         peak: Most of them at a time, in this step.
         reserved: What torch's allocator has taken.
+        host: What the memory of its host still has; None where it is not known.
     """
 
     device: str
@@ -45,6 +44,7 @@ class DeviceMemory:
     allocated: int
     peak: int
     reserved: int
+    host: int | None = None
 
     @classmethod
     def now(cls) -> "DeviceMemory":
@@ -57,6 +57,7 @@ class DeviceMemory:
             allocated=torch.cuda.memory_allocated(),
             peak=torch.cuda.max_memory_allocated(),
             reserved=torch.cuda.memory_reserved(),
+            host=available_bytes(),
         )
 
 
@@ -101,8 +102,8 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
     lines.append(f"a step of this configuration at its fullest moment ({predicted.moment}), as bmburst plan predicts:")
     parts = _parts(predicted)
     lines += [f"  {_gib(size):>11}  {name}" for name, size in sorted(parts.items(), key=lambda part: -part[1])]
-    lines.append(f"  {_gib(sum(parts.values())):>11}  together")
-    return "\n".join([*lines, *_settings(config, ranks, nodes, hardware, sum(parts.values()))])
+    lines.append(f"  {_gib(predicted.total):>11}  together")
+    return "\n".join([*lines, *_settings(config, ranks, nodes, hardware, predicted.total)])
 
 
 def _settings(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, now: float) -> list[str]:
@@ -110,9 +111,9 @@ def _settings(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, n
     limit = min(hardware.memory, _LESS * now)  # where the prediction is too low, it is so for all
     for words, changed, times in _changes(config):
         memory = _memory(changed, ranks * times, nodes * times, hardware)
-        size = 0.0 if memory is None else sum(_parts(memory).values())
-        if memory is not None and size <= limit:
-            fitting.append(f"  {_gib(size):>11}  {words}")
+        if memory is None or memory.total > limit or memory.in_host > memory.host_capacity:
+            continue
+        fitting.append(f"  {_gib(memory.total):>11}  {words}{_hosted(memory)}")
     if not fitting:
         return [
             "none of recompute, offload, loss chunk and up to 8 times the ranks would fit: shorten --sequence-length"
@@ -123,8 +124,9 @@ def _settings(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, n
 def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
     """Yield options, the configuration with them, and the multiple of the ranks: what costs least comes first."""
     single: list[tuple[str, TrainConfig]] = []
-    for policy in (policy for policy in reversed(RECOMPUTE) if policy not in ("none", config.recompute)):
-        single.append((f"--recompute {policy}", config.replace(recompute=policy)))
+    for policy in sorted(POLICIES, key=lambda name: -Policy.parse(name).attention):
+        if policy not in ("none", config.recompute):
+            single.append((f"--recompute {policy}", config.replace(recompute=policy)))
     if config.parallel.zero_level == 2:
         three = dataclasses.replace(config.parallel, zero_level=3)
         single.append(("--parallel.zero-level 3", config.replace(parallel=three)))
@@ -156,49 +158,22 @@ def _spread(config: TrainConfig, times: int) -> TrainConfig:
 
 
 def _hardware(memory: DeviceMemory) -> Hardware:
-    known = hardware_of(memory.device) or load_hardware("h200")
-    return dataclasses.replace(known, memory=float(memory.total) or known.memory)
+    known = hardware_like(memory.device)
+    host = known.host_memory if memory.host is None else float(memory.host)
+    return dataclasses.replace(known, memory=float(memory.total) or known.memory, host_memory=host)
 
 
 def _memory(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Memory | None:
-    """Return what a step takes, None where the planner does not know such a one."""
-    parallel = config.parallel
+    """Return what a step takes, None of a configuration that would be refused."""
     try:
-        task = Task(
-            model=config.model,
-            sequence=config.sequence_length,
-            gpus=ranks,
-            nodes=nodes,
-            batch=config.batch_size,
-            micro_batch=config.micro_batch_size,
-            dtype=config.dtype,
-            loss_chunk=config.loss_chunk_tokens,
-            mlp_chunk=config.mlp_chunk_tokens,
-            host_optimizer=config.optimizer.offload,
-        )
-        found = search(
-            task,
-            hardware,
-            recompute=[_FRUGAL if config.recompute == AUTO else config.recompute],
-            zero=[parallel.zero_level],
-            tensor=[parallel.tensor_parallel],
-        )
+        return memory_of(planned(config, ranks, nodes, hardware), hardware)
     except UserError:
         return None
-    alike = [each for each in found if each.candidate.data == parallel.data_parallel]
-    wanted = [each for each in alike if _is_as(config, each)] or alike
-    return min(wanted, key=lambda each: each.seconds).memory if wanted else None
 
 
-def _is_as(config: TrainConfig, prediction: Prediction) -> bool:
-    """Whether attention is spread as the configuration says, where it does."""
-    parallel, candidate = config.parallel, prediction.candidate
-    if parallel.head_parallel is not None:
-        return candidate.heads == parallel.head_parallel
-    if parallel.strategy in _OUTER:
-        alone = candidate.heads == 1 or parallel.strategy == "heads"
-        return alone and candidate.outer in (_OUTER[parallel.strategy], "none" if candidate.sequence == 1 else "")
-    return True
+def _hosted(memory: Memory) -> str:
+    """Say what a setting takes of the host, if anything."""
+    return f", and {_gib(memory.in_host)} of each host" if memory.in_host else ""
 
 
 def _parts(memory: Memory) -> Mapping[str, float]:

@@ -8,17 +8,14 @@ import torch
 from bmburst.comm.objects import gather_objects
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
-from bmburst.plan.candidates import Candidate
-from bmburst.plan.choice import choose, way_of
-from bmburst.plan.hardware import Hardware, load_hardware, shipped
+from bmburst.plan.choice import choose
+from bmburst.plan.hardware import hardware_like
 from bmburst.plan.memory import HOST_SHARE, memory_of
 from bmburst.plan.table import GIB
-from bmburst.plan.task import Task
 from bmburst.recompute_policy import AUTO, POLICIES, Policy
 from bmburst.train.config import TrainConfig
 from bmburst.train.host_memory import available_bytes
-
-_LIKE = "h200"  # rates of a machine that is not known: policies differ by products and kernels, and by little else
+from bmburst.train.planned import planned
 
 
 def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
@@ -37,22 +34,24 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     is_auto = config.recompute == AUTO
     if not is_auto and Policy.parse(config.recompute).offload == "nothing":
         return config.recompute
-    hardware = _hardware()
-    here = [_free(local_size), available_bytes()]
-    everywhere = gather_objects(mesh.world, here)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    everywhere = gather_objects(mesh.world, [_free(local_size), available_bytes(), device, local_size])
     free = min(float(each[0]) for each in everywhere)
     known = [float(each[1]) for each in everywhere if each[1] is not None]
+    # Of the first rank: GPUs and hosts may differ, and then each rank would decide by its own.
+    _, _, device, per_host = everywhere[0]
+    hardware = hardware_like(device)
     hardware = replace(hardware, host_memory=min(known)) if known else hardware
-    parallel = config.parallel
-    way = way_of(_candidate(config, mesh, local_size), parallel.strategy, parallel.head_parallel, hardware)
+    ranks = mesh.shape.size
+    way = planned(config, ranks, 1 if ranks % per_host else ranks // per_host, hardware)
     if is_auto:
         on_gpu = torch.cuda.is_available()
         policies = POLICIES if on_gpu else [name for name in POLICIES if "offload" not in name]
-        choice = choose(way, hardware, free, layout=parallel.layout, policies=policies)
+        choice = choose(way, hardware, free, layout=config.parallel.layout, policies=policies)
         if mesh.rank == 0:
             sys.stderr.write(f"{choice.said}\n")
         return choice.name
-    needed = memory_of(replace(way, recompute=config.recompute), hardware).in_host
+    needed = memory_of(way, hardware).in_host
     if known and needed > HOST_SHARE * min(known):
         raise UserError(
             f"recompute {config.recompute} needs {needed / GIB:.1f} GiB of each host's memory, and one has "
@@ -61,39 +60,8 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     return config.recompute
 
 
-def _candidate(config: TrainConfig, mesh: Mesh, local_size: int) -> Candidate:
-    shape = mesh.shape
-    task = Task(
-        model=config.model,
-        sequence=config.sequence_length,
-        gpus=shape.size,
-        nodes=shape.size // local_size if shape.size % local_size == 0 else 1,
-        batch=config.batch_size,
-        micro_batch=config.micro_batch_size,
-        dtype=config.dtype,
-        loss_chunk=config.loss_chunk_tokens,
-        mlp_chunk=config.mlp_chunk_tokens,
-        host_optimizer=config.optimizer.offload,
-    )
-    transport = "nccl" if config.parallel.transport in ("nccl", "gloo") else "peer"
-    return Candidate(
-        task=task,
-        data=shape.data,
-        tensor=shape.tensor,
-        heads=1,
-        outer="none",
-        zero=config.parallel.zero_level,
-        transport=transport,
-    )
-
-
-def _hardware() -> Hardware:
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    return load_hardware(next((machine for machine in shipped() if machine in name), _LIKE))
-
-
 def _free(local_size: int) -> float:
-    """Return the bytes that torch can have on this rank's device, with what it has."""
+    """Return the bytes that tensors to come can have on this rank's device."""
     if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return (available_bytes() or 2**40) / local_size

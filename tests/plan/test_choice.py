@@ -1,9 +1,9 @@
 """What "auto" takes: the fastest policy that fits, the same on all ranks, said once."""
 
+import threading
 from dataclasses import replace
 
 import pytest
-import torch
 
 from bmburst.blocks.presets import PRESETS
 from bmburst.comm.local import run_ranks
@@ -11,7 +11,7 @@ from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.choice import choose, way_of
-from bmburst.plan.hardware import load_hardware
+from bmburst.plan.hardware import hardware_like, load_hardware
 from bmburst.plan.search import predict
 from bmburst.plan.task import Task
 from bmburst.recompute_policy import AUTO, POLICIES
@@ -118,6 +118,28 @@ def test_all_ranks_take_what_fits_the_fullest_and_one_says_so(monkeypatch, capsy
     assert tight[0] == tight[1] != "none" and "offload" not in tight[0]  # without GPUs it would move nothing away
 
 
+def test_unlike_ranks_decide_by_the_first(monkeypatch):
+    """By its GPU and by the ranks of its host: two policies in one run would wait for each other."""
+    asked, names, decided = config(recompute=AUTO), {0: "NVIDIA A100-SXM4-80GB", 1: "NVIDIA H200", 2: "a board"}, []
+    real, here = recompute_choice.planned, threading.local()
+
+    def spy(config, ranks, nodes, hardware):
+        decided.append((ranks, nodes, hardware.name))
+        return real(config, ranks, nodes, hardware)
+
+    def body(comm):
+        here.rank = comm.rank
+        mesh = Mesh(MeshShape(1, comm.size), comm.rank, comm, comm, comm)
+        return recompute_choice.recompute_for(asked, mesh, 1 + (comm.rank > 0))
+
+    monkeypatch.setattr(recompute_choice, "planned", spy)
+    monkeypatch.setattr(recompute_choice, "_free", lambda _: 64 * GIB)
+    monkeypatch.setattr(recompute_choice.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(recompute_choice.torch.cuda, "get_device_name", lambda: names[here.rank])
+    assert len(set(run_ranks(3, body))) == 1
+    assert decided == [(3, 3, "NVIDIA A100")] * 3
+
+
 def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
     assert decide(config(recompute="block"), 2, monkeypatch, []) == ["block"] * 2
     offload = config(recompute="block+offload", optimizer=OptimizerConfig(offload=True))
@@ -130,7 +152,6 @@ def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
 
 
 def test_kernels_of_an_unknown_machine(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert recompute_choice._hardware().name == H200.name
+    assert hardware_like("a board").name == H200.name
     striped = config(recompute=AUTO, parallel=ParallelConfig(layout="striped", strategy="double-ring"))
     assert set(decide(striped, 2, monkeypatch, [GIB, GIB])) <= set(POLICIES)

@@ -29,24 +29,34 @@ def long(length):
     return dataclasses.replace(preset("llama-3-8b"), max_position_embeddings=length)
 
 
-def said(run, ranks=8, gib=139.8, reserved=130.0):
+def said(run, ranks=8, gib=139.8, reserved=130.0, host=None):
     memory = DeviceMemory(
         device="NVIDIA H200",
         total=int(gib * GIB),
         allocated=int(125 * GIB),
         peak=int(126.5 * GIB),
         reserved=int(reserved * GIB),
+        host=None if host is None else int(host * GIB),
     )
     return explain(run, ranks, 1, memory, "rank 3 (host gpu07)", ERROR)
 
 
-def test_every_line_of_the_planner_is_there_and_adds_up():
-    text = said(config(2**21, parallel=ParallelConfig(strategy="heads")))
+@pytest.mark.parametrize(
+    ("parallel", "way"),
+    [
+        (ParallelConfig(strategy="heads"), {"heads": 8, "outer": "none"}),
+        (ParallelConfig(strategy="heads+ring", head_parallel=2), {"heads": 2, "outer": "ring"}),
+        (ParallelConfig(strategy="kv", transport="nccl"), {"outer": "ring", "travellers": "kv", "transport": "nccl"}),
+        (ParallelConfig(strategy="gather", tensor_parallel=2), {"outer": "gather", "tensor": 2}),
+    ],
+)
+def test_every_line_of_the_planner_is_there_and_adds_up(parallel, way):
+    text = said(config(2**21, parallel=parallel))
     lines = text.splitlines()
     assert lines[0] == "rank 3 (host gpu07) ran out of GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB"
     assert "125.00 GiB allocated, 126.50 GiB at most in this step, 130.00 GiB reserved, of 139.80 GiB" in lines[1]
     task = Task(model=long(2**21), sequence=2**21, gpus=8, loss_chunk=1024)
-    candidate = Candidate(task=task, data=1, tensor=1, heads=8, outer="none")
+    candidate = Candidate(task=task, **{"data": 1, "tensor": 1, "heads": 1} | way)
     expected = memory_of(candidate, load_hardware("h200"))
     parts = dict(
         reversed(found) for found in re.findall(r"^ +([\d.]+) GiB  (.+)$", text.split("settings that")[0], re.M)
@@ -74,6 +84,18 @@ def test_settings_that_would_fit_do_and_others_are_not_named():
     offloaded = config(2**21, optimizer=OptimizerConfig(offload=True))
     assert not any(words == "--optimizer.offload" for words in settings_of(said(offloaded)))
     assert " optimizer\n" in said(run) and " optimizer\n" not in said(offloaded)
+
+
+def test_settings_that_would_be_refused_are_not_named():
+    zigzag = settings_of(said(config(2**21)))
+    assert any(":0.5" in words for words in zigzag) and any("+offload," in words for words in zigzag)
+    contiguous = settings_of(said(config(2**21, parallel=ParallelConfig(layout="contiguous"))))
+    assert contiguous and not any(":0.5" in words for words in contiguous)
+    poor = settings_of(said(config(2**21), host=200))
+    assert poor and not any("+offload" in words for words in poor)
+    assert "--optimizer.offload --recompute block, and 89.75 GiB of each host" in poor
+    policies = [words.split(",")[0] for words in zigzag if words.startswith("--recompute")]
+    assert policies[0] == "--recompute block-keep-attention+offload" and policies[-1] == "--recompute block+offload"
 
 
 def test_fragments_are_named_where_they_are_large():

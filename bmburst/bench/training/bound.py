@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from bmburst.bench.training.cells import TrainCell
 from bmburst.plan.counts import ATTENTION_BACKWARD, attention_flops, model_flops, multiplied
-from bmburst.plan.hardware import load_hardware, shipped
 from bmburst.plan.task import Task
 
 WEIGHT_FLOPS = 6.0  # a weight and token: forward, its input's gradient, its own
@@ -69,18 +68,6 @@ def flops(cell: TrainCell, *, attention_backward: float = 2.0) -> float:
     """Return the FLOPs of a cell's step as utilisation counts them."""
     task = Task(model=cell.model, preset=cell.preset, sequence=cell.tokens, gpus=cell.ranks)
     return model_flops(task, attention_backward=attention_backward)
-
-
-def machine_of(device: str) -> str | None:
-    """Return the planner's name of a GPU, for example "h200" of "NVIDIA H200"; None where it does not know it."""
-    words = device.lower().replace("-", " ").split()
-    return next((name for name in shipped() if name in words), None)
-
-
-def peak_of(device: str) -> float | None:
-    """Return the FLOP/s of a GPU that utilisation is taken of; None where they are not known."""
-    machine = machine_of(device)
-    return None if machine is None else load_hardware(machine).peak
 
 
 def to_all_layers(measured: Mapping[int, float], layers: int) -> float | None:

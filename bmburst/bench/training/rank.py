@@ -11,11 +11,11 @@ from bmburst.bench.memory import Gauge
 from bmburst.bench.methods import LocalKernel, Setting
 from bmburst.bench.party import Party
 from bmburst.bench.rows import Row
-from bmburst.bench.training.bound import machine_of
 from bmburst.bench.training.cells import OURS, TrainCell
 from bmburst.bench.training.job import TrainJob
 from bmburst.bench.training.methods import METHODS
 from bmburst.bench.training.table import one_line
+from bmburst.plan.hardware import machine_of
 
 
 def main(argv: list[str]) -> None:

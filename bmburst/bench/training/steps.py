@@ -15,13 +15,14 @@ from bmburst.bench.methods import Ours, Setting
 from bmburst.bench.rows import Row
 from bmburst.bench.timing import Times
 from bmburst.bench.trace import record
-from bmburst.bench.training.bound import Rates, bound, machine_of, peak_of, utilisation
+from bmburst.bench.training.bound import Rates, bound, utilisation
 from bmburst.bench.training.cells import OURS, TrainCell
 from bmburst.bench.training.methods import METHODS
 from bmburst.bench.training.peers import attention_cell, build
 from bmburst.bench.training.random_text import write_random_tokens
 from bmburst.bench.training.rates import measure_rates
 from bmburst.bench.work import BACKWARD
+from bmburst.plan.hardware import hardware_of, machine_of
 from bmburst.train.config import DataConfig
 from bmburst.train.metrics import StepMetrics
 from bmburst.train.trainer import Trainer
@@ -140,7 +141,7 @@ def _said(before: Rates, after: Rates) -> dict[str, list[float]]:
 def _judged(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -> Row:
     seconds, least = times.median / 1e3, bound(cell, rates)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak, machine = peak_of(name), machine_of(name)
+    known, machine = hardware_of(name), machine_of(name)
     row: Row = {
         "milliseconds": times.to_dict(),
         "tokens_per_second": cell.tokens / seconds / cell.ranks,
@@ -148,7 +149,7 @@ def _judged(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -
         "ratio": seconds / least.total,
     }
     for key, backward in (("mfu", 2.0), ("mfu_kernel", BACKWARD)):
-        row[key] = None if peak is None else utilisation(cell, seconds, peak, attention_backward=backward)
+        row[key] = None if known is None else utilisation(cell, seconds, known.peak, attention_backward=backward)
     predicted = None if machine is None else METHODS[cell.method].predict(cell, machine)
     if predicted is not None:
         more = METHODS[cell.method].replicated_bytes(cell)
