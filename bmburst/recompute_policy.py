@@ -110,7 +110,7 @@ class Policy:
         return held[self.offload]
 
     def visiting(self, block: BlockBytes, layers: int, *, backward: bool) -> float:
-        """Return the bytes on the GPU of what lies in host memory, once the last block's forward is done."""
+        """Return the bytes on the GPU of what lies in host memory: after the last block's forward, or in backward."""
         return self.hosted(block) * (min(2, layers) if backward else 1)
 
     def again(self, forward: float, attention: float, attention_of_beginning: float) -> float:

@@ -221,8 +221,7 @@ class TrainConfig:
                 "with --model.rope_scaling.* for weights trained on shorter ones"
             )
         check_packing(self.pack, self.model)
-        if self.profile is not None:
-            profiled_steps(self.profile)
+        profiled_steps(self.profile)
         if self.pack == "documents" and self.parallel.layout == "balanced" and self.micro_batch_size > 1:
             raise UserError(
                 f"layout balanced is another one for each sequence of documents, but micro_batch_size "

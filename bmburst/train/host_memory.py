@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from bmburst.errors import UserError
+from bmburst.mesh import Mesh
 from bmburst.train.config import TrainConfig
 
 _MEMORY = Path("/proc/meminfo")
@@ -30,7 +31,18 @@ def available_bytes() -> int | None:
         return free
 
 
-def shortage(needed: int, available: int | None) -> UserError:
+def require_host_memory(config: TrainConfig, mesh: Mesh, local_size: int) -> None:
+    """Check that each host has room for AdamW's state; every rank calls it.
+
+    Raises:
+        UserError: One has not; on all ranks, or the others would wait for those of a short host.
+    """
+    needed, available = state_bytes(config, mesh.shape.size, local_size), available_bytes()
+    if mesh.sum(float(available is not None and available < needed)):
+        raise _shortage(needed, available)
+
+
+def _shortage(needed: int, available: int | None) -> UserError:
     """Return why `optimizer.offload` cannot work; `available` is of this host, which may be another than the short."""
     here = "" if available is None or available >= needed else f": {available / _GIB:.1f} are free on this one"
     return UserError(

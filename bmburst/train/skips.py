@@ -13,18 +13,17 @@ class Skips:
     Args:
         hosts: Name of each rank's host.
         most: Steps in a row that may be skipped; 0 for any number.
-        before: Steps that the run had skipped before this process.
 
     Attributes:
-        total: Skipped steps of the run.
+        total: Skipped steps of the run; one that is resumed sets those of before.
         said: What there is to say of the last step; empty if it was taken.
     """
 
-    def __init__(self, hosts: Sequence[str], most: int, before: int = 0) -> None:
+    def __init__(self, hosts: Sequence[str], most: int) -> None:
         self._hosts, self._most = tuple(hosts), most
         self._in_row = 0
         self._first = ""
-        self.total = before
+        self.total = 0
         self.said = ""
 
     def add(self, step: int, facts: StepFacts) -> None:

@@ -13,12 +13,14 @@ FOLDER = "profile"
 _STEPS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
-def profiled_steps(text: str) -> range:
-    """Return the steps that "3" or "3-5" names.
+def profiled_steps(text: str | None) -> range:
+    """Return the steps that "3" or "3-5" names; none for None.
 
     Raises:
-        UserError: It names none.
+        UserError: Text names none.
     """
+    if text is None:
+        return range(0)
     found = _STEPS.fullmatch(text.strip())
     first = int(found[1]) if found else 0
     last = int(found[2] or first) if found else 0

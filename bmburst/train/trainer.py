@@ -28,7 +28,7 @@ from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
 from bmburst.train.evaluate import measure
 from bmburst.train.exchange import HostFacts, StepFacts, exchange
 from bmburst.train.gradient import clip_, gradients_of, square_sum
-from bmburst.train.host_memory import available_bytes, shortage, state_bytes
+from bmburst.train.host_memory import require_host_memory
 from bmburst.train.lag import LagWatch
 from bmburst.train.loading import Loader
 from bmburst.train.local_batch import LocalBatch
@@ -58,6 +58,7 @@ def run(config: TrainConfig) -> None:
     """
     with explained(config):
         trainer = Trainer(config)
+    with explained(trainer.config):
         trainer.restore()
         trainer.train()
 
@@ -66,12 +67,14 @@ class Trainer:
     """One rank of a training run.
 
     Building it starts BMTrain, opens the text and makes model and optimizer; every rank must build it with the same
-    configuration. `train` does the rest; `step` and `evaluate` can also be called one by one.
+    configuration. `train` does the rest; `step` and `evaluate` can also be called one by one, and so can the parts of a
+    step: `next_batch`, `backward` as often as gradients are to be added up, `update`.
 
     Args:
         config: What to train; `output` is set.
 
     Attributes:
+        config: The same, with a recompute policy in the place of "auto".
         mesh: The ranks.
         model: Of `bmburst.blocks`, sharded by ZeRO.
         optimizer: AdamW over this rank's shards.
@@ -100,7 +103,7 @@ class Trainer:
             data=parallel.data_parallel, sequence=parallel.sequence_parallel, heads=parallel.head_parallel
         )
         if config.optimizer.offload:
-            self._require_host_memory(bmt.config["local_size"])
+            require_host_memory(config, self.mesh, bmt.config["local_size"])
         self.cut = SequenceShard.cut(
             config.sequence_length,
             layout=parallel.layout,
@@ -128,6 +131,7 @@ class Trainer:
             deterministic=parallel.deterministic,
         )
         recompute = recompute_for(config, self.mesh, bmt.config["local_size"])
+        self.config = config.replace(recompute=recompute)
         self.model = Llama(
             config.model,
             attention=attention,
@@ -142,7 +146,7 @@ class Trainer:
         self._manager = bmt.optim.OptimManager(loss_scale=None)
         self._manager.add_optimizer(self.optimizer)
         self.steps_done = 0
-        self._is_first = True
+        self._is_first, self._has_gradient = True, False
         self._facts = StepFacts.none(self.runtime.world_size)
         self._clock = StepClock(on_gpu=not self.runtime.on_host)
         measure_waits(self._clock.meter, self.mesh, on_host=self.runtime.on_host)
@@ -182,7 +186,8 @@ class Trainer:
                 stack.enter_context(checkpoint.alone_in(self.folder))
             report = stack.enter_context(Report(config, self.steps_done + 1, is_main=self.is_main))
             report.note(self._no_peak)
-            timeline = self._timeline()
+            steps, on_gpu = profiled_steps(config.profile), not self.runtime.on_host
+            timeline = Timeline(steps, self.folder, self.runtime.rank, on_gpu=on_gpu)
             stack.callback(timeline.close)
             stopped = ""
             while self.steps_done < total and not stopped:
@@ -272,14 +277,21 @@ class Trainer:
                     self._manager.backward(objective)
                 mean += objective.detach()
         lengths = [mask.lengths for mask in batch.masks] if batch.masks else [(batch.length,)] * len(batch.labels)
-        self._facts = self._exchange(mean, valid, sum(map(causal_pairs, lengths)))
+        self._facts, self._has_gradient = self._exchange(mean, valid, sum(map(causal_pairs, lengths))), True
         return self._facts.loss, self._facts.tokens
 
     def update(self) -> tuple[float, float]:
         """Clip, step and clear the gradient; return the learning rate and the gradient's norm before clipping.
 
-        A gradient that is not finite changes nothing: it would spoil every weight and moment for good.
+        The gradient is what `backward` added up since the last call, and its norm what the last `backward` found:
+        nobody else may change it. If it is not finite it changes nothing: it would spoil weights and moments for good.
+
+        Raises:
+            UserError: There is none.
         """
+        if not self._has_gradient:
+            raise UserError("update() has no gradient to take a step with\nfix: call backward(batch) before it")
+        self._has_gradient = False
         self.steps_done += 1
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, self.steps_done, self.config.steps)
         for group in self.optimizer.param_groups:
@@ -301,7 +313,7 @@ class Trainer:
         known = HostFacts(
             pairs=pairs, memory=memory, reserved=reserved, stop=self._stop.signum, **asdict(self._clock.last)
         )
-        square = square_sum(gradients_of(self.optimizer), self.runtime.device)
+        square = square_sum(gradients_of(self.optimizer), self.runtime.device) / self._manager.loss_scale**2
         facts = exchange(self.mesh.world, mean, square, valid, known)
         self._clock.settle()
         return facts
@@ -345,16 +357,6 @@ class Trainer:
             seed=self.config.seed,
         )
         return f"{tokenizer.decode(prompt)}|{tokenizer.decode(ids)}\n"
-
-    def _timeline(self) -> Timeline:
-        steps = profiled_steps(self.config.profile) if self.config.profile else range(0)
-        return Timeline(steps, self.folder, self.runtime.rank, on_gpu=not self.runtime.on_host)
-
-    def _require_host_memory(self, local_size: int) -> None:
-        needed, available = state_bytes(self.config, self.runtime.world_size, local_size), available_bytes()
-        # On all ranks, or the others would wait for those of a short host.
-        if self.mesh.sum(float(available is not None and available < needed)):
-            raise shortage(needed, available)
 
     def _open_corpus(self) -> data.TokenFile:
         """Open the text; the first rank of each host tokenizes it, the others wait."""

@@ -104,8 +104,6 @@ def checkpoints(folder, left, dtype, level, rel):
 def _edges(folder):
     import bmtrain as bmt
 
-    from bmburst.train import trainer as module
-
     # Saved before its first step.
     fresh = trainer(folder, "fresh", True, "bfloat16", 3)
     fresh.save()
@@ -122,7 +120,7 @@ def _edges(folder):
     assert equal(held(fresh), before)
     # One host has too little memory: every rank refuses.
     if bmt.rank() == 1:
-        module.available_bytes = lambda: 1
+        host_memory.available_bytes = lambda: 1
     with pytest.raises(UserError, match=r"optimizer\.offload needs 0\.0 GiB of each host's memory") as caught:
         trainer(folder, "short", True, "bfloat16", 3)
     assert ("free on this one" in str(caught.value)) == (bmt.rank() == 1)

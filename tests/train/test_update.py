@@ -1,0 +1,51 @@
+"""A step in parts: gradients of several `backward` are added up, and `update` takes them once."""
+
+import pytest
+import torch
+
+from bmburst.errors import UserError
+from bmburst.recompute_policy import POLICIES
+from bmburst.train.config import OptimizerConfig
+from bmburst.train.gradient import gradients_of
+from tests.distributed.programs import run_program
+from tests.train import run_program as program
+
+
+def test_a_step_in_parts(tmp_path):
+    run_program(2, _in_parts, tmp_path)
+
+
+def _in_parts(folder):
+    from bmburst.train.trainer import Trainer
+
+    clip = OptimizerConfig(clip_norm=0.01)
+    trainer = Trainer(program.config(folder, "run", recompute="auto", optimizer=clip))
+    assert trainer.config.recompute in POLICIES  # what is said of this run is said of what was decided
+    with pytest.raises(UserError, match=r"update\(\) has no gradient"):
+        trainer.update()
+    batches, alone = [trainer.next_batch() for _ in range(2)], []
+    for batch in batches:
+        trainer.backward(batch)
+        alone.append([g.clone() for g in gradients_of(trainer.optimizer)])
+        trainer._manager.zero_grad()
+    before = weights(trainer)
+    for batch in batches:
+        loss, _ = trainer.backward(batch)
+        trainer.evaluate()
+    together = [a + b for a, b in zip(*alone, strict=True)]
+    for ours, wanted in zip(gradients_of(trainer.optimizer), together, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-7)
+    norm = trainer.mesh.sum(sum(g.double().square().sum().item() for g in together)) ** 0.5
+    assert trainer.update()[1] == pytest.approx(norm, rel=1e-5)
+    assert trainer._facts.loss == loss and trainer.steps_done == 1
+    held = weights(trainer)
+    assert not torch.equal(held, before)
+    with pytest.raises(UserError, match="call backward"):  # Adam would move the weights all the same
+        trainer.update()
+    assert trainer.steps_done == 1 and torch.equal(weights(trainer), held)
+
+
+def weights(trainer):
+    from bmburst.zero import named_shards
+
+    return torch.cat([shard.local().detach().flatten() for shard in named_shards(trainer.model) if shard.count])
