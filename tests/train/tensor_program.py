@@ -1,14 +1,17 @@
 """What every rank does in the test of tensor parallelism, and one rank alone for comparison."""
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 from bmburst.errors import UserError
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig
+from bmburst_ops.swiglu import swiglu
 from tests.blocks.program import _bmtrain_checkpoint, _moved
 from tests.test_comm import check_mesh
 from tests.train import run_program
@@ -19,6 +22,12 @@ DEALT = SHARED | {"model": replace(run_program.SHAPE, num_heads=4, num_kv_heads=
 BF16 = DEALT | {"dtype": "bfloat16"}
 OFFLOAD = BF16 | {"optimizer": OptimizerConfig(offload=True)}
 RUNS = {"shared": SHARED, "dealt": DEALT, "bf16": BF16, "offload": OFFLOAD}
+CHUNKS: dict[str, dict[str, Any]] = {  # of 94 rows 5 chunks of 19, the last of 18
+    "whole": {"mlp_chunk": 0},
+    "kept": {"mlp_chunk": 20},
+    "recomputed": {"mlp_chunk": 20, "recompute": "block"},
+    "offloaded": {"mlp_chunk": 20, "recompute": "block-keep-attention+offload"},
+}
 FIRST, THEN = 2, 2
 
 
@@ -71,6 +80,32 @@ def loss_scale(folder: Path) -> None:
     assert seen[1] == [pytest.approx(step, rel=1e-6) for step in seen[0]]
 
 
+def chunks(folder: Path) -> None:
+    """Gradients of whole MLPs and of those in chunks, of which the last one is shorter, and how many chunks there were.
+
+    Rows of two sequences, all tokens of the tensor group, are cut.
+    """
+    import bmtrain as bmt
+
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.model import Llama
+    from bmburst.mesh import Mesh
+    from bmburst.zero import gather, named_shards
+
+    attention = partial(BurstAttention, group=Mesh.over_bmtrain().sequence, layout="contiguous")
+    ids = torch.randint(run_program.SHAPE.vocab_size, (2, 48), generator=torch.Generator().manual_seed(2))
+    positions, found = torch.arange(47).expand(2, -1), {}
+    for name, options in CHUNKS.items():
+        counted = Mock(side_effect=swiglu)
+        with patch("bmburst_ops.gated_mlp.swiglu", counted):
+            model = Llama(DEALT["model"], attention=attention, seed=0, **options)
+            model.loss(ids[:, :-1], positions, ids[:, 1:]).backward()
+        found[name] = {shard.name: gather(shard, shard.parameter.grad) for shard in named_shards(model)}
+        found[name]["chunks"] = torch.tensor(counted.call_count)
+    if bmt.rank() == 0:
+        torch.save(found, folder / "chunks.pt")
+
+
 def refusals() -> None:
     """What cannot work is said on every rank, before anything waits."""
     from bmburst.blocks.model import Llama
@@ -98,6 +133,7 @@ def two_ranks(folder: Path) -> None:
     refusals()
     storage(folder)
     loss_scale(folder)
+    chunks(folder)
     begin(folder, 2)
     resume(folder, 2, 1)
 

@@ -56,3 +56,16 @@ def test_checkpoints_hold_whole_tensors_and_load_on_any_degree(folder, name):
             first, again = (saved(folder, run, file) for run in (f"{name}-{wrote}", f"{name}-{wrote}-again"))
             assert first.keys() == again.keys()
             assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+def test_an_mlp_in_chunks_is_the_whole_one(folder):
+    found = program.result(folder, "chunks")
+    layers = program.DEALT["model"].num_layers
+    # Forward and backward; a recomputation leaves the forward out. The whole one does not come here.
+    counts = {name: int(gradients.pop("chunks")) for name, gradients in found.items()}
+    assert counts == {"whole": 0, "kept": 10 * layers, "recomputed": 10 * layers, "offloaded": 10 * layers}
+    whole = found.pop("whole")
+    for gradients in found.values():
+        assert gradients.keys() == whole.keys()
+        for name, wanted in whole.items():
+            assert (gradients[name] - wanted).norm() <= 1e-5 * wanted.norm() and wanted.norm() > 0, name
