@@ -11,7 +11,7 @@ from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, Sc
 from tests.train.given import local
 
 STEPS, TOKENS, SEQUENCES = 8, 37, 8  # 37 tokens: padded on 2 and 4 ranks; 2 sequences for each of 4 ranks
-FEW_STEPS = 3
+LONG, FEW_STEPS = 20, 3
 LR, DECAY = 1e-3, 0.1
 SHAPE = {
     "vocab_size": 264,
@@ -36,6 +36,7 @@ class Case(NamedTuple):
     layout: str
     zero_level: int
     recompute: str
+    steps: int = STEPS
 
     def __str__(self) -> str:
         return "-".join(map(str, self))
@@ -45,7 +46,7 @@ CASES = [
     Case(True, None, "zigzag", 3, "block-keep-attention"),
     Case(False, 0.05, "striped", 2, "block"),
     Case(True, 0.05, "contiguous", 2, "none"),
-    Case(False, None, "zigzag", 3, "block-keep-attention:0.5+offload-all"),
+    Case(False, None, "zigzag", 3, "block-keep-attention:0.5+offload-all", LONG),
 ]
 
 
@@ -69,7 +70,7 @@ def result(folder: Path, split: Split, case: Case, dtype: str) -> dict[str, Any]
 def train_all(folder: Path, splits: list[Split]) -> None:
     for split in splits:
         for case in CASES:
-            _train(folder, split, case, "float32", STEPS)
+            _train(folder, split, case, "float32", case.steps)
         _train(folder, split, CASES[0], "bfloat16", STEPS)
 
 
@@ -88,7 +89,7 @@ def _train(folder: Path, split: Split, case: Case, dtype: Any, steps: int) -> No
         preset=None,
         model=LlamaConfig(**SHAPE),
         sequence_length=TOKENS,
-        steps=STEPS,
+        steps=LONG,
         batch_size=SEQUENCES,
         micro_batch_size=share // 2 if case.accumulate else share,
         dtype=dtype,

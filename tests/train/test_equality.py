@@ -60,7 +60,7 @@ def reference(request, folder):
         eps=1e-8,
     )
     losses, norms, gradients = [], [], {}
-    for step in range(program.STEPS):
+    for step in range(case.steps):
         inputs, labels = program.batch(step)
         logits = model(inputs).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
