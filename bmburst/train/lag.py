@@ -8,6 +8,7 @@ from bmburst.train.clock import Timing
 
 WINDOW = 20
 """Steps that are looked at together."""
+_COLD = 2  # times of a process that are not looked at: none are known yet, then those of kernels being compiled
 _RATIO = 1.2  # times the median: less is what clocks, temperatures and the kernel's shares of a mask make
 _LEAST = 0.01  # seconds a step: less is not worth a line
 _CAUSES = (("data", "data loading"), ("compute", "forward and backward"), ("optimizer", "optimizer"))
@@ -24,9 +25,13 @@ class LagWatch:
     def __init__(self, hosts: Sequence[str], window: int = WINDOW) -> None:
         self._hosts = tuple(hosts)
         self._steps: deque[tuple[Timing, ...]] = deque(maxlen=window)
+        self._cold = _COLD
 
     def add(self, timings: Sequence[Timing]) -> str | None:
         """Take one step's timing of every rank; return a warning if a rank lags, at most once a window."""
+        if self._cold:
+            self._cold -= 1
+            return None
         self._steps.append(tuple(timings))
         if len(self._steps) < (self._steps.maxlen or 1):
             return None
