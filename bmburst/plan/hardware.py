@@ -142,7 +142,7 @@ def hardware_of(device: str) -> Hardware | None:
 
 
 def hardware_like(device: str) -> Hardware:
-    """Return the machine of a GPU, or of one that is not known an H200: what is compared differs by little else."""
+    """Return the machine of a GPU; of one that is not known an H200, by whose rates ways can still be compared."""
     return hardware_of(device) or load_hardware(_LIKE)
 
 
