@@ -341,12 +341,10 @@ def test_memory_in_flight(monkeypatch):
 
     class Stream:
         device_index = 0
+        wait_stream = staticmethod(waited.append)
 
         def wait_event(self, event):
             pass
-
-        def wait_stream(self, stream):
-            waited.append(stream)
 
     maker, other, side, marks = Stream(), Stream(), Stream(), []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: marks.append((tensor.shape[0], stream)))
