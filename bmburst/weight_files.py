@@ -107,7 +107,7 @@ class SafetensorsWriter:
         self._partial = path.with_name(f"{path.name}.partial")
         self._expected = list(tensors)
         self._metadata = dict(metadata or {})
-        self._written = 0
+        self._written = self._bytes = 0
 
     def __enter__(self) -> "SafetensorsWriter":
         header: dict[str, object] = {"__metadata__": self._metadata} if self._metadata else {}
@@ -128,10 +128,24 @@ class SafetensorsWriter:
             ValueError: It is not the next one announced.
         """
         name, shape, dtype = self._expected[self._written]
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or self._bytes:
             raise ValueError(f"{name} was announced as {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
-        self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        self._written += 1
+        self.write_run(tensor)
+
+    def write_run(self, numbers: Tensor) -> None:
+        """Append a run of the next tensor's flattened numbers; several make it up.
+
+        Raises:
+            ValueError: It is not of the tensor announced.
+        """
+        name, shape, dtype = self._expected[self._written]
+        whole = prod(shape) * dtype.itemsize
+        if numbers.dtype != dtype or self._bytes + numbers.nbytes > whole:
+            raise ValueError(f"{name} was announced as {shape} {dtype}, got {numbers.numel()} more {numbers.dtype}")
+        self._file.write(numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._bytes += numbers.nbytes
+        if self._bytes == whole:
+            self._written, self._bytes = self._written + 1, 0
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None

@@ -26,6 +26,7 @@ FORBIDDEN = {
     "bmburst/config": {"torch", "bmtrain"},
     "bmburst/blocks/config.py": {"torch", "bmtrain"},
     "bmburst/blocks/presets.py": {"torch", "bmtrain"},
+    "bmburst/convert/model_center.py": {"torch", "bmtrain"},
     "bmburst/train/config.py": {"torch", "bmtrain"},
     "bmburst/data": {"bmtrain", "torch.distributed", "bmburst.comm", "bmburst.mesh", "bmburst.train"},
     "bmburst/comm": {"model_center_ext", "bmburst.attention", "bmburst.blocks", "bmburst.train"},
@@ -51,6 +52,8 @@ BMTRAIN_AT_TOP = {
     "bmburst/blocks/transformer.py",
     "bmburst/optim.py",
     "bmburst/zero.py",
+    "model_center_ext/llama.py",
+    "model_center_ext/names.py",
 }
 
 

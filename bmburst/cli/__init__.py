@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "doctor": "what is installed and usable here, and the command that fixes the rest",
         "check": "run a configuration on N ranks and on one, and compare every tensor",
         "data": "turn text into a token file",
+        "convert": "weights between Hugging Face, bmburst and ModelCenter",
         "bench": "measure attention against one GPU's kernel and every peer",
         "plan": "predict time and memory of every way to train, and print the best one's command",
         "build-bmtrain": "build BMTrain's source package for this Python and CUDA",

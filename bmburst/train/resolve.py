@@ -10,6 +10,7 @@ from typing import Any
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
 from bmburst.config import build, leaves, overlay, read_config_file, read_layer, to_dict, write_json
+from bmburst.convert.model_center import ModelCenterConfig, is_model_center
 from bmburst.errors import UserError
 from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
 from bmburst.train.wandb import require_wandb
@@ -28,13 +29,13 @@ def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = No
     Where the model is not given in full, it starts from the directory `init_from`, else from `preset`.
 
     Args:
-        files: JSON or YAML files.
+        files: JSON or YAML files; one may be a ModelCenter LLaMA's config.json, which gives the model.
         options: Dotted name to value or to text, as on the command line.
 
     Raises:
         UserError: A file, key or value is wrong, or values do not go together.
     """
-    below = overlay(*(read_layer(TrainConfig, read_config_file(path), str(path)) for path in files))
+    below = overlay(*(read_layer(TrainConfig, _read_file(path), str(path)) for path in files))
     above = read_layer(TrainConfig, options or {}, "")
     given = overlay(below, above)
     if "preset" in above and _names_whole_model(below) and preset(above["preset"]) != build(TrainConfig, below).model:
@@ -161,6 +162,13 @@ def _check_tokens(config: TrainConfig) -> None:
     elif config.data.tokenizer is None:
         # Text is read as bytes: check what is checked where that was said.
         config.replace(data=dataclasses.replace(config.data, tokenizer="bytes"))
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    values = read_config_file(path)
+    if is_model_center(values):
+        return {"model": to_dict(ModelCenterConfig.from_values(values, str(path)).shape())}
+    return values
 
 
 def _names_whole_model(layer: Mapping[str, Any]) -> bool:

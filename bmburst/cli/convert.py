@@ -1,0 +1,64 @@
+"""`bmburst convert`: a model's directory of one family into another's."""
+
+import argparse
+from pathlib import Path
+
+HELP = "weights between Hugging Face, bmburst and ModelCenter"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Write a LLaMA's weights, configuration and tokenizer as another family keeps them. Numbers are copied as they "
+        "are, piece by piece, so the model need not fit into memory. Converting back gives the same numbers and the "
+        "same config.json."
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="directory of a Hugging Face or ModelCenter LLaMA, a checkpoint of bmburst, or a run folder, of which the "
+        "newest checkpoint is taken",
+    )
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="directory to make")
+    parser.add_argument(
+        "--to",
+        required=True,
+        metavar="FAMILY",
+        help="huggingface; bmburst (the same files, for --init-from); model-center (pytorch_model.pt)",
+    )
+    parser.add_argument(
+        "--dtype", default=None, metavar="TYPE", help="float32, float16 or bfloat16 (default: each tensor's own)"
+    )
+    parser.add_argument(
+        "--part-size",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="size above which safetensors are split into several files (default: 5)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, and say what was written."""
+    from tqdm import tqdm
+
+    from bmburst.convert.run import convert
+    from bmburst.errors import UserError
+    from bmburst.train.checkpoint import newest_complete
+
+    if not args.part_size > 0:
+        raise UserError(f"--part-size {args.part_size:g} is not positive\nfix: gigabytes, for example 5")
+    source = newest_complete(args.source) or args.source
+    with tqdm(desc="converting", unit="B", unit_scale=True, disable=None) as bar:
+        done = convert(
+            source,
+            args.output,
+            to=args.to,
+            dtype=args.dtype,
+            part_bytes=int(args.part_size * 10**9),
+            on_bytes=bar.update,
+            on_total=bar.reset,
+        )
+    print(f"{args.output}: {done.tensors} tensors, {done.nbytes:,} bytes, from {source} ({done.family})")
+    return 0

@@ -1,0 +1,221 @@
+"""ModelCenter's LLaMA as plain data: its config.json, and its parameters' names. Imports no torch.
+
+Fields and names are those of model-center 1.0.2 (model_center/model/config/llama_config.py, model/llama.py and
+layer/*). What that version cannot say (KV heads, rotary base and scaling, bfloat16) has fields of ours, which are
+written only where they say something: a config.json without them is one that ModelCenter itself reads.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
+
+from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.config import build, check_fields, field, read_layer, to_dict
+from bmburst.errors import UserError
+
+# Parts of a block by Hugging Face's names, and where ModelCenter has them.
+BLOCK_PLACES: Mapping[str, str] = MappingProxyType(
+    {
+        "input_layernorm": "self_att.layernorm_before_attention",
+        "self_attn": "self_att.self_attention",
+        "post_attention_layernorm": "ffn.layernorm_before_ffn",
+        "mlp": "ffn.ffn",
+    }
+)
+ATTENTION_PLACES: Mapping[str, str] = MappingProxyType(
+    {"q_proj": "project_q", "k_proj": "project_k", "v_proj": "project_v", "o_proj": "attention_out"}
+)
+MLP_PLACES: Mapping[str, str] = MappingProxyType({"gate_proj": "w_in.w_0", "up_proj": "w_in.w_1", "down_proj": "w_out"})
+_WHOLE = {
+    "model.embed_tokens.weight": "input_embedding.weight",
+    "model.norm.weight": "encoder.output_layernorm.weight",
+    "lm_head.weight": "output_projection.weight",
+}
+_INNER = {"self_attn": ATTENTION_PLACES, "mlp": MLP_PLACES}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(\w+)\.(?:(\w+)\.)?weight")
+# What the LLaMA of bmburst does, and the only values it can be told.
+_ONLY: Mapping[str, Any] = MappingProxyType(
+    {
+        "dropout_p": 0.0,
+        "pos_bias_type": "rotary",
+        "norm_bias": False,
+        "att_bias": False,
+        "ffn_bias": False,
+        "ffn_activate_fn": "gated_silu",
+        "proj_bias": False,
+        "length_scale": False,
+        "attn_scale": True,
+        "int8": False,
+        "cls_head": None,
+        "post_layer_norm": False,
+    }
+)
+_OURS = ("num_heads_kv", "rope_theta", "rope_scaling", "max_position_embeddings", "dtype")
+# Attention sees only what a mask allows, so what hidden scores are set to says nothing. It is -Infinity, no JSON.
+_WITHOUT_MEANING = ("att_mask_value", "model_type")
+
+Config = TypeVar("Config", bound="ModelCenterConfig")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelCenterConfig:
+    """A LLaMA in ModelCenter's words, with its defaults; of values that need a module we lack, only the harmless."""
+
+    vocab_size: int = field("Rows of the embedding and of the head.", default=32000, unit="token ids", minimum=1)
+    dim_model: int = field("Width of the residual stream.", default=4096, unit="features", minimum=1)
+    num_heads: int = field("Query heads.", default=32, unit="heads", minimum=1)
+    dim_head: int = field("Width of a head, even.", default=128, unit="features", minimum=2)
+    dim_ff: int = field("Width inside the gated MLP.", default=11008, unit="features", minimum=1)
+    num_layers: int = field("Blocks.", default=32, unit="layers", minimum=1)
+    dropout_p: float = field("Dropout; only 0.", default=0.0)
+    emb_init_mean: float = field("Mean of a fresh embedding.", default=0.0)
+    emb_init_std: float = field("Standard deviation of a fresh embedding.", default=0.02, minimum=0)
+    pos_bias_type: str = field("Positions; only rotary.", default="rotary")
+    norm_init_var: float = field("Fresh scale of a norm.", default=1.0)
+    norm_bias: bool = field("Bias of norms; only false, which makes them RMSNorm.", default=False)
+    norm_eps: float = field("Added to the mean square in RMSNorm.", default=1e-6, above=0)
+    att_init_mean: float = field("Mean of fresh matrices of attention.", default=0.0)
+    att_init_std: float = field("Standard deviation of fresh matrices of attention.", default=0.02, minimum=0)
+    att_bias: bool = field("Bias of attention's matrices; only false.", default=False)
+    ffn_init_mean: float = field("Mean of fresh matrices of the MLP.", default=0.0)
+    ffn_init_std: float = field("Standard deviation of fresh matrices of the MLP.", default=0.02, minimum=0)
+    ffn_bias: bool = field("Bias of the MLP's matrices; only false.", default=False)
+    ffn_activate_fn: str = field("Activation; only gated_silu.", default="gated_silu")
+    proj_init_mean: float = field("Mean of a fresh head.", default=0.0)
+    proj_init_std: float = field("Standard deviation of a fresh head.", default=0.02, minimum=0)
+    proj_bias: bool = field("Bias of the head; only false.", default=False)
+    length_scale: bool = field("Whether widths scale activations; only false.", default=False)
+    attn_scale: bool = field("Whether scores are divided by sqrt(dim_head); only true.", default=True)
+    half: bool = field("Whether weights are float16, else float32; dtype wins.", default=True)
+    int8: bool = field("Quantized weights; only false.", default=False)
+    tied: bool = field("Whether the head is the embedding, transposed.", default=False)
+    cls_head: int | None = field("Classes of a classifier in the head's place; only none.", default=None)
+    post_layer_norm: bool = field("Norms behind the residual; only false.", default=False)
+    num_heads_kv: int | None = field(
+        "Key and value heads; divides num_heads.", default=None, default_text="num_heads", unit="heads", minimum=1
+    )
+    rope_theta: float = field("Base of the rotary frequencies.", default=10000.0, above=1)
+    rope_scaling: RopeScaling | None = field("Scaling of rotary positions.", default=None)  # noqa: RUF009
+    max_position_embeddings: int = field("Longest sequence meant for it.", default=4096, unit="tokens", minimum=1)
+    dtype: Literal["float32", "float16", "bfloat16"] | None = field(
+        "Type of weights and activations.", default=None, default_text="by half"
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, allowed in _ONLY.items():
+            if getattr(self, name) != allowed:
+                raise UserError(
+                    f"{name} {getattr(self, name)!r} of a ModelCenter model is not supported\nallowed: {allowed!r}"
+                )
+        self.shape()
+
+    @classmethod
+    def from_values(cls: type[Config], values: Mapping[str, Any], source: str = "") -> Config:
+        """Return the configuration that a config.json of ModelCenter's LLaMA describes.
+
+        Args:
+            values: The object in the file.
+            source: The file, for messages.
+
+        Raises:
+            UserError: A field is unknown, of a wrong type, or says something that this LLaMA does not do.
+        """
+        known = {declared.name for declared in dataclasses.fields(cls)}
+        foreign = [key for key in values if key not in known and key not in _WITHOUT_MEANING]
+        if foreign:
+            raise UserError(
+                f"{source or 'config.json'} is not of ModelCenter's LLaMA, which has no {foreign[0]}\n"
+                "fix: the directory of a ModelCenter LLaMA; other models of ModelCenter cannot be read"
+            )
+        plain = {key: value for key, value in values.items() if key not in _WITHOUT_MEANING}
+        return build(cls, read_layer(cls, plain, source))
+
+    @classmethod
+    def of(cls: type[Config], shape: LlamaConfig, dtype: Literal["float32", "float16", "bfloat16"]) -> Config:
+        """Return the configuration of a model of bmburst's own, with its weights in `dtype`."""
+        return cls(
+            vocab_size=shape.vocab_size,
+            dim_model=shape.hidden_size,
+            num_heads=shape.num_heads,
+            dim_head=shape.head_dim,
+            dim_ff=shape.intermediate_size,
+            num_layers=shape.num_layers,
+            emb_init_std=shape.init_std,
+            norm_eps=shape.norm_eps,
+            att_init_std=shape.init_std,
+            ffn_init_std=shape.init_std,
+            proj_init_std=shape.init_std,
+            half=dtype == "float16",
+            tied=shape.tie_embeddings,
+            num_heads_kv=shape.num_kv_heads,
+            rope_theta=shape.rope_theta,
+            rope_scaling=shape.rope_scaling,
+            max_position_embeddings=shape.max_position_embeddings,
+            dtype=dtype,
+        )
+
+    def shape(self) -> LlamaConfig:
+        """Return the same model in bmburst's words."""
+        return LlamaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.dim_model,
+            intermediate_size=self.dim_ff,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads_kv or self.num_heads,
+            head_dim=self.dim_head,
+            rope_theta=self.rope_theta,
+            rope_scaling=self.rope_scaling,
+            norm_eps=self.norm_eps,
+            tie_embeddings=self.tied,
+            init_std=self.att_init_std,
+            max_position_embeddings=self.max_position_embeddings,
+        )
+
+    @property
+    def dtype_name(self) -> str:
+        """Type of weights and activations, as torch calls it."""
+        return self.dtype or ("float16" if self.half else "float32")
+
+    def to_values(self) -> dict[str, Any]:
+        """Return the config.json. ModelCenter 1.0.2 reads it unless it says what that cannot do."""
+        values = {name: value for name, value in to_dict(self).items() if name in _FIELDS}
+        defaults: dict[str, Any] = to_dict(ModelCenterConfig()) | {
+            "num_heads_kv": self.num_heads,
+            "dtype": "float16" if self.half else "float32",
+        }
+        ours = {name for name in _OURS if values[name] not in (None, defaults[name])}
+        if ours == {"max_position_embeddings"}:  # it changes nothing that the model computes
+            ours = set()
+        return {name: value for name, value in values.items() if name not in _OURS or name in ours}
+
+
+_FIELDS = {declared.name for declared in dataclasses.fields(ModelCenterConfig)}
+
+
+def is_model_center(values: Mapping[str, Any]) -> bool:
+    """Return whether the object in a file is a configuration in ModelCenter's words."""
+    return "dim_model" in values
+
+
+def model_center_name(name: str) -> str:
+    """Return what ModelCenter calls the weight of this Hugging Face name.
+
+    Raises:
+        UserError: Its LLaMA has no such weight.
+    """
+    if name in _WHOLE:
+        return _WHOLE[name]
+    found = _LAYER.fullmatch(name)
+    if found is not None:
+        layer, part, inner = found.groups()
+        place = BLOCK_PLACES.get(part)
+        inside = _INNER.get(part, {}).get(inner) if inner else ""
+        if place is not None and inside is not None and (inner is None) == (part not in _INNER):
+            return ".".join(filter(None, ("encoder.layers", layer, place, inside, "weight")))
+    raise UserError(
+        f"{name} has no place in ModelCenter's LLaMA\nallowed: a plain LLaMA, without biases and further norms"
+    )

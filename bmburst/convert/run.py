@@ -1,0 +1,259 @@
+"""One model's directory into another family's: read and written piece by piece, tensor after tensor."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bmburst.blocks.config import LlamaConfig
+from bmburst.convert.directory import CONFIG_FILE, HUGGING_FACE, MODEL_CENTER, MODEL_CENTER_FILE, Weights, open_weights
+from bmburst.convert.model_center import ModelCenterConfig, model_center_name
+from bmburst.convert.torch_file import TorchFileWriter
+from bmburst.errors import UserError, require_known
+from bmburst.weight_files import SafetensorsWriter, read_json, write_text
+from bmburst.weight_parts import index_name
+
+FAMILIES = (HUGGING_FACE, "bmburst", MODEL_CENTER)
+DTYPES = ("float32", "float16", "bfloat16")
+PART_BYTES = 5 * 10**9
+"""Of one safetensors file at most, where a tensor is not larger: what Hugging Face takes by default."""
+PIECE_BYTES = 64 << 20
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "vocab.model",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+_ASIDE = {HUGGING_FACE: "config.huggingface.json", MODEL_CENTER: "config.model-center.json"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Converted:
+    """What was written.
+
+    Attributes:
+        family: That of the source.
+        tensors: How many.
+        nbytes: Bytes of their numbers.
+        files: Every file, in the order written.
+    """
+
+    family: str
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+
+
+def convert(
+    source: Path,
+    output: Path,
+    *,
+    to: str,
+    dtype: str | None = None,
+    part_bytes: int = PART_BYTES,
+    on_total: Callable[[int], object] = lambda _: None,
+    on_bytes: Callable[[int], object] = lambda _: None,
+) -> Converted:
+    """Write a model's weights, configuration and tokenizer as another family keeps them.
+
+    Numbers are copied as they are, or rounded once to `dtype`. What the other family's config.json cannot say lies
+    beside it, so that converting back gives the first config.json again. At most `PIECE_BYTES` of a tensor are held,
+    twice where the dtype changes. The output appears under its name only when it is whole.
+
+    Args:
+        source: Directory of a Hugging Face LLaMA, a checkpoint of bmburst, or of a ModelCenter LLaMA.
+        output: A directory that is not there yet, or empty.
+        to: "huggingface", or "bmburst", which keeps weights in the same way; or "model-center".
+        dtype: "float32", "float16" or "bfloat16"; by default each tensor's own.
+        part_bytes: Size above which safetensors are split into several files.
+        on_total: Called once, with all bytes that will be written.
+        on_bytes: Called with the bytes written since the last call.
+
+    Raises:
+        UserError: The source is no whole LLaMA (`open_weights`), the target family cannot have it, a number is beyond
+            float16, or the output is not empty or cannot be written.
+    """
+    require_known("family", to, FAMILIES)
+    if dtype is not None:
+        require_known("dtype", dtype, DTYPES)
+    weights = open_weights(source)
+    target = MODEL_CENTER if to == MODEL_CENTER else HUGGING_FACE
+    plan = _plan(weights, target, None if dtype is None else getattr(torch, dtype))
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} is there and not empty\nfix: name a new directory")
+    on_total(sum(tensor.nbytes for tensor in plan))
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write_weights(partial, weights, target, plan, part_bytes, on_bytes)
+        _write_config(partial, weights, target, plan)
+        _carry(partial, weights, target)
+        if output.exists():
+            output.rmdir()
+        partial.rename(output)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}\nfix: make room, or name another place") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Converted(
+        family=weights.family,
+        tensors=len(plan),
+        nbytes=sum(tensor.nbytes for tensor in plan),
+        files=tuple(sorted(path.name for path in output.iterdir())),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str  # Hugging Face's
+    target: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def _plan(weights: Weights, target: str, dtype: torch.dtype | None) -> list[_Tensor]:
+    """Return every tensor to write, in order; whatever cannot be converted is refused here."""
+    plan = []
+    for name, (file, inside) in weights.places.items():
+        named = model_center_name(name) if target == MODEL_CENTER else name
+        plan.append(_Tensor(name, named, file.shapes[inside], dtype or weights.read(name, 0, 1).dtype))
+    if target == MODEL_CENTER:
+        ModelCenterConfig.of(weights.config, _common_dtype(plan))
+    return plan
+
+
+def _write_weights(
+    folder: Path,
+    weights: Weights,
+    target: str,
+    plan: Sequence[_Tensor],
+    part_bytes: int,
+    on_bytes: Callable[[int], object],
+) -> None:
+    parts = [list(plan)] if target == MODEL_CENTER else list(_parts(plan, part_bytes))
+    names = [MODEL_CENTER_FILE] if target == MODEL_CENTER else ["model.safetensors"]
+    if len(parts) > 1:
+        names = [f"model-{part + 1:05}-of-{len(parts):05}.safetensors" for part in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        announced = [(tensor.target, tensor.shape, tensor.dtype) for tensor in part]
+        writer = (
+            TorchFileWriter(folder / name, announced)
+            if target == MODEL_CENTER
+            else SafetensorsWriter(folder / name, announced, {"format": "pt"})
+        )
+        with writer:
+            for tensor in part:
+                for piece in _pieces(weights, tensor):
+                    writer.write_run(piece)
+                    on_bytes(piece.nbytes)
+    if len(parts) > 1:
+        where = {tensor.target: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        total = sum(tensor.nbytes for tensor in plan)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+        write_text(folder / index_name("model"), text + "\n")
+
+
+def _parts(plan: Sequence[_Tensor], part_bytes: int) -> Iterator[list[_Tensor]]:
+    part: list[_Tensor] = []
+    for tensor in plan:
+        if part and sum(other.nbytes for other in part) + tensor.nbytes > part_bytes:
+            yield part
+            part = []
+        part.append(tensor)
+    yield part
+
+
+def _pieces(weights: Weights, tensor: _Tensor) -> Iterator[torch.Tensor]:
+    total, step = prod(tensor.shape), max(PIECE_BYTES // tensor.dtype.itemsize, 1)
+    for begin in range(0, total, step):
+        read = weights.read(tensor.name, begin, min(begin + step, total))
+        piece = read.to(tensor.dtype)
+        if tensor.dtype == torch.float16 and read.dtype != torch.float16 and piece.isinf().sum() > read.isinf().sum():
+            raise UserError(
+                f"{tensor.name} has numbers beyond float16, whose largest is 65504\nfix: --dtype bfloat16, or float32"
+            )
+        yield piece
+
+
+def _write_config(folder: Path, weights: Weights, target: str, plan: Sequence[_Tensor]) -> None:
+    dtype = _common_dtype(plan)
+    if weights.family == target:
+        values = dict(weights.values)
+    else:
+        values = _aside(weights, target) or _fresh(weights.config, target, dtype)
+        write_text(folder / _ASIDE[weights.family], _json(weights.values))
+    write_text(folder / CONFIG_FILE, _json(values | _dtype_fields(target, dtype, values)))
+
+
+def _fresh(config: LlamaConfig, target: str, dtype: Any) -> dict[str, Any]:
+    if target == MODEL_CENTER:
+        return ModelCenterConfig.of(config, dtype).to_values()
+    return config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5
+
+
+def _dtype_fields(target: str, dtype: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config.json must say otherwise of the weights' dtype; nothing where it is right or says nothing."""
+    if target == HUGGING_FACE:
+        return {key: dtype for key in ("torch_dtype", "dtype") if key in values}
+    if ModelCenterConfig.from_values(values).dtype_name == dtype:
+        return {}
+    is_half: dict[str, Any] = {"half": dtype == "float16"}
+    return is_half | ({"dtype": dtype} if "dtype" in values or dtype == "bfloat16" else {})
+
+
+def _aside(weights: Weights, target: str) -> dict[str, Any] | None:
+    """Return the target's own config.json of an earlier conversion, if it still describes these weights."""
+    path = weights.directory / _ASIDE[target]
+    if not path.is_file():
+        return None
+    values = read_json(path)
+    if target == MODEL_CENTER:
+        config = ModelCenterConfig.from_values(values, str(path)).shape()
+    else:
+        config = LlamaConfig.from_hugging_face(values)
+    return values if _in_common(config) == _in_common(weights.config) else None
+
+
+def _in_common(config: LlamaConfig) -> ModelCenterConfig:
+    """Return what both families can say of a model."""
+    values = ModelCenterConfig.of(config, "float32").to_values()
+    return ModelCenterConfig.from_values(values | {"max_position_embeddings": 4096})
+
+
+def _carry(folder: Path, weights: Weights, target: str) -> None:
+    for name in (*_TOKENIZER, *_ASIDE.values()):
+        path = weights.directory / name
+        if path.is_file() and not (folder / name).exists() and name != _ASIDE[target]:
+            shutil.copyfile(path, folder / name)
+
+
+def _common_dtype(plan: Sequence[_Tensor]) -> Any:
+    """Return the dtype that most numbers have, by its name."""
+    sizes: dict[str, int] = {}
+    for tensor in plan:
+        name = str(tensor.dtype).removeprefix("torch.")
+        sizes[name] = sizes.get(name, 0) + prod(tensor.shape)
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2) + "\n"

@@ -1,0 +1,104 @@
+"""Configuration of the ModelCenter LLaMA with BurstAttention: ModelCenter's fields, and how it is trained. No torch."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from bmburst.config import field, read_config_file, write_json
+from bmburst.convert.model_center import ModelCenterConfig, is_model_center
+from bmburst.errors import unknown
+from bmburst.recompute_policy import Policy
+
+Self = TypeVar("Self", bound="LlamaConfig")
+_CONFIG_FILE = "config.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig(ModelCenterConfig):
+    """ModelCenter's LlamaConfig, field by field with its defaults, and fields of ours.
+
+    Those of the model itself (`num_heads_kv`, `rope_theta`, `rope_scaling`, `max_position_embeddings`, `dtype`) go into
+    a config.json where they say something; those below say how it runs.
+    """
+
+    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
+        "Which rank holds which tokens.", default="zigzag"
+    )
+    strategy: str = field("How attention is spread over ranks; see burst_attention.", default="auto")
+    kernel: str = field("What computes a tile of attention.", default="auto")
+    transport: str = field("How attention's blocks move.", default="auto")
+    deterministic: bool = field("Bit-equal results from run to run, where that costs speed.", default=False)
+    recompute: str = field(
+        "What backward computes again: none, block, block-keep-attention and so on; attention never runs twice.",
+        default="block-keep-attention",
+    )
+    zero_level: Literal[2, 3] = field("3 shards weights, gradients and optimizer; 2 keeps weights whole.", default=3)
+    loss_chunk: int = field("Tokens whose logits exist at once in loss().", default=1024, unit="tokens", minimum=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Policy.parse(self.recompute)
+
+    @classmethod
+    def from_json_file(cls: type[Self], json_file: str | os.PathLike[str], **changes: Any) -> Self:
+        """Return the configuration in a config.json, with some fields changed; as ModelCenter's method.
+
+        Raises:
+            UserError: The file or a value is wrong.
+        """
+        path = Path(json_file)
+        return cls.from_values(read_config_file(path) | changes, str(path))
+
+    @classmethod
+    def from_pretrained(cls: type[Self], directory: str | os.PathLike[str], **changes: Any) -> Self:
+        """Return the configuration of a directory of ModelCenter or Hugging Face weights; nothing is downloaded.
+
+        Raises:
+            UserError: There is no such directory, or its config.json is of another model.
+        """
+        from bmburst.hugging_face import read_config
+
+        path = Path(directory) / _CONFIG_FILE
+        values = read_config_file(path)
+        if is_model_center(values):
+            return cls.from_json_file(path, **changes)
+        dtype: Any = values.get("dtype") or values.get("torch_dtype") or "float32"
+        return dataclasses.replace(cls.of(read_config(directory), dtype), **changes)
+
+    @classmethod
+    def named(cls: type[Self], name: str, **changes: Any) -> Self:
+        """Return one of the configurations that come with this package, for example "llama-2-7b".
+
+        Raises:
+            UserError: There is none of that name.
+        """
+        known = config_files()
+        if name not in known:
+            raise unknown("configuration", name, known)
+        return cls.from_json_file(known[name], **changes)
+
+    @classmethod
+    def from_model_center(cls: type[Self], config: object, **changes: Any) -> Self:
+        """Return the configuration that an object of ModelCenter's own class describes.
+
+        Raises:
+            UserError: It says something that this LLaMA does not do.
+        """
+        given = dict(vars(config))
+        dtype = str(given.pop("dtype", "float32")).removeprefix("torch.")
+        return cls.from_values(given | {"half": dtype == "float16", "dtype": dtype} | changes)
+
+    def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
+        """Write the model's fields as config.json; those that say how it runs are left out."""
+        write_json(Path(json_file), self.to_values())
+
+    def attention_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `bmburst.BurstAttention`."""
+        names = ("layout", "strategy", "kernel", "transport", "deterministic")
+        return {name: getattr(self, name) for name in names} | {"mask": "causal"}
+
+
+def config_files() -> dict[str, Path]:
+    """Return the configurations that come with this package by name; `bmburst train --config` takes them too."""
+    return {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.json"))}

@@ -1,0 +1,227 @@
+"""ModelCenter's Llama over a split sequence: bmburst's LLaMA under ModelCenter's names and calls."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import bmtrain as bmt
+import torch
+from torch import Tensor
+
+from bmburst.attention.api import resolve_group
+from bmburst.attention.call import MaskOption
+from bmburst.attention.module import BurstAttention
+from bmburst.blocks.model import Llama as Blocks
+from bmburst.convert.directory import Weights, open_weights
+from bmburst.convert.model_center import model_center_name
+from bmburst.errors import UserError
+from bmburst.mesh import Mesh
+from bmburst.sequence import SequenceShard
+from bmburst.weight_parts import together
+from bmburst.zero import named_shards, scatter_piece
+from model_center_ext.config import LlamaConfig
+from model_center_ext.names import as_model_center, initial_values
+
+Directory = str | os.PathLike[str]
+
+
+class LlamaOutput(NamedTuple):
+    """What `Llama` returns, under the names of ModelCenter's BaseModelOutput; what it never has is None.
+
+    Attributes:
+        last_hidden_state: `[batch, local_tokens, dim_model]`, after the last norm.
+        past_key_values: None.
+        logits: `[batch, local_tokens, vocab_size]`, or None.
+        hidden_states: None.
+        attentions: None.
+    """
+
+    last_hidden_state: Tensor
+    past_key_values: None = None
+    logits: Tensor | None = None
+    hidden_states: None = None
+    attentions: None = None
+
+
+class Llama(Blocks):
+    """ModelCenter's Llama, whose sequence may lie on several ranks; weights are undefined until initialised or loaded.
+
+    Parameters have ModelCenter's names, so that `bmtrain.save`, `bmtrain.load(..., strict=False)` and
+    `bmtrain.init_parameters` work as with ModelCenter's own. `loss` of `bmburst.blocks.model.Llama` is here too: the
+    sum of the token losses without ever holding all logits.
+
+    Args:
+        config: The model, and how it runs.
+        mesh: Says which ranks share a sequence. Default: the mesh that is current now, or else all ranks.
+
+    Raises:
+        UserError: An option is unknown, or ranks of a tensor group cannot share the model.
+    """
+
+    def __init__(self, config: LlamaConfig, mesh: Mesh | None = None) -> None:
+        sequence = resolve_group(None) if mesh is None else mesh.sequence
+        super().__init__(
+            config.shape(),
+            attention=partial(BurstAttention, group=sequence, **config.attention_options()),
+            dtype=getattr(torch, config.dtype_name),
+            recompute=config.recompute,
+            zero_level=config.zero_level,
+            seed=None,
+            loss_chunk=config.loss_chunk,
+        )
+        self.model_center_config, self._sequence = config, sequence
+        as_model_center(self)
+        initial_values(self, _initializers(config))
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: Directory, config: LlamaConfig | None = None, *, mesh: Mesh | None = None, **changes: Any
+    ) -> "Llama":
+        """Return the model of a directory of ModelCenter (pytorch_model.pt) or Hugging Face (safetensors) weights.
+
+        Every rank calls it and reads only its own part. Nothing is downloaded.
+
+        Args:
+            directory: Has a config.json and the weights.
+            config: Instead of the directory's, of the same shape.
+            mesh: See `Llama`.
+            changes: Fields of the directory's configuration that shall be others, for example `dtype="bfloat16"`.
+
+        Raises:
+            UserError: On all ranks, if the directory holds no whole LLaMA, or one of another shape.
+        """
+        model = cls(config or LlamaConfig.from_pretrained(directory, **changes), mesh)
+        model.load_pretrained(directory)
+        return model
+
+    @classmethod
+    def from_json_file(cls, json_file: Directory, *, mesh: Mesh | None = None, **changes: Any) -> "Llama":
+        """Return a model with fresh weights, of a config.json with some fields changed; as ModelCenter's method.
+
+        Raises:
+            UserError: The file or a value is wrong.
+        """
+        model = cls(LlamaConfig.from_json_file(json_file, **changes), mesh)
+        bmt.init_parameters(model)
+        return model
+
+    def load_pretrained(self, directory: Directory) -> None:
+        """Fill the model with the weights of a directory, converted to its dtype; see `from_pretrained`.
+
+        Raises:
+            UserError: On all ranks, if the directory holds no whole LLaMA, or one of another shape.
+        """
+        opened: list[Weights] = []
+        together(lambda: opened.append(open_weights(Path(directory))))
+        (weights,) = opened
+        known = {model_center_name(name): name for name in weights.places}
+        shards = named_shards(self)
+
+        def compare() -> None:
+            for shard in shards:
+                file, inside = weights.places.get(known.get(shard.name, ""), (None, ""))
+                found = None if file is None else file.shapes[inside]
+                if found != shard.shape or len(known) != len(shards):
+                    there = "is not there" if found is None else f"has shape {list(found)}"
+                    raise UserError(
+                        f"{shard.name} is {list(shard.shape)} in this model, but {there} in {directory}\n"
+                        "fix: leave config out, so that the directory's own is taken"
+                    )
+
+        together(compare)
+        for shard in shards:
+            if shard.count:
+                scatter_piece(shard, shard.read(partial(weights.read, known[shard.name])))
+
+    def forward(  # type: ignore[override]  # ModelCenter's
+        self,
+        input_ids: Tensor | None = None,
+        length: int | Tensor | None = None,
+        attention_mask: None = None,
+        inputs_embeds: None = None,
+        use_cache: bool = False,
+        past_key_values: None = None,
+        output_logits: bool = True,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+        return_dict: bool = True,  # noqa: ARG002
+        *,
+        positions: Tensor | None = None,
+        mask: MaskOption | None = None,
+    ) -> LlamaOutput:
+        """Return hidden states and logits of this rank's tokens; attention is causal unless `mask` says otherwise.
+
+        Arguments have ModelCenter's order. Of those behind `length` only `output_logits` may be set: there is no
+        cache, and nothing but the last hidden states is kept. `return_dict` is not looked at: the output is a tuple
+        with names, in ModelCenter's order.
+
+        Args:
+            input_ids: `[batch, local_tokens]` int64: this rank's part, as `bmburst.SequenceShard` or `bmburst.shard`
+                cut it, in the configuration's layout.
+            length: Of the whole sequence over all ranks, where padding follows its real tokens. Or, as in ModelCenter,
+                `[batch]`: real tokens of each sample, of which the rest is padding at the end; what comes out there
+                means nothing (real tokens never see it), and its labels must not count.
+            attention_mask: None; `length` or `mask` says what is seen.
+            inputs_embeds: None.
+            use_cache: False.
+            past_key_values: None.
+            output_logits: Whether logits are wanted.
+            output_attentions: False.
+            output_hidden_states: False.
+            return_dict: Either.
+            positions: `[batch, local_tokens]` int64, of each token in the whole sequence or in its document; by
+                default those that the layout gives this rank.
+            mask: As in `bmburst.burst_attention`.
+
+        Raises:
+            UserError: An argument is set that this model does not have, or ids, positions and length do not fit.
+        """
+        refused = {
+            "attention_mask": attention_mask is not None,
+            "inputs_embeds": inputs_embeds is not None,
+            "use_cache": use_cache,
+            "past_key_values": past_key_values is not None,
+            "output_attentions": output_attentions,
+            "output_hidden_states": output_hidden_states,
+        }
+        for name, is_set in refused.items():
+            if is_set:
+                raise UserError(f"{name} is not supported\nfix: leave it out; length and mask say what attention sees")
+        if input_ids is None:
+            raise UserError("input_ids are missing\nfix: [batch, local_tokens] int64")
+        whole = length if isinstance(length, int) else None
+        if positions is None:
+            positions = self._positions(input_ids, whole)
+        embedding = self.model.embed_tokens.weight
+        local = self._hidden(input_ids, positions, whole, embedding, mask)
+        hidden = self.tensor.gather(local, input_ids.shape[1])
+        logits = torch.nn.functional.linear(hidden, self._head(embedding)) if output_logits else None
+        return LlamaOutput(last_hidden_state=hidden, logits=logits)
+
+    def _positions(self, ids: Tensor, length: int | None) -> Tensor:
+        size, layout = self._sequence.size, self.model_center_config.layout
+        if layout == "balanced":
+            raise UserError("layout balanced is another one for each mask\nfix: pass positions, of SequenceShard.batch")
+        whole = ids.shape[-1] * size if length is None else length
+        cut = SequenceShard.cut(whole, layout=layout, size=size, rank=self._sequence.rank)
+        if ids.dim() != 2 or cut.local_tokens != ids.shape[1]:
+            raise UserError(
+                f"input_ids {list(ids.shape)} are no part of {whole} tokens over {size} ranks in layout {layout}\n"
+                f"allowed: [batch, {cut.local_tokens}]\nfix: bmburst.SequenceShard.cut(...).batch(...), and pass length"
+            )
+        return cut.positions(ids.device).expand_as(ids)
+
+
+def _initializers(config: LlamaConfig) -> Mapping[str, bmt.ParameterInitializer]:
+    def normal(mean: float, std: float) -> bmt.ParameterInitializer:
+        return bmt.ParameterInitializer(torch.nn.init.normal_, mean=mean, std=std)
+
+    return {
+        "layernorm": bmt.ParameterInitializer(torch.nn.init.constant_, val=config.norm_init_var),
+        "input_embedding": normal(config.emb_init_mean, config.emb_init_std),
+        "self_attention": normal(config.att_init_mean, config.att_init_std),
+        "ffn": normal(config.ffn_init_mean, config.ffn_init_std),
+        "output_projection": normal(config.proj_init_mean, config.proj_init_std),
+    }
