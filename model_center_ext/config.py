@@ -94,8 +94,8 @@ class LlamaConfig(ModelCenterConfig):
         write_json(Path(json_file), self.to_values())
 
     def attention_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `bmburst.BurstAttention`."""
-        names = ("layout", "strategy", "kernel", "transport", "deterministic")
+        """Return the keyword arguments of `bmburst.BurstAttention`, but for group and layout."""
+        names = ("strategy", "kernel", "transport", "deterministic")
         return {name: getattr(self, name) for name in names} | {"mask": "causal"}
 
 

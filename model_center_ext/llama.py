@@ -62,16 +62,18 @@ class Llama(Blocks):
 
     def __init__(self, config: LlamaConfig, mesh: Mesh | None = None) -> None:
         sequence = resolve_group(None) if mesh is None else mesh.sequence
+        # One rank has every token in order, whatever the layout, and need not pad for one.
+        layout = config.layout if sequence.size > 1 else "contiguous"
         super().__init__(
             config.shape(),
-            attention=partial(BurstAttention, group=sequence, **config.attention_options()),
+            attention=partial(BurstAttention, group=sequence, layout=layout, **config.attention_options()),
             dtype=getattr(torch, config.dtype_name),
             recompute=config.recompute,
             zero_level=config.zero_level,
             seed=None,
             loss_chunk=config.loss_chunk,
         )
-        self.model_center_config, self._sequence = config, sequence
+        self.model_center_config, self._sequence, self._layout = config, sequence, layout
         as_model_center(self)
         initial_values(self, _initializers(config))
 
@@ -120,13 +122,13 @@ class Llama(Blocks):
         shards = named_shards(self)
 
         def compare() -> None:
-            for shard in shards:
-                file, inside = weights.places.get(known.get(shard.name, ""), (None, ""))
-                found = None if file is None else file.shapes[inside]
-                if found != shard.shape or len(known) != len(shards):
-                    there = "is not there" if found is None else f"has shape {list(found)}"
+            there = {name: weights.places[first][0].shapes[weights.places[first][1]] for name, first in known.items()}
+            here = {shard.name: shard.shape for shard in shards}
+            for name in (*here, *there):
+                ours, theirs = here.get(name), there.get(name)
+                if ours != theirs:
                     raise UserError(
-                        f"{shard.name} is {list(shard.shape)} in this model, but {there} in {directory}\n"
+                        f"{name} has shape {ours} in this model, but {theirs} in {directory}\n"
                         "fix: leave config out, so that the directory's own is taken"
                     )
 
@@ -201,17 +203,20 @@ class Llama(Blocks):
         return LlamaOutput(last_hidden_state=hidden, logits=logits)
 
     def _positions(self, ids: Tensor, length: int | None) -> Tensor:
-        size, layout = self._sequence.size, self.model_center_config.layout
-        if layout == "balanced":
+        size, local = self._sequence.size, ids.shape[-1]
+        if self._layout == "balanced":
             raise UserError("layout balanced is another one for each mask\nfix: pass positions, of SequenceShard.batch")
-        whole = ids.shape[-1] * size if length is None else length
-        cut = SequenceShard.cut(whole, layout=layout, size=size, rank=self._sequence.rank)
-        if ids.dim() != 2 or cut.local_tokens != ids.shape[1]:
+        whole = local * size if length is None else length
+        cut = SequenceShard.cut(whole, layout=self._layout, size=size, rank=self._sequence.rank)
+        is_alone = size == 1 and whole <= local  # nothing is cut, and padding may be of any size
+        if ids.dim() != 2 or not (is_alone or cut.local_tokens == local):
             raise UserError(
-                f"input_ids {list(ids.shape)} are no part of {whole} tokens over {size} ranks in layout {layout}\n"
-                f"allowed: [batch, {cut.local_tokens}]\nfix: bmburst.SequenceShard.cut(...).batch(...), and pass length"
+                f"input_ids {list(ids.shape)} are no part of {whole} tokens over {size} ranks in layout "
+                f"{self._layout}\nallowed: [batch, {cut.local_tokens}]\n"
+                "fix: bmburst.SequenceShard.cut(...).batch(...), and pass length"
             )
-        return cut.positions(ids.device).expand_as(ids)
+        positions = torch.arange(local, device=ids.device) if is_alone else cut.positions(ids.device)
+        return positions.expand_as(ids)
 
 
 def _initializers(config: LlamaConfig) -> Mapping[str, bmt.ParameterInitializer]:

@@ -1,0 +1,200 @@
+"""`bmburst convert`: exact both ways, by pieces, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bmburst import hugging_face
+from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.cli import main
+from bmburst.convert import run as converting
+from bmburst.convert.model_center import model_center_name
+from bmburst.convert.run import convert
+from bmburst.errors import UserError
+
+CONFIG = LlamaConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=5e5,
+    max_position_embeddings=999,
+    rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=128),
+)
+PLAIN = LlamaConfig(
+    vocab_size=61, hidden_size=24, intermediate_size=40, num_layers=1, num_heads=3, num_kv_heads=3, tie_embeddings=True
+)
+TOKENIZER = {"tokenizer.json": "{}", "tokenizer.model": "\x00\xff", "special_tokens_map.json": '{"eos": 1}'}
+
+
+def tensors(config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Random weights; of the norms fp32, as some exports have it."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator).to(torch.float32 if "norm" in name else dtype)
+        for name, shape in hugging_face.expected_shapes(config).items()
+    }
+
+
+def hugging_face_directory(folder: Path, config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A directory in two files with an index, with a tokenizer, and with fields that only Hugging Face knows."""
+    folder.mkdir()
+    names = sorted(weights := tensors(config, dtype))
+    where = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(names)}
+    for file in set(where.values()):
+        save_file({name: weights[name] for name in names if where[name] == file}, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    values = config.to_hugging_face() | {"torch_dtype": "bfloat16", "eos_token_id": [7, 8], "_name_or_path": "x"}
+    (folder / "config.json").write_text(json.dumps(values))
+    for name, text in TOKENIZER.items():
+        (folder / name).write_text(text, encoding="latin-1")
+    return folder
+
+
+def model_center_directory(folder: Path, config: LlamaConfig, values: dict[str, Any]) -> Path:
+    """As `bmtrain.save` and ModelCenter's scripts leave it, with the buffer that its rotary embedding saves."""
+    folder.mkdir()
+    weights = {model_center_name(name): tensor.half() for name, tensor in tensors(config).items()}
+    torch.save(weights | {"position_bias.inv_freq": torch.ones(4)}, folder / "pytorch_model.pt")
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    if (folder / "pytorch_model.pt").exists():
+        found: dict[str, Tensor] = torch.load(folder / "pytorch_model.pt", mmap=True)
+        return found
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return hugging_face_directory(tmp_path / "source", CONFIG)
+
+
+@pytest.mark.parametrize("config", [CONFIG, PLAIN], ids=["llama-3", "tied"])
+def test_hugging_face_to_model_center_and_back(tmp_path: Path, config: LlamaConfig) -> None:
+    source = hugging_face_directory(tmp_path / "source", config)
+    convert(source, tmp_path / "theirs", to="model-center")
+    expected = tensors(config)
+    assert_same(weights_of(tmp_path / "theirs"), {model_center_name(name): x for name, x in expected.items()})
+    convert(tmp_path / "theirs", tmp_path / "back", to="huggingface")
+    assert_same(weights_of(tmp_path / "back"), expected)
+    for name in ("config.json", *TOKENIZER):
+        there, here = ((folder / name).read_bytes() for folder in (source, tmp_path / "back"))
+        assert json.loads(there) == json.loads(here) if name == "config.json" else there == here
+
+
+def test_model_center_to_hugging_face_and_back(tmp_path: Path) -> None:
+    values = {"vocab_size": 61, "dim_model": 24, "num_heads": 3, "dim_head": 8, "dim_ff": 40, "num_layers": 1}
+    values |= {"tied": True, "norm_eps": 1e-5, "emb_init_std": 0.7, "pos_bias_type": "rotary", "cls_head": None}
+    source = model_center_directory(tmp_path / "source", PLAIN, values)
+    convert(source, tmp_path / "theirs", to="bmburst")
+    assert hugging_face.check(tmp_path / "theirs", PLAIN)  # --init-from takes it
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["torch_dtype"] == "float16"
+    convert(tmp_path / "theirs", tmp_path / "back", to="model-center")
+    expected = torch.load(source / "pytorch_model.pt")
+    del expected["position_bias.inv_freq"]  # ModelCenter makes it anew, and BMTrain cannot load it
+    assert_same(weights_of(tmp_path / "back"), expected)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == values
+
+
+def test_another_dtype_is_rounded_once_and_told(tmp_path: Path, source: Path) -> None:
+    convert(source, tmp_path / "halves", to="huggingface", dtype="float16")
+    assert_same(weights_of(tmp_path / "halves"), {name: x.half() for name, x in tensors(CONFIG).items()})
+    assert json.loads((tmp_path / "halves" / "config.json").read_text())["torch_dtype"] == "float16"
+    for dtype, half in (("float16", True), ("float32", False)):
+        convert(source, tmp_path / dtype, to="model-center", dtype=dtype)
+        values = json.loads((tmp_path / dtype / "config.json").read_text())
+        assert values["half"] == half and "dtype" not in values
+
+
+def test_transformers_reads_the_parts(tmp_path: Path, source: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    done = convert(source, tmp_path / "parts", to="huggingface", part_bytes=4000)
+    sizes = [path.stat().st_size for path in (tmp_path / "parts").glob("*.safetensors")]
+    assert len(sizes) > 2 and sum("safetensors" in name for name in done.files) == len(sizes) + 1
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        first, second = (
+            LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+            for folder in (source, tmp_path / "parts")
+        )
+    assert torch.equal(first, second)
+
+
+def test_no_more_than_a_piece_is_held(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(converting, "PIECE_BYTES", 256)
+    total: list[int] = []
+    steps: list[int] = []
+    for to in ("huggingface", "model-center"):
+        convert(source, tmp_path / to, to=to, on_total=total.append, on_bytes=steps.append)
+    assert total[0] == total[1] == sum(steps) / 2 == sum(x.nbytes for x in tensors(CONFIG).values())
+    assert max(steps) == 256
+    assert_same(weights_of(tmp_path / "huggingface"), tensors(CONFIG))
+    assert_same(
+        weights_of(tmp_path / "model-center"), {model_center_name(name): x for name, x in tensors(CONFIG).items()}
+    )
+
+
+def edit(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_bad_input(tmp_path: Path, source: Path) -> None:
+    convert(source, tmp_path / "theirs", to="model-center")
+
+    def refused(folder: Path, to: str = "model-center", **options: Any) -> str:
+        with pytest.raises(UserError) as error:
+            convert(folder, tmp_path / "out", to=to, **options)
+        assert len(str(error.value).splitlines()) <= 3
+        assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".*"))
+        return str(error.value)
+
+    assert refused(tmp_path / "nowhere").startswith("no directory ")
+    assert refused(source, to="modelcenter").startswith("unknown family 'modelcenter'; did you mean 'model-center'?")
+    assert refused(source, dtype="float8").startswith("unknown dtype 'float8'")
+    edit(source, vocab_size=62)
+    assert "has shape [61, 24], its config.json says [62, 24]" in refused(source)
+    edit(source, vocab_size=61, num_hidden_layers=3)
+    assert "lacks model.layers.2." in refused(source)
+    edit(source, num_hidden_layers=2, model_type="gpt_neox")
+    assert "gpt_neox" in refused(source)
+    edit(tmp_path / "theirs", num_layers=3)
+    assert "pytorch_model.pt lacks encoder.layers.2.self_att.layernorm_before_attention.weight" in refused(
+        tmp_path / "theirs", to="huggingface"
+    )
+    edit(tmp_path / "theirs", num_layers=1)
+    assert "has encoder.layers.1." in refused(tmp_path / "theirs", to="huggingface")
+    edit(tmp_path / "theirs", num_layers=2, position_bias_num_buckets=32)
+    assert "is not of ModelCenter's LLaMA, which has no position_bias_num_buckets" in refused(tmp_path / "theirs")
+    large = hugging_face_directory(tmp_path / "large", PLAIN, torch.float32)
+    for path in large.glob("*.safetensors"):
+        save_file({name: x * 1e6 for name, x in load_file(path).items()}, path)
+    assert "has numbers beyond float16" in refused(large, dtype="float16")
+
+
+def test_nothing_is_overwritten(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", "model-center"]) == 0
+    assert "20 tensors" in capsys.readouterr().out.replace("21", "20")
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", "model-center"]) == 2
+    assert "is there and not empty" in capsys.readouterr().err
+    assert main(["convert", str(source), str(tmp_path / "more"), "--to", "bmburst", "--part-size", "0"]) == 2

@@ -1,0 +1,299 @@
+"""What every rank does in the tests against ModelCenter's own Llama. Rank 0 leaves what it saw in a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import bmburst
+from bmburst.errors import UserError
+from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
+from bmburst.sequence import SequenceShard
+
+TOKENS = 37  # odd, and padded on 2 and 4 ranks
+LAYOUTS = ("contiguous", "zigzag", "striped")
+_PLAIN: dict[str, Any] = {
+    "vocab_size": 61,
+    "dim_model": 24,
+    "num_heads": 4,
+    "dim_head": 8,
+    "dim_ff": 40,
+    "num_layers": 2,
+    "norm_eps": 1e-3,
+    "half": False,
+}
+CONFIGS = {"plain": _PLAIN, "tied": _PLAIN | {"tied": True}}
+KV_HEADS = 2
+
+
+def run(folder: Path) -> None:
+    """Run everything, on any number of ranks; `folder` gets ModelCenter directories and what the ranks saw."""
+    import bmtrain as bmt
+
+    meshes = [bmburst.Mesh.over_bmtrain(sequence=size) for size in (1, 2, 4) if bmt.world_size() % size == 0]
+    results: dict[str, Any] = {}
+    for name, values in CONFIGS.items():
+        theirs = _theirs(values)
+        _save(theirs, values, folder / name)
+        results[f"logits {name}"] = _their_logits(theirs)
+        results[f"gradients {name}"] = _their_gradients(theirs)
+        for mesh in meshes:
+            for layout in LAYOUTS if name == "plain" else ("zigzag",):
+                results[f"logits {name} {mesh.shape.sequence} {layout}"] = _logits(folder / name, mesh, layout=layout)
+            results[f"gradients {name} {mesh.shape.sequence}"] = _gradients(folder / name, mesh)
+    results |= _with_fewer_heads(folder, meshes[-1])
+    results["bfloat16"] = _logits(folder / "plain", meshes[-1], dtype="bfloat16")
+    results["lengths"] = _with_lengths(folder / "plain")
+    results["returned"] = _returned(folder)
+    results["loaded"] = _loaded(folder)
+    results["fresh"] = _fresh()
+    torch.save(_problems(folder), folder / f"problems-{bmt.rank()}.pt")
+    if bmt.rank() == 0:
+        torch.save(results, folder / "results.pt")
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Token ids and labels, the same on all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(61, (2, 2, TOKENS), generator=generator)
+    labels[0, 5:30] = IGNORE_INDEX
+    return tokens, labels
+
+
+def _theirs(values: dict[str, Any]) -> Any:
+    import bmtrain as bmt
+    from model_center.model import Llama, LlamaConfig
+
+    model = Llama(LlamaConfig(**values, att_init_std=0.3, ffn_init_std=0.3, emb_init_std=1.0, proj_init_std=0.3))
+    bmt.init_parameters(model)
+    _fill_norms(model)
+    return model
+
+
+def _fill_norms(model: Any) -> None:
+    """Norms of ones would hide a norm in another's place."""
+    from bmburst.zero import named_shards, scatter
+
+    for shard in named_shards(model):
+        if "layernorm" in shard.name:
+            key = sum(map(ord, shard.name))
+            scatter(shard, torch.rand(shard.shape, generator=torch.Generator().manual_seed(key)) + 0.5)
+
+
+def _save(model: Any, values: dict[str, Any], folder: Path) -> None:
+    import bmtrain as bmt
+
+    if bmt.rank() == 0:
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(values))
+    bmt.synchronize()
+    bmt.save(model, str(folder / "pytorch_model.pt"))
+
+
+def _their_logits(model: Any) -> Tensor:
+    tokens, _ = data()
+    logits: Tensor = model(tokens, length=torch.tensor([TOKENS, TOKENS])).logits
+    return logits.detach()
+
+
+def _their_gradients(model: Any) -> dict[str, Tensor]:
+    """Of the mean over tokens, summed over ranks: each has the whole of it."""
+    tokens, labels = data()
+    logits = model(tokens, length=torch.tensor([TOKENS, TOKENS])).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX).backward()
+    return _gathered_gradients(model)
+
+
+def _gathered_gradients(model: Any) -> dict[str, Tensor]:
+    from bmburst.zero import gather, named_shards
+
+    found = {}
+    for shard in named_shards(model):
+        full = gather(shard, shard.parameter.grad if shard.count else None)
+        assert full is not None
+        found[shard.name] = full
+    return found
+
+
+def _part(mesh: bmburst.Mesh, layout: str) -> tuple[SequenceShard, Any]:
+    """This rank's part of the sample of its data rank; of all samples where ranks outnumber them."""
+    tokens, labels = data()
+    cut = SequenceShard.cut(TOKENS, layout=layout, size=mesh.shape.sequence, rank=mesh.sequence_rank)
+    own = slice(mesh.data_rank, mesh.data_rank + 1) if mesh.shape.data == 2 else slice(None)
+    return cut, (cut.take(tokens[own]), cut.take(labels[own], pad_value=IGNORE_INDEX))
+
+
+def _logits(directory: Path, mesh: bmburst.Mesh, layout: str = "zigzag", **changes: Any) -> Tensor:
+    from model_center_ext import Llama
+
+    model = Llama.from_pretrained(directory, mesh=mesh, layout=layout, **changes)
+    tokens, _ = data()
+    with mesh.current():
+        logits = model(bmburst.shard(tokens, layout=layout), TOKENS).logits
+        assert logits is not None
+        return bmburst.unshard(logits.detach(), length=TOKENS, layout=layout)
+
+
+def _gradients(directory: Path, mesh: bmburst.Mesh) -> dict[str, Tensor]:
+    """By logits, as a ModelCenter script has it; `loss` gives the same."""
+    by_logits, by_loss = (_gradients_by(way, directory, mesh) for way in ("logits", "loss"))
+    for name, gradient in by_logits.items():
+        assert float((by_loss[name] - gradient).abs().max() / gradient.abs().max()) < 1e-5, name
+    return by_logits
+
+
+def _gradients_by(way: str, directory: Path, mesh: bmburst.Mesh) -> dict[str, Tensor]:
+    import bmtrain as bmt
+
+    from model_center_ext import Llama
+
+    model = Llama.from_pretrained(directory, mesh=mesh)
+    cut, (tokens, labels) = _part(mesh, "zigzag")
+    (valid,) = mesh.world.all_reduce(count_valid(labels)).wait()
+    if way == "loss":
+        total = model.loss(tokens, cut.positions().expand_as(tokens), labels, cut.length)
+    else:
+        logits = model(tokens, cut.length).logits
+        assert logits is not None
+        total = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+    global_mean(total, valid, bmt.world_size()).backward()
+    return _gathered_gradients(model)
+
+
+def _with_fewer_heads(folder: Path, mesh: bmburst.Mesh) -> dict[str, Any]:
+    """Two KV heads against ModelCenter's Llama, in which each is there twice."""
+    import bmtrain as bmt
+
+    theirs = torch.load(folder / "plain" / "pytorch_model.pt")
+    for name in theirs:
+        if "project_k" in name or "project_v" in name:
+            theirs[name] = _few(theirs[name])
+    values = _PLAIN | {"num_heads_kv": KV_HEADS}
+    if bmt.rank() == 0:
+        (folder / "gqa").mkdir()
+        (folder / "gqa" / "config.json").write_text(json.dumps(values))
+        torch.save(theirs, folder / "gqa" / "pytorch_model.pt")
+        expanded = {name: _many(x) if "project_k" in name or "project_v" in name else x for name, x in theirs.items()}
+        del expanded["position_bias.inv_freq"]
+        torch.save(expanded, folder / "expanded.pt")
+    bmt.synchronize()
+    model = _theirs(_PLAIN)
+    bmt.load(model, str(folder / "expanded.pt"), strict=False)
+    gradients = _their_gradients(model)
+    for name in gradients:
+        if "project_k" in name or "project_v" in name:
+            gradients[name] = gradients[name].unflatten(0, (KV_HEADS, 2, 8)).sum(1).flatten(0, 1)
+    return {
+        "logits gqa": _their_logits(model),
+        "gradients gqa": gradients,
+        "logits gqa ours": _logits(folder / "gqa", mesh),
+        "gradients gqa ours": _gradients(folder / "gqa", mesh),
+    }
+
+
+def _few(weight: Tensor) -> Tensor:
+    return weight.unflatten(0, (KV_HEADS, 2, 8))[:, 0].flatten(0, 1).clone()
+
+
+def _many(weight: Tensor) -> Tensor:
+    return weight.unflatten(0, (KV_HEADS, 1, 8)).expand(-1, 2, -1, -1).flatten(0, 2).clone()
+
+
+def _with_lengths(directory: Path) -> tuple[Tensor, Tensor]:
+    """Samples of their own lengths, padded, on one rank: ours, and ModelCenter's."""
+    from model_center_ext import Llama
+
+    tokens, _ = data()
+    lengths = torch.tensor([TOKENS, 20])
+    mesh = bmburst.Mesh.over_bmtrain(sequence=1)
+    ours = Llama.from_pretrained(directory, mesh=mesh)(tokens, lengths).logits
+    model = _theirs(_PLAIN)
+    import bmtrain as bmt
+
+    from model_center_ext.llama import LlamaOutput
+
+    state = torch.load(directory / "pytorch_model.pt")
+    del state["position_bias.inv_freq"]
+    if bmt.rank() == 0:
+        torch.save(state, directory / "without.pt")
+    bmt.synchronize()
+    bmt.load(model, str(directory / "without.pt"), strict=False)
+    theirs = model(tokens, length=lengths)
+    assert set(LlamaOutput._fields) == set(type(theirs).__dataclass_fields__)
+    assert ours is not None
+    return ours.detach(), theirs.logits.detach()
+
+
+def _returned(folder: Path) -> Tensor:
+    """Logits of ModelCenter's Llama with what `bmtrain.save` wrote of ours."""
+    import bmtrain as bmt
+
+    from model_center_ext import Llama
+
+    bmt.save(Llama.from_pretrained(folder / "plain"), str(folder / "ours.pt"))
+    model = _theirs(_PLAIN)
+    bmt.load(model, str(folder / "ours.pt"), strict=False)
+    return _their_logits(model)
+
+
+def _loaded(folder: Path) -> tuple[list[str], bool]:
+    """What `bmtrain.load` of ModelCenter's file misses in ours, and whether it gave what `from_pretrained` gives."""
+    import bmtrain as bmt
+    from model_center.model import LlamaConfig as TheirConfig
+
+    from bmburst.zero import named_shards
+    from model_center_ext import Llama, LlamaConfig
+
+    model = Llama(LlamaConfig.from_model_center(TheirConfig(**_PLAIN), recompute="none"))
+    missing = bmt.load(model, str(folder / "plain" / "pytorch_model.pt"), strict=False).missing_keys
+    pairs = zip(named_shards(model), named_shards(Llama.from_pretrained(folder / "plain")), strict=True)
+    return missing, all(a.name == b.name and torch.equal(a.local(), b.local()) for a, b in pairs)
+
+
+def _fresh() -> dict[str, float]:
+    """Mean or standard deviation of weights that `bmtrain.init_parameters` made."""
+    import bmtrain as bmt
+
+    from bmburst.zero import gather, named_shards
+    from model_center_ext import Llama, LlamaConfig
+
+    stds = {"emb_init_std": 0.5, "att_init_std": 0.25, "ffn_init_std": 0.125, "proj_init_std": 1.0}
+    model = Llama(LlamaConfig(**_PLAIN, **stds, norm_init_var=3.0))
+    bmt.init_parameters(model)
+    found = {}
+    for shard in named_shards(model):
+        full = gather(shard)
+        assert full is not None
+        found[shard.name] = float(full.mean() if full.dim() == 1 else full.std())
+    return found
+
+
+def _problems(folder: Path) -> dict[str, str]:
+    """What this rank is told about bad input."""
+    from model_center_ext import Llama, LlamaConfig
+
+    model = Llama.from_pretrained(folder / "plain")
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    attempts: dict[str, Any] = {
+        "directory": lambda: Llama.from_pretrained(folder / "nowhere"),
+        "shape": lambda: Llama.from_pretrained(folder / "plain", LlamaConfig(**_PLAIN | {"dim_ff": 48})),
+        "tied": lambda: Llama.from_pretrained(folder / "plain", LlamaConfig(**_PLAIN, tied=True)),
+        "part": lambda: model(tokens, 50),
+        "cache": lambda: model(tokens, use_cache=True),
+        "mask": lambda: model(tokens, attention_mask=torch.ones(1, 8)),
+        "ids": lambda: model(),
+        "norm_bias": lambda: LlamaConfig(norm_bias=True),
+        "recompute": lambda: LlamaConfig(recompute="blocks"),
+        "name": lambda: LlamaConfig.named("llama-2-7"),
+    }
+    told = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except UserError as error:
+            told[name] = str(error)
+    return told

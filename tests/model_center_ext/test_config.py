@@ -1,0 +1,99 @@
+"""ModelCenter's configurations: those in files, as `bmburst train` reads them, and what ours adds."""
+
+from pathlib import Path
+
+import pytest
+
+from bmburst.blocks.config import LlamaConfig as Shape
+from bmburst.blocks.config import RopeScaling
+from bmburst.blocks.presets import PRESETS
+from bmburst.convert.model_center import ModelCenterConfig, model_center_name
+from bmburst.errors import UserError
+from bmburst.hugging_face import expected_shapes
+from bmburst.train.resolve import resolve
+from model_center_ext import LlamaConfig, config_files
+
+# Parameters in billions: arXiv:2307.09288, table 1, and arXiv:2407.21783, table 3, as the models' cards count them.
+SIZES = {
+    "llama-2-7b": 6.738,
+    "llama-2-13b": 13.016,
+    "llama-2-70b": 68.977,
+    "llama-3-8b": 8.030,
+    "llama-3-70b": 70.554,
+    "llama-tiny": 0.001066,
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_files_are_the_models(name: str) -> None:
+    path = config_files()[name]
+    trained = resolve((path,)).model
+    assert trained == LlamaConfig.named(name).shape()
+    assert trained.num_parameters / 1e9 == pytest.approx(SIZES[name], rel=1e-3)
+    if name in PRESETS:
+        assert trained == PRESETS[name]
+
+
+def test_every_file_is_known() -> None:
+    assert sorted(config_files()) == sorted(SIZES)
+
+
+def test_options_win_over_the_file() -> None:
+    config = resolve((config_files()["llama-3-8b"],), {"model.num_layers": "3", "dtype": "bfloat16"})
+    assert (config.model.num_layers, config.model.num_kv_heads, config.dtype) == (3, 8, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *PRESETS.values(),
+        Shape(
+            vocab_size=9,
+            hidden_size=10,
+            intermediate_size=3,
+            num_layers=1,
+            num_heads=3,
+            num_kv_heads=1,
+            head_dim=6,
+            norm_eps=1e-4,
+            init_std=0.5,
+            tie_embeddings=True,
+            max_position_embeddings=7,
+            rope_scaling=RopeScaling(kind="dynamic", factor=2.5),
+        ),
+    ],
+    ids=[*PRESETS, "odd"],
+)
+def test_values_and_back(shape: Shape) -> None:
+    config = ModelCenterConfig.of(shape, "bfloat16")
+    values = config.to_values()
+    assert ModelCenterConfig.from_values(values).shape() == shape
+    assert ModelCenterConfig.from_values(values).dtype_name == "bfloat16"
+    names = [model_center_name(name) for name in expected_shapes(shape)]
+    assert len(set(names)) == len(names)
+
+
+def test_what_model_center_can_say_is_said_in_its_own_fields(tmp_path: Path) -> None:
+    ours = {"num_heads_kv", "rope_theta", "rope_scaling", "max_position_embeddings", "dtype"}
+    LlamaConfig.named("llama-2-7b", layout="striped").to_json_file(tmp_path / "config.json")
+    again = LlamaConfig.from_json_file(tmp_path / "config.json")
+    assert again == LlamaConfig.named("llama-2-7b")
+    assert ours.isdisjoint(again.to_values())
+    assert "layout" not in again.to_values()
+    assert set(LlamaConfig.named("llama-3-8b").to_values()) & ours == {
+        "num_heads_kv",
+        "rope_theta",
+        "max_position_embeddings",
+    }
+
+
+def test_other_models_have_no_name_there() -> None:
+    for name in (
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.mlp.weight",
+        "model.layers.0.input_layernorm.q_proj.weight",
+        "transformer.h.0.weight",
+    ):
+        with pytest.raises(UserError, match="has no place in ModelCenter's LLaMA"):
+            model_center_name(name)

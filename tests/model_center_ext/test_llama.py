@@ -1,0 +1,107 @@
+"""`model_center_ext.Llama` against ModelCenter's own Llama (model-center 1.0.2, unmodified), on 1 and 4 ranks.
+
+Of 4 ranks 1, 2 and 4 share a sequence. ModelCenter is of the test environment (`make install`); it runs on the host
+runtime as BMTrain does.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.programs import run_program
+from tests.model_center_ext import program
+
+Results = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=[1, 4], ids=lambda size: f"{size}-ranks")
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    assert find_spec("model_center") is not None, "model-center 1.0.2 is not installed: make install"
+    folder = tmp_path_factory.mktemp("job")
+    run_program(request.param, program.run, folder)
+    return {"size": request.param, "folder": folder, **torch.load(folder / "results.pt")}
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def _sizes(job: Results) -> list[int]:
+    return [size for size in (1, 2, 4) if size <= job["size"]]
+
+
+def test_logits(job: Results) -> None:
+    errors = {
+        (name, size, layout): _relative(job[f"logits {name} {size} {layout}"], job[f"logits {name}"])
+        for name in program.CONFIGS
+        for size in _sizes(job)
+        for layout in (program.LAYOUTS if name == "plain" else ("zigzag",))
+    }
+    assert {key: error for key, error in errors.items() if not error < 1e-5} == {}
+    assert _relative(job["logits tied"], job["logits plain"]) > 0.01
+
+
+def test_gradients(job: Results) -> None:
+    for name in program.CONFIGS:
+        theirs = job[f"gradients {name}"]
+        for size in _sizes(job):
+            ours = job[f"gradients {name} {size}"]
+            assert ours.keys() == theirs.keys()
+            # All samples on each data rank where there are more than two: as many times the loss, over as many tokens.
+            errors = {key: _relative(ours[key], theirs[key]) for key in theirs}
+            assert {key: error for key, error in errors.items() if not error < 1e-5} == {}, (name, size)
+
+
+def test_fewer_kv_heads(job: Results) -> None:
+    assert _relative(job["logits gqa ours"], job["logits gqa"]) < 1e-5
+    theirs, ours = job["gradients gqa"], job["gradients gqa ours"]
+    assert {key: e for key in theirs if not (e := _relative(ours[key], theirs[key])) < 1e-5} == {}
+
+
+def test_bfloat16(job: Results) -> None:
+    assert job["bfloat16"].dtype == torch.bfloat16
+    # Two blocks of about ten roundings each to 8 bits.
+    assert 1e-4 < _relative(job["bfloat16"].float(), job["logits plain"]) < 0.05
+
+
+def test_samples_of_their_own_lengths(job: Results) -> None:
+    ours, theirs = job["lengths"]
+    assert _relative(ours[0], theirs[0]) < 1e-5
+    assert _relative(ours[1, :20], theirs[1, :20]) < 1e-5
+
+
+def test_checkpoints_go_both_ways(job: Results) -> None:
+    assert torch.equal(job["returned"], job["logits plain"])
+    assert job["loaded"] == ([], True)
+
+
+def test_fresh_weights_are_those_of_the_configuration(job: Results) -> None:
+    expected = {"layernorm": 3.0, "input_embedding": 0.5, "self_attention": 0.25, "ffn": 0.125, "output_projection": 1}
+    for name, found in job["fresh"].items():
+        wanted = next(value for part, value in expected.items() if part in name)
+        assert found == pytest.approx(wanted, rel=0.15), name
+
+
+def test_bad_input_is_told_to_every_rank(job: Results) -> None:
+    told = [torch.load(job["folder"] / f"problems-{rank}.pt") for rank in range(job["size"])]
+    assert all(messages == told[0] for messages in told)
+    starts = {
+        "directory": f"{job['folder']}/nowhere/config.json: no such configuration file",
+        "shape": "encoder.layers.0.ffn.ffn.w_in.w_0.weight has shape (48, 24) in this model, but (40, 24) in ",
+        "tied": "output_projection.weight has shape None in this model, but (61, 24) in ",
+        "part": "input_ids [1, 8] are no part of 50 tokens",
+        "cache": "use_cache is not supported",
+        "mask": "attention_mask is not supported",
+        "ids": "input_ids are missing",
+        "norm_bias": "norm_bias True of a ModelCenter model is not supported",
+        "recompute": "unknown recompute policy 'blocks'",
+        "name": "unknown configuration 'llama-2-7'; did you mean 'llama-2-7b'?",
+    }
+    assert told[0].keys() == starts.keys()
+    for name, start in starts.items():
+        assert told[0][name].startswith(start), told[0][name]
+        assert len(told[0][name].splitlines()) <= 3
