@@ -47,6 +47,7 @@ def run(folder: Path) -> None:
     results["bfloat16"] = _logits(folder / "plain", meshes[-1], dtype="bfloat16")
     results["lengths"] = _with_lengths(folder / "plain")
     results["returned"] = _returned(folder)
+    results["converted"] = _converted(folder)
     results["loaded"] = _loaded(folder)
     results["fresh"] = _fresh()
     torch.save(_problems(folder), folder / f"problems-{bmt.rank()}.pt")
@@ -238,6 +239,21 @@ def _returned(folder: Path) -> Tensor:
     model = _theirs(_PLAIN)
     bmt.load(model, str(folder / "ours.pt"), strict=False)
     return _their_logits(model)
+
+
+def _converted(folder: Path) -> Tensor:
+    """Logits of ModelCenter's own `from_pretrained` on what `bmburst convert` made of what it made for Hugging Face."""
+    import bmtrain as bmt
+    from model_center.model import Llama
+
+    from bmburst.convert.run import convert
+
+    if bmt.rank() == 0:
+        convert(folder / "plain", folder / "hf", to="huggingface")
+        (folder / "hf" / "config.model-center.json").unlink()  # so that it writes one of its own
+        convert(folder / "hf", folder / "again", to="model-center")
+    bmt.synchronize()
+    return _their_logits(Llama.from_pretrained(str(folder / "again")))
 
 
 def _loaded(folder: Path) -> tuple[list[str], bool]:

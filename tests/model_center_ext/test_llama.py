@@ -76,6 +76,7 @@ def test_samples_of_their_own_lengths(job: Results) -> None:
 
 def test_checkpoints_go_both_ways(job: Results) -> None:
     assert torch.equal(job["returned"], job["logits plain"])
+    assert torch.equal(job["converted"], job["logits plain"])
     assert job["loaded"] == ([], True)
 
 
