@@ -1,4 +1,4 @@
-"""Run on each rank: the README's ModelCenter module gives what the original does on the whole sequence."""
+"""Run on each rank: the page's ModelCenter module gives what the original does on the whole sequence."""
 
 import runpy
 
@@ -22,6 +22,7 @@ def rotary(*heads):
 
 mask = torch.ones(1, length, length, dtype=torch.bool).tril()
 expected = Attention.forward(layer, whole, whole, mask, position_bias=rotary)
-assert expected.std() > 0.01
-torch.testing.assert_close(bmburst.unshard(block["out"], length=length), expected, rtol=1e-4, atol=1e-5)
+size = float(expected.std())
+assert size > 0
+torch.testing.assert_close(bmburst.unshard(block["out"], length=length), expected, rtol=1e-4, atol=1e-4 * size)
 bmt.print_rank("equal")

@@ -26,7 +26,6 @@ README = read_blocks(ROOT / "README.md")
 DOCUMENTS = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
 NOT_RUN = [block for name in DOCUMENTS for block in read_blocks(ROOT / name) if block.needs]
 PROGRAMS = {"bmburst": "-m bmburst", "torchrun": "-m torch.distributed.run", "python": ""}
-LIBRARIES = [ROOT, ROOT / "tests" / "docs" / "stand_ins"]  # model_center is not installed for the tests
 SECONDS = 600  # for one block, on a machine that others load: more than that is a hang
 
 
@@ -57,7 +56,7 @@ def run(folder, tmp_path_factory):
     ours = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     ours |= {
         "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(map(str, LIBRARIES)),
+        "PYTHONPATH": str(ROOT),
         "HOME": str(home),
         "XDG_CACHE_HOME": str(home / "cache"),
         "CUDA_VISIBLE_DEVICES": "",
@@ -82,7 +81,6 @@ def shell(run):
 
 def test_shell_blocks_run_in_order(shell, folder):
     assert "rank 0 holds 502 of 1001 tokens" in shell
-    assert "(1, 256, 64) on each of 2 ranks" in shell
     assert "step 9: loss" in shell
     losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+) nats", shell)]
     assert losses[-1] < losses[0] - 0.5, losses
@@ -98,11 +96,6 @@ def test_python_blocks_run_in_one_process(run, folder):
     check = "import runpy; b = runpy.run_path('blocks.py'); t = b['torch']; t.testing.assert_close(b['out'], b['same'])"
     run(sys.executable, "-c", check)
     assert (folder / "runs/python/checkpoints/step-000002/model.safetensors").is_file()
-
-
-def test_model_center_block_equals_the_original_on_one_device(run):
-    script = str(ROOT / "tests" / "docs" / "check_model_center.py")
-    assert "equal" in run("bmburst", "launch", "--nproc", "2", "--", script)
 
 
 def test_console_blocks_show_what_is_printed(run):

@@ -1,0 +1,49 @@
+"""Runs a page's scripts on ranks as `bmburst launch` does, but on processes that have imported torch already."""
+
+import contextlib
+import os
+import runpy
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tests.distributed.forked import start_ranks
+
+SECONDS = 300  # on a machine that others load: more than that is a hang
+
+
+def run_script(folder: Path, size: int, words: list[str]) -> str:
+    """Run a script with arguments on `size` ranks in a folder, without GPUs, and return what rank 0 printed.
+
+    The first failure fails the caller; none is left running.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = start_ranks(size, _enter, (size, port, str(folder), words))
+    deadline = time.monotonic() + SECONDS
+    try:
+        while not job.join(timeout=1):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{words} on {size} ranks was not over after {SECONDS} s")
+    finally:
+        for process in job.processes:
+            process.kill()
+    return (folder / "printed-0").read_text()
+
+
+def _enter(rank: int, size: int, port: int, folder: str, words: list[str]) -> None:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.chdir(folder)
+    sys.argv = words
+    torch.set_num_threads(1)
+    from bmburst.runtime import host
+
+    host.install()
+    with Path(f"printed-{rank}").open("w") as printed, contextlib.redirect_stdout(printed):
+        runpy.run_path(words[0], run_name="__main__")
