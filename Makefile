@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BMTRAIN := bmtrain==1.0.1
+MODEL_CENTER := model-center==1.0.2
 
 .PHONY: install test train check clean
 
@@ -17,6 +18,7 @@ $(VENV)/installed: setup.py constraints.txt Makefile
 	$(BIN)/pip install --quiet --constraint constraints.txt "torch>=2.11" "numpy>=1.26" setuptools
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	$(BIN)/python -m bmburst.runtime.install_bmtrain
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation $(MODEL_CENTER)
 	touch $@
 
 test: install

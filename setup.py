@@ -13,7 +13,8 @@ assert VERSION
 # torch's own NCCL and break `import torch`. They are installed with --no-deps (`make install`, `bmburst doctor`).
 # Without a GPU the tests run Triton's kernels in its interpreter; torch's own CUDA wheels bring their Triton.
 TRITON = "triton>=3.6; platform_system == 'Linux'"
-TEST = ["pytest>=8", "hypothesis>=6.100", "transformers>=4.57", TRITON]
+# ModelCenter itself, which the tests compare with, wants requests and does not say so.
+TEST = ["pytest>=8", "hypothesis>=6.100", "transformers>=4.57", "requests>=2.31", TRITON]
 
 setup(
     name="bmburst",
@@ -23,7 +24,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["bmburst*", "bmburst_ops*", "model_center_ext*"]),
-    package_data={"bmburst": ["py.typed", "plan/data/*.toml"], "bmburst_ops": ["py.typed"]},
+    package_data={
+        "bmburst": ["py.typed", "plan/data/*.toml"],
+        "bmburst_ops": ["py.typed"],
+        "model_center_ext": ["configs/*.json"],
+    },
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.11",

@@ -64,7 +64,7 @@ class LlamaConfig(ModelCenterConfig):
         if is_model_center(values):
             return cls.from_json_file(path, **changes)
         dtype: Any = values.get("dtype") or values.get("torch_dtype") or "float32"
-        return dataclasses.replace(cls.of(read_config(directory), dtype), **changes)
+        return dataclasses.replace(cls.of(read_config(Path(directory)), dtype), **changes)
 
     @classmethod
     def named(cls: type[Self], name: str, **changes: Any) -> Self:

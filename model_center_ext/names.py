@@ -1,6 +1,7 @@
 """Modules under other names, with their parameters: the tree of names changes, the code that runs does not."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import bmtrain as bmt
 import torch
@@ -56,5 +57,6 @@ def initial_values(model: torch.nn.Module, methods: Mapping[str, bmt.ParameterIn
         model: Whose parameters.
         methods: By a part of a parameter's name; the first that fits counts.
     """
-    for name, parameter in model.named_parameters():
+    parameters: Iterable[tuple[str, Any]] = model.named_parameters()
+    for name, parameter in parameters:
         parameter._init_method = next(method for part, method in methods.items() if part in name)

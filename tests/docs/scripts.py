@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -45,5 +46,6 @@ def _enter(rank: int, size: int, port: int, folder: str, words: list[str]) -> No
     from bmburst.runtime import host
 
     host.install()
-    with Path(f"printed-{rank}").open("w") as printed, contextlib.redirect_stdout(printed):
+    one_thread = mock.patch("torch.set_num_threads")  # BMTrain takes as many as there are cores, which others use too
+    with one_thread, Path(f"printed-{rank}").open("w") as printed, contextlib.redirect_stdout(printed):
         runpy.run_path(words[0], run_name="__main__")
