@@ -38,6 +38,7 @@ _TOKENIZER = (
     "chat_template.json",
     "generation_config.json",
 )
+_STATE_FILE = "state.json"
 _ASIDE = {HUGGING_FACE: "config.huggingface.json", MODEL_CENTER: "config.model-center.json"}
 
 
@@ -245,8 +246,16 @@ def _in_common(config: LlamaConfig) -> ModelCenterConfig:
 
 
 def _carry(folder: Path, weights: Weights, target: str) -> None:
-    for name in (*_TOKENIZER, *_ASIDE.values()):
-        path = weights.directory / name
+    """Copy the tokenizer's files, and the configurations that an earlier conversion left aside."""
+    found = {name: weights.directory / name for name in (*_TOKENIZER, *_ASIDE.values())}
+    state = weights.directory / _STATE_FILE
+    if state.is_file():  # a checkpoint of bmburst, which names its tokenizer
+        named = Path(str(read_json(state).get("tokenizer")))
+        if named.is_dir():
+            found |= {name: named / name for name in _TOKENIZER}
+        elif named.suffix == ".json":
+            found["tokenizer.json"] = named
+    for name, path in found.items():
         if path.is_file() and not (folder / name).exists() and name != _ASIDE[target]:
             shutil.copyfile(path, folder / name)
 

@@ -1,6 +1,7 @@
 """`bmburst convert`: exact both ways, by pieces, and what it refuses."""
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from bmburst.cli import main
 from bmburst.convert import run as converting
 from bmburst.convert.model_center import model_center_name
 from bmburst.convert.run import convert
+from bmburst.convert.torch_file import TorchFileWriter
 from bmburst.errors import UserError
+from bmburst.train.checkpoint import FORMAT
+from bmburst.weight_files import SafetensorsWriter
 
 CONFIG = LlamaConfig(
     vocab_size=61,
@@ -198,3 +202,56 @@ def test_nothing_is_overwritten(tmp_path: Path, source: Path, capsys: pytest.Cap
     assert main(["convert", str(source), str(tmp_path / "out"), "--to", "model-center"]) == 2
     assert "is there and not empty" in capsys.readouterr().err
     assert main(["convert", str(source), str(tmp_path / "more"), "--to", "bmburst", "--part-size", "0"]) == 2
+
+
+def test_a_configuration_aside_that_is_of_another_model_is_left_out(tmp_path: Path, source: Path) -> None:
+    convert(source, tmp_path / "theirs", to="model-center")
+    path = tmp_path / "theirs" / "config.huggingface.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
+    convert(tmp_path / "theirs", tmp_path / "back", to="huggingface")
+    values = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert values["rms_norm_eps"] == CONFIG.norm_eps and "eos_token_id" not in values
+
+
+def test_numbers_are_mapped_where_torch_would_have_them(tmp_path: Path, source: Path) -> None:
+    convert(source, tmp_path / "theirs", to="model-center")
+    mapped = torch.load(tmp_path / "theirs" / "pytorch_model.pt", mmap=True)
+    assert {tensor.data_ptr() % 64 for tensor in mapped.values()} == {0}
+    assert zipfile.ZipFile(tmp_path / "theirs" / "pytorch_model.pt").testzip() is None
+
+
+@pytest.mark.parametrize("kind", [TorchFileWriter, SafetensorsWriter])
+def test_a_file_appears_when_it_is_whole(tmp_path: Path, kind: type[TorchFileWriter]) -> None:
+    announced = [("a", (2, 3), torch.float32), ("b", (1,), torch.float16)]
+
+    def write(*runs: Tensor) -> None:
+        with kind(tmp_path / "file", announced) as file:
+            for numbers in runs:
+                file.write_run(numbers)
+
+    with pytest.raises(ValueError, match="1 of 2 tensors were written"):
+        write(torch.zeros(4), torch.zeros(2))
+    for wrong in (torch.zeros(7), torch.zeros(2, dtype=torch.float16)):
+        with pytest.raises(ValueError, match="a was announced"):
+            write(wrong)
+    with pytest.raises(ValueError, match="a was announced"):
+        write(torch.zeros(4), torch.zeros(4))
+    assert list(tmp_path.iterdir()) == []
+    write(torch.zeros(4), torch.zeros(2), torch.zeros(1, dtype=torch.float16))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_run_folder_means_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    newest = hugging_face_directory(tmp_path / "run" / "checkpoints" / "step-000002", CONFIG)
+    sizes = {path.name: path.stat().st_size for path in newest.glob("*.safetensors")}
+    state = {"format": FORMAT, "step": 2, "data": {}, "tokenizer": str(tmp_path / "other.json"), "files": sizes}
+    (newest / "tokenizer.json").unlink()
+    (tmp_path / "other.json").write_text("the run's")
+    (newest / "state.json").write_text(json.dumps(state))
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "huggingface"]) == 0
+    assert_same(weights_of(tmp_path / "out"), tensors(CONFIG))
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "the run's"
+    assert "step-000002 (huggingface)" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "out2"), "--to", "huggingface"]) == 2
+    assert "no directory" in capsys.readouterr().err

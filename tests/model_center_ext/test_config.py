@@ -1,5 +1,6 @@
 """ModelCenter's configurations: those in files, as `bmburst train` reads them, and what ours adds."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,13 @@ def test_what_model_center_can_say_is_said_in_its_own_fields(tmp_path: Path) -> 
         "rope_theta",
         "max_position_embeddings",
     }
+
+
+def test_a_length_alone_keeps_no_one_from_reading_it() -> None:
+    shape = dataclasses.replace(PRESETS["llama-2-7b"], max_position_embeddings=2048)
+    assert "max_position_embeddings" not in ModelCenterConfig.of(shape, "float16").to_values()
+    few = dataclasses.replace(shape, num_kv_heads=8)  # which ModelCenter 1.0.2 cannot read anyway
+    assert ModelCenterConfig.of(few, "float16").to_values()["max_position_embeddings"] == 2048
 
 
 def test_other_models_have_no_name_there() -> None:
