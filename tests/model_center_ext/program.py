@@ -55,6 +55,25 @@ def run(folder: Path) -> None:
         torch.save(results, folder / "results.pt")
 
 
+def run_tensor(folder: Path) -> None:
+    """What `run` does with the plain model, where ranks share matrices too: by `loss`, in which a token counts once."""
+    import bmtrain as bmt
+
+    from model_center_ext import Llama
+
+    mesh = bmburst.Mesh.over_bmtrain()
+    theirs = _theirs(_PLAIN)
+    _save(theirs, _PLAIN, folder / "plain")
+    bmt.save(Llama.from_pretrained(folder / "plain", mesh=mesh), str(folder / "ours.pt"))
+    results = {
+        "logits": (_logits(folder / "plain", mesh), _their_logits(theirs)),
+        "gradients": (_gradients_by("loss", folder / "plain", mesh), _their_gradients(theirs)),
+        "saved": (torch.load(folder / "ours.pt"), torch.load(folder / "plain" / "pytorch_model.pt")),
+    }
+    if bmt.rank() == 0:
+        torch.save(results, folder / "results.pt")
+
+
 def data() -> tuple[Tensor, Tensor]:
     """Token ids and labels, the same on all ranks."""
     generator = torch.Generator().manual_seed(1)

@@ -5,6 +5,7 @@ runtime as BMTrain does.
 """
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,17 @@ def test_gradients(job: Results) -> None:
             # All samples on each data rank where there are more than two: as many times the loss, over as many tokens.
             errors = {key: _relative(ours[key], theirs[key]) for key in theirs}
             assert {key: error for key, error in errors.items() if not error < 1e-5} == {}, (name, size)
+
+
+def test_ranks_that_share_matrices(tmp_path: Path) -> None:
+    run_program(4, program.run_tensor, tmp_path, tensor=2)
+    found = torch.load(tmp_path / "results.pt")
+    assert _relative(*found["logits"]) < 1e-5
+    for ours, theirs in (found["gradients"], found["saved"]):
+        theirs.pop("position_bias.inv_freq", None)
+        assert ours.keys() == theirs.keys()
+        assert {key: e for key in theirs if not (e := _relative(ours[key], theirs[key])) < 1e-5} == {}
+    assert all(torch.equal(ours, found["saved"][1][key]) for key, ours in found["saved"][0].items())
 
 
 def test_fewer_kv_heads(job: Results) -> None:
