@@ -1,0 +1,1 @@
+"""bmburst inside other projects' models: one module a project, imported only by its name."""

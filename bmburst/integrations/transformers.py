@@ -1,0 +1,236 @@
+"""Causal language models of transformers on sequences that are split over ranks.
+
+`register` adds attn_implementation="bmburst", and `SplitSequences` gives each rank its part of every batch, with its
+loss. docs/hugging_face.md is the guide.
+"""
+
+import zlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from bmburst.attention.call import AttentionOptions
+from bmburst.errors import UserError
+from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
+from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, whole_batch
+from bmburst.integrations.transformers_models import require_splittable
+from bmburst.loss import count_valid, global_mean
+from bmburst.mesh import Mesh
+from bmburst.sequence import SequenceShard, unshard
+from bmburst_ops.constants import IGNORE_INDEX
+
+__all__ = ["NAME", "Part", "SplitSequences", "register"]
+
+CHUNK = 4096
+"""Tokens whose logits exist in fp32 at one time."""
+
+
+def register() -> None:
+    """Make attn_implementation="bmburst" known to transformers; again does no harm."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, layer_mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One rank's part of a batch. Tensors are int64, `[batch, local_tokens]`, on the mesh's device.
+
+    Attributes:
+        input_ids: Token ids.
+        labels: Of each token the one after it, or `IGNORE_INDEX`; not to be shifted again.
+        position_ids: As in the whole batch; 0 where the cut is padded.
+        mask: What the model gets as attention_mask.
+        mesh: The ranks.
+        cut: Which tokens these are.
+        ends: Returns the largest position id + 1 of each rank of the sequence.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    mask: SequenceMask
+    mesh: Mesh
+    cut: SequenceShard
+    ends: Callable[[], tuple[int, ...]]
+
+    def logits(self, model: torch.nn.Module, **inputs: object) -> Tensor:
+        """Return the model's logits of this rank's tokens, `[batch, local_tokens, vocabulary]`.
+
+        Args:
+            model: A causal LM of transformers, also inside FSDP2, DDP or PEFT. All ranks call it.
+            inputs: What else to call it with.
+
+        Raises:
+            UserError: The model would not compute what it computes on whole sequences.
+        """
+
+        def decide() -> tuple[None, str]:
+            require_splittable(model, self.ends)
+            return None, f"{type(model).__name__} on a split sequence"
+
+        self.mesh.world.decided(decide)
+        ours: dict[str, Any] = {"attention_mask": self.mask, "position_ids": self.position_ids, "use_cache": False}
+        found: Tensor = model(input_ids=self.input_ids, **(ours | inputs)).logits
+        return found
+
+    def loss(self, model: torch.nn.Module, valid: Tensor | int | None = None, **inputs: object) -> Tensor:
+        """Return what this rank runs backward from, a scalar in fp32.
+
+        Its mean over all ranks is the mean loss of all labels of all ranks, in nats; and so the mean of the ranks'
+        gradients, which DDP and FSDP2 take, is the gradient of that.
+
+        Args:
+            model: As in `logits`.
+            valid: Labels of all ranks together, of all parts that make up the step: `SplitSequences.valid` counts them.
+                Default: those of this one.
+            inputs: As in `logits`.
+
+        Raises:
+            UserError: As in `logits`.
+        """
+        logits = self.logits(model, **inputs)
+        total = valid_labels(self.mesh, self) if valid is None else valid
+        return global_mean(_loss_sum(logits, self.labels), total, self.mesh.world.size)
+
+    def whole(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return, on every rank, the whole tensor of which each has the local tokens in dimension `dim`."""
+        return unshard(x, dim, self.cut.layout.name, self.mesh.sequence, self.cut.length)
+
+
+class SplitSequences:
+    """Gives each rank its part of whole batches.
+
+    Args:
+        mesh: The ranks; its sequence groups share each batch. `bmburst.Mesh.over_process_group(sequence=...)`.
+        layout: "zigzag", "striped" (balances packed documents better) or "contiguous".
+        options: kernel, strategy, transport and deterministic of `bmburst.burst_attention`.
+
+    Raises:
+        UserError: The value of an option is unknown, or layout "balanced", which is made for one mask: the layers of a
+            model may differ.
+    """
+
+    def __init__(self, mesh: Mesh, *, layout: str = "zigzag", **options: Any) -> None:
+        unknown = sorted(set(options) - {"kernel", "strategy", "transport", "deterministic"})
+        if unknown:
+            raise UserError(f"SplitSequences has no option {unknown[0]!r}\nthe model itself says scale and mask")
+        if layout == "balanced":
+            raise UserError(
+                "layout 'balanced' is made for one mask, but a model's layers may differ\nuse 'striped' or 'zigzag'"
+            )
+        if mesh.shape.tensor > 1:
+            raise UserError(
+                f"a mesh with tensor {mesh.shape.tensor} splits matrices, which transformers' models have whole"
+            )
+        self.mesh = mesh
+        self.options = AttentionOptions(layout=layout, **options)
+        self.options.validate()
+        self._compared = False
+
+    def part(
+        self,
+        input_ids: Tensor,
+        *,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        documents: DocumentsOption = None,
+    ) -> Part:
+        """Return this rank's part of a batch that all ranks of its sequence group hold whole.
+
+        On CPUs, and the first time on GPUs, the ranks compare what they hold.
+
+        Args:
+            input_ids: `[batch, length]`, of any length of at least one token a rank, on any device.
+            labels: As transformers takes them, `[batch, length]`: of each place its own token, `IGNORE_INDEX` (-100)
+                where it does not count. They are shifted here, before the cut. Default: every token that has one
+                before it in its document.
+            position_ids: `[batch, length]` or `[1, length]`. Where they do not go on by 1, a document begins, as in
+                transformers, and documents do not see each other. Default: they begin again at each of `documents`.
+            attention_mask: `[batch, length]`, 0 for padding, which may lie before or behind a sample's tokens.
+            documents: `bmburst.Documents` of all samples, or one for each; what lies behind them is padding.
+
+        Raises:
+            UserError: Shapes differ, padding lies between tokens, or the ranks hold different batches.
+        """
+        comm = self.mesh.sequence
+
+        def decide() -> tuple[tuple[WholeBatch, SequenceShard], str]:
+            whole = whole_batch(input_ids, labels, position_ids, attention_mask, documents)
+            length = input_ids.shape[1]
+            cut = SequenceShard.cut(length, layout=self.options.layout, size=comm.size, rank=comm.rank)
+            return (whole, cut), _signature(whole) if comm.active else ""
+
+        with nullcontext() if self._compared else comm.checking():
+            whole, cut = comm.decided(decide)
+        self._compared = True
+        return self._cut(whole, cut)
+
+    def valid(self, *parts: Part) -> Tensor:
+        """Return how many labels all ranks have together in some parts: a scalar int64 tensor."""
+        return valid_labels(self.mesh, *parts)
+
+    def mean(self, loss: Tensor) -> float:
+        """Return the mean of the ranks' losses: the mean loss of a label, in nats. Blocks the host."""
+        return self.mesh.sum(loss.item()) / self.mesh.world.size
+
+    def _cut(self, whole: WholeBatch, cut: SequenceShard) -> Part:
+        device = self.mesh.sequence.device
+        mask = SequenceMask(
+            comm=self.mesh.sequence,
+            options=self.options,
+            shape=(len(whole.input_ids), cut.local_tokens),
+            length=cut.length,
+            documents=whole.documents,
+        )
+        return Part(
+            input_ids=cut.take(whole.input_ids).to(device),
+            labels=cut.take(whole.labels, pad_value=IGNORE_INDEX).to(device),
+            position_ids=cut.take(whole.position_ids).to(device),
+            mask=mask,
+            mesh=self.mesh,
+            cut=cut,
+            ends=lambda: _ends(whole.position_ids, cut),
+        )
+
+
+def valid_labels(mesh: Mesh, *parts: Part) -> Tensor:
+    """Return how many labels all ranks have together in some parts: a scalar int64 tensor."""
+    mine = torch.stack([count_valid(part.labels) for part in parts]).sum()
+    (total,) = mesh.world.all_reduce(mine).wait()
+    return total
+
+
+def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of the losses of local tokens; fp32 logits exist of a chunk of them at a time."""
+    rows, targets = logits.flatten(0, 1).split(CHUNK), labels.flatten().split(CHUNK)
+    parts = [checkpoint(_chunk_loss, *pair, use_reentrant=False) for pair in zip(rows, targets, strict=True)]
+    return torch.stack(parts).sum()
+
+
+def _chunk_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.nn.functional.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def _ends(position_ids: Tensor, cut: SequenceShard) -> tuple[int, ...]:
+    """Return the largest position + 1 that each rank has."""
+    size, name = cut.layout.size, cut.layout.name
+    cuts = [SequenceShard.cut(cut.length, layout=name, size=size, rank=rank) for rank in range(size)]
+    return tuple(int(one.take(position_ids).max()) + 1 for one in cuts)
+
+
+def _signature(whole: WholeBatch) -> str:
+    """Return a text that tells batches apart; waits for the device that holds them."""
+    tensors = (whole.input_ids, whole.labels, whole.position_ids)
+    digests = [f"{zlib.crc32(tensor.contiguous().cpu().numpy().tobytes()):08x}" for tensor in tensors]
+    names = ("input_ids", "labels", "position_ids")
+    told = " ".join(f"{name} #{digest}" for name, digest in zip(names, digests, strict=True))
+    return f"batch {list(whole.input_ids.shape)} {told} documents {'; '.join(map(str, whole.documents)) or 'one'}"

@@ -1,0 +1,227 @@
+"""Attention as transformers calls it: which mask a layer asks for, and attention over the split sequence under it.
+
+A model of transformers makes one mask a kind of layer from its `attention_mask` (`transformers.masking_utils`), and
+each layer gives its mask to the attention function. Here a `SequenceMask` goes that way, in the place of a tensor: it
+reaches every layer through gradient checkpointing, FSDP2 and DDP, and whatever else takes it for a tensor fails.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from inspect import getclosurevars
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmburst.attention.api import attend
+from bmburst.attention.call import AttentionOptions, MaskOption
+from bmburst.comm.checks import Checked
+from bmburst.errors import UserError
+from bmburst.mask import Causal, Documents, Mask, SlidingWindow
+
+NAME = "bmburst"
+
+_NOT_ASKED = frozenset(
+    {
+        "cache_position",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+    }
+)
+"""What models pass along to attention and what does not change it."""
+
+
+class SequenceMask:
+    """What attention must know of a split batch; a model takes it as its `attention_mask`.
+
+    No dataclass: FSDP2 takes those apart in search of tensors.
+
+    Args:
+        comm: The ranks that share each sequence.
+        options: Everything but the mask.
+        shape: Samples and local tokens.
+        length: Real tokens of a sequence.
+        documents: Of all samples, one for each sample, or none.
+        mask: What one kind of layer sees; None until the model has asked for it.
+    """
+
+    ndim = 4  # as a mask that is complete: models change those of 2 dimensions
+
+    def __init__(
+        self,
+        *,
+        comm: Checked,
+        options: AttentionOptions,
+        shape: tuple[int, int],
+        length: int,
+        documents: tuple[Documents, ...] = (),
+        mask: MaskOption | None = None,
+    ) -> None:
+        batch, tokens = shape
+        self.shape = (batch, 1, tokens, tokens)  # the keys of a mask are its last dimension
+        self.comm, self.options, self.length, self.documents, self.mask = comm, options, length, documents, mask
+
+    def seen(self, window: int | None) -> "SequenceMask":
+        """Return the same for layers that see the last `window` tokens, None for all, of their document."""
+        near = Causal() if window is None or window >= self.length else SlidingWindow(window)
+        masks = tuple(_joined(near, part) for part in self.documents) or (near,)
+        batch, _, tokens, _ = self.shape
+        return SequenceMask(
+            comm=self.comm,
+            options=self.options,
+            shape=(batch, tokens),
+            length=self.length,
+            documents=self.documents,
+            mask=masks[0] if len(masks) == 1 else masks,
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Return attention's output; all are `[batch, local_tokens, heads, head_dim]`."""
+        assert self.mask is not None
+        options = replace(self.options, mask=self.mask, scale=scale)
+        length = None if self.documents else self.length  # documents know their own
+        return attend(q, k, v, length, self.comm, options)[0]
+
+
+def layer_mask(
+    *, mask_function: Callable[..., Any], attention_mask: object = None, q_length: int, kv_length: int, **_: object
+) -> SequenceMask:
+    """Return the mask of one kind of layer: a mask function of transformers.
+
+    Args:
+        mask_function: What the layers see, as transformers composed it.
+        attention_mask: What the model was called with.
+        q_length: Local tokens.
+        kv_length: The same; more of them, or queries that begin elsewhere, come from a cache.
+
+    Raises:
+        UserError: The model was not called with a split batch, it has a KV cache, or its layers see anything else than
+            all tokens before them or the last ones.
+    """
+    if not isinstance(attention_mask, SequenceMask):
+        raise _not_split(attention_mask)
+    if not q_length == kv_length == attention_mask.shape[-1]:
+        raise UserError(
+            f"{NAME} attention has no KV cache, but there are {q_length} queries and {kv_length} keys a rank\n"
+            'pass use_cache=False; to generate: model.set_attn_implementation("sdpa")'
+        )
+    return attention_mask.seen(_window(mask_function))
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **asked: object,
+) -> tuple[Tensor, None]:
+    """Return attention's output of this rank's tokens: an attention function of transformers.
+
+    Args:
+        module: The model's attention module; asked whether it is causal where the model does not say.
+        query: `[batch, heads, local_tokens, head_dim]`.
+        key: `[batch, kv_heads, local_tokens, head_dim]`.
+        value: `[batch, kv_heads, local_tokens, value_dim]`, at most `head_dim` of them.
+        attention_mask: What `layer_mask` returned.
+        dropout: Must be 0.
+        scaling: Factor on the scores; default `head_dim ** -0.5`.
+        sliding_window: Must be the mask's, if given.
+        is_causal: Must be true.
+        asked: What else the model asks for: refused unless it changes nothing.
+
+    Returns:
+        `[batch, local_tokens, heads, value_dim]`, and no attention weights.
+
+    Raises:
+        UserError: The model asks for what cannot be done exactly, or was not called with a split batch.
+    """
+    if not isinstance(attention_mask, SequenceMask):
+        raise _not_split(attention_mask)
+    _require_exact(attention_mask, dropout, sliding_window, asked)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise _cannot("attention that is not causal", "train this model with another attn_implementation")
+    if torch.is_autocast_enabled(query.device.type):  # norms and rotary embeddings leave it, as fp32
+        low = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(low), key.to(low), value.to(low)
+    width = value.shape[-1]
+    if width < key.shape[-1]:  # multi-head latent attention: zeros in, zeros out
+        value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
+    out = attention_mask.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling)
+    return out[..., :width].contiguous(), None
+
+
+def _require_exact(mask: SequenceMask, dropout: float, sliding_window: int | None, asked: dict[str, object]) -> None:
+    if mask.mask is None:
+        raise _cannot("a model that makes its masks itself", "use a model whose masks are create_causal_mask's")
+    if dropout:
+        raise _cannot(f"dropout of {dropout:g} in attention", "set it to 0 in the model's config (attention_dropout)")
+    if sliding_window is not None and sliding_window < mask.length and not _has_window(mask.mask, sliding_window):
+        raise _cannot(
+            f"sliding_window={sliding_window} with a mask of {mask.mask}", "set sliding_window of the config to None"
+        )
+    if asked.get("use_cache"):
+        raise _cannot(
+            "a KV cache", 'pass use_cache=False; to generate: model.set_attn_implementation("sdpa")', "use_cache=True"
+        )
+    other = [
+        name for name, value in asked.items() if name not in _NOT_ASKED and value is not None and value is not False
+    ]
+    if other:
+        raise _cannot(other[0], "leave it out of the call, or train this model with another attn_implementation")
+
+
+def _window(function: Callable[..., Any]) -> int | None:
+    """Return how many tokens a mask function of transformers lets a query see, None for all before it.
+
+    transformers gives functions of indices, made of closures. Only the two that are known are taken.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    if function is causal_mask_function:
+        return None
+    inside = getclosurevars(function).nonlocals
+    if _is(function, "and_masks"):
+        others = [part for part in inside["mask_functions"] if part is not causal_mask_function]
+        if len(others) == 1 and len(inside["mask_functions"]) == 2 and _is(others[0], "sliding_window_overlay"):
+            return int(getclosurevars(others[0]).nonlocals["sliding_window"])
+    name = function.__qualname__.split(".")[0]
+    raise _cannot(
+        f"a mask that is neither causal nor a causal window ({name})",
+        "train this model with another attn_implementation",
+    )
+
+
+def _is(function: Callable[..., Any], maker: str) -> bool:
+    return function.__module__ == "transformers.masking_utils" and function.__qualname__.startswith(
+        f"{maker}.<locals>."
+    )
+
+
+def _joined(near: Mask, documents: Documents) -> Mask:
+    return documents if isinstance(near, Causal) else near & documents
+
+
+def _has_window(mask: MaskOption, window: int) -> bool:
+    one = mask[0] if isinstance(mask, tuple) else mask
+    return SlidingWindow(window) in (one, *getattr(one, "masks", ()))
+
+
+def _not_split(got: object) -> UserError:
+    what = "no attention_mask" if got is None else f"a {type(got).__name__}"
+    return UserError(
+        f"{NAME} attention needs a part of a split batch as attention_mask, got {what}\n"
+        "to train: SplitSequences(mesh).part(input_ids, attention_mask=..., position_ids=...).loss(model)\n"
+        'to generate, or for a whole sequence: model.set_attn_implementation("sdpa")'
+    )
+
+
+def _cannot(what: str, fix: str, got: str = "") -> UserError:
+    return UserError(f"{NAME} attention cannot do {what} exactly{f', got {got}' if got else ''}\nfix: {fix}")

@@ -1,0 +1,81 @@
+"""Which models of transformers compute the same where each rank has a part of the sequence."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from bmburst.errors import UserError
+from bmburst.integrations.transformers_attention import NAME
+
+_ATTENTION = frozenset({"attention", "full_attention", "sliding_attention"})
+"""Types of layers whose tokens meet in attention only."""
+
+
+def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]]) -> None:
+    """Check that a model's tokens meet each other in our attention and nowhere else.
+
+    Args:
+        model: A model of transformers, also inside DDP, FSDP2, PEFT or torch.compile.
+        ends: Returns the largest position id + 1 of each rank; asked only where the model depends on it.
+
+    Raises:
+        UserError: It is none of transformers, has another attention, mixes tokens elsewhere, or has losses or rotary
+            frequencies that depend on which tokens a rank has.
+    """
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not parts:
+        raise UserError(
+            f"{type(model).__name__} holds no model of transformers\ngive a PreTrainedModel, wrapped or not"
+        )
+    for part in parts:
+        if (problem := _problem(part)) is not None:
+            raise UserError(f"{type(part).__name__} cannot train on a split sequence: {problem[0]}\nfix: {problem[1]}")
+    _require_one_frequency(model, ends)
+
+
+def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
+    """Return why a model cannot, and what to do."""
+    config, another = model.config, "use another model"
+    chosen = config._attn_implementation
+    if not model._supports_attention_backend:
+        return "it does not call attention through transformers' registry", another
+    if chosen != NAME:
+        return f"its attention is {chosen!r}", f'register(), then from_pretrained(..., attn_implementation="{NAME}")'
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+    if others:
+        return f"it has layers of type {others[0]!r}", another
+    if getattr(model, "_is_stateful", False):
+        return "its layers carry a state from token to token", another
+    mixing = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Conv1d)]
+    if mixing:
+        return f"its convolution {mixing[0]} reads neighbouring tokens", another
+    if getattr(config, "output_router_logits", False):
+        return "its router's loss is no sum over tokens", "config.output_router_logits = False"
+    return None
+
+
+def _require_one_frequency(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]]) -> None:
+    """Refuse rotary frequencies chosen by the largest position, where ranks would choose differently."""
+    for kind, original in _frequencies_by_length(model):
+        each = ends()
+        longest = max(each)
+        same = {min(end, original + 1) if kind == "longrope" else end for end in each}
+        if longest > original and len(same) > 1:
+            raise UserError(
+                f"rope type {kind!r} takes its frequencies from the largest position, and ranks have {min(each)} to "
+                f'{longest}\nfix: SplitSequences(mesh, layout="striped"), or another rope type: with "dynamic" '
+                f"sequences of at most {original}"
+            )
+
+
+def _frequencies_by_length(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
+    """Return type and original length of each rotary embedding whose frequencies depend on the length."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                config: Any = module.config
+                parameters = config.rope_parameters if layer is None else config.rope_parameters[layer]
+                yield kind, parameters.get("original_max_position_embeddings", config.max_position_embeddings)
