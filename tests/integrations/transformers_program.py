@@ -1,0 +1,162 @@
+"""Tiny models of transformers, batches for them, and what every rank does with them. Rank 0 leaves what it saw."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from bmburst import Documents, Mesh
+from bmburst.integrations.transformers import Part, SplitSequences, register
+from bmburst_ops.constants import IGNORE_INDEX
+
+TOKENS = 37  # odd, and padded on 2 and 4 ranks
+_SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},  # one layer of each kind
+}
+
+
+def make_model(family: str, attention: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Return a model whose weights are random, and the same for every attention and dtype."""
+    config = AutoConfig.for_model(family, **_SHAPE | FAMILIES[family] | options)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2, generator=generator)
+    return model.to(dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch as a user has it, and as the unsharded model takes it."""
+
+    family: str
+    batch: dict[str, Any]
+    theirs: dict[str, Any]
+    layout: str = "zigzag"
+    compared: Tensor | None = field(default=None, compare=False)
+    """Which tokens' logits mean something; all by default."""
+
+
+def cases(ranks: int = 1) -> dict[str, Case]:
+    """Return batches; for 4 ranks, which take longer, those that every family has."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(61, (2, TOKENS), generator=draw)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.3, IGNORE_INDEX)
+    two = torch.tensor([[*range(5), *range(32)], [*range(20), *range(1), *range(16)]])
+    one = torch.tensor([[*range(5), *range(19), *range(13)]])
+    ends = ids.masked_fill(two == 0, IGNORE_INDEX)
+    few = Documents((4, 26))
+    mask = torch.ones_like(ids)
+    mask[0, :6], mask[1, 30:] = 0, 0
+    seen = labels.masked_fill(mask == 0, IGNORE_INDEX)
+    seen[0, 6] = IGNORE_INDEX  # it would be the label of padding
+    found = {}
+    for family in FAMILIES:
+        found[f"{family} plain"] = Case(family, {"labels": labels}, {"labels": labels})
+        own = {"position_ids": two}
+        found[f"{family} packed"] = Case(family, own, {**own, "labels": ends}, layout="striped")
+    for family in ("llama", "mistral"):
+        first = torch.tensor([[*range(4), *range(26)]])
+        told = ids[:, :30].masked_fill(first == 0, IGNORE_INDEX)
+        theirs = {"input_ids": ids[:, :30], "position_ids": first.expand(2, -1), "labels": told}
+        found[f"{family} documents"] = Case(family, {"documents": few}, theirs, compared=torch.arange(TOKENS) < 30)
+        padded = {"attention_mask": mask, "labels": seen}
+        found[f"{family} padding"] = Case(family, padded, padded, layout="contiguous", compared=mask.bool())
+    given = {"position_ids": one, "labels": labels}
+    found["qwen3 one row of positions"] = Case("qwen3", given, {**given, "position_ids": one.expand(2, -1)})
+    found["llama no labels"] = Case("llama", {}, {"labels": ids})
+    kept = {name: case for name, case in found.items() if ranks < 4 or name.endswith(("plain", "packed"))}
+    return {
+        name: Case(c.family, {"input_ids": ids} | c.batch, {"input_ids": ids} | c.theirs, c.layout, c.compared)
+        for name, c in kept.items()
+    }
+
+
+def run(output: Path) -> None:
+    """The cases on sequences over 2 and 4 of 4 ranks, and FSDP2 and DDP over data and sequence ranks."""
+    register()
+    results: dict[int, dict[str, Any]] = {}
+    for size in (2, 4):
+        mesh = Mesh.over_process_group(sequence=size)
+        found = results[size] = {}
+        for name, case in cases(size).items():
+            model = make_model(case.family, "bmburst", torch.float32)
+            part = SplitSequences(mesh, layout=case.layout).part(**case.batch)
+            found[name] = _step(model, part, averaged=True)
+        for kind, wrap in {"fsdp2": _fsdp2, "ddp": DistributedDataParallel}.items():
+            found[kind] = _parallel(mesh, kind, wrap)
+    if dist.get_rank() == 0:
+        torch.save(results, output)
+
+
+def alone(case: Case, mesh: Mesh) -> dict[str, Any]:
+    """A case on this process alone."""
+    register()
+    model = make_model(case.family, "bmburst", torch.float32)
+    return _step(model, SplitSequences(mesh, layout=case.layout).part(**case.batch), averaged=False)
+
+
+def _parallel(mesh: Mesh, kind: str, wrap: Any) -> dict[str, Any]:
+    """Return a step of two micro-batches, each rank's data group having samples of its own."""
+    case = cases()["mistral plain"]
+    split = SplitSequences(mesh)
+    rows = slice(mesh.data_rank, None, mesh.shape.data)  # of two samples: both, or one for each group
+    mine = {name: tensor[rows] for name, tensor in case.batch.items()}
+    parts = [
+        split.part(**{name: tensor[i : i + 1] for name, tensor in mine.items()}) for i in range(len(mine["labels"]))
+    ]
+    model = make_model("mistral", "bmburst", torch.float32).train()
+    model.gradient_checkpointing_enable()
+    model = wrap(model)
+    valid = split.valid(*parts)
+    found = 0.0
+    for part in parts:
+        loss = part.loss(model, valid)
+        loss.backward()
+        found += split.mean(loss.detach())
+    inner = model.module if kind == "ddp" else model
+    return {"loss": found, "gradients": {name: _whole(p.grad) for name, p in inner.named_parameters()}}
+
+
+def _fsdp2(model: PreTrainedModel) -> torch.nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+
+
+def _step(model: PreTrainedModel, part: Part, *, averaged: bool) -> dict[str, Any]:
+    """Return whole logits, the mean loss, and the gradients as data parallelism would average them."""
+    seen: list[Tensor] = []
+    model.eval().register_forward_hook(lambda _, __, output: seen.append(output.logits.detach()))
+    loss = part.loss(model)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    size = dist.get_world_size() if averaged else 1
+    for gradient in gradients.values() if averaged else ():
+        dist.all_reduce(gradient)
+        gradient /= size
+    return {"logits": part.whole(seen[0]), "loss": part.mesh.sum(loss.item()) / size, "gradients": gradients}
