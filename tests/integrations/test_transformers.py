@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.groups import alone
+from bmburst.integrations.transformers import CHUNK, SplitSequences, _loss_sum
+from bmburst.integrations.transformers_attention import attention
 from bmburst.mesh import Mesh, MeshShape
+from bmburst_ops.constants import IGNORE_INDEX
 from tests.distributed.processes import run_processes
 from tests.integrations import transformers_program as program
 
 CASES = program.cases()
+ALONE = Mesh(MeshShape(1, 1, 1), 0, alone(), alone(), alone())
 Found = dict[str, Any]
 
 
@@ -39,11 +43,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Found]]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda size: f"{size}-ranks")
-def results(request: pytest.FixtureRequest, job: dict[int, dict[str, Found]]) -> dict[str, Found]:
+def results(request: pytest.FixtureRequest) -> dict[str, Found]:
     if request.param > 1:
-        return job[request.param]
-    mesh = Mesh(MeshShape(1, 1, 1), 0, alone(), alone(), alone())
-    return {name: program.alone(case, mesh) for name, case in CASES.items()}
+        found: dict[str, Found] = request.getfixturevalue("job")[request.param]
+        return found
+    return {name: program.alone(case, ALONE) for name, case in CASES.items()}
 
 
 def _relative(ours: Tensor, theirs: Tensor) -> float:
@@ -82,6 +86,38 @@ def test_under_fsdp2_and_ddp(results: dict[str, Found], reference: dict[str, Fou
     wrapped = {name: found for name, found in results.items() if name.startswith(("fsdp2", "ddp"))}
     wrong = {name: _wrong(found, reference["mistral plain"]) for name, found in wrapped.items()}
     assert wrong == {name: {} for name in wrapped}
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_scale_narrow_values_and_autocast(low: torch.dtype | None) -> None:
+    """As multi-head latent attention calls it, and norms and rotary embeddings under autocast leave it."""
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, 14, 16, generator=draw), torch.randn(1, 2, 14, 16, generator=draw)
+    v = torch.randn(1, 2, 14, 10, generator=draw)
+    mask = SplitSequences(ALONE).part(torch.arange(14)[None]).mask.seen(None)
+    with torch.autocast("cpu", low, enabled=low is not None):
+        out, weights = attention(torch.nn.Module(), q, k, v if low is None else v.to(low), mask, scaling=0.7)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True, scale=0.7, enable_gqa=True
+    )
+    assert weights is None and out.dtype == (low or torch.float32) and out.is_contiguous()
+    assert _relative(out.double(), expected.transpose(1, 2)) < (1e-5 if low is None else 2e-2)
+
+
+def test_logits_may_be_of_half_precision() -> None:
+    """Losses are summed in fp32, a chunk at a time, and the gradient is the logits'."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, CHUNK + 3, 7, generator=draw).bfloat16().requires_grad_()
+    labels = torch.randint(7, (1, CHUNK + 3), generator=draw)
+    labels[0, ::3] = IGNORE_INDEX
+    found = _loss_sum(logits, labels)
+    found.backward()
+    wide = logits.detach().double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(wide[0], labels[0], reduction="sum")
+    expected.backward()
+    assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert logits.grad is not None and wide.grad is not None
+    assert _relative(logits.grad.double(), wide.grad) < 2**-8
 
 
 def test_windows_and_documents_matter(reference: dict[str, Found]) -> None:

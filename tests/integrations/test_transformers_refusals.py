@@ -1,0 +1,204 @@
+"""What cannot be done exactly on split sequences is refused: in at most three lines, before any work starts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from bmburst import Documents, Full, Mesh, MeshShape, UserError
+from bmburst.comm.checks import Checked
+from bmburst.comm.groups import alone
+from bmburst.comm.local import run_ranks
+from bmburst.integrations.transformers import Part, SplitSequences, register
+from bmburst.integrations.transformers_attention import SequenceMask, attention, layer_mask
+from tests.integrations import transformers_program as program
+
+IDS = torch.arange(3, 14).expand(2, -1)
+
+
+def _mesh(world: Checked | None = None) -> Mesh:
+    world = world or alone()
+    return Mesh(MeshShape(1, world.size, 1), world.rank, world, world, alone())
+
+
+def _part(**options: Any) -> Part:
+    register()
+    return SplitSequences(_mesh()).part(IDS, **options)
+
+
+def _model(family: str, **options: Any) -> PreTrainedModel:
+    register()
+    if family in program.FAMILIES:
+        return program.make_model(family, "bmburst", torch.float32, **options)
+    config = AutoConfig.for_model(family, **program._SHAPE | {"pad_token_id": 0} | options)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="bmburst", dtype=torch.float32)
+
+
+@contextmanager
+def _refused(message: str) -> Iterator[None]:
+    with pytest.raises(UserError, match=f"(?s){message}") as caught:
+        yield
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def _rope(kind: str) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("llama", {"attention_dropout": 0.1}, r"dropout of 0.1 .*fix: set it to 0"),
+        ("gemma2", {}, "cannot do softcap exactly"),
+        ("gpt_oss", {"num_local_experts": 2}, "cannot do s_aux exactly"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "has layers of type 'conv'"),
+        ("llama4_text", {"num_local_experts": 2}, "has layers of type 'chunked_attention'"),
+        ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, "router's loss is no sum over tokens"),
+        ("bloom", {}, "does not call attention through transformers' registry"),
+        ("bert", {"is_decoder": False}, "neither causal nor a causal window .bidirectional_mask_function"),
+    ],
+)
+def test_models(family: str, options: dict[str, Any], message: str) -> None:
+    model = _model(family, **options).train()
+    with _refused(message):
+        _part().loss(model)
+
+
+def test_a_model_with_another_attention() -> None:
+    model = _model("llama")
+    model.set_attn_implementation("sdpa")
+    with _refused("its attention is 'sdpa'.*register"):
+        _part().loss(model)
+    with _refused("Linear holds no model of transformers"):
+        _part().loss(nn.Linear(1, 1))
+
+
+def test_a_convolution_and_a_state() -> None:
+    model = _model("llama")
+    model.mixer = nn.Conv1d(1, 1, 3)
+    with _refused("its convolution mixer reads neighbouring tokens"):
+        _part().loss(model)
+    model = _model("llama")
+    model._is_stateful = True
+    with _refused("a state from token to token"):
+        _part().loss(model)
+
+
+def test_without_a_split_batch() -> None:
+    model = _model("mistral")
+    with _refused('got no attention_mask.*to generate, .*set_attn_implementation."sdpa".'):
+        model.generate(IDS, attention_mask=None, max_new_tokens=1)
+    for mask in (torch.ones_like(IDS), torch.zeros(2, 1, 11, 11)):
+        with _refused("got a Tensor"):
+            model(IDS, attention_mask=mask)
+    model.set_attn_implementation("sdpa")
+    assert model.generate(IDS, max_new_tokens=1).shape == (2, 12)
+
+
+def test_a_cache() -> None:
+    with _refused("a KV cache.*use_cache=False; to generate"):
+        _part().logits(_model("llama"), use_cache=True)
+    mask = _part().mask
+    with _refused("1 queries and 12 keys a rank"):
+        layer_mask(mask_function=len, attention_mask=mask, q_length=1, kv_length=12)
+
+
+def _call(mask: SequenceMask, **options: Any) -> Tensor:
+    q, kv = torch.zeros(2, 4, 12, 8), torch.zeros(2, 2, 12, 8)  # the cut of 11 has one of padding
+    return attention(nn.Module(), q, kv, kv, mask, **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"is_causal": False}, "attention that is not causal"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"cu_seq_lens_q": torch.zeros(1)}, "cu_seq_lens_q"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"sliding_window": 4}, "sliding_window=4 with a mask of causal"),
+        ({"use_cache": True}, "KV cache"),
+    ],
+)
+def test_what_layers_ask_for(options: dict[str, Any], message: str) -> None:
+    mask = _part().mask.seen(None)
+    _call(mask, sliding_window=11, use_cache=False, position_ids=IDS, softcap=None, output_attentions=False)
+    with _refused(message):
+        _call(mask, **options)
+
+
+def test_a_model_that_makes_its_masks_itself() -> None:
+    with _refused("makes its masks itself"):
+        _call(_part().mask)
+    assert _call(_part().mask.seen(4), sliding_window=4).shape == (2, 12, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"labels": IDS[:, 1:]}, r"labels must be \[2, 11\] as input_ids are, got \[2, 10\]"),
+        ({"position_ids": IDS[None]}, "position_ids must be"),
+        ({"attention_mask": (IDS != 7).long()}, "sample 0 has padding between tokens"),
+        ({"attention_mask": IDS * 0}, "sample 0 has no token"),
+        ({"attention_mask": (IDS < 7).long(), "documents": Documents((4, 7))}, "not both"),
+        ({"documents": Documents((4, 8))}, "made for 12 tokens"),
+        ({"documents": [Documents((4,))] * 3}, "documents of 3 samples for a batch of 2"),
+        ({"documents": Documents((4, 7), causal=False)}, "must be causal bmburst.Documents"),
+        ({"documents": [Full(), Full()]}, "must be causal bmburst.Documents"),
+    ],
+)
+def test_batches(options: dict[str, Any], message: str) -> None:
+    with _refused(message):
+        _part(**options)
+
+
+def test_ids_and_options() -> None:
+    split = SplitSequences(_mesh())
+    for ids in (IDS[0], IDS.float(), IDS[:, :0], [[1, 2]]):
+        with _refused(r"input_ids must be token ids \[batch, length\]"):
+            split.part(ids)  # type: ignore[arg-type]
+    for options, message in (
+        ({"layout": "balanced"}, "layout 'balanced' is made for one mask"),
+        ({"layout": "zig"}, "unknown layout 'zig'"),
+        ({"mask": "full"}, "has no option 'mask'"),
+        ({"kernel": "fa9"}, "unknown kernel 'fa9'"),
+    ):
+        with _refused(message):
+            SplitSequences(_mesh(), **options)
+
+
+def test_ranks_that_hold_different_batches() -> None:
+    def body(comm: Checked) -> None:
+        comm.always = comm.active = False  # as on GPUs
+        split = SplitSequences(_mesh(comm))
+        with _refused("the ranks of the group disagree"):
+            split.part(IDS + comm.rank)
+        split.part(IDS)
+        split.part(IDS + comm.rank)  # compared until it was right once
+
+    run_ranks(2, body)
+
+
+def test_frequencies_that_depend_on_the_largest_position() -> None:
+    """A zigzag's ranks end at different positions; in stripes both know of the long sequence."""
+
+    def body(comm: Checked) -> None:
+        ids = torch.arange(50)[None]
+        for kind, original in (("dynamic", 40), ("longrope", 48)):
+            more = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": original}
+            rope = _rope(kind)["rope_parameters"] | (more if kind == "longrope" else {})
+            options = {"rope_parameters": rope, "max_position_embeddings": original}
+            for layout in ("zigzag", "striped"):
+                part = SplitSequences(_mesh(comm), layout=layout).part(ids)
+                if (kind, layout) == ("longrope", "striped"):
+                    part.logits(_model("llama", **options))
+                    continue
+                with _refused(f"rope type '{kind}' takes its frequencies .* ranks have .* to 50"):
+                    part.logits(_model("llama", **options))
+            short = SplitSequences(_mesh(comm)).part(ids[:, :original])
+            short.logits(_model("llama", **options))
+
+    run_ranks(2, body)
