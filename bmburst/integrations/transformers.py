@@ -19,12 +19,13 @@ from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, whole_batch
 from bmburst.integrations.transformers_models import require_splittable
+from bmburst.integrations.transformers_recompute import recompute
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh
 from bmburst.sequence import SequenceShard, unshard
 from bmburst_ops.constants import IGNORE_INDEX
 
-__all__ = ["NAME", "Part", "SplitSequences", "register"]
+__all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
 
 CHUNK = 4096
 """Tokens whose logits exist in fp32 at one time."""

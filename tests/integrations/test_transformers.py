@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bmburst.attention import function
 from bmburst.comm.groups import alone
-from bmburst.integrations.transformers import CHUNK, SplitSequences, _loss_sum
+from bmburst.integrations.transformers import CHUNK, SplitSequences, _loss_sum, recompute
 from bmburst.integrations.transformers_attention import attention
 from bmburst.mesh import Mesh, MeshShape
 from bmburst_ops.constants import IGNORE_INDEX
@@ -102,6 +103,22 @@ def test_scale_narrow_values_and_autocast(low: torch.dtype | None) -> None:
     )
     assert weights is None and out.dtype == (low or torch.float32) and out.is_contiguous()
     assert _relative(out.double(), expected.transpose(1, 2)) < (1e-5 if low is None else 2e-2)
+
+
+def test_attention_runs_once_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    plain = function.forward
+    monkeypatch.setattr(function, "forward", lambda call, *qkv: calls.append(call) or plain(call, *qkv))
+    part = SplitSequences(ALONE).part(torch.arange(14)[None])
+    gradients = {}
+    for policy, times in (("none", 2), ("block-keep-attention", 2), ("block", 4)):
+        model = program.make_model("qwen3", "bmburst", torch.float32).train()
+        recompute(model, policy)
+        calls.clear()
+        part.loss(model).backward()
+        assert len(calls) == times, policy
+        gradients[policy] = model.model.layers[0].mlp.up_proj.weight.grad
+    assert all(torch.equal(gradient, gradients["none"]) for gradient in gradients.values())
 
 
 def test_logits_may_be_of_half_precision() -> None:

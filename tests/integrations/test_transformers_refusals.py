@@ -13,7 +13,7 @@ from bmburst import Documents, Full, Mesh, MeshShape, UserError
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import alone
 from bmburst.comm.local import run_ranks
-from bmburst.integrations.transformers import Part, SplitSequences, register
+from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import SequenceMask, attention, layer_mask
 from tests.integrations import transformers_program as program
 
@@ -153,6 +153,22 @@ def test_a_model_that_makes_its_masks_itself() -> None:
 def test_batches(options: dict[str, Any], message: str) -> None:
     with _refused(message):
         _part(**options)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "policy", "message"),
+    [
+        ("llama", {}, "blocks", "unknown"),
+        ("llama", {}, "block-keep-attention:0.5", "keeps a part of attention"),
+        ("llama", {"attention_dropout": 0.1}, "block", "the model has attention_dropout of 0.1"),
+        ("gpt2", {"resid_pdrop": 0.2, "n_embd": 8, "n_head": 2}, "block", "the model has .* of 0.[12]"),
+    ],
+)
+def test_recomputation(family: str, options: dict[str, Any], policy: str, message: str) -> None:
+    with _refused(message):
+        recompute(_model(family, **options), policy)
+    with _refused("Linear has no layers of transformers"):
+        recompute(nn.Linear(1, 1))
 
 
 def test_ids_and_options() -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bmburst import Documents, Mesh
-from bmburst.integrations.transformers import Part, SplitSequences, register
+from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst_ops.constants import IGNORE_INDEX
 
 TOKENS = 37  # odd, and padded on 2 and 4 ranks
@@ -103,7 +103,7 @@ def run(output: Path) -> None:
             model = make_model(case.family, "bmburst", torch.float32)
             part = SplitSequences(mesh, layout=case.layout).part(**case.batch)
             found[name] = _step(model, part, averaged=True)
-        for kind, wrap in {"fsdp2": _fsdp2, "ddp": DistributedDataParallel}.items():
+        for kind, wrap in WRAPS.items():
             found[kind] = _parallel(mesh, kind, wrap)
     if dist.get_rank() == 0:
         torch.save(results, output)
@@ -126,7 +126,10 @@ def _parallel(mesh: Mesh, kind: str, wrap: Any) -> dict[str, Any]:
         split.part(**{name: tensor[i : i + 1] for name, tensor in mine.items()}) for i in range(len(mine["labels"]))
     ]
     model = make_model("mistral", "bmburst", torch.float32).train()
-    model.gradient_checkpointing_enable()
+    if kind == "ddp":
+        model.gradient_checkpointing_enable()
+    else:
+        recompute(model, "block-keep-attention+offload")
     model = wrap(model)
     valid = split.valid(*parts)
     found = 0.0
@@ -142,6 +145,9 @@ def _fsdp2(model: PreTrainedModel) -> torch.nn.Module:
     for layer in model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
+
+
+WRAPS = {"fsdp2": _fsdp2, "ddp": DistributedDataParallel}
 
 
 def _whole(gradient: Tensor) -> Tensor:
