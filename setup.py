@@ -44,6 +44,7 @@ setup(
         "gpu": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'", TRITON],
         "test": TEST,
         "dev": [*TEST, "ruff>=0.15", "mypy>=1.18", "types-PyYAML", "pre-commit>=4"],
+        "hugging-face": ["transformers>=5"],
         "model-center": ["transformers>=4.57", "jieba", "six", "sentencepiece", "requests"],
     },
     entry_points={"console_scripts": ["bmburst=bmburst.cli:main"]},

@@ -69,7 +69,7 @@ def cases(ranks: int = 1) -> dict[str, Case]:
     mask = torch.ones_like(ids)
     mask[0, :6], mask[1, 30:] = 0, 0
     seen = labels.masked_fill(mask == 0, IGNORE_INDEX)
-    seen[0, 6] = IGNORE_INDEX  # it would be the label of padding
+    seen[0, 6] = IGNORE_INDEX  # the label of padding
     found = {}
     for family in FAMILIES:
         found[f"{family} plain"] = Case(family, {"labels": labels}, {"labels": labels})
@@ -80,8 +80,8 @@ def cases(ranks: int = 1) -> dict[str, Case]:
         told = ids[:, :30].masked_fill(first == 0, IGNORE_INDEX)
         theirs = {"input_ids": ids[:, :30], "position_ids": first.expand(2, -1), "labels": told}
         found[f"{family} documents"] = Case(family, {"documents": few}, theirs, compared=torch.arange(TOKENS) < 30)
-        padded = {"attention_mask": mask, "labels": seen}
-        found[f"{family} padding"] = Case(family, padded, padded, layout="contiguous", compared=mask.bool())
+        padded = {"attention_mask": mask, "labels": labels}
+        found[f"{family} padding"] = Case(family, padded, padded | {"labels": seen}, layout="contiguous", compared=mask.bool())
     given = {"position_ids": one, "labels": labels}
     found["qwen3 one row of positions"] = Case("qwen3", given, {**given, "position_ids": one.expand(2, -1)})
     found["llama no labels"] = Case("llama", {}, {"labels": ids})

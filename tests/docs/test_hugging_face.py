@@ -1,0 +1,60 @@
+"""docs/hugging_face.md does what it says: its scripts run as they stand, and its tables are what the code does."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bmburst.integrations.transformers import SplitSequences
+from tests.docs.blocks import read_blocks
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "hugging_face.md"
+BLOCKS = read_blocks(PAGE)
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the commands of the page print, in a folder that has its files."""
+    folder = tmp_path_factory.mktemp("page")
+    for block in BLOCKS:
+        if block.file:
+            (folder / block.file).write_text(block.text)
+    ours = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    lines = []
+    for block in BLOCKS:
+        if block.language != "bash" or block.needs:
+            continue
+        for command in block.commands():
+            program, *words = command.split()
+            assert program == "torchrun"
+            run = [sys.executable, "-m", "torch.distributed.run", *words]
+            done = subprocess.run(
+                run, cwd=folder, env=os.environ | ours, capture_output=True, text=True, timeout=300, check=False
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+            lines.append(done.stdout)
+    return "".join(lines)
+
+
+def test_the_scripts_train_and_check(printed: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"step \d: loss (\S+) nats a token, \d+ tokens on 2 ranks", printed)]
+    assert len(losses) == 10 and losses[-1] < losses[0] - 0.5, losses
+    assert "168 of 333 tokens a rank; the logits are the unsharded model's" in printed
+
+
+def test_every_block_is_run() -> None:
+    assert {block.language for block in BLOCKS} == {"python", "bash"}
+    scripts = {block.file for block in BLOCKS if block.language == "python"}
+    commands = [block.text for block in BLOCKS if block.language == "bash" and not block.needs]
+    assert None not in scripts and all(any(str(name) in text for text in commands) for name in scripts)
+
+
+def test_what_the_page_names_exists() -> None:
+    text = PAGE.read_text()
+    assert text.isascii() and max(map(len, re.sub(r"^\|.*$", "", text, flags=re.M).splitlines())) <= 120
+    arguments = SplitSequences.part.__annotations__
+    assert set(re.findall(r"^\| `(\w+)` \| (?:`\[|`bmburst)", text, re.M)) == set(arguments) - {"input_ids", "return"}
