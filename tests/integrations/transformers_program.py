@@ -81,7 +81,9 @@ def cases(ranks: int = 1) -> dict[str, Case]:
         theirs = {"input_ids": ids[:, :30], "position_ids": first.expand(2, -1), "labels": told}
         found[f"{family} documents"] = Case(family, {"documents": few}, theirs, compared=torch.arange(TOKENS) < 30)
         padded = {"attention_mask": mask, "labels": labels}
-        found[f"{family} padding"] = Case(family, padded, padded | {"labels": seen}, layout="contiguous", compared=mask.bool())
+        found[f"{family} padding"] = Case(
+            family, padded, padded | {"labels": seen}, layout="contiguous", compared=mask.bool()
+        )
     given = {"position_ids": one, "labels": labels}
     found["qwen3 one row of positions"] = Case("qwen3", given, {**given, "position_ids": one.expand(2, -1)})
     found["llama no labels"] = Case("llama", {}, {"labels": ids})
