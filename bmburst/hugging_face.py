@@ -1,4 +1,4 @@
-"""Weights of Hugging Face LLaMA directories: `--init-from DIR`, and export for transformers.
+"""Weights of Hugging Face directories of LLaMA's family: `--init-from DIR`, and export for transformers.
 
 Every rank reads from the files exactly the runs of numbers that ZeRO gives it, and export gathers one tensor at a time,
 so that no process ever holds the model.
@@ -36,14 +36,17 @@ _FIXED = (
     "head_dim",
     "norm_eps",
     "tie_embeddings",
+    "sliding_window",
+    "qkv_bias",
+    "qk_norm",
 )
 
 
 def read_config(directory: str | Path) -> LlamaConfig:
-    """Return the configuration of the LLaMA in a Hugging Face directory.
+    """Return the configuration of the model in a Hugging Face directory.
 
     Raises:
-        UserError: There is no such directory, no usable config.json in it, or it is no LLaMA.
+        UserError: There is no such directory, no usable config.json in it, or it is of another family.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -58,20 +61,23 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every weight, in the order of the model."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    block = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (query, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, query),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (mlp, hidden),
-        "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
+    block: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    for name, rows in (("q", query), ("k", kv), ("v", kv)):
+        block[f"self_attn.{name}_proj.weight"] = (rows, hidden)
+        if config.qkv_bias:
+            block[f"self_attn.{name}_proj.bias"] = (rows,)
+    block["self_attn.o_proj.weight"] = (hidden, query)
+    if config.qk_norm:
+        block |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in ("q", "k")}
+    block |= {
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (mlp, hidden),
+        "mlp.up_proj.weight": (mlp, hidden),
+        "mlp.down_proj.weight": (hidden, mlp),
     }
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
-        shapes |= {f"model.layers.{layer}.{part}.weight": shape for part, shape in block.items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
@@ -100,10 +106,12 @@ def check(directory: str | Path, config: LlamaConfig) -> Mapping[str, TensorFile
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in files]
     if missing:
-        raise UserError(f"{directory} lacks {_some(missing)}\nfix: the complete weights of a LlamaForCausalLM")
+        raise UserError(f"{directory} lacks {_some(missing)}\nfix: the complete weights of the causal LM")
     extra = [name for name in files if name not in expected and not _redundant(name, config)]
     if extra:
-        raise UserError(f"{directory} has weights that a LLaMA has not: {_some(extra)}\nfix: give a plain LLaMA")
+        raise UserError(
+            f"{directory} has weights that the model has not: {_some(extra)}\nfix: give a plain model of its family"
+        )
     for name, shape in expected.items():
         found = files[name].shapes[name]
         if found != shape:
@@ -115,7 +123,7 @@ def check(directory: str | Path, config: LlamaConfig) -> Mapping[str, TensorFile
 
 
 def load(model: "Llama", directory: str | Path) -> None:
-    """Fill a model with the weights of a Hugging Face LLaMA directory, converted to its dtype.
+    """Fill a model with the weights of a Hugging Face directory, converted to its dtype.
 
     Every rank calls it, and each reads only its own part, so the directory must be visible on every host.
 
@@ -137,7 +145,7 @@ def load(model: "Llama", directory: str | Path) -> None:
 
 
 def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None) -> None:
-    """Write `model.safetensors`, or its parts, and `config.json`, for `LlamaForCausalLM.from_pretrained(directory)`.
+    """Write `model.safetensors`, or its parts, and `config.json`, for transformers' `from_pretrained(directory)`.
 
     Every rank calls it; ranks of the first host write, see `bmburst.weight_parts`. Each file appears only when it is
     whole.

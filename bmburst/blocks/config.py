@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from bmburst.blocks.families import family_of, read_settings, write_settings
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError, unknown
 from bmburst.mesh_shape import MeshShape
@@ -63,7 +64,10 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Shape of a LLaMA-family model. Weights are `[out_features, in_features]`, none has a bias."""
+    """Shape of a LLaMA-family model. Weights are `[out_features, in_features]`; with `qkv_bias` three have a bias.
+
+    What Mistral, Qwen2 and Qwen3 have besides LLaMA's are the last three fields (`bmburst.blocks.families`).
+    """
 
     vocab_size: int = field("Rows of the embedding and of the head.", unit="token ids", minimum=1)
     hidden_size: int = field("Width of the residual stream.", unit="features", minimum=1)
@@ -81,9 +85,19 @@ class LlamaConfig:
     tie_embeddings: bool = field("Whether the head is the embedding, transposed.", default=False)
     init_std: float = field("Standard deviation of fresh weights.", default=0.02, above=0)
     max_position_embeddings: int = field("Longest sequence meant for it.", default=4096, unit="tokens", minimum=1)
+    sliding_window: int | None = field(
+        "Tokens that a token sees, itself among them (Mistral).",
+        default=None,
+        default_text="all",
+        unit="tokens",
+        minimum=1,
+    )
+    qkv_bias: bool = field("Whether query, key and value projections have biases (Qwen2).", default=False)
+    qk_norm: bool = field("Whether each head of queries and keys is normed (Qwen3).", default=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        family_of(qkv_bias=self.qkv_bias, qk_norm=self.qk_norm, sliding_window=self.sliding_window)
         if self.head_dim == 0:
             if self.hidden_size % self.num_heads:
                 raise UserError(
@@ -108,6 +122,7 @@ class LlamaConfig:
         """Number of trained numbers, a tied head counted once."""
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * kv)
+        attention += (query + 2 * kv) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
         block = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return tables + self.num_layers * block + self.hidden_size
@@ -118,23 +133,29 @@ class LlamaConfig:
         Raises:
             UserError: They cannot; the message names the nearest degrees that work.
         """
+        if shape.tensor > 1 and (self.qkv_bias or self.qk_norm):
+            raise UserError(
+                f"tensor parallelism {shape.tensor} has no {'biases' if self.qkv_bias else 'norms of heads'}\n"
+                "allowed: tensor parallelism 1 with qkv_bias or qk_norm"
+            )
         shape.require_heads(self.num_heads, self.num_kv_heads)
         shape.require_width("intermediate_size", self.intermediate_size)
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> "LlamaConfig":
-        """Return the configuration that a Hugging Face LLaMA's config.json describes.
+        """Return the configuration that config.json of a Hugging Face LLaMA, Mistral, Qwen2 or Qwen3 describes.
 
         Reads `rope_scaling` with "type" or "rope_type" (transformers 4) and `rope_parameters` (transformers 5).
 
         Raises:
             UserError: A key is missing, or the model has a part that this LLaMA does not have.
         """
+        settings = read_settings(values)
         _refuse_foreign(values)
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         missing = [key for key in required if values.get(key) is None]
         if missing:
-            raise UserError(f"config.json of a Hugging Face LLaMA lacks {', '.join(missing)}\nfix: add the keys")
+            raise UserError(f"config.json of a {values['model_type']} lacks {', '.join(missing)}\nfix: add the keys")
         rope = {**(values.get("rope_parameters") or {}), **(values.get("rope_scaling") or {})}
         max_positions = values.get("max_position_embeddings") or _HF_MAX_POSITIONS
         return cls(
@@ -151,6 +172,7 @@ class LlamaConfig:
             tie_embeddings=values.get("tie_word_embeddings", False),
             init_std=values.get("initializer_range", _HF_INIT_STD),
             max_position_embeddings=max_positions,
+            **settings,
         )
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -160,9 +182,9 @@ class LlamaConfig:
         if self.rope_scaling is not None and self.rope_scaling.kind == "dynamic":
             # transformers takes max_position_embeddings for the length that dynamic scaling starts from.
             max_positions = self.rope_scaling.original_max_position_embeddings or max_positions
+        settings = {name: getattr(self, name) for name in ("qkv_bias", "qk_norm", "sliding_window")}
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            **write_settings(family_of(**settings), self.num_layers, self.sliding_window),
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -185,11 +207,6 @@ class LlamaConfig:
 
 
 def _refuse_foreign(values: Mapping[str, Any]) -> None:
-    if values.get("model_type") != "llama":
-        raise UserError(
-            f"model_type {values.get('model_type')!r} is not a LLaMA\n"
-            "allowed: a directory whose config.json has model_type 'llama'"
-        )
     plain: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
     for key, allowed in plain.items():
         if values.get(key, allowed) != allowed:

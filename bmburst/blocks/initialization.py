@@ -13,7 +13,7 @@ _INTO_THE_STREAM = ("o_proj.weight", "down_proj.weight")
 
 
 def initialize(model: torch.nn.Module, config: LlamaConfig, seed: int) -> None:
-    """Fill a model: norms with 1, matrices from N(0, init_std).
+    """Fill a model: norms with 1, biases with 0, matrices from N(0, init_std).
 
     The two projections of a block that add to the stream are drawn with init_std / sqrt(2 num_layers), so that the
     stream's variance does not grow with depth (GPT-2, section 2.3 of "Language Models are Unsupervised Multitask
@@ -26,7 +26,7 @@ def initialize(model: torch.nn.Module, config: LlamaConfig, seed: int) -> None:
             continue
         device = shard.storage.device
         if len(shard.shape) == 1:
-            scatter(shard, torch.ones(shard.shape, device=device))
+            scatter(shard, torch.full(shard.shape, 0.0 if shard.name.endswith("bias") else 1.0, device=device))
             continue
         depth = math.sqrt(2 * config.num_layers) if shard.name.endswith(_INTO_THE_STREAM) else 1.0
         scatter(shard, _normal(shard.shape, config.init_std / depth, f"{seed} {shard.name}", device))

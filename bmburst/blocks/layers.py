@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
 
 
 class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """A matrix without bias, or this rank's part of it. `weight` is `[out, in]`; nothing is sent.
+    """A matrix, or this rank's part of it. `weight` is `[out, in]`, `bias` `[out]`; nothing is sent.
 
     Args:
         in_features: Width of the input, over all ranks of a tensor group.
@@ -69,6 +69,7 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         split: Of which width each rank of a tensor group has a part: 0, out; 1, in, so that results add up to the
             product; None, of neither. See `bmburst.blocks.tensor_parallel`.
         rows: Which of its outputs this rank computes.
+        bias: Whether something is added. Not for parts.
     """
 
     def __init__(
@@ -79,15 +80,18 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         dtype: torch.dtype,
         split: int | None = None,
         rows: slice = slice(None),
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.weight = parameter(out_features, in_features, dtype=dtype, split=split)
-        self.rows = rows
+        if bias:
+            self.bias = parameter(out_features, dtype=dtype)
+        self.has_bias, self.rows = bias, rows
 
     def forward(self, x: Tensor, *, is_needed: bool = True) -> Tensor:
-        """Return x @ weight[rows].T; undefined if it is not needed, of a recomputation that goes no further."""
+        """Return x @ weight[rows].T + bias; undefined if it is not needed, of a recomputation that goes no further."""
         result: Tensor = _Linear.apply(x, self.weight, self.rows, is_needed)  # type: ignore[no-untyped-call]
-        return result
+        return result + self.bias if self.has_bias else result
 
 
 class RMSNorm(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types

@@ -17,6 +17,7 @@ from bmburst.blocks.transformer import AttentionFactory, TransformerBlock
 from bmburst.errors import UserError
 from bmburst.host_store import HostStore
 from bmburst.loss import DEFAULT_CHUNK, IGNORE_INDEX, require_ids, token_loss_sum
+from bmburst.mask import Causal, Mask, SlidingWindow, make_mask
 from bmburst.mesh import current_mesh
 from bmburst.mesh_shape import MeshShape
 from bmburst.recompute_policy import Policy
@@ -62,7 +63,7 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         """
         cos, sin = rotary_tables(self.config, positions, length, embedding.dtype)
         hidden = _embed(self.tensor.own(tokens), embedding)
-        hidden = self.layers(hidden, cos, sin, length, mask)
+        hidden = self.layers(hidden, cos, sin, length, within(self.config.sliding_window, mask))
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -127,6 +128,12 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         self.model = LlamaModel(
             config, attention or partial(BurstAttention, mask="causal"), dtype, policy, zero_level, tensor, mlp_chunk
         )
+        layout = getattr(getattr(self.model.layers[0].self_attn.attention, "options", None), "layout", None)
+        if config.sliding_window is not None and layout == "balanced":
+            raise UserError(
+                "layout 'balanced' is cut for the mask of a batch, which sliding_window narrows\n"
+                "fix: layout 'zigzag' or 'striped', or sliding_window none"
+            )
         if not config.tie_embeddings:
             self.lm_head = Table(config.vocab_size, config.hidden_size, dtype=dtype)
         if seed is not None:
@@ -217,6 +224,26 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             return embedding
         weight: Tensor = self.lm_head.weight
         return weight
+
+
+def within(window: int | None, mask: MaskOption | None) -> MaskOption | None:
+    """Return a model's mask: what a token sees of the last `window` tokens, of all if it is None.
+
+    Args:
+        window: The configuration's `sliding_window`.
+        mask: Of the batch. None: the one that attention was made with, which for a window must be causal.
+    """
+    if window is None:
+        return mask
+    if isinstance(mask, tuple):
+        return tuple(_within(window, one) for one in mask)
+    return _within(window, mask)
+
+
+def _within(window: int, mask: Mask | str | None) -> Mask:
+    made = Causal() if mask is None else make_mask(mask)
+    near = SlidingWindow(window)
+    return near if made == Causal() else near & made
 
 
 def _embed(tokens: Tensor, table: Tensor) -> Tensor:

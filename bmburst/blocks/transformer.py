@@ -43,10 +43,15 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
         first = tensor.rank * config.num_kv_heads // tensor.size * config.head_dim
         rows = slice(first, first + config.head_dim) if is_shared else slice(None)
         cut = None if is_shared else 0
-        self.q_proj = Linear(config.hidden_size, query, dtype=dtype, split=0)
-        self.k_proj = Linear(config.hidden_size, kv, dtype=dtype, split=cut, rows=rows)
-        self.v_proj = Linear(config.hidden_size, kv, dtype=dtype, split=cut, rows=rows)
+        bias = config.qkv_bias
+        self.q_proj = Linear(config.hidden_size, query, dtype=dtype, split=0, bias=bias)
+        self.k_proj = Linear(config.hidden_size, kv, dtype=dtype, split=cut, rows=rows, bias=bias)
+        self.v_proj = Linear(config.hidden_size, kv, dtype=dtype, split=cut, rows=rows, bias=bias)
         self.o_proj = Linear(query, config.hidden_size, dtype=dtype, split=1)
+        self.has_norms = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, dtype=dtype)
         self.attention = attention()
 
     def forward(
@@ -59,7 +64,10 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
             projected: Tensor = projection(gathered)
             return projected.view(*gathered.shape[:2], -1, self.head_dim)
 
-        query, key = apply_rotary(heads(self.q_proj), cos, sin), apply_rotary(heads(self.k_proj), cos, sin)
+        query, key = heads(self.q_proj), heads(self.k_proj)
+        if self.has_norms:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         mixed: Tensor = self.attention(query, key, heads(self.v_proj), length, mask)
         return self.tensor.add_up(self.o_proj(mixed.flatten(-2)))
 

@@ -45,8 +45,8 @@ def tables(model: LlamaConfig) -> int:
 
 
 def attention_flops(model: LlamaConfig, sequence: int) -> float:
-    """Return the FLOPs of causal attention forward, of one layer and sequence: 4 S^2 H D, half of it."""
-    return _forward(model, causal_pairs([sequence]))
+    """Return the FLOPs of causal attention forward, of one layer and sequence: half of 4 S^2 H D, or a window's."""
+    return _forward(model, causal_pairs([sequence], model.sliding_window))
 
 
 def multiplied(model: LlamaConfig) -> int:
@@ -97,8 +97,8 @@ def hardware_flops(model: LlamaConfig, tokens: float, pairs: float, recompute: s
 
 
 def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
-    """Return the FLOPs of a task's step: `step_flops`, causal attention over whole sequences."""
-    pairs = task.batch * causal_pairs([task.sequence])
+    """Return the FLOPs of a task's step: `step_flops`, causal attention over whole sequences or the model's window."""
+    pairs = task.batch * causal_pairs([task.sequence], task.model.sliding_window)
     return step_flops(task.model, task.batch * task.sequence, pairs, attention_backward=attention_backward)
 
 

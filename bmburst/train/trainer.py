@@ -277,7 +277,8 @@ class Trainer:
                     self._manager.backward(objective)
                 mean += objective.detach()
         lengths = [mask.lengths for mask in batch.masks] if batch.masks else [(batch.length,)] * len(batch.labels)
-        self._facts, self._has_gradient = self._exchange(mean, valid, sum(map(causal_pairs, lengths))), True
+        pairs = sum(causal_pairs(of_row, self.config.model.sliding_window) for of_row in lengths)
+        self._facts, self._has_gradient = self._exchange(mean, valid, pairs), True
         return self._facts.loss, self._facts.tokens
 
     def update(self) -> tuple[float, float]:

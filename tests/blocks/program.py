@@ -14,6 +14,7 @@ from bmburst.blocks.config import LlamaConfig, RopeScaling
 from bmburst.errors import UserError
 from bmburst.layout import LAYOUTS
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
+from bmburst.mask import Documents
 from bmburst.mesh import Mesh
 from bmburst.sequence import SequenceShard
 
@@ -44,8 +45,15 @@ CONFIGS = {
     "dynamic": _rope("dynamic"),
     "yarn": _rope("yarn", original_max_position_embeddings=16, beta_fast=4.0),
     "llama3": _rope("llama3", original_max_position_embeddings=24, high_freq_factor=3.0),
+    "mistral": replace(_PLAIN, sliding_window=7),
+    "qwen2": replace(_PLAIN, qkv_bias=True, tie_embeddings=True),
+    "qwen3": replace(_PLAIN, qk_norm=True),
+    "qwen3-window": replace(_PLAIN, qk_norm=True, sliding_window=5),
 }
 GRADIENTS = ("gqa", "tied")
+EXPORTED = ("tied", "llama3", "yarn", "mistral", "qwen2", "qwen3", "qwen3-window")
+DOCUMENTS = (12, 25)
+FAMILIES = ("mistral", "qwen2", "qwen3")
 VARIANTS: list[tuple[str, int, dict[str, Any]]] = [
     ("none", 3, {}),
     ("none", 2, {"mlp_chunk": 5}),
@@ -79,7 +87,7 @@ def run(folder: Path, output: Path) -> None:
     results: dict[str, Any] = {}
     if size != 3:
         for name in CONFIGS:
-            for layout in LAYOUTS:
+            for layout in layouts(name):
                 results[f"logits {name} {layout}"] = _logits(folder / name, mesh, layout)
         # Under a causal mask padding does no harm even where the length is lost on the way; here it would.
         results["logits full"] = _logits(folder / "gqa", mesh, "striped", mask="full")
@@ -87,6 +95,9 @@ def run(folder: Path, output: Path) -> None:
             for policy, zero_level, options in VARIANTS:
                 found = _gradients(folder / name, mesh, recompute=policy, zero_level=zero_level, **options)
                 results[f"gradients {name} {policy} {zero_level}"] = found
+        for name in FAMILIES:
+            results[f"gradients {name}"] = _gradients(folder / name, mesh, recompute="block-keep-attention")
+        results["documents"] = _packed(folder / "mistral", mesh)
     results["fresh"] = _fresh()
     results["undecayed"] = _undecayed()
     results["moved"] = _moved()
@@ -108,6 +119,21 @@ def _load(directory: Path, mesh: Mesh, layout: str = "zigzag", mask: str = "caus
     model = Llama(read_config(directory), attention=attention, seed=None, **options)
     load(model, directory)
     return model
+
+
+def layouts(name: str) -> list[str]:
+    """Return the layouts that a configuration can have."""
+    return [layout for layout in LAYOUTS if layout != "balanced" or CONFIGS[name].sliding_window is None]
+
+
+def _packed(directory: Path, mesh: Mesh) -> Tensor:
+    """Logits of documents, under a window."""
+    model, cut, documents = _load(directory, mesh), _cut(mesh, "zigzag"), Documents(DOCUMENTS)
+    batch = cut.batch(*data(), documents=documents)
+    with torch.no_grad():
+        logits = model.logits(batch.tokens, batch.positions, None, (documents, documents))
+    (parts,) = mesh.sequence.all_gather(logits).wait()
+    return cut.join(parts)
 
 
 def _cut(mesh: Mesh, layout: str) -> SequenceShard:
@@ -259,7 +285,7 @@ def _export(folder: Path, output: Path) -> None:
     from bmburst.blocks.model import Llama
     from bmburst.hugging_face import load, read_config, save
 
-    for name in ("tied", "llama3", "yarn"):
+    for name in EXPORTED:
         model = Llama(read_config(folder / name), seed=None)
         load(model, folder / name)
         save(model, output / name)
@@ -298,6 +324,7 @@ def _problems(folder: Path, output: Path) -> dict[str, str]:
         "chunk": lambda: Llama(_PLAIN, loss_chunk=0),
         "mlp": lambda: Llama(_PLAIN, mlp_chunk=-1),
         "zero": lambda: Llama(_PLAIN, zero_level=1),
+        "balanced": lambda: _load(folder / "mistral", Mesh.over_bmtrain(), "balanced"),
         "length": lambda: Llama(CONFIGS["dynamic"], seed=0)(tokens, positions),
     }
     told = {}

@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from bmburst.layout import LAYOUTS
 from tests.blocks import program
 from tests.distributed.programs import run_program
 
 Reference = dict[str, Any]
 
 
-def _hugging_face(directory: Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+def _hugging_face(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in program.CONFIGS.items():
         values = config.to_hugging_face()
         theirs = AutoConfig.for_model(**{key: value for key, value in values.items() if key != "rope_scaling"})
-        model = LlamaForCausalLM(theirs)
+        model = AutoModelForCausalLM.from_config(theirs)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -49,6 +48,10 @@ def reference(folder: Path) -> dict[str, Reference]:
         gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
         everything = torch.zeros(2, 1, program.TOKENS, program.TOKENS)  # added to the scores: nothing is hidden
         full = model(tokens, attention_mask=everything).logits
+        if name == "mistral":
+            positions = torch.cat([torch.arange(n) for n in program.DOCUMENTS]).expand(2, -1)
+            packed = model(tokens, position_ids=positions, use_cache=False).logits
+            found["documents"] = {"logits": packed.detach()}
         found[name] = {"full": full.detach(), "logits": logits.detach(), "loss": loss.item(), "gradients": gradients}
     return found
 
@@ -71,10 +74,29 @@ def test_logits(job: Reference, reference: dict[str, Reference]) -> None:
     errors = {
         (name, layout): _relative(job[f"logits {name} {layout}"], reference[name]["logits"])
         for name in program.CONFIGS
-        for layout in LAYOUTS
+        for layout in program.layouts(name)
     }
     assert {key: error for key, error in errors.items() if not error < 1e-5} == {}
     assert _relative(job["logits full"], reference["gqa"]["full"]) < 1e-5
+
+
+def test_families(job: Reference, reference: dict[str, Reference]) -> None:
+    if job["size"] == 3:
+        return
+    for name in program.FAMILIES:
+        found, expected = job[f"gradients {name}"], reference[name]
+        assert found.pop("loss") == pytest.approx(expected["loss"], rel=1e-5)
+        assert found.keys() == expected["gradients"].keys()
+        errors = {key: _relative(grad, expected["gradients"][key]) for key, grad in found.items()}
+        # What a bias of keys adds to a query's scores is the same for all of them: its gradient is rounding.
+        assert {key: e for key, e in errors.items() if not e < 1e-5 and not key.endswith("k_proj.bias")} == {}, name
+    assert _relative(job["documents"], reference["documents"]["logits"]) < 1e-5
+
+
+def test_settings_of_families_matter(reference: dict[str, Reference]) -> None:
+    for first, second in combinations(("gqa", "mistral", "qwen2", "qwen3", "qwen3-window"), 2):
+        assert _relative(reference[first]["logits"], reference[second]["logits"]) > 0.01
+    assert _relative(reference["documents"]["logits"], reference["mistral"]["logits"]) > 0.01
 
 
 def test_rope_scalings_matter(reference: dict[str, Reference]) -> None:
@@ -149,7 +171,7 @@ def test_bmtrain_saves_and_loads_it(job: Reference) -> None:
 
 def test_export_is_read_by_transformers(job: Reference, reference: dict[str, Reference]) -> None:
     tokens, _ = program.data()
-    for name in ("tied", "llama3", "yarn"):
+    for name in program.EXPORTED:
         directory = job["output"] / name
         assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
         with torch.no_grad():
@@ -170,6 +192,7 @@ def test_bad_input_is_told_to_every_rank(job: Reference) -> None:
         "chunk": "loss_chunk 0 is not positive",
         "mlp": "mlp_chunk -1 is negative",
         "zero": "zero_level 1 is unknown",
+        "balanced": "layout 'balanced' is cut for the mask of a batch",
         "length": "rope_scaling of kind dynamic depends on the length",
     }
     assert told[0].keys() == starts.keys()

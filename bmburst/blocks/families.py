@@ -1,0 +1,111 @@
+"""Families of models that are LLaMA but for a setting, as Hugging Face's config.json names them. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bmburst.errors import UserError, unknown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What a family has that LLaMA has not.
+
+    Attributes:
+        architecture: transformers' class of its causal LM.
+        qkv_bias: Whether its query, key and value projections have biases.
+        qk_norm: Whether the heads of queries and keys are normed.
+        windows: How config.json tells a sliding window: "never", for "all" layers, or by "layer".
+        needs: Keys without which transformers would take values of its own that LLaMA does not have.
+    """
+
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: str = "never"
+    needs: tuple[str, ...] = ()
+
+
+_OWN_DEFAULTS = ("num_key_value_heads", "max_position_embeddings")
+FAMILIES = {
+    "llama": Family(architecture="LlamaForCausalLM"),
+    "mistral": Family(
+        architecture="MistralForCausalLM", windows="all", needs=(*_OWN_DEFAULTS, "sliding_window")
+    ),  # arXiv:2310.06825
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM", qkv_bias=True, windows="layer", needs=_OWN_DEFAULTS
+    ),  # arXiv:2407.10671
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM", qk_norm=True, windows="layer", needs=(*_OWN_DEFAULTS, "head_dim")
+    ),  # arXiv:2505.09388
+}
+
+
+def family_of(*, qkv_bias: bool, qk_norm: bool, sliding_window: int | None) -> str:
+    """Return the first family that has these settings.
+
+    Raises:
+        UserError: None has.
+    """
+    for name, family in FAMILIES.items():
+        windowed = sliding_window is None or family.windows != "never"
+        if (family.qkv_bias, family.qk_norm) == (qkv_bias, qk_norm) and windowed:
+            return name
+    raise UserError("no family of Hugging Face has both qkv_bias (Qwen2) and qk_norm (Qwen3)\nallowed: one of them")
+
+
+def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the family that a config.json names.
+
+    Raises:
+        UserError: The family is unknown, a key is missing, or layers differ.
+    """
+    name = values.get("model_type")
+    if name not in FAMILIES:
+        raise unknown("model_type", name, FAMILIES)
+    family = FAMILIES[name]
+    missing = [key for key in family.needs if key not in values]
+    if missing:
+        raise UserError(f"config.json of a {name} model lacks {', '.join(missing)}\nfix: add the keys")
+    window = {"never": _never, "all": _everywhere, "layer": _by_layer}[family.windows](values)
+    return {"qkv_bias": family.qkv_bias, "qk_norm": family.qk_norm, "sliding_window": window}
+
+
+def write_settings(name: str, num_layers: int, sliding_window: int | None) -> dict[str, Any]:
+    """Return what config.json of a family says besides what all of them say."""
+    family = FAMILIES[name]
+    values: dict[str, Any] = {"architectures": [family.architecture], "model_type": name}
+    if family.windows == "all":
+        values["sliding_window"] = sliding_window
+    elif family.windows == "layer":
+        on = sliding_window is not None
+        kind = "sliding_attention" if on else "full_attention"
+        values |= {"use_sliding_window": on, "sliding_window": sliding_window, "layer_types": [kind] * num_layers}
+        values["max_window_layers"] = 0 if on else num_layers
+    return values
+
+
+def _never(values: Mapping[str, Any]) -> None:
+    if values.get("sliding_window") is not None:
+        raise UserError("a LLaMA of transformers has no sliding_window\nfix: model_type 'mistral', or take the key out")
+
+
+def _everywhere(values: Mapping[str, Any]) -> int | None:
+    window: int | None = values["sliding_window"]
+    return window
+
+
+def _by_layer(values: Mapping[str, Any]) -> int | None:
+    if not values.get("use_sliding_window", False):
+        return None
+    layers = values.get("num_hidden_layers") or 0
+    first = values.get("max_window_layers", 28)  # transformers' default, as the window's
+    kinds = values.get("layer_types") or ["full_attention"] * min(first, layers) + ["sliding_attention"] * (
+        layers - first
+    )
+    if len(set(kinds)) > 1:
+        raise UserError(
+            f"layers of type {' and '.join(sorted(set(kinds)))} in one model are not supported\n"
+            "allowed: one type for all; for both, train it in transformers: docs/hugging_face.md"
+        )
+    return values.get("sliding_window", 4096) if "sliding_attention" in kinds else None
