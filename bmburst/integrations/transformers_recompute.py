@@ -19,17 +19,14 @@ def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> N
 
     Args:
         model: A model of transformers, before or after it is wrapped.
-        policy: One of `bmburst.recompute_policy`.
+        policy: One of `bmburst.recompute_policy`; a part of attention, as "block-keep-attention:0.5" keeps, must be
+            one that the layout has.
 
     Raises:
-        UserError: The policy is unknown, or keeps a part of attention, which is for layout and masks of our own models;
-            the model has no layers that can, or has dropout: random numbers are not drawn again.
+        UserError: The policy is unknown, or the model has no layers that can, or has dropout: random numbers are not
+            drawn again.
     """
     chosen = Policy.parse(policy)
-    if 0 < chosen.attention < 1:
-        raise UserError(
-            f"policy {policy!r} keeps a part of attention\nuse 'block' or 'block-keep-attention', +offload too"
-        )
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(f"{type(model).__name__} has no layers of transformers that can be computed again")

@@ -227,6 +227,11 @@ class TrainConfig:
                 f"layout balanced is another one for each sequence of documents, but micro_batch_size "
                 f"{self.micro_batch_size} puts several together\nfix: --micro-batch-size 1, or --parallel.layout zigzag"
             )
+        if self.model.sliding_window is not None and self.parallel.layout == "balanced":
+            raise UserError(
+                "layout balanced is cut for the mask of a batch, which model.sliding_window narrows\n"
+                "fix: --parallel.layout zigzag or striped"
+            )
         if self.data.tokenizer == "bytes" and self.model.vocab_size < BYTE_IDS:
             raise UserError(
                 f"model.vocab_size {self.model.vocab_size} is too small for the tokenizer 'bytes'\n"

@@ -99,6 +99,7 @@ def run(folder: Path, output: Path) -> None:
             results[f"gradients {name}"] = _gradients(folder / name, mesh, recompute="block-keep-attention")
         results["documents"] = _packed(folder / "mistral", mesh)
     results["fresh"] = _fresh()
+    results["biases"] = _biases()
     results["undecayed"] = _undecayed()
     results["moved"] = _moved()
     results["freed"] = _freed()
@@ -185,6 +186,20 @@ def _fresh() -> dict[str, Tensor]:
                 assert full is not None
                 fresh[f"{seed} {dtype} {shard.name}"] = full
     return fresh
+
+
+def _biases() -> dict[str, float]:
+    """The largest number in each fresh bias."""
+    from bmburst.blocks.model import Llama
+    from bmburst.zero import gather, named_shards
+
+    found = {}
+    for shard in named_shards(Llama(CONFIGS["qwen2"], seed=0)):
+        full = gather(shard)
+        assert full is not None
+        if shard.name.endswith("bias"):
+            found[shard.name] = full.abs().max().item()
+    return found
 
 
 def _undecayed() -> tuple[list[str], bool]:

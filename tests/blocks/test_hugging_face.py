@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from bmburst.blocks.config import LlamaConfig
 from bmburst.errors import UserError
 from bmburst.hugging_face import check, expected_shapes, read_config
+from bmburst.mesh_shape import MeshShape
 from bmburst.weight_files import SafetensorsWriter, open_tensors
 
 CONFIG = LlamaConfig(vocab_size=11, hidden_size=6, intermediate_size=10, num_layers=2, num_heads=3, num_kv_heads=1)
@@ -145,6 +148,33 @@ def _bin(data: bytes) -> Callable[[Path], None]:
         (folder / "pytorch_model.bin").write_bytes(data)
 
     return change
+
+
+@pytest.mark.parametrize(
+    ("settings", "family"),
+    [
+        ({}, "llama"),
+        ({"sliding_window": 3}, "mistral"),
+        ({"qkv_bias": True}, "qwen2"),
+        ({"qkv_bias": True, "sliding_window": 3}, "qwen2"),
+        ({"qk_norm": True}, "qwen3"),
+        ({"qk_norm": True, "sliding_window": 3}, "qwen3"),
+    ],
+)
+def test_families_are_read_as_they_were_written(settings: dict[str, Any], family: str) -> None:
+    config = replace(CONFIG, **settings)
+    values = config.to_hugging_face()
+    assert values["model_type"] == family
+    assert LlamaConfig.from_hugging_face(values) == config
+    assert config.num_parameters == sum(torch.Size(shape).numel() for shape in expected_shapes(config).values())
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(UserError, match="both qkv_bias"):
+        replace(CONFIG, qkv_bias=True, qk_norm=True)
+    for name in ("qkv_bias", "qk_norm"):
+        with pytest.raises(UserError, match="tensor parallelism 3 has no"):
+            replace(CONFIG, num_kv_heads=3, **{name: True}).require_mesh(MeshShape(1, 1, 3))
 
 
 @pytest.mark.parametrize(

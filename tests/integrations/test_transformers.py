@@ -111,14 +111,15 @@ def test_attention_runs_once_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(function, "forward", lambda call, *qkv: calls.append(call) or plain(call, *qkv))
     part = SplitSequences(ALONE).part(torch.arange(14)[None])
     gradients = {}
-    for policy, times in (("none", 2), ("block-keep-attention", 2), ("block", 4)):
+    for policy, times in (("none", 2), ("block-keep-attention", 2), ("block-keep-attention:0.5", 2), ("block", 4)):
         model = program.make_model("qwen3", "bmburst", torch.float32).train()
         recompute(model, policy)
         calls.clear()
         part.loss(model).backward()
         assert len(calls) == times, policy
         gradients[policy] = model.model.layers[0].mlp.up_proj.weight.grad
-    assert all(torch.equal(gradient, gradients["none"]) for gradient in gradients.values())
+    for policy, gradient in gradients.items():
+        assert _relative(gradient, gradients["none"]) < 1e-6, policy
 
 
 def test_logits_may_be_of_half_precision() -> None:

@@ -66,6 +66,11 @@ def test_flops_are_those_of_the_definition():
     asked = Task(model=model, sequence=length, gpus=1, batch=3)
     expected = 3 * (6 * matrices * length + 3 * model.num_layers * attention_flops(model, length))
     assert model_flops(asked) == expected
+    seen = sum(min(query + 1, 4) for query in range(length))
+    windowed = replace(model, sliding_window=4)
+    assert attention_flops(windowed, length) / attention_flops(model, length) == pytest.approx(seen / pairs, rel=0.05)
+    less = 9 * model.num_layers * (attention_flops(model, length) - attention_flops(windowed, length))
+    assert model_flops(replace(asked, model=windowed)) == pytest.approx(expected - less)
 
 
 @pytest.mark.parametrize(("heads", "outer"), [(8, "none"), (1, "ring"), (1, "gather"), (4, "ring"), (2, "gather")])

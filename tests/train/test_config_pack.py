@@ -55,6 +55,13 @@ def test_a_layout_for_each_sequence():
     TrainConfig(pack="documents", micro_batch_size=2, batch_size=2)
 
 
+def test_a_window_has_no_balanced_layout():
+    windowed = dataclasses.replace(TrainConfig().model, sliding_window=64)
+    text = refused(TrainConfig, parallel=ParallelConfig(layout="balanced"), model=windowed)
+    assert "model.sliding_window narrows" in text
+    TrainConfig(parallel=ParallelConfig(layout="striped"), model=windowed)
+
+
 def test_is_kept_on_resume(tmp_path):
     stream, documents = resolve(), resolve((), {"pack": "documents"})
     check_resumable(documents, documents, tmp_path)
