@@ -59,6 +59,11 @@ class LocalBatch:
         """This rank's labels, `[rows, local_tokens]`; `IGNORE_INDEX` where there is no loss."""
         return self.ids[1]
 
+    @property
+    def texts(self) -> list[tuple[int, ...]]:
+        """Of each row, the tokens of each text in it."""
+        return [mask.lengths for mask in self.masks] if self.masks else [(self.length,)] * len(self.labels)
+
     def on(self, ids: Tensor) -> "LocalBatch":
         """Return the same with its numbers in another place."""
         return replace(self, ids=ids)

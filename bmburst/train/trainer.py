@@ -276,8 +276,7 @@ class Trainer:
                 with traced("backward"):
                     self._manager.backward(objective)
                 mean += objective.detach()
-        lengths = [mask.lengths for mask in batch.masks] if batch.masks else [(batch.length,)] * len(batch.labels)
-        pairs = sum(causal_pairs(of_row, self.config.model.sliding_window) for of_row in lengths)
+        pairs = sum(causal_pairs(texts, self.config.model.sliding_window) for texts in batch.texts)
         self._facts, self._has_gradient = self._exchange(mean, valid, pairs), True
         return self._facts.loss, self._facts.tokens
 
