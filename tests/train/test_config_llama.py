@@ -145,8 +145,9 @@ def test_yarn_with_two_mscales_gets_the_factor_that_transformers_computes():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral'"),
-        ({"model_type": None}, "model_type None"),
+        ({"model_type": "mistral"}, "lacks sliding_window"),
+        ({"model_type": "gemma"}, "unknown model_type 'gemma'"),
+        ({"model_type": None}, "unknown model_type 'None'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"mlp_bias": True}, "mlp_bias True"),
