@@ -136,6 +136,10 @@ class ModelCenterConfig:
     @classmethod
     def of(cls: type[Config], shape: LlamaConfig, dtype: Literal["float32", "float16", "bfloat16"]) -> Config:
         """Return the configuration of a model of bmburst's own, with its weights in `dtype`."""
+        if shape.qkv_bias or shape.qk_norm or shape.sliding_window is not None:
+            raise UserError(
+                "ModelCenter's LLaMA has no sliding_window, qkv_bias or qk_norm\nallowed: a model without them"
+            )
         return cls(
             vocab_size=shape.vocab_size,
             dim_model=shape.hidden_size,
