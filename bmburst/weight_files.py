@@ -6,19 +6,18 @@ dictionary of everything.
 """
 
 import json
-import os
 import pickle
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bmburst.errors import UserError
+from bmburst.tensor_writer import Announced, TensorWriter
 
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -84,7 +83,7 @@ class _TorchFile:
         return self._tensors[name].reshape(-1)[begin:end]
 
 
-class SafetensorsWriter:
+class SafetensorsWriter(TensorWriter):
     """Writes a safetensors file one tensor after the other; it appears under its name only when it is whole.
 
     Example:
@@ -93,33 +92,13 @@ class SafetensorsWriter:
 
     Args:
         path: The file to make or replace.
-        tensors: Name, shape and dtype of every tensor, in the order in which they will be written.
+        tensors: Every tensor, in the order in which they will be written.
         metadata: Strings to keep in the header.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        self._path = path
-        self._partial = path.with_name(f"{path.name}.partial")
-        self._expected = list(tensors)
+    def __init__(self, path: Path, tensors: Iterable[Announced], metadata: Mapping[str, str] | None = None) -> None:
+        super().__init__(path, tensors)
         self._metadata = dict(metadata or {})
-        self._written = self._bytes = 0
-
-    def __enter__(self) -> "SafetensorsWriter":
-        header: dict[str, object] = {"__metadata__": self._metadata} if self._metadata else {}
-        end = 0
-        for name, shape, dtype in self._expected:
-            begin, end = end, end + prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the numbers start at a multiple of 8 bytes
-        self._file: BinaryIO = self._partial.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        return self
 
     def write(self, tensor: Tensor) -> None:
         """Append the next tensor.
@@ -132,35 +111,22 @@ class SafetensorsWriter:
             raise ValueError(f"{name} was announced as {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
         self.write_run(tensor)
 
-    def write_run(self, numbers: Tensor) -> None:
-        """Append a run of the next tensor's flattened numbers; several make it up.
+    def _begin(self) -> None:
+        header: dict[str, object] = {"__metadata__": self._metadata} if self._metadata else {}
+        end = 0
+        for name, shape, dtype in self._expected:
+            begin, end = end, end + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the numbers start at a multiple of 8 bytes
+        self._file.write(len(text).to_bytes(8, "little") + text)
 
-        Raises:
-            ValueError: It is not of the tensor announced.
-        """
-        name, shape, dtype = self._expected[self._written]
-        whole = prod(shape) * dtype.itemsize
-        if numbers.dtype != dtype or self._bytes + numbers.nbytes > whole:
-            raise ValueError(f"{name} was announced as {shape} {dtype}, got {numbers.numel()} more {numbers.dtype}")
-        self._file.write(numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        self._bytes += numbers.nbytes
-        if self._bytes == whole:
-            self._written, self._bytes = self._written + 1, 0
+    def _append(self, numbers: memoryview, *, is_last: bool) -> None:
+        del is_last
+        self._file.write(numbers)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        whole = kind is None and self._written == len(self._expected)
-        try:
-            with self._file:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            if whole:
-                self._partial.replace(self._path)
-        finally:
-            self._partial.unlink(missing_ok=True)
-        if kind is None and not whole:
-            raise ValueError(f"{self._path}: {self._written} of {len(self._expected)} tensors were written")
+    def _end(self, *, whole: bool) -> None:
+        """Nothing follows the numbers."""
 
 
 def write_text(path: Path, text: str) -> None:

@@ -6,19 +6,18 @@ The format is a zip archive, uncompressed, of a pickle that rebuilds the diction
 
 import contextlib
 import io
-import os
 import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._utils import _rebuild_tensor_v2
+
+from bmburst.tensor_writer import Announced, TensorWriter
 
 _STORAGES = {
     torch.float64: torch.DoubleStorage,
@@ -56,23 +55,19 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class TorchFileWriter:
+class TorchFileWriter(TensorWriter):
     """Writes named tensors one after the other; the file appears under its name only when it is whole.
 
     Args:
         path: The file to make or replace.
-        tensors: Name, shape and dtype of every tensor, in the order in which they will be written.
+        tensors: Every tensor, in the order in which they will be written.
     """
 
-    def __init__(self, path: Path, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
-        self._path = path
-        self._partial = path.with_name(f"{path.name}.partial")
-        self._expected = list(tensors)
-        self._written = self._bytes = 0
+    def __init__(self, path: Path, tensors: Iterable[Announced]) -> None:
+        super().__init__(path, tensors)
         self._record: Any = None
 
-    def __enter__(self) -> "TorchFileWriter":
-        self._file = self._partial.open("wb")
+    def _begin(self) -> None:
         self._archive = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED, allowZip64=True)
         planned = OrderedDict(
             (name, _Planned(_Storage(str(key), dtype, prod(shape)), shape))
@@ -82,59 +77,30 @@ class TorchFileWriter:
         _Pickler(text, protocol=2).dump(planned)
         self._put("data.pkl", text.getvalue())
         self._put("byteorder", b"little")
-        return self
 
-    def write_run(self, numbers: Tensor) -> None:
-        """Append a run of the next tensor's flattened numbers.
-
-        Raises:
-            ValueError: It is not of the tensor announced.
-        """
-        name, shape, dtype = self._expected[self._written]
-        whole = prod(shape) * dtype.itemsize
-        if numbers.dtype != dtype or self._bytes + numbers.nbytes > whole:
-            raise ValueError(f"{name} was announced as {shape} {dtype}, got {numbers.numel()} more {numbers.dtype}")
+    def _append(self, numbers: memoryview, *, is_last: bool) -> None:
         if self._record is None:
-            self._record = self._begin(f"data/{self._written}")
-        self._record.write(numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        self._bytes += numbers.nbytes
-        if self._bytes == whole:
+            self._record = self._open(f"data/{self._written}")
+        self._record.write(numbers)
+        if is_last:
             self._record.close()
-            self._record, self._bytes = None, 0
-            self._written += 1
+            self._record = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        whole = kind is None and self._written == len(self._expected)
-        try:
-            with self._file:
-                if whole:
-                    self._put("version", b"3\n")
-                    self._archive.close()
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-                else:
-                    self._give_up()
-            if whole:
-                self._partial.replace(self._path)
-        finally:
-            self._partial.unlink(missing_ok=True)
-        if kind is None and not whole:
-            raise ValueError(f"{self._path}: {self._written} of {len(self._expected)} tensors were written")
-
-    def _give_up(self) -> None:
-        """Close what is open, of a file that goes; where the disk is full, that fails too."""
-        with contextlib.suppress(OSError):
+    def _end(self, *, whole: bool) -> None:
+        if whole:
+            self._put("version", b"3\n")
+            self._archive.close()
+            return
+        with contextlib.suppress(OSError):  # where the disk is full, closing fails too
             if self._record is not None:
                 self._record.close()
             self._archive.close()
 
     def _put(self, name: str, content: bytes) -> None:
-        with self._begin(name) as record:
+        with self._open(name) as record:
             record.write(content)
 
-    def _begin(self, name: str) -> Any:
+    def _open(self, name: str) -> Any:
         """Open an entry whose numbers start at a multiple of 64 bytes, as torch's own do: it maps them as they are."""
         entry = zipfile.ZipInfo(f"archive/{name}")
         start = self._file.tell() + _FIXED + len(entry.filename) + _ZIP64 + _FIELD
