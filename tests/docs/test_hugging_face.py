@@ -14,8 +14,9 @@ from tests.docs.blocks import read_blocks
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "hugging_face.md"
 BLOCKS = read_blocks(PAGE)
-# What ends a rank, rarely, when a thread of gloo frees a tensor while Python ends: torch's, after all is done.
-ABORTED = "terminate called without an active exception"
+# FSDP2 keeps gloo's threads alive past destroy_process_group. One that frees a tensor while Python < 3.14 ends is ended
+# inside C++ that may not be left so, and the process aborts, after all is done: python/cpython#87135.
+ABORTED_AT_EXIT = "terminate called without an active exception" if sys.version_info < (3, 14) else None
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
             done = subprocess.run(
                 run, cwd=folder, env=os.environ | ours, capture_output=True, text=True, timeout=300, check=False
             )
-            assert done.returncode == 0 or ABORTED in done.stderr, f"{command}\n{done.stdout}{done.stderr}"
+            aborted_at_exit = ABORTED_AT_EXIT is not None and ABORTED_AT_EXIT in done.stderr
+            assert done.returncode == 0 or aborted_at_exit, f"{command}\n{done.stdout}{done.stderr}"
             lines.append(done.stdout)
     return "".join(lines)
 
