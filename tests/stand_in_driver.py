@@ -123,6 +123,11 @@ class Stream:
         pass
 
 
+class Event:
+    def record(self, stream):
+        pass
+
+
 class Unwatched:
     def __init__(self, inner, device):
         pass
@@ -150,6 +155,7 @@ def install(monkeypatch, *, batches):
 
     for name, value in {
         "Stream": Stream,
+        "Event": Event,
         "set_stream": lambda stream: setattr(threads, "stream", stream),
         "current_device": lambda: 0,
         "current_stream": current_stream,

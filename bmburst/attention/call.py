@@ -1,14 +1,15 @@
 """One attention over a group of ranks, decided: everything the executor needs, checked."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from bmburst.attention.heads_plan import HeadShapes
+from bmburst.attention.heads_plan import HeadShapes, HeadsPlan, Strides, make_heads_plan
 from bmburst.attention.strategy import STRATEGIES, Strategy, choose_strategy
 from bmburst.comm.checks import Checked, describe
 from bmburst.comm.levels import Levels, find_nodes, over_levels
@@ -82,6 +83,7 @@ class AttentionCall:
     deterministic: bool
     levels: Levels | None = None
     """Of a double ring."""
+    _heads_plans: dict[tuple[object, ...], HeadsPlan] = field(default_factory=dict, init=False, repr=False)
 
     def double_schedule(self, travellers: Travellers, *, returning: bool) -> DoubleSchedule:
         """Return this rank's schedule in a double ring; `returning`: whether something follows the travellers home."""
@@ -98,9 +100,26 @@ class AttentionCall:
         """Return the work between one rank's queries and another's keys."""
         return tiles(self.layout, self.length, self.mask, query_rank, key_rank)
 
-    def head_shapes(self, q: Tensor, k: Tensor) -> HeadShapes:
-        """Return the sizes of the exchange of heads."""
-        return _head_shapes(self.layout, q, k, self.strategy.heads)
+    def heads_plan(self, q: Tensor, k: Tensor, brought: Sequence[Tensor], *, backward: bool) -> HeadsPlan:
+        """Return this rank's plan of an exchange of heads.
+
+        Args:
+            q: This rank's queries.
+            k: Its keys.
+            brought: See `make_heads_plan`.
+            backward: See `make_heads_plan`.
+        """
+        key = (backward, q.shape, k.shape, *(tensor.stride() for tensor in brought))
+        if key not in self._heads_plans:
+            self._heads_plans[key] = make_heads_plan(
+                _head_shapes(self.layout, q, k, self.strategy.heads),
+                self.comm.rank,
+                tuple(_strides(tensor) for tensor in brought),
+                backward=backward,
+                most=self.strategy.most_kv_heads,
+                pace=self.strategy.pace,
+            )
+        return self._heads_plans[key]
 
     @cached_property
     def outer(self) -> "AttentionCall":
@@ -125,9 +144,11 @@ def decide(
     """
     if comm.active or not isinstance(length, int | None):
         return _decide(comm, q, k, v, length, options)
-    options.validate()
     _require_tensors(q, k, v)
-    decision = _decision(comm, length, options, *((t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)))
+    try:
+        decision = _decision(comm, length, options, *((t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)))
+    except TypeError:  # an option that cannot be hashed, a list, is refused
+        return _decide(comm, q, k, v, length, options)
     if decision.call is None:
         decision.call = _decide(comm, q, k, v, length, options)
     return decision.call
@@ -287,6 +308,11 @@ def _kernel(options: AttentionOptions, mask: Mask, q: Tensor, k: Tensor) -> Kern
         return select_kernel(options.kernel, q, k, options.deterministic, mask.needs)
     except KernelError as error:
         raise UserError(str(error)) from None
+
+
+def _strides(tensor: Tensor) -> Strides:
+    batch, second, third = (stride * tensor.element_size() for stride in tensor.stride()[:3])
+    return Strides(batch, second, third) if tensor.dim() == 4 else Strides(batch, third, second)
 
 
 def _head_shapes(layout: Layout, q: Tensor, k: Tensor, degree: int) -> HeadShapes:

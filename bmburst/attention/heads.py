@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.attention.heads_plan import HeadsPlan, Strides, make_heads_plan
+from bmburst.attention.heads_plan import HeadsPlan, Window
 from bmburst.attention.outer import outer_backward, outer_forward
 from bmburst.attention.succession import Succession
-from bmburst.comm.messages import tensor_in
 from bmburst.comm.meter import working
 from bmburst.comm.protocol import Transfer
 from bmburst_ops.flash import Gradients, Kernel, Partial
@@ -31,19 +30,17 @@ _SHORT = 1 << 19  # tokens; beyond, kernels take so long that their tails are no
 def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     """Return attention of this rank's queries over the whole sequence; see `ring_forward`."""
     brought = [_token_rows(t) for t in (q, k, v)]
-    plan = _plan(call, q, k, brought, backward=False)
+    plan = call.heads_plan(q, k, brought, backward=False)
     streams = _streams(call, plan, q)
     arriving = _Arriving(call, plan, brought, streams)  # first: the host's time for all else is hidden
-    shapes, statistics = plan.shapes, accumulation_dtype(q.dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty((shapes.batch, shapes.heads, shapes.layout.tokens), dtype=statistics)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
     outer, parts, going_home = call.outer, list[Partial](), list[Transfer]()
-    for i, (unit, at) in enumerate(zip(plan.units, plan.outbound, strict=True)):
+    for i, at in enumerate(plan.outbound):
         with streams.turn(i):
             queries, keys, values = arriving.wait(i)
             box = call.comm.outbox(at.exchange.nbytes, _OUT)
-            own = _tokens_of(plan, box, at.starts[0], len(unit.heads), q.dtype)
-            own_lse = _statistic_of(plan, box, at.starts[1], len(unit.heads), statistics)
+            own, own_lse = _tensors(box, at.windows, q.dtype)
             with working(call.comm):
                 parts.append(outer_forward(outer, queries, keys, values, out=own))
         arriving.start(i + 1)
@@ -61,20 +58,17 @@ def heads_backward(
 ) -> Gradients:
     """Return the gradients of this rank's q, k and v; see `ring_backward`."""
     brought = [*(_token_rows(t) for t in (q, k, v, grad_out)), lse.contiguous(), delta.contiguous()]
-    plan = _plan(call, q, k, brought, backward=True)
+    plan = call.heads_plan(q, k, brought, backward=True)
     streams = _streams(call, plan, q)
     arriving = _Arriving(call, plan, brought, streams)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k, grad_v = (t.new_empty((plan.shapes.replicas, *t.shape)) for t in (k, v))
     outer, going_home = call.outer, list[Transfer]()
-    for i, (unit, at) in enumerate(zip(plan.units, plan.outbound, strict=True)):
-        counts = (len(unit.heads), len(unit.kv_heads), len(unit.kv_heads))
+    for i, at in enumerate(plan.outbound):
         with streams.turn(i):
             queries, keys, values, grads, own_lse, own_delta = arriving.wait(i)
             box = call.comm.outbox(at.exchange.nbytes, _OUT)
-            into = Gradients(
-                *(_tokens_of(plan, box, start, n, q.dtype) for start, n in zip(at.starts, counts, strict=True))
-            )
+            into = Gradients(*_tensors(box, at.windows, q.dtype))
             with working(call.comm):
                 outer_backward(outer, kernel, grads, queries, keys, values, own_lse, own_delta, into=into)
         arriving.start(i + 1)
@@ -116,14 +110,7 @@ class _Arriving:
     def wait(self, i: int) -> list[Tensor]:
         """Return the tensors of unit i, once they are here; called in its turn."""
         self._under_way[i].wait()
-        unit, shapes = self._plan.units[i], self._plan.shapes
-        found = []
-        for j, (tensor, start) in enumerate(zip(self._brought, self._plan.starts, strict=True)):
-            count, own = (shapes.own_kv_heads, unit.kv_heads) if j in (1, 2) else (shapes.own_heads, unit.heads)
-            view = _tokens_of if tensor.dim() == 4 else _statistic_of
-            whole = view(self._plan, self._inbox, start, count, tensor.dtype)
-            found.append(whole[:, :, own.slice] if tensor.dim() == 4 else whole[:, own.slice])
-        return found
+        return _tensors(self._inbox, self._plan.windows[i], self._brought[0].dtype)
 
 
 def _token_rows(tensor: Tensor) -> Tensor:
@@ -138,29 +125,15 @@ def _token_rows(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def _plan(call: AttentionCall, q: Tensor, k: Tensor, brought: Sequence[Tensor], *, backward: bool) -> HeadsPlan:
-    strides = []
-    for tensor in brought:
-        batch, second, third = (stride * tensor.element_size() for stride in tensor.stride()[:3])
-        strides.append(Strides(batch, second, third) if tensor.dim() == 4 else Strides(batch, third, second))
-    return make_heads_plan(
-        call.head_shapes(q, k),
-        call.comm.rank,
-        tuple(strides),
-        backward=backward,
-        most=call.strategy.most_kv_heads,
-        pace=call.strategy.pace,
-    )
-
-
-def _tokens_of(plan: HeadsPlan, box: Tensor, start: int, heads: int, dtype: torch.dtype) -> Tensor:
-    """Return `[batch, tokens, heads, head_dim]` in a box."""
-    return tensor_in(box, start, (plan.shapes.batch, plan.shapes.tokens, heads, plan.shapes.head_dim), dtype)
-
-
-def _statistic_of(plan: HeadsPlan, box: Tensor, start: int, heads: int, dtype: torch.dtype) -> Tensor:
-    """Return `[batch, heads, tokens]` in a box."""
-    return tensor_in(box, start, (plan.shapes.batch, heads, plan.shapes.tokens), dtype)
+def _tensors(box: Tensor, windows: Sequence[Window], dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors of a box; the statistics among them are as wide as sums of `dtype`."""
+    whole, first = {4: box.view(dtype)}, box.storage_offset()
+    if len(windows[-1].size) == 3:
+        whole[3] = box.view(accumulation_dtype(dtype))
+    return [
+        at.as_strided(window.size, window.strides, first // at.element_size() + window.start)
+        for window, at in ((window, whole[len(window.size)]) for window in windows)
+    ]
 
 
 def _joined(replicas: Tensor) -> Tensor:

@@ -5,13 +5,14 @@ Ranks trade tokens of all heads for all tokens of their own heads (DeepSpeed Uly
 `size / degree` ranks would.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.layout import Layout, Run
+from bmburst.tiles import Span
 from bmburst.units import Unit, make_units
 
 
@@ -86,12 +87,20 @@ class Place(NamedTuple):
         return self._replace(start=self.start + head * self.strides.head)
 
 
+class Window(NamedTuple):
+    """Where in a box, in elements, is a `[batch, tokens, heads, head_dim]` or a statistic `[batch, heads, tokens]`."""
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+
 @dataclass(frozen=True, slots=True)
 class Homeward:
-    """The way home of a unit's results: the exchange, and where each tensor starts in the outbox."""
+    """The way home of a unit's results: the exchange, and where each tensor lies in the outbox."""
 
     exchange: Exchange
-    starts: tuple[int, ...]
+    windows: tuple[Window, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,7 @@ class HeadsPlan:
         starts: Where each tensor of the rank's own heads starts in the inbox.
         nbytes: Size of the inbox.
         units: What is attended together.
+        windows: Of each unit, its part of those tensors.
         inbound: What brings each unit.
         outbound: What takes its results home.
     """
@@ -111,6 +121,7 @@ class HeadsPlan:
     starts: tuple[int, ...]
     nbytes: int
     units: tuple[Unit, ...]
+    windows: tuple[tuple[Window, ...], ...]
     inbound: tuple[Exchange, ...]
     outbound: tuple[Homeward, ...]
 
@@ -139,35 +150,71 @@ def make_heads_plan(
     items = [_item(shapes, i) for i in range(len(counts))]
     starts, nbytes = placed([rows * count * item for count, item in zip(counts, items, strict=True)])
     units = make_units(own, own_kv, most=most, pace=pace, backward=backward)
+    windows = (
+        tuple(
+            _window(shapes, kind, start, counts[kind], unit.kv_heads if kind in (1, 2) else unit.heads)
+            for kind, start in enumerate(starts)
+        )
+        for unit in units
+    )
     return HeadsPlan(
         shapes,
         starts,
         nbytes,
         units,
-        tuple(_inbound(shapes, rank, unit, sources, starts, nbytes) for unit in units),
+        tuple(windows),
+        tuple(_inbound(shapes, rank, units, i, sources, starts, nbytes) for i in range(len(units))),
         tuple(_outbound(shapes, rank, unit, backward=backward) for unit in units),
     )
 
 
 def _inbound(
-    shapes: HeadShapes, rank: int, unit: Unit, sources: tuple[Strides, ...], starts: tuple[int, ...], nbytes: int
+    shapes: HeadShapes,
+    rank: int,
+    units: Sequence[Unit],
+    i: int,
+    sources: tuple[Strides, ...],
+    starts: tuple[int, ...],
+    nbytes: int,
 ) -> Exchange:
+    """Return what brings unit i. What a rank has itself comes with the second unit for all later ones: in one copy."""
+    kept = units[:1] if i == 0 else _as_one(units[1:]) if i == 1 else ()
+
     def route(source: int, target: int) -> Iterator[Move]:
         if source // shapes.degree != target // shapes.degree:
             return
-        member = target % shapes.degree
-        for i, (strides, start) in enumerate(zip(sources, starts, strict=True)):
-            is_kv = i in (1, 2)
-            span = unit.new_kv_heads if is_kv else unit.heads
-            count = shapes.own_kv_heads if is_kv else shapes.own_heads
-            first = member * (shapes.kv_heads if is_kv else shapes.heads) // shapes.degree
-            item = _item(shapes, i)
-            here = Place(i, 0, strides).at(first + span.start)
-            there = Place(0, start, _strides(i, shapes.tokens, count, item)).at(span.start)
-            for run in _landing(shapes, source):
-                yield from _moves(shapes.batch, len(span), item, run.tokens, (here, run.offset, 1), (there, *run[1:3]))
+        for unit in kept if source == target else units[i : i + 1]:
+            yield from _unit_moves(shapes, unit, source, target, sources, starts)
 
     return make_exchange(rank, shapes.layout.size, nbytes, route)
+
+
+def _as_one(units: Sequence[Unit]) -> tuple[Unit]:
+    """Return the heads of units that follow each other."""
+    (heads, kv_heads, new_kv_heads), last = units[0], units[-1]
+    return (
+        Unit(
+            Span(heads.start, last.heads.stop),
+            Span(kv_heads.start, last.kv_heads.stop),
+            Span(new_kv_heads.start, last.new_kv_heads.stop),
+        ),
+    )
+
+
+def _unit_moves(
+    shapes: HeadShapes, unit: Unit, source: int, target: int, sources: tuple[Strides, ...], starts: tuple[int, ...]
+) -> Iterator[Move]:
+    member = target % shapes.degree
+    for i, (strides, start) in enumerate(zip(sources, starts, strict=True)):
+        is_kv = i in (1, 2)
+        span = unit.new_kv_heads if is_kv else unit.heads
+        count = shapes.own_kv_heads if is_kv else shapes.own_heads
+        first = member * (shapes.kv_heads if is_kv else shapes.heads) // shapes.degree
+        item = _item(shapes, i)
+        here = Place(i, 0, strides).at(first + span.start)
+        there = Place(0, start, _strides(i, shapes.tokens, count, item)).at(span.start)
+        for run in _landing(shapes, source):
+            yield from _moves(shapes.batch, len(span), item, run.tokens, (here, run.offset, 1), (there, *run[1:3]))
 
 
 def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> Homeward:
@@ -192,7 +239,21 @@ def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> H
             for run in _landing(shapes, target):
                 yield from _moves(shapes.batch, len(span), item, run.tokens, (here, *run[1:3]), (there, run.offset, 1))
 
-    return Homeward(make_exchange(rank, shapes.layout.size, nbytes, route), starts)
+    windows = (
+        _window(shapes, kind, start, len(span), Span(0, len(span)))
+        for kind, start, span in zip(kinds, starts, spans, strict=True)
+    )
+    return Homeward(make_exchange(rank, shapes.layout.size, nbytes, route), tuple(windows))
+
+
+def _window(shapes: HeadShapes, kind: int, start: int, heads: int, span: Span) -> Window:
+    """Return some heads of a tensor of `heads` heads that starts at a byte of a box."""
+    batch, tokens, dim = shapes.batch, shapes.tokens, shapes.head_dim
+    if kind > 3:
+        first = start // shapes.statistics_itemsize + span.start * tokens
+        return Window((batch, len(span), tokens), (heads * tokens, tokens, 1), first)
+    first = start // shapes.itemsize + span.start * dim
+    return Window((batch, tokens, len(span), dim), (tokens * heads * dim, heads * dim, dim, 1), first)
 
 
 def _item(shapes: HeadShapes, kind: int) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.attention.tile import tile_backward, tile_forward
+from bmburst.attention.tile import cut, tile_backward, tile_forward
 from bmburst.tiles import Tile
 from bmburst_ops.flash import Gradients, Kernel, Partial
 from bmburst_ops.flash.memory import deliver_gradients
@@ -88,11 +88,12 @@ def backward_by_tiles(
     if len(tiles) == 1:
         (tile,) = tiles
         spans = (tile.queries, tile.keys, tile.keys)
-        target = Gradients(*(t[:, span.slice] for t, span in zip(into, spans, strict=True)))
+        target = Gradients(*(cut(t, span) for t, span in zip(into, spans, strict=True)))
         tile_backward(call, kernel, tile, *inputs, target)
         for gradient, span in zip(into, spans, strict=True):
-            gradient[:, : span.start] = 0
-            gradient[:, span.stop :] = 0
+            if len(span) < gradient.shape[1]:
+                gradient[:, : span.start] = 0
+                gradient[:, span.stop :] = 0
         return into
     sums = Gradients(*(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (q, k, v)))
     for tile in tiles:

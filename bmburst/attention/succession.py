@@ -7,14 +7,13 @@ earlier turns have a higher priority (a kernel call may convert its gradients af
 higher one than all.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from bmburst.comm.streams import FIRST, On, current_stream
+from bmburst.comm.streams import FIRST, On, Order, current_stream
 
 _PRIORITIES = (-1, -2, -2, FIRST)
 """Of the turns before the last one, from the end, two streams alternating further ahead; and of what follows a kernel,
@@ -40,36 +39,28 @@ class Succession:
             self._current = torch.cuda.current_stream(device)
             *streams, self._after = _streams(device)
             self._before = tuple(streams[_place(turns, turn)] for turn in range(turns - 1))
-            start = self._current.record_event()
+            self._order = Order()
             for stream in set(self._before):
-                stream.wait_event(start)
+                self._order.after(stream, self._current)
 
-    @contextmanager
-    def turn(self, i: int) -> Iterator[None]:
-        """Make the stream of turn `i` the current one."""
-        if i >= len(self._before):
-            yield
-            return
-        with On(self._before[i]):
-            yield
+    def turn(self, i: int) -> AbstractContextManager[None]:
+        """Return a context in which the stream of turn `i` is the current one."""
+        return On(self._before[i]) if i < len(self._before) else nullcontext()
 
-    @contextmanager
-    def after(self) -> Iterator[None]:
-        """Within a turn, make a stream the current one that goes on after its kernel, before any other's blocks.
+    def after(self) -> AbstractContextManager[None]:
+        """Return, within a turn, a context whose stream goes on after its kernel, before any other's blocks.
 
-        What it reads must be kept until `join`.
+        What is read there must be kept until `join`.
         """
         if not self._before:
-            yield
-            return
-        self._after.wait_stream(current_stream(self._after.device_index))
-        with On(self._after):
-            yield
+            return nullcontext()
+        self._order.after(self._after, current_stream(self._after.device_index))
+        return On(self._after)
 
     def join(self) -> None:
         """Let the current stream wait for all that was launched."""
-        for stream in {*self._before, self._after} if self._before else ():
-            self._current.wait_stream(stream)
+        if self._before:
+            self._order.after(self._current, *{*self._before, self._after})
 
 
 def _place(turns: int, turn: int) -> int:

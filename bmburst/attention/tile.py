@@ -3,20 +3,23 @@
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.tiles import Tile
+from bmburst.tiles import Span, Tile
 from bmburst.trace import traced
 from bmburst_ops.flash import Gradients, Kernel, Partial
+
+
+def cut(tensor: Tensor, span: Span, dim: int = 1) -> Tensor:
+    """Return the tokens of a span; all of them are the tensor itself, since a view costs the host time."""
+    return tensor if len(span) == tensor.shape[dim] else tensor.narrow(dim, span.start, len(span))
 
 
 def tile_forward(
     call: AttentionCall, tile: Tile, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
 ) -> Partial:
     """Return attention of a tile's queries to its keys; `q`, `k` and `v` hold all tokens, `out` the tile's."""
-    rows, columns = tile.queries.slice, tile.keys.slice
+    queries, keys, values = cut(q, tile.queries), cut(k, tile.keys), cut(v, tile.keys)
     with traced("attention tile"):
-        return call.kernel.forward(
-            q[:, rows], k[:, columns], v[:, columns], pattern=tile.pattern, scale=call.scale, out=out
-        )
+        return call.kernel.forward(queries, keys, values, pattern=tile.pattern, scale=call.scale, out=out)
 
 
 def tile_backward(
@@ -32,10 +35,11 @@ def tile_backward(
     into: Gradients | None = None,
 ) -> Gradients:
     """Return a tile's gradients; the tensors hold all tokens, `into` the tile's."""
-    rows, columns = tile.queries.slice, tile.keys.slice
+    rows, columns = tile.queries, tile.keys
     with traced("attention tile backward"):
         return kernel.backward(
-            *(grad_out[:, rows], q[:, rows], k[:, columns], v[:, columns], lse[:, :, rows], delta[:, :, rows]),
+            *(cut(grad_out, rows), cut(q, rows), cut(k, columns), cut(v, columns)),
+            *(cut(lse, rows, 2), cut(delta, rows, 2)),
             pattern=tile.pattern,
             scale=call.scale,
             deterministic=call.deterministic,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.exchange import Block, Exchange, Move
+from bmburst.comm.own import WIDE, copy_own
 from bmburst.comm.protocol import Transfer
 
 
@@ -37,8 +38,8 @@ class MessageMover(ABC):
 
     def _exchange(self, exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Transfer:
         """Start an exchange; what a rank keeps for itself is copied at once."""
+        copy_own(exchange, sources, targets)
         from_bytes, to_bytes = _memories(sources), _memories(targets)
-        _copy(_own(exchange, from_bytes, to_bytes))
         nothing = torch.empty(0, dtype=torch.uint8, device=sources[0].device)
         outgoing, incoming, places = [], [], []
         for peer, (sent, received) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
@@ -59,12 +60,6 @@ class MessageMover(ABC):
             incoming: Buffers, uint8 `[bytes]`.
             held: What must not be freed before the wait.
         """
-
-
-def copy_own(exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy, on the current stream, what a rank keeps for itself."""
-    if exchange.receives[exchange.rank]:
-        _copy(_own(exchange, _memories(sources), _memories(targets)))
 
 
 def tensor_in(box: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -98,11 +93,6 @@ def _memories(tensors: Iterable[Tensor]) -> list[_Memory]:
     ]
 
 
-def _own(exchange: Exchange, sources: Sequence[_Memory], targets: Sequence[_Memory]) -> list[_Pair]:
-    moves = exchange.receives[exchange.rank]
-    return [(targets[target.buffer].view(target), sources[source.buffer].view(source)) for source, target in moves]
-
-
 def _along(message: Tensor, views: Iterable[Tensor]) -> Iterator[_Pair]:
     """Yield each view with its part of a message, in which they follow one another."""
     start = 0
@@ -118,12 +108,9 @@ def _copy(pairs: Sequence[_Pair]) -> None:
         torch._foreach_copy_(into, what)
 
 
-_WIDE = {dtype.itemsize: dtype for dtype in (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)}
-
-
 def _widened(into: Tensor, what: Tensor) -> tuple[Tensor, Tensor]:
     numbers = (n for v in (into, what) for n in (v.data_ptr(), v.storage_offset(), v.shape[1], v.stride(0)))
-    dtype = _WIDE[math.gcd(max(_WIDE), *numbers)]
+    dtype = WIDE[math.gcd(max(WIDE), *numbers)]
     return into.view(dtype), what.view(dtype)
 
 

@@ -22,12 +22,12 @@ from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
 from bmburst.comm.exchange import Block, Exchange, Move
 from bmburst.comm.hop import hop
 from bmburst.comm.liveness import PeerWatch
-from bmburst.comm.messages import copy_own
 from bmburst.comm.objects import gather_objects
+from bmburst.comm.own import copy_own
 from bmburst.comm.protocol import Communicator, Transfer
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, agreed, host_identity
 from bmburst.comm.side_stream import SideStreamTransfer
-from bmburst.comm.streams import FIRST, On, current_stream
+from bmburst.comm.streams import FIRST, On, Order, current_stream
 from bmburst.errors import UserError
 
 LANES = 4
@@ -94,6 +94,7 @@ class PeerCommunicator:
         streams = [torch.cuda.Stream(device, priority=FIRST) for _ in range(2 * LANES + 1)]
         self._lanes = [_Lane(streams[2 * lane], streams[2 * lane + 1]) for lane in range(LANES)]
         self._local, self._index = streams[-1], streams[-1].device_index
+        self._order = Order()
         self._prepared = lru_cache(maxsize=1024)(self._prepare)
         self._signals = lru_cache(maxsize=256)(self._make_signals)
         self._others = tuple(p for p in range(self.size) if p != self.rank)
@@ -114,7 +115,7 @@ class PeerCommunicator:
         if box.readers:
             self._signals(lane, _DONE, (), box.readers).enqueue(current.cuda_stream, box.number)
             box.readers = ()
-        return self._sized(box, nbytes)
+        return self._sized(box, nbytes, current)
 
     def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
         """See `BlockMover.pull`."""
@@ -125,16 +126,16 @@ class PeerCommunicator:
         calls = self._prepared(exchange, pulled=True)
         transfer = SideStreamTransfer(at.stream, tuple(targets), ())
         box.readers, box.number = calls.receivers, at.next()
-        at.stream.wait_stream(self._current())
+        self._order.after(at.stream, self._current())
         handle = at.stream.cuda_stream
         self._signals(lane, _READY, calls.receivers, calls.senders).enqueue(handle, box.number)
         self._copy(at, calls, [target.data_ptr() for target in targets], box.memory.addresses)
         self._signals(lane, _DONE, calls.senders, ()).enqueue(handle, box.number)
         if exchange.receives[self.rank]:  # a hop of a ring keeps nothing for itself
-            at.second.wait_stream(at.stream)
+            self._order.after(at.second, at.stream)
             with On(at.second):
                 copy_own(exchange, (outbox,), targets)
-            at.stream.wait_stream(at.second)
+            self._order.after(at.stream, at.second)
         self._under_way(transfer, box)
         box.user = None  # `done` comes after what filled it; what that stream does next concerns nobody
         return transfer
@@ -147,7 +148,7 @@ class PeerCommunicator:
         """
         at = self._lanes[lane]
         current = self._turn(at.inbox)
-        memory = self._sized(at.inbox, nbytes)
+        memory = self._sized(at.inbox, nbytes, current)
         at.inbox.number, at.inbox.offered = at.next(), current.record_event()
         at.inbox.pushed = []
         self._signals(lane, _OFFER, self._others, ()).enqueue(current.cuda_stream, at.inbox.number)
@@ -174,7 +175,7 @@ class PeerCommunicator:
             with On(self._local):
                 copy_own(exchange, sources, (inbox,))
         at.inbox.pushed.append(transfer)
-        at.stream.wait_stream(self._local)
+        self._order.after(at.stream, self._local)
         self._under_way(transfer, at.inbox)
         return transfer
 
@@ -207,7 +208,7 @@ class PeerCommunicator:
         """Return the current stream, after the stream that used the box last."""
         current = self._current()
         if box.user not in (None, current):
-            current.wait_stream(box.user)
+            self._order.after(current, box.user)
         box.user = current
         return current
 
@@ -242,10 +243,10 @@ class PeerCommunicator:
         torch.cuda.synchronize(self._device)
         self._watch.close()
 
-    def _sized(self, box: _Box, nbytes: int) -> Tensor:
+    def _sized(self, box: _Box, nbytes: int, current: Any) -> Tensor:
         """Return the box's memory, grown if it is too small; our own part in its last use comes first."""
         if box.done is not None:
-            self._current().wait_event(box.done)
+            current.wait_event(box.done)
         try:
             if box.memory is None:
                 box.memory = SharedMemory(self._inner, nbytes, self._device)
@@ -258,11 +259,11 @@ class PeerCommunicator:
     def _copy(self, at: _Lane, calls: "_Calls", targets: Sequence[int], sources: Sequence[int]) -> None:
         first, second = calls.copies
         if len(second):
-            at.second.wait_stream(at.stream)
+            self._order.after(at.second, at.stream)
             second.enqueue(at.second.cuda_stream, targets, sources)
         first.enqueue(at.stream.cuda_stream, targets, sources)
         if len(second):
-            at.stream.wait_stream(at.second)
+            self._order.after(at.stream, at.second)
 
     def _under_way(self, transfer: SideStreamTransfer, box: _Box) -> None:
         box.done = transfer.done = transfer.side.record_event()

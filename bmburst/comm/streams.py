@@ -14,6 +14,22 @@ def current_stream(device: int) -> Any:
     return torch.cuda.current_stream(device)
 
 
+class Order:
+    """Lets streams wait for streams. `Stream.wait_stream` makes an event for each wait, this one for all of its own.
+
+    It belongs to one thread at a time: between two of its steps another's record would take the place of its own.
+    """
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+
+    def after(self, stream: Any, *others: Any) -> None:
+        """Let a stream wait for all that was launched on others."""
+        for other in others:
+            self._event.record(other)
+            stream.wait_event(self._event)
+
+
 class On:
     """Makes a stream the current one, as `torch.cuda.stream` does, which takes the host four times as long."""
 

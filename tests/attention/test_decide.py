@@ -74,5 +74,7 @@ def test_what_cannot_work_is_refused_after_what_can():
         decide(comm, q, k, v[:, :4], None, OPTIONS)
     with pytest.raises(UserError, match="got a list of 2"):
         decide(comm, q, k, v, None, replace(OPTIONS, mask=["causal", "full"]))
+    with pytest.raises(UserError, match="unknown kernel"):
+        decide(comm, q, k, v, None, replace(OPTIONS, kernel=["reference"]))
     with pytest.raises(UserError, match="length is 9"):
         decide(comm, q, k, v, 9, OPTIONS)
