@@ -1,0 +1,161 @@
+"""CPM-Bee's attention on one GPU, its bias computed in the kernel or given as a matrix: `python -m benchmarks.biased`.
+
+One sample of four segments, of which the first half of the tokens is given and the rest predicted: every token sees the
+given ones, and the predicted ones see what is before them. Heads, buckets and distances are those of CPM-Bee 10B.
+`kernel` is bmburst's, `matrix` attention as CPM-Live writes it: products, bias, mask, softmax and mask again as
+matrices of all tokens by all tokens, the bias and the mask made before, since all layers share them. `flash` is torch's
+attention without bias or mask, all pairs: what is possible at all.
+
+Milliseconds are medians by CUDA events; TFLOP/s count the pairs that see each other, 4 FLOPs for each of their
+features forward and 10 backward; memory is torch's peak, inputs, bias and gradients included.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bmburst.attention.biased import BiasedSequence, biased_attention
+from bmburst.comm.groups import communicator
+from bmburst_ops.biased import Tokens, bee_bias, bee_tokens
+from bmburst_ops.biased.formula import visible
+from bmburst_ops.constants import ATTENTION_BACKWARD
+
+HEADS, HEAD_DIM, SEGMENTS = 32, 128, 4
+FORMULA = bee_bias(num_buckets=256, num_segment_buckets=32, max_distance=2048)
+_WARM_UP = 2
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="2048,8192,32768,131072", help="of the sample (default: %(default)s)")
+    parser.add_argument("--most-matrix", type=int, default=8192, help="tokens of the largest matrix (default: 8192)")
+    parser.add_argument("--repeats", type=int, default=5, help="calls that are measured (default: 5)")
+    parser.add_argument("--output", type=Path, help="JSON file of the results")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.biased needs a GPU, and torch finds none\nfix: run it on a machine with CUDA")
+    rows = []
+    print("| tokens | attention | forward | TFLOP/s | with backward | TFLOP/s | memory |")
+    print("|---|---|---|---|---|---|---|")
+    for length in map(int, options.tokens.split(",")):
+        for name in ("kernel", "matrix", "flash"):
+            if name == "matrix" and length > options.most_matrix:
+                continue
+            rows.append(row := _measure(name, length, options.repeats))
+            print(
+                f"| {length} | {name} | {row['forward_ms']:.2f} ms | {row['forward_tflops']:.0f} "
+                f"| {row['both_ms']:.2f} ms | {row['both_tflops']:.0f} | {row['gib']:.2f} GiB |",
+                flush=True,
+            )
+    if options.output:
+        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
+        options.output.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _measure(name: str, length: int, repeats: int) -> dict[str, str | float]:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    q, k, v, grad = (torch.randn(1, length, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    table = torch.randn(FORMULA.rows, HEADS, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    attention, learned, pairs = _METHODS[name](table, _tokens(length))
+
+    def both() -> None:
+        torch.autograd.grad(attention(q, k, v), [*inputs, *learned], grad)
+
+    def forward() -> None:
+        with torch.no_grad():
+            attention(q, k, v)
+
+    flops = 4 * pairs * HEADS * HEAD_DIM
+    found = {"forward": (forward, flops), "both": (both, (1 + ATTENTION_BACKWARD) * flops)}
+    row: dict[str, str | float] = {"name": name, "tokens": length, "pairs": pairs}
+    for direction, (call, work) in found.items():
+        seconds = _seconds(call, repeats)
+        row |= {f"{direction}_ms": 1e3 * seconds, f"{direction}_tflops": work / seconds / 1e12}
+    return row | {"gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def _tokens(length: int) -> Tokens:
+    ones = torch.ones(1, length, dtype=torch.int32, device="cuda")
+    position = torch.arange(length, dtype=torch.int32, device="cuda")[None]
+    segment = position * SEGMENTS // length
+    zeros = torch.zeros_like(ones)
+    is_given = position < length // 2
+    return bee_tokens(
+        *(position, segment, SEGMENTS * ones, zeros, zeros, zeros, is_given),
+        torch.tensor([length], device="cuda"),
+    )
+
+
+def _relations() -> Tensor:
+    """Return a relation for each pair of segments: 0 within one, where distance decides."""
+    relations = torch.arange(2, SEGMENTS**2 + 2, dtype=torch.int32, device="cuda")
+    relations[:: SEGMENTS + 1] = 0
+    return relations[None]
+
+
+def _by_kernel(table: Tensor, tokens: Tokens) -> tuple[Attention, list[Tensor], int]:
+    sequence = BiasedSequence(formula=FORMULA, relations=_relations(), tokens=tokens, group=communicator(None))
+    return lambda q, k, v: biased_attention(q, k, v, table, sequence)[0], [table], _pairs(tokens)
+
+
+def _by_matrix(table: Tensor, tokens: Tokens) -> tuple[Attention, list[Tensor], int]:
+    with torch.no_grad():
+        bias = F.embedding(FORMULA.buckets(tokens, tokens, _relations()), table).permute(0, 3, 1, 2).contiguous()
+    hidden = ~visible(tokens, tokens)[:, None]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        query, key, value = (t.transpose(1, 2) for t in (q, k, v))
+        scores = query @ key.transpose(2, 3) / HEAD_DIM**0.5 + bias
+        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1).masked_fill(hidden, 0)
+        return (weights @ value).transpose(1, 2)
+
+    return attention, [bias.requires_grad_()], _pairs(tokens)
+
+
+def _by_flash(_: Tensor, tokens: Tokens) -> tuple[Attention, list[Tensor], int]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        query, key, value = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+
+    return attention, [], tokens.shape[1] ** 2
+
+
+_METHODS = {"kernel": _by_kernel, "matrix": _by_matrix, "flash": _by_flash}
+
+
+def _pairs(tokens: Tokens) -> int:
+    given = int((tokens.context != 0).sum())
+    predicted = tokens.shape[1] - given
+    return given * tokens.shape[1] + predicted * (predicted + 1) // 2
+
+
+def _seconds(call: Callable[[], None], repeats: int) -> float:
+    """Return the median of the GPU's times."""
+    times: list[float] = []
+    for _ in range(_WARM_UP + repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[_WARM_UP:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
