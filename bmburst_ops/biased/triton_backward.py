@@ -86,7 +86,7 @@ def _over_queries(
             weights = tl.exp2(
                 with_bias(
                     scores, of_queries, of_keys, bias,
-                    near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows, KIND,
+                    near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows, KIND, PRECISION,
                 )
             )  # fmt: skip
             value_acc = add_product(value_acc, weights.to(grad_out.dtype), grad_out, PRECISION)
@@ -161,7 +161,7 @@ def _over_keys(
             weights = tl.exp2(
                 with_bias(
                     scores, of_queries, of_keys, bias,
-                    near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows, KIND,
+                    near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows, KIND, PRECISION,
                 )
             )  # fmt: skip
             inner = product(grad_out, tl.trans(value), PRECISION)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from bmburst_ops.biased.triton_formula import bias_of, bucket_of, distance_of, load_positions, load_tokens, sees
+from bmburst_ops.biased.triton_gather import gather_near
 from bmburst_ops.biased.triton_runs import GENERAL, NEAR
 
 
@@ -44,7 +45,8 @@ def load_others(vectors, batch, first, batches, length, ROWS: tl.constexpr, KIND
 @triton.jit
 def with_bias(
     scores, of_queries, of_keys, bias,
-    near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows, KIND: tl.constexpr,
+    near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return scores with their bias, -inf where a query does not see a key.
 
@@ -60,9 +62,11 @@ def with_bias(
     if KIND == "common":
         scores += bias
     elif KIND == "near":
-        scores += tl.load(near_row + distance_of(of_keys[0], of_queries[0], max_distance))
+        scores += gather_near(near_row, distance_of(of_keys[0], of_queries[0], max_distance), PRECISION)
     else:
         visible = sees(of_queries, of_keys)
-        bucket = bucket_of(of_queries, of_keys, visible, relation_row, entries, distances, max_distance, buckets, rows)
-        scores = tl.where(visible, scores + bias_of(table_row, bucket, rows), float("-inf"))
+        bucket = bucket_of(
+            of_queries, of_keys, visible, relation_row, entries, distances, max_distance, buckets, rows, PRECISION
+        )  # fmt: skip
+        scores = tl.where(visible, scores + bias_of(table_row, bucket, rows, PRECISION), float("-inf"))
     return scores

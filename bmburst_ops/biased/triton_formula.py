@@ -9,6 +9,8 @@ so that scores may lie either way round.
 import triton
 import triton.language as tl
 
+from bmburst_ops.biased.triton_gather import gather_integers, gather_numbers
+
 FIELDS = tl.constexpr(6)
 IN_CONTEXT = tl.constexpr(1)
 PADDING = tl.constexpr(-1)
@@ -72,7 +74,9 @@ def distance_of(key, query, max_distance):
 
 
 @triton.jit
-def bucket_of(query, key, visible, relations, entries, distances, max_distance, buckets, rows):
+def bucket_of(
+    query, key, visible, relations, entries, distances, max_distance, buckets, rows, PRECISION: tl.constexpr
+):  # fmt: skip
     """Return the row of the table for each pair; `rows` where a query does not see a key, or there is no such row.
 
     `relations` are those of the batch, `entries` many; `distances` is `RelativeBias.distances`.
@@ -80,8 +84,8 @@ def bucket_of(query, key, visible, relations, entries, distances, max_distance, 
     is_same = query[3] == key[3]
     place = query[2] + key[1]
     is_there = (place >= 0) & (place < entries)
-    relation = tl.load(relations + place, mask=visible & is_same & is_there, other=IN_CONTEXT)
-    near = tl.load(distances + distance_of(key[0], query[0], max_distance), mask=visible, other=0)
+    relation = gather_integers(relations, place, visible & is_same & is_there, IN_CONTEXT, PRECISION)
+    near = gather_integers(distances, distance_of(key[0], query[0], max_distance), visible, 0, PRECISION)
     bucket = tl.where(relation == 0, near, relation - 1 + buckets)
     is_row = visible & (is_there | (is_same == 0)) & (bucket >= 0) & (bucket < rows)
     return tl.where(is_row, bucket, rows)
@@ -149,6 +153,6 @@ def common_bucket(query, key, relations, entries, distances, max_distance, bucke
 
 
 @triton.jit
-def bias_of(table_row, bucket, rows):
+def bias_of(table_row, bucket, rows, PRECISION: tl.constexpr):
     """Return the biases of a head, in the table's units; of a row that it does not have, NaN."""
-    return tl.load(table_row + bucket, mask=bucket < rows, other=float("nan"))
+    return gather_numbers(table_row, bucket, bucket < rows, float("nan"), PRECISION)

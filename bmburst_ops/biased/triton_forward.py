@@ -76,7 +76,7 @@ def _over_runs(
             of_keys = as_columns(load_others(key_tokens, batch, first, batches, keys, KEYS, KIND))
             scores = with_bias(
                 scores, of_queries, of_keys, bias,
-                near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows, KIND,
+                near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows, KIND, PRECISION,
             )  # fmt: skip
             higher = tl.maximum(peak, tl.max(scores, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)

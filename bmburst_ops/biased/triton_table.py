@@ -21,6 +21,7 @@ from bmburst_ops.biased.triton_formula import (
     load_tokens,
     sees,
 )
+from bmburst_ops.biased.triton_gather import gather_near
 from bmburst_ops.biased.triton_runs import GENERAL, NEAR, PARTLY, diagonal, is_singled_out, load_run
 from bmburst_ops.flash.triton_backward import load_levels, load_numbers
 from bmburst_ops.flash.triton_forward import load_rows, matrix_of, product
@@ -61,7 +62,7 @@ def table_kernel(
             first, first_key = block * QUERIES, (block * (QUERIES // KEYS) + offset) * KEYS
             position = load_positions(query_tokens, batch, first, queries, QUERIES)[:, None]
             key_position = load_positions(key_tokens, batch, first_key, keys, KEYS)[None, :]
-            bias = tl.load(near_row + distance_of(key_position, position, max_distance))
+            bias = gather_near(near_row, distance_of(key_position, position, max_distance), PRECISION)
             held += _grad_scores(
                 bias, q_matrix, grad_matrix, k_matrix, v_matrix, lse_row, delta_row,
                 q_strides[1], grad_strides[1], k_strides[1], v_strides[1], lse_strides[1], delta_strides[1],
@@ -71,7 +72,7 @@ def table_kernel(
             first, first_key = block * QUERIES, (block * (QUERIES // KEYS) + offset) * KEYS
             of_queries = as_rows(load_tokens(query_tokens, batch, first, batches, queries, QUERIES))
             of_keys = as_columns(load_tokens(key_tokens, batch, first_key, batches, keys, KEYS))
-            bias = tl.load(near_row + distance_of(of_keys[0], of_queries[0], max_distance))
+            bias = gather_near(near_row, distance_of(of_keys[0], of_queries[0], max_distance), PRECISION)
             held += _grad_scores(
                 tl.where(sees(of_queries, of_keys), bias, float("-inf")),
                 q_matrix, grad_matrix, k_matrix, v_matrix, lse_row, delta_row,
@@ -98,10 +99,11 @@ def table_kernel(
                 of_keys = as_columns(load_tokens(key_tokens, batch, first_key, batches, keys, KEYS))
                 visible = sees(of_queries, of_keys)
                 bucket = bucket_of(
-                    of_queries, of_keys, visible, relation_row, entries, distances, max_distance, buckets, rows
+                    of_queries, of_keys, visible, relation_row, entries, distances, max_distance, buckets, rows,
+                    PRECISION,
                 )  # fmt: skip
                 grad_scores = _grad_scores(
-                    tl.where(visible, bias_of(table_row, bucket, rows), float("-inf")),
+                    tl.where(visible, bias_of(table_row, bucket, rows, PRECISION), float("-inf")),
                     q_matrix, grad_matrix, k_matrix, v_matrix, lse_row, delta_row,
                     q_strides[1], grad_strides[1], k_strides[1], v_strides[1], lse_strides[1], delta_strides[1],
                     first, first_key, queries, keys, bits_scale, HEAD_DIM, DIM, QUERIES, KEYS, True, PRECISION,
