@@ -44,21 +44,17 @@ def lines_kernel(
     start, stop = tl.load(ranges + line * 2), tl.load(ranges + line * 2 + 1)
     relation_row = relations + tl.cast(batch, tl.int64) * relation_stride
     count = 0
-    for at in tl.range(start, stop, AT_ONCE):
+    for at in tl.range(start - 1, stop, AT_ONCE):
         place = at + tl.arange(0, AT_ONCE)
         here = _kind(
             place, own, start, stop, batch, query_extents, key_extents, queries, keys,
-            relation_row, entries, distances, max_distance, buckets, rows, OF_QUERIES,
-        )  # fmt: skip
-        before = _kind(
-            place - 1, own, start, stop, batch, query_extents, key_extents, queries, keys,
             relation_row, entries, distances, max_distance, buckets, rows, OF_QUERIES,
         )  # fmt: skip
         after = _kind(
             place + 1, own, start, stop, batch, query_extents, key_extents, queries, keys,
             relation_row, entries, distances, max_distance, buckets, rows, OF_QUERIES,
         )  # fmt: skip
-        count = _write(runs + line * RUNS * 3, count, place, here, here != before, here != after, RUNS)
+        count = _write(runs + line * RUNS * 3, count, place + 1, here, after, here != after, RUNS)
     _finish(runs + line * RUNS * 3, counts + line, count, stop, RUNS)
 
 
@@ -97,15 +93,10 @@ def diagonals_kernel(
     offset, start, stop = diagonal(tl.program_id(0), queries, keys, RATIO)
     relation_row = relations + tl.cast(batch, tl.int64) * relation_stride
     count = 0
-    for at in tl.range(start, stop, AT_ONCE):
+    for at in tl.range(start - 1, stop, AT_ONCE):
         place = at + tl.arange(0, AT_ONCE)
         here, ahead, step = _diagonal_kind(
             place, offset, start, stop, batch, query_extents, key_extents, query_steps, key_steps,
-            line_runs, line_counts, queries, keys, relation_row, entries, distances, max_distance, buckets, rows,
-            RATIO, RUNS,
-        )  # fmt: skip
-        before, ahead_before, step_before = _diagonal_kind(
-            place - 1, offset, start, stop, batch, query_extents, key_extents, query_steps, key_steps,
             line_runs, line_counts, queries, keys, relation_row, entries, distances, max_distance, buckets, rows,
             RATIO, RUNS,
         )  # fmt: skip
@@ -114,9 +105,8 @@ def diagonals_kernel(
             line_runs, line_counts, queries, keys, relation_row, entries, distances, max_distance, buckets, rows,
             RATIO, RUNS,
         )  # fmt: skip
-        begins = (here != before) | (ahead != ahead_before) | (step != step_before)
-        ends = (here != after) | (ahead != ahead_after) | (step != step_after)
-        count = _write(runs + line * RUNS * 3, count, place, here, begins, ends, RUNS)
+        differs = (here != after) | (ahead != ahead_after) | (step != step_after)
+        count = _write(runs + line * RUNS * 3, count, place + 1, here, after, differs, RUNS)
     _finish(runs + line * RUNS * 3, counts + line, count, stop, RUNS)
 
 
@@ -166,14 +156,25 @@ def is_singled_out(line_runs, line_counts, batch, own, other, blocks, RUNS: tl.c
 
 
 @triton.jit
-def _write(runs, count, place, kind, begins, ends, RUNS: tl.constexpr):
-    """Write the runs that begin and end at some places, of which there were `count` before; return how many now."""
-    begins, ends = begins & (kind != HIDDEN), ends & (kind != HIDDEN)
-    number = count - 1 + tl.cumsum(begins.to(tl.int32), 0)
-    at = runs + number * 3
-    tl.store(at, place, mask=begins & (number < RUNS))
-    tl.store(at + 1, place + 1, mask=ends & (number < RUNS - 1))
-    tl.store(at + 2, tl.where(number < RUNS - 1, kind, GENERAL), mask=begins & (number < RUNS))
+def _write(runs, count, place, before, kind, differs, RUNS: tl.constexpr):
+    """Write the runs that end before some places, and those that begin there; return how many have begun.
+
+    Args:
+        runs: Of the line.
+        count: How many began before the first of these places.
+        place: Places, in order.
+        before: The kinds of blocks before them.
+        kind: Theirs.
+        differs: Whether the two are of different runs.
+        RUNS: How many there is room for.
+    """
+    begins, ends = differs & (kind != HIDDEN), differs & (before != HIDDEN)
+    begun = count + tl.cumsum(begins.to(tl.int32), 0)
+    last = tl.where(begins, begun - 2, begun - 1)  # that began before the place
+    tl.store(runs + last * 3 + 1, place, mask=ends & (last < RUNS - 1))
+    at = runs + (begun - 1) * 3
+    tl.store(at, place, mask=begins & (begun <= RUNS))
+    tl.store(at + 2, tl.where(begun < RUNS, kind, GENERAL), mask=begins & (begun <= RUNS))
     return count + tl.sum(begins.to(tl.int32))
 
 
