@@ -44,7 +44,7 @@ def lines_kernel(
     start, stop = tl.load(ranges + line * 2), tl.load(ranges + line * 2 + 1)
     relation_row = relations + tl.cast(batch, tl.int64) * relation_stride
     count = 0
-    for at in tl.range(start - 1, stop, AT_ONCE):
+    for at in tl.range(tl.where(start < stop, start - 1, stop), stop, AT_ONCE):  # a line may have no blocks
         place = at + tl.arange(0, AT_ONCE)
         here = _kind(
             place, own, start, stop, batch, query_extents, key_extents, queries, keys,
