@@ -303,6 +303,7 @@ class Trainer:
                 clip_(gradients_of(self.optimizer), facts.grad_norm, self.config.optimizer.clip_norm)
                 self._manager.step()
             self._manager.zero_grad()
+        self._clock.settle()
         beat()
         return rate, facts.grad_norm
 
@@ -314,9 +315,7 @@ class Trainer:
             pairs=pairs, memory=memory, reserved=reserved, stop=self._stop.signum, **asdict(self._clock.last)
         )
         square = square_sum(gradients_of(self.optimizer), self.runtime.device) / self._manager.loss_scale**2
-        facts = exchange(self.mesh.world, mean, square, valid, known)
-        self._clock.settle()
-        return facts
+        return exchange(self.mesh.world, mean, square, valid, known)
 
     def evaluate(self) -> EvalMetrics:
         """Measure the model on held-out text."""
