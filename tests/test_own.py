@@ -20,19 +20,24 @@ def copied(moves, sources, target):
     return list(wanted)
 
 
+def random_bytes(rng, size, skipped):
+    """Return memory that itself begins so many bytes behind an aligned one."""
+    return torch.frombuffer(bytearray(rng.randbytes(skipped + size)), dtype=torch.uint8, offset=skipped)
+
+
 def part(memory, first):
     """Return a tensor that begins at a byte of its storage."""
     return memory[first:]
 
 
-@pytest.mark.parametrize("first", [0, 1, 2, 4, 8, 16])
+@pytest.mark.parametrize("first", [0, 1, 2, 4, 8, 15, 16])
 @pytest.mark.parametrize("unit", [1, 4, 16])
 def test_blocks_in_any_order_from_any_byte(first, unit):
     """Blocks of equal shape at like distances may be copied as one, but none that only looks so."""
     rng = random.Random(first * 100 + unit)
     for _ in range(40):
-        sources = [torch.randint(256, (4096 + first,), dtype=torch.uint8) for _ in range(2)]
-        sources = [part(memory, first) for memory in sources]
+        skipped = rng.choice([0, 1, 8])
+        *sources, target = (part(random_bytes(rng, 4096 + first, skipped), first) for _ in range(3))
         moves, at = [], 0
         for _ in range(rng.randint(1, 6)):
             width, rows = unit * rng.choice([1, 1, 1, 3]), rng.choice([1, 2, 2, 3])
@@ -46,7 +51,6 @@ def test_blocks_in_any_order_from_any_byte(first, unit):
                 )
             )
         rng.shuffle(moves)
-        target = part(torch.zeros(4096 + first, dtype=torch.uint8), first)
         wanted = copied(moves, sources, target)
         exchange = make_exchange(0, 1, 4096, lambda _, __, moves=moves: moves)
         copy_own(exchange, sources, [target])
