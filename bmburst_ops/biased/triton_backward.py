@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from bmburst_ops.biased.triton_formula import (
+    NOT_SPECIALIZED,
     as_columns,
     as_rows,
     bias_of,
@@ -23,10 +24,8 @@ from bmburst_ops.biased.triton_formula import (
 from bmburst_ops.flash.triton_backward import load_levels, load_numbers
 from bmburst_ops.flash.triton_forward import add_product, load_rows, matrix_of, product, store_rows
 
-_NOT_SPECIALIZED = ["queries", "keys", "entries", "relation_stride", "max_distance", "buckets", "rows"]
 
-
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def keys_kernel(
     grad, q, k, v, lse, delta, grad_k, grad_v,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_k_strides, grad_v_strides,
@@ -83,7 +82,7 @@ def keys_kernel(
     store_rows(grad_v_matrix, value_acc, first, grad_v_strides[1], keys, HEAD_DIM, KEYS, DIM)
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def queries_kernel(
     grad, q, k, v, lse, delta, grad_q, sums, unit,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_q_strides,

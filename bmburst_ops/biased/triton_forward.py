@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from bmburst_ops.biased.triton_formula import (
+    NOT_SPECIALIZED,
     as_columns,
     as_rows,
     bias_of,
@@ -22,7 +23,7 @@ from bmburst_ops.biased.triton_formula import (
 from bmburst_ops.flash.triton_forward import LN_2, add_product, load_rows, matrix_of, product, store_rows
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "entries", "relation_stride", "max_distance", "buckets", "rows"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, queries, keys, bits_scale,
     query_tokens, key_tokens, query_extents, key_extents, ranges,
