@@ -6,6 +6,7 @@ Ranks agree over gloo, beside what is measured, so that they still can when a ce
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Generic
 
@@ -49,7 +50,7 @@ def begin(folder: Path, *, runtime: str, tensor: int = 1) -> torch.device:
     return device
 
 
-class Loop(Generic[C]):
+class Loop(ABC, Generic[C]):
     """One rank's part of the job. A benchmark says in a subclass what it is to measure a cell.
 
     Args:
@@ -75,17 +76,17 @@ class Loop(Generic[C]):
         """Return whether this rank has anything to do in a cell."""
         return self.rank < cell.ranks
 
+    @abstractmethod
     def refusal(self, cell: C) -> str | None:
         """Return why the cell cannot run, as far as it is known before, or None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def measure(self, cell: C) -> Row:
         """Return what a cell's row says beside its state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def line(self, cell: C, row: Row) -> str:
         """Return what is printed as a cell is done."""
-        raise NotImplementedError
 
     def run(self) -> None:
         """Measure the cells; the first rank writes the file after each."""
