@@ -3,7 +3,6 @@
 import contextlib
 import math
 import socket
-import sys
 import time
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +23,7 @@ from bmburst.sequence import SequenceShard
 from bmburst.trace import traced
 from bmburst.train import checkpoint
 from bmburst.train.clock import StepClock, measure_waits
-from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
+from bmburst.train.config import TrainConfig
 from bmburst.train.evaluate import measure
 from bmburst.train.exchange import HostFacts, StepFacts, exchange
 from bmburst.train.gradient import clip_, gradients_of, square_sum
@@ -40,6 +39,7 @@ from bmburst.train.report import Report
 from bmburst.train.sample import generate
 from bmburst.train.skips import Skips
 from bmburst.train.stop import StopRequest, stopped_by
+from bmburst.train.text import open_text, sequences_of
 from bmburst.train.timeline import Timeline, profiled_steps
 from bmburst.train.token_losses import token_losses
 from bmburst.train.utilisation import Utiliser, known_peak
@@ -111,10 +111,10 @@ class Trainer:
             rank=self.mesh.sequence_rank,
             mask="causal",
         )
-        self.corpus = self._open_corpus()
-        self._held_out = self._sequences("held_out")
+        self.corpus = open_text(config, self.folder, self.runtime)
+        self._held_out = sequences_of(self.corpus, config, "held_out")
         self.batches = data.Batches(
-            self._sequences("train"),
+            sequences_of(self.corpus, config, "train"),
             batch_size=config.batch_size,
             seed=config.seed,
             data_rank=self.mesh.data_rank,
@@ -356,43 +356,6 @@ class Trainer:
             seed=self.config.seed,
         )
         return f"{tokenizer.decode(prompt)}|{tokenizer.decode(ids)}\n"
-
-    def _open_corpus(self) -> data.TokenFile:
-        """Open the text; the first rank of each host tokenizes it, the others wait."""
-        import bmtrain as bmt
-
-        source = None if self.config.data.source == STANDARD_LIBRARY else self.config.data.source
-        cache = self.config.data.cache or self.folder.parent / "tokens"
-
-        def opened() -> data.TokenFile:
-            return data.open_corpus(
-                source,
-                self.config.data.tokenizer,
-                cache,
-                text_field=self.config.data.text_field,
-                progress=self.is_main,
-                on_skip=self._left_out,
-            )
-
-        if self.runtime.local_rank == 0:
-            opened()
-        bmt.synchronize()
-        corpus = opened()
-        corpus.require_vocab(self.config.model.vocab_size)
-        return corpus
-
-    def _left_out(self, file: str) -> None:
-        if self.is_main:
-            sys.stderr.write(f"left out: {file}\n")
-
-    def _sequences(self, split: str) -> data.PackedSequences:
-        return data.PackedSequences(
-            self.corpus,
-            split=split,
-            sequence_length=self.config.sequence_length,
-            held_out_fraction=self.config.data.held_out_fraction,
-            pack=self.config.pack,
-        )
 
 
 def _is_due(interval: int, step: int) -> bool:
