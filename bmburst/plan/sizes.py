@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from bmburst.plan.candidates import Candidate
+from bmburst.plan.operators import WIDE
 from bmburst.units import hides_transfers, make_units, most_exchanged, most_gathered
-
-WIDE = 4  # bytes of log-sum-exp, delta, and of gradients that a ring adds up
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,18 @@ from pathlib import Path
 
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
+from bmburst.plan.counts import adam_bytes
+from bmburst.plan.task import ITEMSIZE
 from bmburst.train.config import TrainConfig
 
 _MEMORY = Path("/proc/meminfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
-_STATE = {"bfloat16": 12, "float32": 8}  # bytes a weight: two moments, and the fp32 master of a narrow one
 _GIB = 1024**3
 
 
 def state_bytes(config: TrainConfig, world_size: int, local_size: int) -> int:
     """Return what AdamW keeps in the memory of a host that has `local_size` of the job's ranks."""
-    return _STATE[config.dtype] * config.model.num_parameters * local_size // world_size
+    return adam_bytes(ITEMSIZE[config.dtype]) * config.model.num_parameters * local_size // world_size
 
 
 def available_bytes() -> int | None:
