@@ -10,6 +10,7 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
+from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.plan.attention import attention_cost
@@ -18,7 +19,6 @@ from bmburst.plan.counts import attention_flops
 from bmburst.plan.hardware import Hardware, load_hardware
 from bmburst.plan.operators import FUSED, OPERATORS
 from bmburst.plan.search import predict
-from bmburst.plan.table import GIB
 from bmburst.plan.task import Task
 from bmburst_ops.constants import ATTENTION_BACKWARD
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bmburst import data, hugging_face
+from bmburst.amounts import GIB
 from bmburst.comm.objects import gather_objects
 from bmburst.errors import UserError
 from bmburst.loss import count_valid, global_mean
@@ -44,7 +45,6 @@ from bmburst.train.timeline import Timeline, profiled_steps
 from bmburst.train.token_losses import token_losses
 from bmburst.train.utilisation import Utiliser, known_peak
 
-_GIB = 2**30
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
 
@@ -234,14 +234,14 @@ class Trainer:
             grad_norm=norm,
             tokens_per_second=tokens / seconds,
             seconds=seconds,
-            memory_gib=max(host.memory for host in facts.hosts) / _GIB,
+            memory_gib=max(host.memory for host in facts.hosts) / GIB,
             tokens_per_second_per_gpu=tokens / seconds / ranks,
             mfu=used.mfu,
             mfu_kernel=used.mfu_kernel,
             hardware_tflops=used.tflops,
             exposed_seconds=timing.waits,
             data_seconds=timing.data,
-            reserved_gib=max(host.reserved for host in facts.hosts) / _GIB or None,
+            reserved_gib=max(host.reserved for host in facts.hosts) / GIB or None,
             skipped_steps=self._skips.total,
         )
 
