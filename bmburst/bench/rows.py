@@ -44,6 +44,11 @@ class AnyCell(Protocol):
 C = TypeVar("C", bound=AnyCell)
 
 
+def place(ranks: int, device: str, dtype: str) -> str:
+    """Return where a cell runs, as the end of its key: `@8` on 8 GPUs, `@2-cpu-float32` on 2 CPU ranks in fp32."""
+    return f"@{ranks}" + ("" if device == "cuda" else f"-{device}") + ("" if dtype == "bfloat16" else f"-{dtype}")
+
+
 @dataclass(slots=True)
 class ResultFile(ABC, Generic[C]):
     """Rows by cell key, in the order in which they were first tried, and the runs that made them.
