@@ -2,7 +2,7 @@
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,24 +12,23 @@ from bmburst_ops.biased.fixed_point import as_numbers, units
 from bmburst_ops.biased.kernel import Bias, BiasedGradients, require_inputs
 from bmburst_ops.biased.tokens import Tokens
 from bmburst_ops.flash.kernel import Partial
-from bmburst_ops.flash.triton import Blocks, Plan, TritonKernel, near_rows, padded, strides_of
+from bmburst_ops.flash.triton import TritonKernel, near_rows, strides_of
+from bmburst_ops.flash.triton_launch import Blocks, Kernels, Plan, Table, plan_for
 from bmburst_ops.flash.triton_masks import Side
-
-_Table = tuple[tuple[int, Plan], ...]  # by the largest padded head dim that a plan is for
 
 # Bias and mask take registers beside the scores: blocks are smaller than those of plain attention, and more warps share
 # them. Compiled for sm_90 no thread spills a byte.
-_HALF: _Table = (
+_HALF: Table = (
     (64, Plan(*[Blocks(64, 64, 8, 1)] * 3)),
     (128, Plan(*[Blocks(64, 32, 8, 1)] * 3)),
     (256, Plan(*[Blocks(32, 32, 8, 1)] * 3)),
 )
-_FP32: _Table = (
+_FP32: Table = (
     (64, Plan(*[Blocks(64, 32, 8, 1)] * 3)),
     (128, Plan(*[Blocks(32, 32, 8, 1)] * 3)),
     (256, Plan(*[Blocks(16, 16, 8, 1)] * 3)),
 )
-_INTERPRETED: _Table = ((256, Plan(*[Blocks(32, 16, 4, 1)] * 3)),)  # uneven, so that small tensors meet every path
+_INTERPRETED: Table = ((256, Plan(*[Blocks(32, 16, 4, 1)] * 3)),)  # uneven, so that small tensors meet every path
 
 
 class BiasedTritonKernel:
@@ -49,7 +48,8 @@ class BiasedTritonKernel:
         q, k, v = (near_rows(t) for t in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
-        numbers, blocks = (q.shape[1], k.shape[1], scale / math.log(2)), _plan(q).forward
+        kernels, blocks = _kernels(), _plan(q).forward
+        numbers = (q.shape[1], k.shape[1], scale / math.log(2))
         arguments = (
             q,
             k,
@@ -60,7 +60,7 @@ class BiasedTritonKernel:
             *numbers,
             *_lookup(bias, queries, keys, blocks.over_keys),
         )
-        _launch(_kernels().forward, q, blocks.queries, arguments, blocks)
+        kernels.launch(kernels.forward, q, blocks.queries, arguments, blocks)
         return Partial(out, lse)
 
     def backward(
@@ -84,42 +84,33 @@ class BiasedTritonKernel:
         inputs = (grad_out, q, k, v, lse, delta)
         read = tuple(map(strides_of, (grad_out, q, k, v, lse.transpose(1, 2), delta.transpose(1, 2))))
         numbers = (q.shape[1], k.shape[1], scale, scale / math.log(2))
-        plan = _plan(q)
+        kernels, plan = _kernels(), _plan(q)
         lookup = _lookup(bias, queries, keys, plan.keys.over_queries)
         arguments = (*inputs, grad_k, grad_v, *read, strides_of(grad_k), strides_of(grad_v), *numbers, *lookup)
-        _launch(_kernels().keys, k, plan.keys.keys, arguments, plan.keys)
+        kernels.launch(kernels.keys, k, plan.keys.keys, arguments, plan.keys)
 
         sums = torch.zeros(q.shape[2], bias.formula.rows, dtype=torch.int64, device=q.device)
         if not q.numel() or not k.numel():
             return BiasedGradients(grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), sums.t().float())
         unit, lookup = units(grad_out, v, delta), _lookup(bias, queries, keys, plan.queries.over_keys)
         arguments = (*inputs, grad_q, sums, unit, *read, strides_of(grad_q), *numbers, *lookup)
-        _launch(_kernels().queries, q, plan.queries.queries, arguments, plan.queries)
+        kernels.launch(kernels.queries, q, plan.queries.queries, arguments, plan.queries)
         return BiasedGradients(grad_q, grad_k, grad_v, as_numbers(sums, unit).t())
 
 
-class _Kernels(NamedTuple):
-    forward: Any
-    keys: Any
-    queries: Any
-    interpreted: bool
-
-
 @cache
-def _kernels() -> _Kernels:
+def _kernels() -> Kernels:
     """Import Triton, and the kernels, where they are first needed. TRITON_INTERPRET decides then."""
-    import triton
-
     from bmburst_ops.biased.triton_backward import keys_kernel, queries_kernel
     from bmburst_ops.biased.triton_forward import forward_kernel
 
-    return _Kernels(forward_kernel, keys_kernel, queries_kernel, not isinstance(forward_kernel, triton.JITFunction))
+    return Kernels.of(forward_kernel, keys_kernel, queries_kernel)
 
 
 def _plan(q: Tensor) -> Plan:
     """Return how each kernel is cut."""
     table = _INTERPRETED if _kernels().interpreted else _FP32 if q.dtype == torch.float32 else _HALF
-    return next(plan for largest, plan in table if padded(q.shape[-1]) <= largest)
+    return plan_for(q, table)
 
 
 def _lookup(bias: Bias, queries: Tokens, keys: Tokens, side: tuple[Side, int, int]) -> tuple[Any, ...]:
@@ -142,21 +133,3 @@ def _lookup(bias: Bias, queries: Tokens, keys: Tokens, side: tuple[Side, int, in
     distances = formula.distances(table.device)
     vectors = (queries.packed(), keys.packed(), of_queries, of_keys, ranges)
     return *vectors, table, relations, stride, relations.shape[1], distances, *numbers
-
-
-def _launch(kernel: Any, side: Tensor, rows: int, arguments: tuple[Any, ...], blocks: Blocks) -> None:
-    """Run a program for every `rows` tokens of each head and batch of a side, the queries or the keys."""
-    batch, tokens, heads, head_dim = side.shape
-    if not side.numel():
-        return
-    with torch.cuda.device_of(side):  # Triton launches on the current device, wherever the tensors are
-        kernel[(-(-tokens // rows), heads, batch)](
-            *arguments,
-            HEAD_DIM=head_dim,
-            DIM=padded(head_dim),
-            QUERIES=blocks.queries,
-            KEYS=blocks.keys,
-            PRECISION="interpreter" if _kernels().interpreted else "ieee" if side.dtype == torch.float32 else "tf32",
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
-        )
