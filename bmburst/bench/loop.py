@@ -25,7 +25,7 @@ _PATIENCE = 20.0  # seconds that a rank that failed gives the others to be throu
 _RUN, _SKIP, _STOP = "run", "skip", "stop"
 
 
-def begin(folder: Path, *, runtime: str, tensor: int = 1) -> torch.device:
+def _begin(folder: Path, *, runtime: str, tensor: int = 1) -> torch.device:
     """Start torch.distributed, beside BMTrain where it is asked for, and return this rank's device.
 
     Args:
@@ -180,6 +180,19 @@ class Loop(ABC, Generic[C]):
             self.results.put(cell, row)
             self.results.write(self.output)
             print(self.line(cell, self.results.rows[cell.key]), flush=True)  # noqa: T201  # progress, for the user
+
+
+def run_rank(loop: type[Loop[C]], job: AnyJob[C], folder: Path, *, tensor: int = 1) -> None:
+    """Run one rank of a job, from its start to its end.
+
+    Args:
+        loop: What it does.
+        job: The job.
+        folder: The job's.
+        tensor: Ranks that share each matrix, under BMTrain.
+    """
+    loop(job, _begin(folder, runtime=job.runtime, tensor=tensor), folder).run()
+    dist.destroy_process_group()  # not after a failure: it would wait for ranks that are stuck
 
 
 def _joined(rows: list[Row]) -> Row:
