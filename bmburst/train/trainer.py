@@ -196,7 +196,7 @@ class Trainer:
                 stopped = stopped_by(self._facts, self._hosts, self.steps_done)
                 report.step(metrics)
                 report.note(self._skips.said)
-                report.note(self._lag.add([host.timing for host in self._facts.hosts]) or "")
+                report.note(self._lag.add(self._facts.hosts) or "")
                 self._skips.require()
                 is_last = self.steps_done == total
                 if stopped:  # before an evaluation: there may be little time
