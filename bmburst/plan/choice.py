@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from bmburst.amounts import GIB
 from bmburst.errors import UserError
 from bmburst.plan.attention import attention_cost
 from bmburst.plan.candidates import Candidate, strategies
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.search import ALIKE, Prediction, predict
-from bmburst.plan.table import GIB
 from bmburst.recompute_policy import POLICIES, Policy, require_end
 
 MARGIN = 0.05

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from bmburst.plan.buffers import attention_buffers, held_outside
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import held_block, mlp_matrix, table, tables
+from bmburst.plan.counts import adam_bytes, held_block, mlp_matrix, table, tables
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.operators import CURRENT, WIDE, Operators
 from bmburst.recompute_policy import BlockBytes
@@ -128,11 +128,10 @@ class _Parts:
         """What is there all the time."""
         task, model, candidate = self.task, self.model, self.candidate
         share = model.num_parameters / task.gpus
-        moments = 2 * WIDE + (WIDE if task.itemsize < WIDE else 0)  # and the weights themselves in fp32
         return {
             "weights": share * task.itemsize,
             "gradients": share * task.itemsize,
-            "optimizer": 0.0 if task.host_optimizer else share * moments,
+            "optimizer": 0.0 if task.host_optimizer else share * adam_bytes(task.itemsize),
             "whole weights (ZeRO-2)": self._block_bytes() * model.num_layers if candidate.zero == 2 else 0.0,
             "token ids, angles": self._ids(),
         }
@@ -156,8 +155,7 @@ class _Parts:
         """What lies in the memory of a node's host."""
         task = self.task
         hosted = self.policy.hosted(self.block) * self.model.num_layers * task.gpus_per_node
-        wide = 2 * WIDE + (WIDE if task.itemsize < WIDE else 0)
-        state = wide * self.model.num_parameters / task.nodes if task.host_optimizer else 0.0
+        state = adam_bytes(task.itemsize) * self.model.num_parameters / task.nodes if task.host_optimizer else 0.0
         return {"what blocks keep": hosted, "optimizer": state}
 
     def _recomputed(self) -> float:

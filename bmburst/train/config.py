@@ -11,6 +11,7 @@ from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 from bmburst.mesh_shape import MeshShape, allows_heads, divisors
 from bmburst.recompute_policy import AUTO, Policy, require_end
+from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.train.timeline import profiled_steps
 
 STANDARD_LIBRARY = "stdlib"
@@ -169,7 +170,7 @@ class TrainConfig:
     )
     hang_timeout: float = field(
         "A step that takes longer ends the run, since BMTrain would wait for ever; 0: no limit.",
-        default=1800.0,
+        default=DEFAULT_HANG_TIMEOUT,
         unit="seconds",
         minimum=0,
         below=1e9,

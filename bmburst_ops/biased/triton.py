@@ -2,7 +2,7 @@
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,10 +122,8 @@ class _Kernels(NamedTuple):
 
 
 @cache
-def _kernels() -> _Kernels:
+def _kernels() -> Kernels:
     """Import Triton, and the kernels, where they are first needed. TRITON_INTERPRET decides then."""
-    import triton
-
     from bmburst_ops.biased.triton_backward import keys_kernel, queries_kernel
     from bmburst_ops.biased.triton_forward import forward_kernel
     from bmburst_ops.biased.triton_table import table_kernel

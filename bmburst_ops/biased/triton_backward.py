@@ -16,10 +16,8 @@ from bmburst_ops.biased.triton_runs import load_run
 from bmburst_ops.flash.triton_backward import load_levels, load_numbers
 from bmburst_ops.flash.triton_forward import add_product, load_rows, matrix_of, product, store_rows
 
-_NOT_SPECIALIZED = ["queries", "keys", "entries", "relation_stride", "max_distance", "buckets", "rows"]
 
-
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def keys_kernel(
     grad, q, k, v, lse, delta, grad_k, grad_v,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_k_strides, grad_v_strides,

@@ -15,6 +15,9 @@ FIELDS = tl.constexpr(6)
 IN_CONTEXT = tl.constexpr(1)
 PADDING = tl.constexpr(-1)
 
+NOT_SPECIALIZED = ("queries", "keys", "entries", "relation_stride", "max_distance", "buckets", "rows")
+"""Numbers of a batch that kernels take: they are not compiled again for each 1 and each multiple of 16 among them."""
+
 
 @triton.jit
 def load_tokens(vectors, batch, first, batches, length, ROWS: tl.constexpr):

@@ -14,7 +14,7 @@ from bmburst_ops.biased.triton_runs import load_run
 from bmburst_ops.flash.triton_forward import LN_2, add_product, load_rows, matrix_of, product, store_rows
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "entries", "relation_stride", "max_distance", "buckets", "rows"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, queries, keys, bits_scale,
     query_tokens, key_tokens, runs, counts,

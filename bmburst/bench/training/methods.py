@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from bmburst.amounts import GIB
 from bmburst.bench.training.cells import OURS, TrainCell
 from bmburst.errors import UserError
 from bmburst.mesh_shape import MeshShape
@@ -14,7 +15,6 @@ from bmburst.plan.task import Task
 from bmburst.train.config import ParallelConfig, TrainConfig
 
 _KEEP = "block-keep-attention"
-_GIB = float(2**30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class TrainMethod:
         needed = found.memory.total + self.replicated_bytes(cell)
         if needed <= capacity:
             return None
-        return f"would not fit: about {needed / _GIB:.0f} GiB a rank by the planner, of {capacity / _GIB:.0f} GiB"
+        return f"would not fit: about {needed / GIB:.0f} GiB a rank by the planner, of {capacity / GIB:.0f} GiB"
 
     def replicated_bytes(self, cell: TrainCell) -> float:
         """Return the bytes of tokens that other ranks hold too: every block's input, and the stream at work."""
