@@ -2,7 +2,7 @@
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from bmburst_ops.biased.kernel import Bias, BiasedGradients, require_inputs
 from bmburst_ops.biased.runs import diagonal_runs, line_runs
 from bmburst_ops.biased.tokens import Tokens
 from bmburst_ops.flash.kernel import Partial
-from bmburst_ops.flash.triton import Blocks, TritonKernel, near_rows, padded, strides_of
+from bmburst_ops.flash.triton import TritonKernel, near_rows, strides_of
+from bmburst_ops.flash.triton_launch import Blocks, padded
 
 
 class Plan(NamedTuple):
@@ -122,8 +123,10 @@ class _Kernels(NamedTuple):
 
 
 @cache
-def _kernels() -> Kernels:
+def _kernels() -> _Kernels:
     """Import Triton, and the kernels, where they are first needed. TRITON_INTERPRET decides then."""
+    import triton
+
     from bmburst_ops.biased.triton_backward import keys_kernel, queries_kernel
     from bmburst_ops.biased.triton_forward import forward_kernel
     from bmburst_ops.biased.triton_table import table_kernel

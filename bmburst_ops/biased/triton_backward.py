@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bmburst_ops.biased.triton_blocks import common_bias, load_others, stop_of, with_bias
-from bmburst_ops.biased.triton_formula import as_columns, as_rows, load_tokens
+from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, as_columns, as_rows, load_tokens
 from bmburst_ops.biased.triton_runs import load_run
 from bmburst_ops.flash.triton_backward import load_levels, load_numbers
 from bmburst_ops.flash.triton_forward import add_product, load_rows, matrix_of, product, store_rows
@@ -94,7 +94,7 @@ def _over_queries(
     return key_acc, value_acc
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def queries_kernel(
     grad, q, k, v, lse, delta, grad_q, sums, unit,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_q_strides,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from bmburst_ops.biased.triton_blocks import common_bias, load_others, stop_of, with_bias
-from bmburst_ops.biased.triton_formula import as_columns, as_rows, load_tokens
+from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, as_columns, as_rows, load_tokens
 from bmburst_ops.biased.triton_runs import load_run
 from bmburst_ops.flash.triton_forward import LN_2, add_product, load_rows, matrix_of, product, store_rows
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from bmburst_ops.biased.triton_formula import (
+    NOT_SPECIALIZED,
     all_see,
     common_bucket,
     is_hidden,
@@ -25,10 +26,8 @@ NEAR = tl.constexpr(-2)  # all see each other, and distance decides
 GENERAL = tl.constexpr(-3)
 PARTLY = tl.constexpr(-4)  # on a diagonal: distance decides of those that see each other
 
-_NOT_SPECIALIZED = ["queries", "keys", "relation_stride", "entries", "max_distance", "buckets", "rows"]
 
-
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def lines_kernel(
     query_extents, key_extents, ranges, runs, counts, queries, keys,
     relations, relation_stride, entries, distances, max_distance, buckets, rows,
@@ -76,7 +75,7 @@ def _kind(
     return tl.where(inside & (is_hidden(query, key) == 0), kind, HIDDEN)
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def diagonals_kernel(
     query_extents, key_extents, query_steps, key_steps, line_runs, line_counts, runs, counts, queries, keys,
     relations, relation_stride, entries, distances, max_distance, buckets, rows,

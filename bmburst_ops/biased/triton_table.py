@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from bmburst_ops.biased.triton_formula import (
+    NOT_SPECIALIZED,
     as_columns,
     as_rows,
     bias_of,
@@ -26,10 +27,8 @@ from bmburst_ops.biased.triton_runs import GENERAL, NEAR, PARTLY, diagonal, is_s
 from bmburst_ops.flash.triton_backward import load_levels, load_numbers
 from bmburst_ops.flash.triton_forward import load_rows, matrix_of, product
 
-_NOT_SPECIALIZED = ["queries", "keys", "entries", "relation_stride", "max_distance", "buckets", "rows"]
 
-
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def table_kernel(
     grad, q, k, v, lse, delta, sums, unit,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides,

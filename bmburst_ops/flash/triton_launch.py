@@ -41,7 +41,7 @@ Table = tuple[tuple[int, Plan], ...]
 
 def plan_for(q: Tensor, table: Table) -> Plan:
     """Return the plan of queries `[batch, queries, heads, head_dim]`."""
-    return next(plan for largest, plan in table if _padded(q.shape[-1]) <= largest)
+    return next(plan for largest, plan in table if padded(q.shape[-1]) <= largest)
 
 
 class Kernels(NamedTuple):
@@ -79,7 +79,7 @@ class Kernels(NamedTuple):
             kernel[(-(-tokens // rows), heads, batch)](
                 *arguments,
                 HEAD_DIM=head_dim,
-                DIM=_padded(head_dim),
+                DIM=padded(head_dim),
                 QUERIES=blocks.queries,
                 KEYS=blocks.keys,
                 PRECISION="interpreter" if self.interpreted else "ieee" if side.dtype == torch.float32 else "tf32",
@@ -89,6 +89,6 @@ class Kernels(NamedTuple):
             )
 
 
-def _padded(head_dim: int) -> int:
+def padded(head_dim: int) -> int:
     """The power of two that a head dim is padded to; Triton's products take no fewer than 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
