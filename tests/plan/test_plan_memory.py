@@ -43,6 +43,9 @@ MORE = [
     ("block-keep-attention+offload", {"mlp_chunk": 84}),
     ("block-keep-attention:0.5+offload-all", {}),
     ("block-keep-attention+offload-all", {"mlp_chunk": 84}),
+    ("block-keep-attention+first-1", {"mlp_chunk": 84}),
+    ("block-keep-attention:0.5+offload-all+first-1", {}),
+    ("block+offload+first-2", {"mlp_chunk": 84, "moment": "MLP backward, computed again"}),
 ]
 CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": dtype, "tokens": 334, "loss_chunk": 64}
