@@ -99,7 +99,8 @@ def hardware_flops(model: LlamaConfig, tokens: float, pairs: float, recompute: s
     again = 2.0 * (block_matrices(model) - last) * tokens if policy.recomputes else 0.0
     again += (1 - policy.attention) ** 2 * _forward(model, pairs) if policy.recomputes else 0.0
     done = step_flops(model, tokens, pairs, attention_backward=ATTENTION_BACKWARD)
-    return done + model.num_layers * again
+    layers = sum(count for kind, count in policy.kinds(model.num_layers) if kind.recomputes)
+    return done + layers * again
 
 
 def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:

@@ -8,10 +8,11 @@ from bmburst.amounts import GIB
 from bmburst.bench.training.cells import OURS, TrainCell
 from bmburst.errors import UserError
 from bmburst.mesh_shape import MeshShape
-from bmburst.plan.candidates import RECOMPUTE, Candidate, candidates
+from bmburst.plan.candidates import Candidate, candidates
 from bmburst.plan.hardware import load_hardware
 from bmburst.plan.search import Prediction, predict
 from bmburst.plan.task import Task
+from bmburst.recompute_policy import Policy
 from bmburst.train.config import ParallelConfig, TrainConfig
 
 _KEEP = "block-keep-attention"
@@ -69,19 +70,20 @@ class TrainMethod:
             return f"{model.num_heads} query and {model.num_kv_heads} KV heads cannot be dealt to {cell.ranks} ranks"
         try:
             model.require_mesh(MeshShape(1, cell.ranks // self.tensor(cell), self.tensor(cell)))
+            Policy.parse(self.recompute(cell)).require_layers(model.num_layers)
         except UserError as error:
             return str(error).splitlines()[0]
         return None
 
     def predict(self, cell: TrainCell, machine: str) -> Prediction | None:
-        """Return what the planner says of a cell; None of recompute policies that it does not know.
+        """Return what the planner says of a cell; None of other types than bfloat16, and of what is refused.
 
         Args:
             cell: What is asked for.
             machine: A name of `bmburst.plan.hardware.shipped`.
         """
         policy = self.recompute(cell)
-        if policy not in RECOMPUTE or cell.dtype != "bfloat16":
+        if cell.dtype != "bfloat16" or self.refusal(cell) is not None:
             return None
         hardware = load_hardware(machine)
         task = Task(model=cell.model, preset=cell.preset, sequence=cell.tokens, gpus=cell.ranks)
