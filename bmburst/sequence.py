@@ -252,7 +252,7 @@ def shard(
     def decide() -> tuple[tuple[SequenceShard, int], str]:
         along = _dimension(x, dim)
         cut = SequenceShard.cut(x.shape[along], layout=layout, size=comm.size, rank=comm.rank, mask=mask)
-        return (cut, along), f"shard {describe(x)} dim={along} layout={layout} mask={mask}"
+        return (cut, along), f"shard\n{describe(x)}\ndim={along}\nlayout={layout}\nmask={mask}"
 
     cut, along = comm.decided(decide)
     part: Tensor = _Shard.apply(x, cut, along, pad_value)  # type: ignore[no-untyped-call]
@@ -291,7 +291,7 @@ def unshard(
         size, tokens = comm.size, x_local.shape[along]
         real = real_length(size, tokens, length)
         cut = SequenceShard(real, make_layout(layout, size, tokens, _fitting(mask, real), real), comm.rank)
-        return (cut, along), f"unshard {describe(x_local)} dim={along} layout={layout} mask={mask} length={real}"
+        return (cut, along), f"unshard\n{describe(x_local)}\ndim={along}\nlayout={layout}\nmask={mask}\nlength={real}"
 
     cut, along = comm.decided(decide)
     joined: Tensor = _Unshard.apply(x_local, cut, along, comm)  # type: ignore[no-untyped-call]

@@ -97,12 +97,12 @@ def biased_attention(
         except KernelError as error:
             raise UserError(str(error)) from None
         require_scale(scale)
-        tensors = describe(q, k, v, table, sequence.relations)
         # A backward that one rank ran alone would wait for ever.
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, table))
         return kernel, (
-            f"biased attention {tensors} {sequence.formula} scale {scale} kernel {kernel.name} "
-            f"transport {sequence.transport} {'with' if differentiable else 'without'} gradient"
+            f"biased attention\nq, k, v {describe(q, k, v)}\ntable {describe(table)}\nrelations "
+            f"{describe(sequence.relations)}\n{sequence.formula}\nscale {scale}\nkernel {kernel.name}\n"
+            f"transport {sequence.transport}\n{'with' if differentiable else 'without'} gradient"
         )
 
     kernel = sequence.group.decided(decide)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from numbers import Real
 
@@ -190,8 +190,8 @@ def _decide(
             strategy=choose(layout, real, mask, comm.transport),
             deterministic=options.deterministic,
         )
-        hints = f"nodes {comm.nodes} heads {comm.heads}"
-        return call, f"{_signature(call, q, k, v, options)} {hints}" if comm.active else ""
+        hints = f"nodes {comm.nodes}\nheads {comm.heads}"
+        return call, f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
 
     def choose(layout: Layout, real: int, mask: Mask, transport: str, nodes: int | None = None) -> Strategy:
         wide = accumulation_dtype(q.dtype).itemsize
@@ -231,17 +231,20 @@ def _nodes(comm: Checked, moved: Checked, strategy: str) -> int | None:
 def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """Return what must be equal on every rank; a backward that one rank ran alone would wait for ever."""
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    settings = (
-        call.length,
-        str(call.mask),
-        call.layout.name,
-        call.scale,
-        call.kernel.name,
-        options.transport,
-        call.strategy,
-    )
-    tensors = f"q {describe(q)} k {describe(k)} v {describe(v)}"
-    return f"burst_attention {tensors} {settings} {'with' if differentiable else 'without'} gradient"
+    facts = {
+        "q": describe(q),
+        "k": describe(k),
+        "v": describe(v),
+        "length": call.length,
+        "mask": call.mask,
+        "layout": call.layout.name,
+        "scale": call.scale,
+        "kernel": call.kernel.name,
+        "transport": options.transport,
+        **{f"strategy.{name}": value for name, value in asdict(call.strategy).items()},
+        "with" if differentiable else "without": "gradient",
+    }
+    return "\n".join(["burst_attention", *(f"{name} {value}" for name, value in facts.items())])
 
 
 def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

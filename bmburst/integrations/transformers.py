@@ -233,5 +233,6 @@ def _signature(whole: WholeBatch) -> str:
     tensors = (whole.input_ids, whole.labels, whole.position_ids)
     digests = [f"{zlib.crc32(tensor.contiguous().cpu().numpy().tobytes()):08x}" for tensor in tensors]
     names = ("input_ids", "labels", "position_ids")
-    told = " ".join(f"{name} #{digest}" for name, digest in zip(names, digests, strict=True))
-    return f"batch {list(whole.input_ids.shape)} {told} documents {'; '.join(map(str, whole.documents)) or 'one'}"
+    told = [f"{name} #{digest}" for name, digest in zip(names, digests, strict=True)]
+    documents = "; ".join(map(str, whole.documents)) or "one"
+    return "\n".join(["batch", f"shape {list(whole.input_ids.shape)}", *told, f"documents {documents}"])
