@@ -30,7 +30,7 @@ def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> P
         require_known("recompute policy", args.recompute, POLICIES)
     if args.text != "stdlib" and not Path(args.text).exists():
         raise UserError(f"--text {args.text}: there is no such file or folder\nfix: a text, or leave it out")
-    require_kernel(args.kernel)
+    require_kernel(args.kernel, device)
     if args.dtype not in (None, "bfloat16", "float32"):
         raise UserError(f"--dtype {args.dtype}: the trainer has no such weights\nallowed: bfloat16, float32")
     cells = list_cells(

@@ -114,7 +114,10 @@ def plan(config: TrainConfig, nproc: int) -> tuple[_Phase, ...]:
     Raises:
         UserError: There is one rank only, or the configuration does not fit the ranks.
     """
+    from bmburst.train.machine import require_machine
+
     config.validate(nproc)
+    require_machine(config, nproc)
     check_paths(config)
     if nproc == 1:
         raise UserError(

@@ -61,9 +61,12 @@ def run(args: argparse.Namespace) -> int:
     """
     if "RANK" in os.environ:
         return _run_rank(args)
+    from bmburst.train.machine import require_machine
+
     config = settle(args)
     nproc = ranks_to_start(config)
     config.validate(nproc)
+    require_machine(config, nproc)
     check_paths(config)
     if config.resume and config.output is not None:
         done = steps_done(config.output)
@@ -181,7 +184,11 @@ def _settle_in_rank(args: argparse.Namespace) -> TrainConfig:
             "started as a rank without a run folder: ranks cannot agree on a new name\n"
             "fix: --output DIR, or let bmburst train start the ranks (--nproc)"
         )
-    config.validate(int(os.environ["WORLD_SIZE"]))
+    from bmburst.train.machine import require_machine
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    config.validate(world_size)
+    require_machine(config, world_size, int(os.environ.get("LOCAL_RANK", "0")))
     check_paths(config)
     return config
 
