@@ -2,13 +2,13 @@
 
 import hashlib
 import operator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bmburst.errors import UserError
+from bmburst_ops.bounded_cache import bounded_cache
 
 
 def digest(array: NDArray[Any]) -> str:
@@ -61,7 +61,7 @@ def whole_number(what: str, value: object, least: int) -> int:
     return number
 
 
-@lru_cache(maxsize=16)
+@bounded_cache(maxsize=16)
 def edges_of(lengths: tuple[int, ...]) -> NDArray[np.int64]:
     """Return where each of the lengths starts, one after another, and where the last one ends."""
     edges: NDArray[np.int64] = np.cumsum((0, *lengths), dtype=np.int64)

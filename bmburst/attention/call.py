@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from numbers import Real
 
 import torch
@@ -22,6 +22,7 @@ from bmburst.layout import LAYOUTS, Layout, make_layout, real_length
 from bmburst.mask import Mask, make_mask
 from bmburst.schedule import Schedule, Travellers, make_schedule, tiles
 from bmburst.tiles import Tile
+from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import NAMES, Kernel, select_kernel
 from bmburst_ops.merge import accumulation_dtype
@@ -161,7 +162,7 @@ class _Decision:
     call: AttentionCall | None = None
 
 
-@lru_cache(maxsize=256)
+@bounded_cache(maxsize=256)
 def _decision(*_: object) -> _Decision:
     return _Decision()
 
