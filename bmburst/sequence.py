@@ -353,9 +353,11 @@ def _without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
 
 def _dimension(x: Tensor, dim: int) -> int:
     if not isinstance(x, Tensor):
-        raise UserError(f"a sequence is cut as a torch tensor, got {type(x).__name__}")
+        raise UserError(f"a sequence is cut as a torch tensor, got {type(x).__name__}\nfix: torch.as_tensor")
     if not -x.dim() <= dim < x.dim():
-        raise UserError(f"dim {dim} is not a dimension of a tensor of shape {list(x.shape)}")
+        raise UserError(
+            f"dim {dim} is not a dimension of a tensor of shape {list(x.shape)}\nallowed: {-x.dim()} to {x.dim() - 1}"
+        )
     return dim % x.dim()
 
 

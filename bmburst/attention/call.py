@@ -47,7 +47,7 @@ class AttentionOptions:
         """Check what can be known without tensors and ranks.
 
         Raises:
-            UserError: A name is unknown, or the scale is no positive number.
+            UserError: A name is unknown, the scale is no positive number, or deterministic is neither true nor false.
         """
         if isinstance(self.mask, list):
             raise UserError(f"mask must be one mask, or a tuple of one for each sample, got a list of {len(self.mask)}")
@@ -58,6 +58,8 @@ class AttentionOptions:
         require_known("strategy", self.strategy, STRATEGIES)
         require_known("transport", self.transport, TRANSPORTS)
         require_scale(self.scale)
+        if not isinstance(self.deterministic, bool):
+            raise UserError(f"deterministic must be a bool, got {self.deterministic!r}\nallowed: True or False")
 
 
 def require_scale(scale: float | None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from bmburst.config import add_options, given_options
 from bmburst.errors import RunError, UserError
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import CONFIG_FILE, check_paths, check_resumable, resolve, write_run_config
+from bmburst.train.resolve import CONFIG_FILE, check_paths, check_resumable, check_tokenizer, resolve, write_run_config
 
 HELP = (
     "Train a LLaMA on long sequences. Values come from the preset, then --config, then the options below; every field "
@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     config.validate(nproc)
     require_machine(config, nproc)
     check_paths(config)
+    check_tokenizer(config.data.tokenizer)
     if config.resume and config.output is not None:
         done = steps_done(config.output)
         if done >= config.steps:

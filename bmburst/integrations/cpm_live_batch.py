@@ -11,6 +11,7 @@ from bmburst.comm.objects import broadcast_object
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.integrations.cpm_live_checks import Data, additional_rows, lengths, relations, require_batch, vectors
+from bmburst.integrations.mesh_check import require_mesh
 from bmburst.layout import LAYOUTS
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh
@@ -130,19 +131,10 @@ class SplitSequences:
     """
 
     def __init__(self, mesh: Mesh, *, layout: str = "zigzag", kernel: str = "auto", transport: str = "auto") -> None:
-        if not isinstance(mesh, Mesh):
-            raise UserError(
-                f"mesh must be a bmburst.Mesh, got {type(mesh).__name__}\n"
-                "fix: bmburst.Mesh.over_bmtrain(), after bmt.init_distributed"
-            )
+        require_mesh(mesh, "bmburst.Mesh.over_bmtrain(), after bmt.init_distributed", "CPM-Live's")
         require_known("layout", layout, set(LAYOUTS) - {"balanced"})
         require_known("kernel", kernel, BIASED_NAMES)
         require_known("transport", transport, TRANSPORTS)
-        if mesh.shape.tensor > 1:
-            raise UserError(
-                f"a mesh with tensor {mesh.shape.tensor} splits matrices, which CPM-Live's models have whole\n"
-                "fix: tensor=1"
-            )
         # One rank has every token in order, whatever the layout, and need not pad for one.
         self.layout = layout if mesh.shape.sequence > 1 else "contiguous"
         self.mesh, self.kernel, self.transport = mesh, kernel, transport
