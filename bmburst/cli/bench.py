@@ -110,8 +110,6 @@ def _settle(args: argparse.Namespace, kind: Kind) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value:g}\nallowed: seconds above 0")
     if args.gpus is not None and args.ranks is not None:
         raise UserError("--gpus and --ranks exclude each other\nfix: --gpus for GPUs, --ranks for ranks on the CPU")
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise UserError(f"--output {args.output}: there is no such folder\nfix: make it, or another file")
     if args.list:
         return
     if args.output is not None:

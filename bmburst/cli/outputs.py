@@ -16,10 +16,12 @@ def require_file(option: str, path: Path) -> None:
     Raises:
         UserError: It cannot.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        return  # a pipe or a device: to open it may wait, or mean something
     try:
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{option} {path}: there is no such folder\nfix: make it, or another file")
         is_new = not path.exists()
+        if not is_new and not path.is_file() and not path.is_dir():
+            return  # a pipe or a device: to open it may wait, or mean something
         path.open("ab").close()
         if is_new:
             path.unlink()

@@ -62,8 +62,6 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{name} {what}, of no --model and --seq\nfix: leave them out, or --{name}")
     if args.ranks is not None and not args.calibrate:
         raise UserError(f"--ranks {args.ranks} is an option of --calibrate\nfix: --gpus says how many GPUs to plan for")
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise UserError(f"--output {args.output}: there is no such folder\nfix: make it, or another file")
     if args.output is not None and (args.calibrate or args.output.suffix == ".png"):
         require_file("--output", args.output)
     if args.calibrate:

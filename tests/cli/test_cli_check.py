@@ -304,7 +304,7 @@ def test_a_resumed_runs_configuration_is_checked(launches, here, capsys):
     ("argv", "expected"),
     [
         (["--check-steps", "0"], "--check-steps 0\nallowed: 1 and more"),
-        (["--check-steps", "two"], "invalid int value"),
+        (["--check-steps", "two"], "--check-steps two\nallowed: a whole number"),
         (["--nproc", "1"], "check compares several ranks with one"),
         (["--nproc", "3", "--data-parallel", "2"], "does not divide 3 ranks"),
         (["--sequence-length", "1"], "without a token"),
@@ -312,7 +312,7 @@ def test_a_resumed_runs_configuration_is_checked(launches, here, capsys):
         (["--optimizer.lrr", "1"], "did you mean '--optimizer.lr'"),
         (["--data", "gone.txt"], "data gone.txt: no such file"),
         (["--config", "gone.yaml"], "gone.yaml: no such configuration file"),
-        (["--json", "gone/found.json"], "--json gone/found.json: cannot be written: No such file"),
+        (["--json", "gone/found.json"], "--json gone/found.json: there is no such folder"),
         (["--json", "."], "--json .: cannot be written: Is a directory"),
         (["--resume"], "does not say which run"),
         (["--preset", "llama-2-7b", "--model.num_layers", "4000"], "GiB free, the check writes"),
