@@ -141,6 +141,12 @@ def read_hugging_face_config(folder: Path) -> LlamaConfig:
         raise UserError(f"{path}: malformed JSON: {error}\nfix: download the directory again") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no object\nfix: give a directory of a Hugging Face LLaMA")
+    if "model_type" not in values:
+        # It imports torch, which the command line's help does without.
+        from bmburst.train.checkpoint import newest_complete
+
+        if newest := newest_complete(folder):
+            raise UserError(f"init_from {folder}: is a run folder\nfix: give one of its checkpoints, such as {newest}")
     try:
         return LlamaConfig.from_hugging_face(values)
     except UserError as error:

@@ -190,6 +190,12 @@ def test_bad_input_starts_nothing_and_leaves_nothing(launches, tmp_path, capsys,
     assert sorted(tmp_path.rglob("*")) == found, "something was left"
 
 
+def test_a_run_folder_is_no_model_but_its_checkpoints_are(launches, tmp_path, capsys):
+    checkpoint(started(tmp_path), 4)
+    expected = "init_from run: is a run folder\nfix: give one of its checkpoints, such as run/checkpoints/step-000004\n"
+    assert expected in refused(capsys, "train", "--init-from", "run")
+
+
 # Resume
 
 
