@@ -4,8 +4,9 @@ Names are imported when they are first used: the command line's help needs no to
 import it before the runtime is in place.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from bmburst.lazy import public_name
 
 if TYPE_CHECKING:
     from bmburst.attention.api import burst_attention
@@ -71,17 +72,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name from where it lives."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'bmburst' has no attribute {name!r}")
-    try:
-        home = import_module(f"bmburst.{_HOMES[name]}")
-    except ImportError as error:
-        if name != "BurstAttention":
-            raise
-        from bmburst.errors import needs_bmtrain
-
-        raise needs_bmtrain(f"bmburst.{name}") from error
-    return getattr(home, name)
+    return public_name(__name__, name, _HOMES, over_bmtrain="attention.module")
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,6 @@ balance (`bmburst.tiles`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bmburst.document_lengths import described, document_lengths, documents_at, edges_of, lengths_between, starts_of
 from bmburst.errors import UserError, require_known
-from bmburst.numbers import array_of, digest, edges_of, whole_number, whole_numbers
+from bmburst.numbers import array_of, digest, whole_number, whole_numbers
 from bmburst_ops.pattern import IntArray, Need, Rows
 
 NAMES = ("causal", "full")
@@ -153,7 +153,7 @@ class Documents(Mask):
     causal: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", _lengths(self.lengths))
+        object.__setattr__(self, "lengths", document_lengths(self.lengths))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, causal: bool = True) -> "Documents":
@@ -162,10 +162,7 @@ class Documents(Mask):
         Raises:
             UserError: It does not start at 0, or does not ascend.
         """
-        edges = np.asarray([whole_number("entry of cu_seqlens", n, 0) for n in whole_numbers("cu_seqlens", cu_seqlens)])
-        if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) < 1).any():
-            raise UserError("cu_seqlens must start at 0 and ascend, with the total at its end: [0, 5, 12] for 5 and 7")
-        return cls(tuple(np.diff(edges).tolist()), causal)
+        return cls(lengths_between(cu_seqlens), causal)
 
     @property
     def length(self) -> int:
@@ -175,7 +172,7 @@ class Documents(Mask):
     @property
     def starts(self) -> tuple[int, ...]:
         """See `Mask.starts`."""
-        return _starts(self.lengths)
+        return starts_of(self.lengths)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -185,11 +182,12 @@ class Documents(Mask):
     def rows(self, positions: IntArray, length: int) -> Rows:
         """See `Mask.rows`."""
         del length
-        start, stop = _documents_of(self.lengths, positions)
+        edges, document = edges_of(self.lengths), documents_at(self.lengths, positions)
+        start, stop = edges[document], edges[document + 1]
         return Rows(start, positions + 1 if self.causal else stop)
 
     def __str__(self) -> str:
-        return f"{_packed(self.lengths)}{', causal' if self.causal else ''}"
+        return f"{described(self.lengths)}{', causal' if self.causal else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +207,7 @@ class PrefixLM(Mask):
 
     def __post_init__(self) -> None:
         prefixes = tuple(whole_number("prefix", n, 0) for n in whole_numbers("prefix_lengths", self.prefix_lengths))
-        lengths = None if self.lengths is None else _lengths(self.lengths)
+        lengths = None if self.lengths is None else document_lengths(self.lengths)
         if len(prefixes) != (1 if lengths is None else len(lengths)):
             documents = "one document (no lengths given)" if lengths is None else f"{len(lengths)} documents"
             raise UserError(
@@ -229,7 +227,7 @@ class PrefixLM(Mask):
     @property
     def starts(self) -> tuple[int, ...]:
         """See `Mask.starts`."""
-        return () if self.lengths is None else _starts(self.lengths)
+        return () if self.lengths is None else starts_of(self.lengths)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -239,13 +237,13 @@ class PrefixLM(Mask):
     def rows(self, positions: IntArray, length: int) -> Rows:
         """See `Mask.rows`."""
         lengths = (length,) if self.lengths is None else self.lengths
-        start, stop = _documents_of(lengths, positions)
-        ends = np.minimum(np.asarray(_starts(lengths)) + np.asarray(self.prefix_lengths), np.cumsum(lengths))
-        prefix = ends[np.searchsorted(np.cumsum(lengths), positions, side="right")]
+        edges, document = edges_of(lengths), documents_at(lengths, positions)
+        start, stop = edges[document], edges[document + 1]
+        prefix = np.minimum(start + np.asarray(self.prefix_lengths)[document], stop)
         return Rows(start, np.minimum(np.maximum(positions + 1, prefix), stop))
 
     def __str__(self) -> str:
-        packed = "" if self.lengths is None else f" of {_packed(self.lengths)}"
+        packed = "" if self.lengths is None else f" of {described(self.lengths)}"
         return f"prefixes{packed} ({digest(np.asarray(self.prefix_lengths))})"
 
 
@@ -376,25 +374,3 @@ def _joined(masks: tuple[Mask, ...]) -> Mask:
         masks = (*(mask for mask in masks if not isinstance(mask, BlockSparse)), one)
     kept = tuple(dict.fromkeys(mask for mask in masks if mask != Full())) or (Full(),)
     return kept[0] if len(kept) == 1 else Both(kept)
-
-
-def _documents_of(lengths: Sequence[int], positions: IntArray) -> tuple[IntArray, IntArray]:
-    """Return first and last position, exclusive, of the document of each position."""
-    edges = edges_of(tuple(lengths))
-    index = np.searchsorted(edges, positions, side="right")
-    return edges[index - 1], edges[index]
-
-
-def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
-    return tuple((np.cumsum(lengths) - lengths).tolist())
-
-
-def _packed(lengths: Sequence[int]) -> str:
-    return f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens ({digest(np.asarray(lengths))})"
-
-
-def _lengths(values: Any) -> tuple[int, ...]:
-    lengths = tuple(whole_number("document", n, 1) for n in whole_numbers("lengths of documents", values))
-    if not lengths:
-        raise UserError("documents need at least one length, got none")
-    return lengths

@@ -124,8 +124,7 @@ class Mesh:
         sequence, data = split(shape.sequence_groups()), split(shape.data_groups())
         # Another mesh, or a caller without one, may have the same group: hints are this mesh's alone.
         sequence = sequence.hinted(shape.nodes if shape.nodes > 1 else None, shape.heads)  # one node: they are found
-        tensor = split(shape.tensor_groups()) if shape.tensor > 1 else alone()
-        return cls(shape, world.rank, world, sequence, data, tensor)
+        return cls(shape, world.rank, world, sequence, data, split(shape.tensor_groups()))
 
     def current(self) -> AbstractContextManager[None]:
         """Make this the mesh that functions use when no group is named, in this thread, until the block ends.

@@ -1,4 +1,4 @@
-"""Whole numbers from what users have them in: lists, arrays, tensors on any device; and sums of them."""
+"""Whole numbers from what users have them in: lists, arrays, tensors on any device."""
 
 import hashlib
 import operator
@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmburst.errors import UserError
-from bmburst_ops.bounded_cache import bounded_cache
 
 
 def digest(array: NDArray[Any]) -> str:
@@ -59,11 +58,3 @@ def whole_number(what: str, value: object, least: int) -> int:
     if number < least:
         raise UserError(f"{what} must be a whole number of at least {least}, got {value!r}")
     return number
-
-
-@bounded_cache(maxsize=16)
-def edges_of(lengths: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return where each of the lengths starts, one after another, and where the last one ends."""
-    edges: NDArray[np.int64] = np.cumsum((0, *lengths), dtype=np.int64)
-    edges.setflags(write=False)
-    return edges

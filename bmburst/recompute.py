@@ -11,6 +11,7 @@ forward that never sees a backward cannot mix them up, and under no_grad nothing
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from bmburst.errors import UserError
 from bmburst.host_store import Deposit, HostStore
 from bmburst.mesh import current_mesh, using_mesh
 from bmburst.recompute_policy import POLICIES, Policy
@@ -51,6 +53,7 @@ def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, s
             inputs; "block-keep-attention": also attention's output and log-sum-exp, `batch * tokens * heads *
             (head_dim * itemsize + 4)` bytes, of which "block-keep-attention:0.5" keeps the half of the sequence's end;
             with "+offload" the inputs that need a gradient, with "+offload-all" all of it, lie in host memory.
+            A call is one layer: "+first-20" is a model's, whose layers get theirs of `Policy.of_layers`.
         function: Deterministic; called once in forward, and once in each backward unless the policy is "none". It must
             not change attention's output in place.
         args: Its positional arguments.
@@ -58,9 +61,16 @@ def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, s
             of the next; by default the call has its own.
 
     Raises:
-        UserError: The policy is unknown, or it keeps a part of attention where layout or mask have no such part.
+        UserError: The policy is unknown or a whole model's, or it keeps a part of attention where layout or mask have
+            no such part.
     """
     chosen = policy if isinstance(policy, Policy) else Policy.parse(policy)
+    if chosen.layers is not None:
+        whole = replace(chosen, layers=None).name
+        raise UserError(
+            f"recompute policy '{chosen.name}' is for the layers of a model, and one call does not know which it is\n"
+            f"fix: {whole}, or for layer i Policy.parse('{chosen.name}').of_layers(number of layers)[i]"
+        )
     if not chosen.recomputes or not torch.is_grad_enabled():
         return function(*args)
     deposit, call, given = None, function, args

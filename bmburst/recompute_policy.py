@@ -17,12 +17,19 @@ The formulas stand here alone; `bmburst.plan` and the choice of "auto" take them
 | block-keep-attention:f | I + f A | 0 | F + T of the first 1 - f of the sequence: (1 - f)^2 T for exchanged heads |
 | ... +offload | less I | I | and what of C is longer than the block's forward, and of C than its backward |
 | block-keep-attention... +offload-all | 0 | I + A (f A) | the same |
+| any of these but none, +first-N | in the first N blocks as it says, in the others as none | likewise | likewise |
+
+The blocks that keep everything are the last ones, because backward comes to them first. A step is the fullest when all
+blocks are done with their forward. From there a block that keeps everything only gives memory back, while one that is
+computed again first needs `R` more: were it the last, `R` would come on top of all that the others keep; as it is, `R`
+comes when those are gone.
 
 With offload, what is in host memory is on the GPU too for one block from its forward until the loss is done, and in
 backward for two: the one at work and the next, which is on its way.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bmburst.errors import UserError, unknown
@@ -37,6 +44,9 @@ POLICIES = (
     *("block-keep-attention:0.5+offload", "block-keep-attention+offload-all", "block-keep-attention:0.5+offload-all"),
 )
 """Those that the planner and "auto" try. Other fractions may be asked for."""
+FIRST = "+first-"
+MIXED = ("block-keep-attention", "block")
+"""Of these they also try how few of the first layers need it, where not all can keep everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +62,32 @@ class BlockBytes:
 class Policy:
     """What a block keeps for its backward, and where.
 
+    The formulas are those of a block that it holds for.
+
     Attributes:
         recomputes: Whether anything is computed again.
         attention: The part of attention's results that is kept: of the end of the sequence, whose beginning is the
             cheaper one to compute again under a causal mask.
         offload: What of it lies in host memory until backward.
+        layers: How many of a model's first layers it holds for; the others keep everything. None: all.
     """
 
     recomputes: bool = True
     attention: float = 0.0
     offload: Literal["nothing", "inputs", "all"] = "nothing"
+    layers: int | None = None
 
     @classmethod
     def parse(cls, name: str) -> "Policy":
-        """Return the policy of a name: one of `NAMES`, "block-keep-attention:0.5", each but "none" with "+offload".
+        """Return the policy of a name: one of `NAMES`, "block-keep-attention:0.5", each but "none" with "+offload",
+        and behind that with "+first-20" for the first 20 layers.
 
         Raises:
-            UserError: It is none, or its fraction is not between 0 and 1.
+            UserError: It is none, its fraction is not between 0 and 1, or its layers are not a number from 1 on.
         """
+        if isinstance(name, str) and FIRST in name:
+            whole, _, count = name.partition(FIRST)
+            return replace(cls.parse(whole), layers=_layers(name, whole, count))
         text, plus, rest = name.partition("+") if isinstance(name, str) else (name, "", "")
         base, colon, fraction = text.partition(":") if isinstance(text, str) else (text, "", "")
         if base not in NAMES or plus + rest not in OFFLOADS:
@@ -96,7 +114,40 @@ class Policy:
             return "none"
         part = f":{self.attention:g}" if 0 < self.attention < 1 else ""
         base = f"block-keep-attention{part}" if self.attention else "block"
-        return base + next(suffix for suffix, what in OFFLOADS.items() if what == self.offload)
+        suffix = next(suffix for suffix, what in OFFLOADS.items() if what == self.offload)
+        return base + suffix + ("" if self.layers is None else f"{FIRST}{self.layers}")
+
+    def kinds(self, layers: int) -> tuple[tuple["Policy", int], ...]:
+        """Return the policies of the blocks of a model of so many layers: one, or the first ones' and the last ones'.
+
+        With each comes the number of its layers.
+
+        Raises:
+            UserError: See `require_layers`.
+        """
+        if self.layers is None:
+            return ((self, layers),)
+        self.require_layers(layers)
+        return (replace(self, layers=None), self.layers), (Policy(recomputes=False), layers - self.layers)
+
+    def require_layers(self, layers: int) -> None:
+        """Check that of a model of so many layers some keep everything, where it names the first ones.
+
+        Raises:
+            UserError: None does.
+        """
+        if self.layers is None or self.layers < layers:
+            return
+        everywhere = replace(self, layers=None).name
+        fewer = f", or fewer: {everywhere}{FIRST}1 to {FIRST}{layers - 1}" if layers > 1 else ""
+        raise UserError(
+            f"recompute policy '{self.name}' names all of the model's {layers} layers, or more\n"
+            f"fix: {everywhere}, which holds for all of them{fewer}"
+        )
+
+    def of_layers(self, layers: int) -> tuple["Policy", ...]:
+        """Return the policy of each block of a model of so many layers; see `kinds`."""
+        return tuple(policy for policy, count in self.kinds(layers) for _ in range(count))
 
     def kept(self, block: BlockBytes) -> float:
         """Return the bytes that each block keeps on the GPU from its forward to its backward."""
@@ -141,6 +192,20 @@ class Policy:
 
     def _held(self, block: BlockBytes) -> float:
         return block.input + self.attention * block.attended
+
+
+def _layers(name: str, whole: str, count: str) -> int:
+    if whole == "none":
+        raise UserError(
+            f"recompute policy '{name}' keeps everything in all layers\n"
+            f"fix: block-keep-attention{FIRST}{count}, or none"
+        )
+    if not re.fullmatch("[1-9][0-9]{0,5}", count):
+        raise UserError(
+            f"recompute policy '{name}' is to hold for the first '{count}' layers\n"
+            f"allowed: 1 and more, below the model's layers, at the very end; fix: {whole}{FIRST}1, or {whole} for all"
+        )
+    return int(count)
 
 
 def _fraction(name: str, text: str) -> float:

@@ -6,6 +6,10 @@ from typing import NamedTuple
 from bmburst.tiles import Span
 from bmburst_ops.constants import ATTENTION_BACKWARD, TILE_ROWS
 
+_OUTBOX_BYTES = 1 << 30
+_GATHERED_BYTES = 4 << 30
+_PIPELINED_WORK = 5e10  # FLOPs of one head: below, a kernel is too short to hide anything and only its launch counts
+
 
 class Unit(NamedTuple):
     """Heads of a rank's share: query heads, the KV heads they attend to, and those that no unit before has brought."""
@@ -51,6 +55,49 @@ def make_units(heads: int, kv_heads: int, *, most: int, pace: float = 0.0, backw
         units.append(Unit(own, kv, Span(min(max(brought, kv.start), kv.stop), kv.stop)))
         brought = max(brought, kv.stop)
     return tuple(units)
+
+
+def hides_transfers(transport: str, work: float) -> bool:
+    """Return whether moving some heads beside attending with others pays.
+
+    Kernels must be long enough, and the transport must leave them alone.
+
+    Args:
+        transport: What moves them.
+        work: FLOPs of one head forward, over all ranks.
+    """
+    return transport == "peer" and work >= _PIPELINED_WORK
+
+
+def most_exchanged(heads: int, kv_heads: int, head_bytes: int, *, hides: bool) -> int:
+    """Return how many KV heads one step of an exchange of heads moves, at least 1; 0: all in one step.
+
+    In two steps or more where one `hides` the other, else in as few as an outbox of 1 GiB allows.
+
+    Args:
+        heads: Query heads of a rank's share.
+        kv_heads: KV heads of the share.
+        head_bytes: Of one head of a tensor, after the exchange.
+        hides: See `hides_transfers`.
+    """
+    most = _OUTBOX_BYTES // (head_bytes * (heads // kv_heads + 2))
+    return _bounded(most, kv_heads, hides=hides)
+
+
+def most_gathered(kv_heads: int, head_bytes: int, *, hides: bool) -> int:
+    """Return the same of a gather, whose boxes and buffers may take 4 GiB.
+
+    Args:
+        kv_heads: KV heads of a rank.
+        head_bytes: Of one head of a tensor, of the whole sequence.
+        hides: See `hides_transfers`.
+    """
+    bound = _GATHERED_BYTES // (12 * head_bytes)
+    return _bounded(min(-(-kv_heads // 2), bound) if hides else bound, kv_heads, hides=hides)
+
+
+def _bounded(most: int, kv_heads: int, *, hides: bool) -> int:
+    return max(1, most) if hides or most < kv_heads else 0
 
 
 def _counts(kv_heads: int, most: int, ratio: float) -> list[int]:

@@ -4,8 +4,9 @@ Names are imported when they are first used: `Llama` needs BMTrain, which must n
 place (`bmburst.start`, `bmburst launch`). ModelCenter itself is not needed.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from bmburst.lazy import public_name
 
 if TYPE_CHECKING:
     from model_center_ext.config import LlamaConfig, config_files
@@ -18,14 +19,4 @@ _HOMES = {"Llama": "llama", "LlamaConfig": "config", "LlamaOutput": "llama", "co
 
 def __getattr__(name: str) -> Any:
     """Import a public name from where it lives."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'model_center_ext' has no attribute {name!r}")
-    try:
-        home = import_module(f"model_center_ext.{_HOMES[name]}")
-    except ImportError as error:
-        if _HOMES[name] != "llama":
-            raise
-        from bmburst.errors import needs_bmtrain
-
-        raise needs_bmtrain(f"model_center_ext.{name}") from error
-    return getattr(home, name)
+    return public_name(__name__, name, _HOMES, over_bmtrain="llama")

@@ -42,7 +42,7 @@ class LlamaConfig(ModelCenterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Policy.parse(self.recompute)
+        Policy.parse(self.recompute).require_layers(self.num_layers)
 
     @classmethod
     def from_json_file(cls: type[Self], json_file: str | os.PathLike[str], **changes: Any) -> Self:

@@ -1,9 +1,7 @@
-"""Every communicator says the same: threads, gloo processes; views, dtypes, wrong shapes, lost ranks, groups."""
+"""Every communicator says the same: threads, gloo processes; views, dtypes, lost ranks, groups."""
 
-import gc
 import random
 import time
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmburst.comm.checks import Checked, Mismatch
 from bmburst.comm.exchange import Block, Move, make_exchange
 from bmburst.comm.groups import communicator
-from bmburst.comm.local import LocalCommunicator, LostRank, Wire, run_ranks
-from bmburst.comm.side_stream import SideStreamTransfer
+from bmburst.comm.local import LostRank, run_ranks
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape, current_mesh
 from tests.distributed.processes import run_processes
@@ -245,81 +241,6 @@ def test_a_group_made_without_a_backend(tmp_path):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda c: c.ring(torch.zeros(2 + c.rank)), r"rank 1: ring shift=1 float32\[3\]"),
-        (lambda c: c.ring(torch.zeros(2), shift=1 + 2 * c.rank), "rank 1: ring shift=3"),
-        (lambda c: c.ring(torch.zeros(2, dtype=[torch.float32, torch.float64][c.rank])), r"rank 1: .* float64\[2\]"),
-        (lambda c: c.ring(*[torch.zeros(9, 9, 9)] * 40, torch.zeros(2 + c.rank)), r"rank 1: .* #"),  # far behind
-        (lambda c: c.all_reduce(torch.zeros(2)) if c.rank else c.all_gather(torch.zeros(2)), "rank 1: all_reduce"),
-        (lambda c: c.all_reduce(torch.zeros(2 + c.rank)), r"rank 1: all_reduce float32\[3\]"),
-        (lambda c: c.all_gather(torch.zeros(2 + c.rank)), r"rank 1: all_gather float32\[3\]"),
-        (lambda c: c.all_to_all(torch.zeros(2, 1 + c.rank)), r"rank 1: all_to_all float32\[2, 2\]"),
-        (lambda c: c.reduce_scatter(torch.zeros(2, 1 + c.rank)), r"rank 1: reduce_scatter float32\[2, 2\]"),
-        (lambda c: c.all_to_all(torch.zeros(3)), r"dimension 0 must be the group's 2 ranks, got shape \[3\]"),
-        (lambda c: c.all_to_all(torch.tensor(1.0)), r"must be the group's 2 ranks, got shape \[\]"),
-        (lambda c: c.reduce_scatter(torch.zeros(3 - c.rank)), "must be the group's 2 ranks"),
-        (lambda c: c.ring(torch.zeros(2, device=["cpu", "meta"][c.rank])), "moves cpu tensors by threads, not meta"),
-    ],
-)
-def test_a_mismatch_is_an_error_on_every_rank(call, message):
-    def body(comm):
-        with pytest.raises(UserError, match=message) as caught:
-            call(comm)
-        assert len(str(caught.value).splitlines()) <= 3
-        assert torch.equal(comm.ring(torch.tensor(comm.rank)).wait()[0], torch.tensor((comm.rank - 1) % 2))
-
-    run_ranks(2, body)
-
-
-def test_a_problem_of_one_rank_is_raised_on_all():
-    def decide(rank, problem):
-        if problem:
-            raise UserError(problem)
-        return rank, "same"
-
-    def body(comm):
-        assert comm.decided(lambda: decide(comm.rank, None)) == comm.rank
-        for problem in ("head counts do not divide", "x" * 3000):
-            with pytest.raises(UserError, match=problem[:200]):
-                comm.decided(lambda p=problem: decide(comm.rank, p if comm.rank == 2 else None))
-        with pytest.raises(Mismatch, match="rank 0: a\nrank 2: b"):
-            comm.agree("b" if comm.rank == 2 else "a")
-
-    run_ranks(3, body)
-
-
-def test_checks_on_demand(monkeypatch):
-    """As on GPUs: off, on where asked for, and on everywhere by the debug switch."""
-
-    def body(comm):
-        off = Checked(comm, comm.device, always=False)
-        world = Mesh(MeshShape(1, 2), comm.rank, off, comm, off)
-        assert not off.active
-        off.agree(f"rank {comm.rank}")
-        with off.checking():
-            with pytest.raises(Mismatch):
-                off.agree(f"rank {comm.rank}")
-            off.agree("same")
-        off.agree(f"rank {comm.rank}")
-        for active in (True, False):
-            world.set_checks(active)
-            assert (off.active, comm.active) == (active, True)
-        with pytest.raises(UserError, match="disagree"):  # a mesh is made once, and compared always
-            Mesh._over(off, lambda _: off, lambda: MeshShape(1 + comm.rank, 2))
-        assert not off.active
-        if comm.rank:
-            with pytest.raises(UserError, match="mine alone"):
-                off.refuse("mine alone")
-
-    run_ranks(2, body)
-    monkeypatch.setenv("BMBURST_CHECK", "1")
-    switched = Checked(LocalCommunicator(0, [[Wire()]]), torch.device("cpu"), always=False)
-    Mesh(MeshShape(1, 1), 0, switched, switched, switched).set_checks(False)
-    assert switched.active
-
-
 def test_a_lost_rank_ends_the_others_at_once():
     def body(comm):
         if comm.rank == 1:
@@ -332,64 +253,6 @@ def test_a_lost_rank_ends_the_others_at_once():
     with pytest.raises(KeyError, match="the reason"):
         run_ranks(3, body)
     assert time.monotonic() - started < 10
-
-
-def test_memory_in_flight(monkeypatch):
-    """Of a transfer on a side stream: kept until the wait, and marked only where the wait cannot order its reuse."""
-
-    waited = []
-
-    class Stream:
-        device_index = 0
-        wait_stream = staticmethod(waited.append)
-
-        def wait_event(self, event):
-            pass
-
-    maker, other, side, marks = Stream(), Stream(), Stream(), []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: marks.append((tensor.shape[0], stream)))
-    current = [maker]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
-
-    def transfer():
-        current[0] = maker
-        sent = torch.zeros(2)
-        return SideStreamTransfer(side, (torch.zeros(1),), (sent,)), weakref.ref(sent)
-
-    pending, sent = transfer()
-    assert sent() is not None  # another stream still reads it
-    assert [t.shape[0] for t in pending.wait()] == [1]
-    assert sent() is None
-    del pending
-    gc.collect()
-    assert not marks
-
-    pending, _ = transfer()
-    current[0] = other
-    assert not waited
-    pending.wait()
-    assert waited == [maker]  # which may have copied what a rank keeps
-    assert marks == [(1, other), (2, other)]
-    marks.clear()
-    del pending
-    assert not marks
-
-    pending, _ = transfer()
-    del pending  # an exception came before the wait
-    assert marks == [(1, side), (2, side)]
-
-
-def test_mesh_shape_names_what_would_fit():
-    assert MeshShape.fit(6, data=2) == MeshShape(2, 3)
-    assert MeshShape.fit(6) == MeshShape(1, 6)
-    assert MeshShape.fit(6, sequence=3) == MeshShape(2, 3)
-    assert MeshShape(2, 3).sequence_groups() == [[0, 1, 2], [3, 4, 5]]
-    assert MeshShape(2, 3).data_groups() == [[0, 3], [1, 4], [2, 5]]
-    for data, sequence in ((4, None), (2, 2), (0, None), (None, 5), (None, 0), (-2, -3)):
-        with pytest.raises(UserError, match="each one of 1, 2, 3, 6"):
-            MeshShape.fit(6, data, sequence)
-    with pytest.raises(UserError, match="at least 1 rank on each axis"):
-        MeshShape(0, 2)
 
 
 def test_nothing_runs():

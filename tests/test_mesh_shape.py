@@ -100,3 +100,16 @@ def test_heads_over_both_axes():
         shape.require_width, "intermediate_size", 41
     )
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_mesh_shape_names_what_would_fit():
+    assert MeshShape.fit(6, data=2) == MeshShape(2, 3)
+    assert MeshShape.fit(6) == MeshShape(1, 6)
+    assert MeshShape.fit(6, sequence=3) == MeshShape(2, 3)
+    assert MeshShape(2, 3).sequence_groups() == [[0, 1, 2], [3, 4, 5]]
+    assert MeshShape(2, 3).data_groups() == [[0, 3], [1, 4], [2, 5]]
+    for data, sequence in ((4, None), (2, 2), (0, None), (None, 5), (None, 0), (-2, -3)):
+        with pytest.raises(UserError, match="each one of 1, 2, 3, 6"):
+            MeshShape.fit(6, data, sequence)
+    with pytest.raises(UserError, match="at least 1 rank on each axis"):
+        MeshShape(0, 2)

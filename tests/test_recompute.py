@@ -238,6 +238,14 @@ def test_a_change_in_place_of_what_is_kept_is_an_error():
     run_ranks(1, body)
 
 
+def test_a_policy_of_layers_is_no_policy_of_a_call():
+    with pytest.raises(
+        UserError, match=r"one call does not know which it is\nfix: block\+offload, or for layer i "
+    ) as e:
+        checkpoint("block+offload+first-3", torch.tanh, torch.zeros(1, requires_grad=True))
+    assert len(str(e.value).splitlines()) <= 3
+
+
 def test_unknown_policy():
     with pytest.raises(UserError, match="unknown recompute policy 'blocks'; did you mean 'block'"):
         checkpoint("blocks", torch.tanh, torch.zeros(1))

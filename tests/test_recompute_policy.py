@@ -9,7 +9,11 @@ from bmburst.train.config import ParallelConfig, TrainConfig
 BLOCK = BlockBytes(input=100.0, attended=40.0, rest=1000.0)
 
 
-@pytest.mark.parametrize("name", [*POLICIES, "block-keep-attention:0.25", "block-keep-attention:0.9+offload"])
+MORE = ["block-keep-attention:0.25", "block-keep-attention:0.9+offload", "block+first-3", "block+offload+first-1"]
+MORE += ["block-keep-attention:0.5+offload-all+first-2"]
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *MORE])
 def test_names_are_read_and_written(name):
     policy = Policy.parse(name)
     assert policy.name == name and Policy.parse(policy.name) == policy
@@ -30,6 +34,15 @@ REFUSALS = {
     "none+offload": "keeps everything",
     "block+offload-all": "fix: block+offload",
     "block+": "unknown recompute policy",
+    "none+first-3": "keeps everything in all layers\nfix: block-keep-attention+first-3, or none",
+    "block+first-0": "is to hold for the first '0' layers\nallowed: 1 and more",
+    "block+first-": "allowed: 1 and more, below the model's layers",
+    "block+first-2.5": "fix: block+first-1, or block for all",
+    "block+first-1_0": "allowed: 1 and more",
+    "block+first-3+offload": "at the very end",
+    "block+first-3+first-3": "at the very end",
+    "block+first": "unknown recompute policy",
+    "blok+first-3": "did you mean 'block'?",
     "": "unknown recompute policy",
 }
 
@@ -41,6 +54,31 @@ def test_bad_names_are_refused_with_the_fix(name):
     assert REFUSALS[name] in str(caught.value) and len(str(caught.value).splitlines()) <= 3
     with pytest.raises(UserError):
         TrainConfig(recompute=name)
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_more_first_layers_than_the_model_has_are_refused(count):
+    message = (
+        f"recompute policy 'block\\+offload\\+first-{count}' names all of the model's 4 layers, or more\nfix: block"
+    )
+    with pytest.raises(UserError, match=message) as caught:
+        TrainConfig(preset="llama-tiny", recompute=f"block+offload+first-{count}")
+    assert str(caught.value).endswith("or fewer: block+offload+first-1 to +first-3")
+    with pytest.raises(
+        UserError, match=r"all of the model's 1 layers, or more\nfix: block, which holds for all of them$"
+    ):
+        Policy.parse("block+first-1").require_layers(1)
+    Policy.parse("block").require_layers(1)
+
+
+def test_each_layer_has_its_policy():
+    policy = Policy.parse("block-keep-attention:0.5+offload+first-2")
+    first, last = Policy.parse("block-keep-attention:0.5+offload"), Policy.parse("none")
+    assert policy.of_layers(5) == (first, first, last, last, last)
+    assert policy.kinds(5) == ((first, 2), (last, 3)) and first.kinds(5) == ((first, 5),)
+    assert policy.kept(BLOCK) == first.kept(BLOCK) and policy.hosted(BLOCK) == first.hosted(BLOCK)
+    with pytest.raises(UserError, match=r"fix: block-keep-attention:0\.5\+offload, which"):
+        policy.of_layers(2)
 
 
 def test_auto_is_for_those_who_know_the_step():

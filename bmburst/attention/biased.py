@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bmburst.attention.call import require_scale, require_transport
+from bmburst.attention.call import require_scale, require_transport, scale_of
+from bmburst.attention.differentiable import gradient_signature, no_autocast, output_gradients
 from bmburst.attention.ring import carry_home, visits
 from bmburst.comm.checks import Checked, describe
 from bmburst.comm.transports import TRANSPORTS, over_transport
@@ -37,7 +38,7 @@ from bmburst_ops.biased import (
 )
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import Partial
-from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_, row_dots
+from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 _MADE = "fix: take what a position bias of bmburst.integrations.cpm_live returns"
 
@@ -107,18 +108,15 @@ def biased_attention(
         except KernelError as error:
             raise UserError(str(error)) from None
         require_scale(scale)
-        # A backward that one rank ran alone would wait for ever.
-        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, table))
         return kernel, (
             f"biased attention\nq, k, v {describe(q, k, v)}\ntable {describe(table)}\nrelations "
             f"{describe(sequence.relations)}\n{sequence.formula}\nscale {scale}\nkernel {kernel.name}\n"
-            f"transport {sequence.transport}\n{'with' if differentiable else 'without'} gradient"
+            f"transport {sequence.transport}\n{gradient_signature(q, k, v, table)}"
         )
 
     kernel = sequence.group.decided(decide)
     comm = over_transport(sequence.group, sequence.transport)
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    call = _Call(comm, kernel, sequence.formula, sequence.relations, sequence.tokens, factor)
+    call = _Call(comm, kernel, sequence.formula, sequence.relations, sequence.tokens, scale_of(q, scale))
     out, lse = _BiasedAttention.apply(q, k, v, table, call)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -150,7 +148,7 @@ class _BiasedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        with torch.autocast(q.device.type, enabled=False), traced("biased attention forward"):
+        with no_autocast(q.device.type), traced("biased attention forward"):
             out, lse = keep(lambda: tuple(_forward(call, q, k, v, table)))
         ctx.save_for_backward(q, k, v, table, out, lse)
         ctx.call = call
@@ -161,11 +159,8 @@ class _BiasedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, table, out, lse = ctx.saved_tensors
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
-        delta = row_dots(grad_out, out)
-        if grad_lse is not None:
-            delta = delta - grad_lse.to(delta.dtype)  # dS = P * (dO V^T - delta + dlse)
-        with torch.autocast(q.device.type, enabled=False), traced("biased attention backward"):
+        grad_out, delta = output_gradients(out, grad_out, grad_lse)
+        with no_autocast(q.device.type), traced("biased attention backward"):
             grads = _backward(ctx.call, grad_out, q, k, v, table, lse, delta)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v, table), strict=True)), None
 

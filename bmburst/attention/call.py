@@ -9,6 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from bmburst.attention.differentiable import gradient_signature
 from bmburst.attention.heads_plan import HeadShapes, HeadsPlan, Strides, make_heads_plan
 from bmburst.attention.strategy import STRATEGIES, Strategy, choose_strategy
 from bmburst.comm.checks import Checked, describe
@@ -70,6 +71,11 @@ def require_scale(scale: float | None) -> None:
     """
     if scale is not None and not (isinstance(scale, Real) and 0 < scale < math.inf):
         raise UserError(f"scale must be a positive number, got {scale!r}\nNone means 1 / sqrt(head_dim)")
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """Return the factor on the scores of queries `[..., head_dim]`: the one given, or the default."""
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,7 @@ def _decide(
             layout=layout,
             length=real,
             mask=mask,
-            scale=q.shape[-1] ** -0.5 if options.scale is None else float(options.scale),
+            scale=scale_of(q, options.scale),
             strategy=choose(layout, real, mask, comm.transport),
             deterministic=options.deterministic,
         )
@@ -232,8 +238,7 @@ def _nodes(comm: Checked, moved: Checked, strategy: str) -> int | None:
 
 
 def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
-    """Return what must be equal on every rank; a backward that one rank ran alone would wait for ever."""
-    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    """Return what must be equal on every rank."""
     facts = {
         "q": describe(q),
         "k": describe(k),
@@ -245,9 +250,9 @@ def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: At
         "kernel": call.kernel.name,
         "transport": options.transport,
         **{f"strategy.{name}": value for name, value in asdict(call.strategy).items()},
-        "with" if differentiable else "without": "gradient",
     }
-    return "\n".join(["burst_attention", *(f"{name} {value}" for name, value in facts.items())])
+    named = (f"{name} {value}" for name, value in facts.items())
+    return "\n".join(["burst_attention", *named, gradient_signature(q, k, v)])
 
 
 def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,6 +1,5 @@
 """Attention over a group of ranks as one differentiable function."""
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,10 +8,10 @@ from torch.autograd.function import once_differentiable
 
 from bmburst.attention.beginning import Beginning
 from bmburst.attention.call import AttentionCall
+from bmburst.attention.differentiable import no_autocast, output_gradients
 from bmburst.attention.executor import backward, forward
 from bmburst.recompute import keep
 from bmburst_ops.flash import Kernel, ReferenceKernel, TritonKernel
-from bmburst_ops.merge import row_dots
 
 
 class SequenceAttention(torch.autograd.Function):
@@ -21,7 +20,7 @@ class SequenceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Attend, or inside a checkpoint's recomputation return what that gave."""
-        with _no_autocast(q.device.type):
+        with no_autocast(q.device.type):
             out, lse = keep(lambda: tuple(forward(call, q, k, v)), lambda part: Beginning.before(part, call, q, k, v))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
@@ -34,22 +33,13 @@ class SequenceAttention(torch.autograd.Function):
         """Return the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
         call: AttentionCall = ctx.call
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
-        delta = row_dots(grad_out, out)
-        kernel = call.kernel
-        if grad_lse is not None:
-            # dS = P * (dO V^T - delta + dlse): the gradient of the log-sum-exp is a smaller delta. It may be non-zero
-            # where dO is zero, which the surrogate output cannot express.
-            delta = delta - grad_lse.to(delta.dtype)
-            kernel = kernel if kernel.takes_delta else _taking_delta(q, k)
-        with _no_autocast(q.device.type):
+        grad_out, delta = output_gradients(out, grad_out, grad_lse)
+        # A delta that is not zero where dO is: the surrogate output of a kernel that takes none cannot express it.
+        is_taken = grad_lse is None or call.kernel.takes_delta
+        kernel = call.kernel if is_taken else _taking_delta(q, k)
+        with no_autocast(q.device.type):
             grads = backward(call, kernel, grad_out, q, k, v, lse, delta)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None
-
-
-def _no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Return a context in which the inputs' dtype decides, and sums are fp32 or wider; mostly it is so already."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _taking_delta(q: Tensor, k: Tensor) -> Kernel:

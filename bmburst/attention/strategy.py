@@ -19,14 +19,11 @@ from bmburst.schedule import (
     distances,
     forward_bytes,
 )
+from bmburst.units import hides_transfers, most_exchanged, most_gathered
 from bmburst_ops.bounded_cache import bounded_cache
 
 STRATEGIES = ("auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather", "double-ring")
 Outer = Literal["ring", "gather", "double-ring"]
-
-_OUTBOX_BYTES = 1 << 30
-_GATHERED_BYTES = 4 << 30
-_PIPELINED_WORK = 5e10  # FLOPs of one head: below, a kernel is too short to hide anything and only its launch counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,20 +266,9 @@ def _pace(shapes: HeadShapes, length: int, mask: Mask, transport: str) -> float:
 
 
 def _most_kv_heads(strategy: Strategy, shapes: HeadShapes, length: int, mask: Mask, transport: str) -> int:
-    """Return how many KV heads move in one step, at least 1, so that memory for them stays bounded.
-
-    In two steps or more where kernels are long enough and the transport leaves them alone, so that one hides the other;
-    else in as few as memory allows (0: in one). Heads: what an outbox of 1 GiB holds. Gather alone: what its boxes and
-    buffers of 4 GiB hold.
-    """
-    whole = shapes.layout.size * shapes.layout.tokens
+    """Return how many KV heads move in one step, so that memory for them stays bounded; 0: all."""
     work = 4 * shapes.batch * sum(rank_areas(shapes.layout, length, mask)) * shapes.head_dim
-    hides = transport == "peer" and work >= _PIPELINED_WORK
-    vector = shapes.batch * shapes.head_dim * shapes.itemsize
+    hides, vector = hides_transfers(transport, work), shapes.batch * shapes.head_dim * shapes.itemsize
     if strategy.heads == 1:
-        own, bound = shapes.kv_heads, _GATHERED_BYTES // (12 * vector * whole)
-        most = min(-(-own // 2), bound) if hides else bound
-    else:
-        own, group = shapes.own_kv_heads, shapes.own_heads // shapes.own_kv_heads
-        most = _OUTBOX_BYTES // (vector * shapes.tokens * (group + 2))
-    return max(1, most) if hides or most < own else 0
+        return most_gathered(shapes.kv_heads, vector * shapes.layout.size * shapes.layout.tokens, hides=hides)
+    return most_exchanged(shapes.own_heads, shapes.own_kv_heads, vector * shapes.tokens, hides=hides)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
+from bmburst.bench.rows import place
 from bmburst.errors import UserError
 
 SUITES = ("sequence", "batch", "block", "documents", "window", "accuracy")
@@ -78,8 +79,7 @@ class Cell:
     @property
     def key(self) -> str:
         """The name with where it ran: `...@8` on 8 GPUs, `...@2-cpu-float32` on 2 CPU ranks in another dtype."""
-        device = "" if self.device == "cuda" else f"-{self.device}"
-        return f"{self.name}@{self.ranks}{device}" + ("" if self.dtype == "bfloat16" else f"-{self.dtype}")
+        return self.name + place(self.ranks, self.device, self.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON knows them."""

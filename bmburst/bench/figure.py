@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from bmburst.amounts import short
 from bmburst.bench.cells import ONE_GPU, Cell
 from bmburst.bench.drawing import blank, finish, save, styles_of
-from bmburst.bench.grid import short
 from bmburst.bench.results import OK, Results, Row
 from bmburst.bench.table import DIRECTIONS, by_method, columns, comparisons
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from bmburst.amounts import short
 from bmburst.bench.rows import OK, C, ResultFile, Row
 
 
@@ -60,11 +61,3 @@ def run_lines(results: ResultFile[C]) -> list[str]:
             f"{', '.join(stack)}: `{run['command']}`"
         )
     return [*lines, ""]
-
-
-def short(number: int) -> str:
-    """Return 65536 as 64K and 1048576 as 1M."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if number >= size and number % size == 0:
-            return f"{number // size}{unit}"
-    return str(number)

@@ -1,6 +1,7 @@
 """What the ranks of a benchmark are told, as a file: plain data, no torch."""
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self
@@ -15,7 +16,7 @@ LAST_WORDS = "reason"  # file in which a rank that ends the run says why
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnyJob(Generic[C]):
+class AnyJob(ABC, Generic[C]):
     """One start of the ranks, of whatever benchmark.
 
     Attributes:
@@ -44,9 +45,9 @@ class AnyJob(Generic[C]):
     trace: str = ""
 
     @staticmethod
+    @abstractmethod
     def results() -> type[ResultFile[C]]:
         """Return the kind of file that `output` is."""
-        raise NotImplementedError
 
     def write(self, folder: Path) -> None:
         """Write it where `read` finds it."""

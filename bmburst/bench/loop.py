@@ -6,6 +6,7 @@ Ranks agree over gloo, beside what is measured, so that they still can when a ce
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Generic
 
@@ -24,7 +25,7 @@ _PATIENCE = 20.0  # seconds that a rank that failed gives the others to be throu
 _RUN, _SKIP, _STOP = "run", "skip", "stop"
 
 
-def begin(folder: Path, *, runtime: str, tensor: int = 1) -> torch.device:
+def _begin(folder: Path, *, runtime: str, tensor: int = 1) -> torch.device:
     """Start torch.distributed, beside BMTrain where it is asked for, and return this rank's device.
 
     Args:
@@ -49,7 +50,7 @@ def begin(folder: Path, *, runtime: str, tensor: int = 1) -> torch.device:
     return device
 
 
-class Loop(Generic[C]):
+class Loop(ABC, Generic[C]):
     """One rank's part of the job. A benchmark says in a subclass what it is to measure a cell.
 
     Args:
@@ -75,17 +76,17 @@ class Loop(Generic[C]):
         """Return whether this rank has anything to do in a cell."""
         return self.rank < cell.ranks
 
+    @abstractmethod
     def refusal(self, cell: C) -> str | None:
         """Return why the cell cannot run, as far as it is known before, or None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def measure(self, cell: C) -> Row:
         """Return what a cell's row says beside its state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def line(self, cell: C, row: Row) -> str:
         """Return what is printed as a cell is done."""
-        raise NotImplementedError
 
     def run(self) -> None:
         """Measure the cells; the first rank writes the file after each."""
@@ -179,6 +180,19 @@ class Loop(Generic[C]):
             self.results.put(cell, row)
             self.results.write(self.output)
             print(self.line(cell, self.results.rows[cell.key]), flush=True)  # noqa: T201  # progress, for the user
+
+
+def run_rank(loop: type[Loop[C]], job: AnyJob[C], folder: Path, *, tensor: int = 1) -> None:
+    """Run one rank of a job, from its start to its end.
+
+    Args:
+        loop: What it does.
+        job: The job.
+        folder: The job's.
+        tensor: Ranks that share each matrix, under BMTrain.
+    """
+    loop(job, _begin(folder, runtime=job.runtime, tensor=tensor), folder).run()
+    dist.destroy_process_group()  # not after a failure: it would wait for ranks that are stuck
 
 
 def _joined(rows: list[Row]) -> Row:

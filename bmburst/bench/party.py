@@ -1,11 +1,13 @@
 """The ranks of a cell, and torch.distributed's plain collectives on them: what the peers are written with."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from bmburst.comm.flat import bytes_of
+from bmburst.comm.process_group import ALL_GATHER, REDUCE_SCATTER, named_verb
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +37,7 @@ class Party:
         received = torch.empty_like(parts)
         if self.size == 1:
             return received.copy_(parts)
-        dist.all_to_all_single(_bytes(received), _bytes(parts), group=self.group)
+        dist.all_to_all_single(bytes_of(received), bytes_of(parts), group=self.group)
         return received
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -43,9 +45,7 @@ class Party:
         received = part.new_empty((self.size, *part.shape))
         if self.size == 1:
             return received.copy_(part[None])
-        _verb("all_gather_single", "all_gather_into_tensor")(
-            _bytes(received), _bytes(part.contiguous()), group=self.group
-        )
+        named_verb(ALL_GATHER)(bytes_of(received), bytes_of(part.contiguous()), group=self.group)
         return received
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Party:
         received = torch.empty_like(parts[0])
         if self.size == 1:
             return received.copy_(parts[0])
-        _verb("reduce_scatter_single", "reduce_scatter_tensor")(received.view(-1), parts.view(-1), group=self.group)
+        named_verb(REDUCE_SCATTER)(received.view(-1), parts.view(-1), group=self.group)
         return received
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -75,14 +75,3 @@ class Party:
             dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
         ]
         return received, dist.batch_isend_irecv(hops)
-
-
-def _verb(name: str, before: str) -> Callable[..., object]:
-    """Return torch's function under the name of torch 2.13, or under the one that it had before."""
-    found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
-    return found
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory: what is only moved moves in any dtype."""
-    return tensor.view(-1).view(torch.uint8)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from bmburst.bench.accuracy import measure_accuracy
 from bmburst.bench.cells import Cell, accuracy_ranks
 from bmburst.bench.job import Job
-from bmburst.bench.loop import Loop, begin
+from bmburst.bench.loop import Loop, run_rank
 from bmburst.bench.methods import LocalKernel, Setting, all_methods
 from bmburst.bench.party import Party
 from bmburst.bench.patterns import pattern_of
@@ -25,9 +25,7 @@ def main(argv: list[str]) -> None:
         argv: The job's folder.
     """
     folder = Path(argv[0])
-    job = Job.read(folder)
-    _AttentionLoop(job, begin(folder, runtime=job.runtime), folder).run()
-    dist.destroy_process_group()  # not after a failure: it would wait for ranks that are stuck
+    run_rank(_AttentionLoop, Job.read(folder), folder)
 
 
 class _AttentionLoop(Loop[Cell]):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -43,8 +44,13 @@ class AnyCell(Protocol):
 C = TypeVar("C", bound=AnyCell)
 
 
+def place(ranks: int, device: str, dtype: str) -> str:
+    """Return where a cell runs, as the end of its key: `@8` on 8 GPUs, `@2-cpu-float32` on 2 CPU ranks in fp32."""
+    return f"@{ranks}" + ("" if device == "cuda" else f"-{device}") + ("" if dtype == "bfloat16" else f"-{dtype}")
+
+
 @dataclass(slots=True)
-class ResultFile(Generic[C]):
+class ResultFile(ABC, Generic[C]):
     """Rows by cell key, in the order in which they were first tried, and the runs that made them.
 
     A benchmark subclasses it for its kind of cell.
@@ -62,13 +68,13 @@ class ResultFile(Generic[C]):
     running: str | None = None
 
     @staticmethod
+    @abstractmethod
     def make_cell(values: dict[str, Any]) -> C:
         """Return the cell that `to_dict` made these fields of."""
-        raise NotImplementedError
 
+    @abstractmethod
     def estimate(self, cell: C) -> float:
         """Return about how many seconds a cell will take; 0 where nothing is known."""
-        raise NotImplementedError
 
     @classmethod
     def read(cls, path: Path) -> Self:

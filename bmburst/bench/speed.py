@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bmburst.amounts import GIB
 from bmburst.bench.block import prepare_block, prepare_block_alone, projection_flops
 from bmburst.bench.cells import ONE_GPU, PLAIN_MASKS, Cell
 from bmburst.bench.inputs import Calls, prepare
@@ -16,8 +17,6 @@ from bmburst.bench.timing import Times, in_turns, quotient
 from bmburst.bench.trace import record
 from bmburst.bench.work import alone, forward_flops, one_gpu_memory, plain_causal
 from bmburst_ops.constants import ATTENTION_BACKWARD
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +40,7 @@ def memory_refusal(method: Method, cell: Cell, gauge: Gauge) -> str | None:
     needed, capacity = method.memory(cell) + beside, gauge.capacity(cell.ranks)
     if needed <= capacity:
         return None
-    return f"would not fit: about {needed / _GIB:.0f} GiB a rank, of {capacity / _GIB:.0f} GiB"
+    return f"would not fit: about {needed / GIB:.0f} GiB a rank, of {capacity / GIB:.0f} GiB"
 
 
 def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, effort: Effort) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, ef
         call()
     peak = gauge.peak()
     others = _others(cell, setting)
-    row: dict[str, Any] = {"peak_memory_gib": None if peak is None else peak / _GIB, **decided}
+    row: dict[str, Any] = {"peak_memory_gib": None if peak is None else peak / GIB, **decided}
     row |= facts(cell.mask, cell.tokens)
     for direction, factor in (("forward", 1.0), ("forward_backward", 1 + ATTENTION_BACKWARD)):
         moved = None if traffic is None else getattr(traffic, direction)

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from bmburst.amounts import short
 from bmburst.bench.cells import MASK_TOKENS, SUITES, Cell
-from bmburst.bench.grid import grid, run_lines, short, what_did_not_run
+from bmburst.bench.grid import grid, run_lines, what_did_not_run
 from bmburst.bench.results import OK, Results, Row
 
 DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}

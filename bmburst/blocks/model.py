@@ -48,11 +48,11 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
             [
                 # Recomputation is ours (bmburst.recompute): BMTrain's would run the ring a second time.
                 bmt.Block(
-                    TransformerBlock(config, attention, dtype, recompute, tensor, store, mlp_chunk, norm),
+                    TransformerBlock(config, attention, dtype, policy, tensor, store, mlp_chunk, norm),
                     use_checkpoint=False,
                     zero_level=zero_level,
                 )
-                for _ in range(config.num_layers)
+                for policy in recompute.of_layers(config.num_layers)
             ]
         )
         # The factor on logits is here, before anything reads the hidden states: every head gives the right logits.
@@ -85,7 +85,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             To choose, pass for example `functools.partial(BurstAttention, layout="striped", group=mesh.sequence)`.
         dtype: Of weights and activations.
         recompute: Policy of `bmburst.recompute_policy`, for example "none", "block", "block-keep-attention",
-            "block-keep-attention:0.5" or "block-keep-attention+offload". All but "auto", which needs to know the step.
+            "block-keep-attention:0.5" or "block-keep-attention+offload", or of the first layers alone
+            "block-keep-attention+first-20". All but "auto", which needs to know the step.
         zero_level: 2 or 3, BMTrain's.
         seed: Of the fresh weights; they do not depend on the number of ranks. None leaves them undefined, for a
             caller that loads them.
@@ -114,6 +115,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     ) -> None:
         super().__init__()
         policy = Policy.parse(recompute)
+        policy.require_layers(config.num_layers)
         if zero_level not in (2, 3):
             raise UserError(f"zero_level {zero_level} is unknown\nknown: 2, 3")
         if loss_chunk < 1:

@@ -125,7 +125,7 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         config: The shape.
         attention: Makes attention.
         dtype: Of the weights.
-        policy: What backward computes again.
+        policy: What backward computes again of this layer.
         tensor: The tensor group.
         store: Of all blocks, where `policy` offloads to.
         mlp_chunk: See `Llama`.

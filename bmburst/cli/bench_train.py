@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.cli.bench_kind import Kind, Prepared, Shown, chosen, numbers, of_jobs, require_kernel
-from bmburst.errors import UserError, require_known
+from bmburst.errors import UserError
 from bmburst.train.resolve import check_data_path
 
 
@@ -23,12 +23,12 @@ def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> P
     from bmburst.bench.training.cells import Choice, TrainCell, list_cells
     from bmburst.bench.training.job import TrainJob
     from bmburst.bench.training.methods import METHODS
-    from bmburst.recompute import POLICIES
+    from bmburst.recompute_policy import Policy
 
     if args.steps < 0:
         raise UserError(f"--steps {args.steps}\nallowed: 1 and more, or 0 for each suite's own")
     if args.recompute:
-        require_known("recompute policy", args.recompute, POLICIES)
+        Policy.parse(args.recompute)
     if args.text != "stdlib" and not Path(args.text).exists():
         raise UserError(f"--text {args.text}: there is no such file or folder\nfix: a text, or leave it out")
     check_data_path(args.text, "text")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bmburst.amounts import GIB
 from bmburst.cli import train
 from bmburst.cli.outputs import require_file
 from bmburst.config import given_options, to_dict
@@ -218,7 +219,7 @@ def _require_space(folder: Path, phases: Sequence[_Phase]) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"{folder.parent} has {free / 2**30:.1f} GiB free, the check writes {needed / 2**30:.1f} GiB\n"
+            f"{folder.parent} has {free / GIB:.1f} GiB free, the check writes {needed / GIB:.1f} GiB\n"
             "fix: TMPDIR=another folder, or fewer layers, for example --model.num_layers 2"
         )
 

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="bfloat16", metavar="bfloat16|float32", help="of weights and activations")
     add("--loss-chunk", type=int, metavar="TOKENS", default=1024, help="tokens whose logits exist at once")
     add("--mlp-chunk", type=int, metavar="TOKENS", help="tokens in an MLP at once; 0: all (default: as bmburst train)")
-    add("--recompute", metavar="POLICY,...", help="policies to try (default: all of docs/recompute.md)")
+    add("--recompute", metavar="POLICY,...", help="to try, and +first-N between (default: those of docs/recompute.md)")
     add("--zero", metavar="STAGE,...", help="stages to try (default: 2,3)")
     add("--tensor", metavar="N,...", help="tensor degrees to try (default: all that fit into a node)")
     add("--ways", type=int, metavar="N", default=12, help="ways to show (default: 12)")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bmburst.comm.flat import bytes_of, contiguous
 from bmburst.comm.messages import MessageMover
 from bmburst.comm.objects import gather_objects
 from bmburst.comm.protocol import Arrived, Transfer
@@ -82,35 +83,39 @@ class BMTrainCommunicator(MessageMover):
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
-        sent = _contiguous(tensors)
+        sent = contiguous(tensors)
         received = tuple(torch.empty_like(t) for t in sent)
         to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
 
         def operations() -> None:
             for outgoing, incoming in zip(sent, received, strict=True):
-                self._nccl.send(_bytes(outgoing), to, self._handle)
-                self._nccl.recv(_bytes(incoming), source, self._handle)
+                self._nccl.send(Flat(bytes_of(outgoing)), to, self._handle)
+                self._nccl.recv(Flat(bytes_of(incoming)), source, self._handle)
 
         return self._start(operations, received, sent)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`. BMTrain 1.0.1 has none: grouped sends and receives."""
-        (sent,) = _contiguous((tensor,))
+        (sent,) = contiguous((tensor,))
         received = torch.empty_like(sent)
 
-        return self._start(lambda: self._messages(_rows(sent), _rows(received)), (received,), (sent,))
+        return self._start(
+            lambda: self._messages([*map(bytes_of, sent)], [*map(bytes_of, received)]), (received,), (sent,)
+        )
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
-        (sent,) = _contiguous((tensor,))
+        (sent,) = contiguous((tensor,))
         received = sent.new_empty((self.size, *sent.shape))
         return self._start(
-            lambda: self._nccl.allGather(_bytes(sent), _bytes(received), self._handle), (received,), (sent,)
+            lambda: self._nccl.allGather(Flat(bytes_of(sent)), Flat(bytes_of(received)), self._handle),
+            (received,),
+            (sent,),
         )
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
-        (sent,) = _contiguous((tensor,))
+        (sent,) = contiguous((tensor,))
         received = sent.new_empty(sent.shape[1:])
         return self._start(
             lambda: self._nccl.reduceScatter(Flat(sent), Flat(received), "sum", self._handle), (received,), (sent,)
@@ -144,17 +149,3 @@ class BMTrainCommunicator(MessageMover):
             operations()
         pending.done = self._stream.record_event()
         return pending
-
-
-def _contiguous(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(t.detach().contiguous() for t in tensors)
-
-
-def _bytes(tensor: Tensor) -> Flat:
-    """A contiguous tensor's memory: what is only moved moves in any dtype."""
-    return Flat(tensor.view(-1).view(torch.uint8))
-
-
-def _rows(tensor: Tensor) -> list[Tensor]:
-    """The same, item by item."""
-    return [row.view(-1).view(torch.uint8) for row in tensor]

@@ -61,20 +61,18 @@ def bmtrain_groups() -> tuple[Checked, Split]:
         raise UserError("BMTrain is not running\ncall bmburst.start() (or bmtrain.init_distributed()) first")
     world = _over_bmtrain(config["comm"])
 
-    def split(groups: Sequence[Sequence[int]]) -> Checked:
+    def make(mine: Sequence[int]) -> Checked:
         from bmtrain import nccl
         from bmtrain.store import allgather_objects
 
-        if [list(ranks) for ranks in groups] == _neighbours(world.size, bmtrain_tensor_degree()):
-            return _over_bmtrain(config["tp_comm"])  # BMTrain has made it; another would take memory of its own
-        if len(groups) == 1:
-            return world
-        if all(len(ranks) == 1 for ranks in groups):
-            return alone(world)
-        mine = _group_of(world.rank, groups)
         # Every rank makes an id, the first of each group's is used: ids travel by BMTrain's own object exchange.
         ids = allgather_objects(nccl.getUniqueId() if mine[0] == world.rank else b"")
         return _over_bmtrain(nccl.commInitRank(ids[mine[0]], len(mine), mine.index(world.rank)))
+
+    def split(groups: Sequence[Sequence[int]]) -> Checked:
+        if [list(ranks) for ranks in groups] == _neighbours(world.size, bmtrain_tensor_degree()):
+            return _over_bmtrain(config["tp_comm"])  # BMTrain has made it; another would take memory of its own
+        return _own_group(world, groups, make)
 
     return world, split
 
@@ -105,18 +103,22 @@ def process_groups() -> tuple[Checked, Split]:
     world = communicator(dist.group.WORLD)
 
     def split(groups: Sequence[Sequence[int]]) -> Checked:
-        if len(groups) == 1:
-            return world
-        if all(len(ranks) == 1 for ranks in groups):
-            return alone(world)
-        made = [dist.new_group(list(ranks)) for ranks in groups]  # each rank makes every group, in one order
-        return communicator(made[groups.index(_group_of(world.rank, groups))])
+        def make(mine: Sequence[int]) -> Checked:
+            made = [dist.new_group(list(ranks)) for ranks in groups]  # each rank makes every group, in one order
+            return communicator(made[groups.index(mine)])
+
+        return _own_group(world, groups, make)
 
     return world, split
 
 
-def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
-    return next(ranks for ranks in groups if rank in ranks)
+def _own_group(world: Checked, groups: Sequence[Sequence[int]], make: Callable[[Sequence[int]], Checked]) -> Checked:
+    """Return this rank's of the groups of a partition; `make` is asked for it unless it is all ranks or each alone."""
+    if len(groups) == 1:
+        return world
+    if all(len(ranks) == 1 for ranks in groups):
+        return alone(world)
+    return make(next(ranks for ranks in groups if world.rank in ranks))
 
 
 def _neighbours(world_size: int, degree: int) -> list[list[int]]:

@@ -7,9 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bmburst.comm.flat import bytes_of, contiguous
 from bmburst.comm.messages import MessageMover
 from bmburst.comm.protocol import Transfer
 from bmburst.errors import UserError
+
+# Names in torch 2.13, and those before.
+ALL_GATHER = ("all_gather_single", "all_gather_into_tensor")
+REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class _Pending:
@@ -68,40 +73,38 @@ class ProcessGroupCommunicator(MessageMover):
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
-        sent = _contiguous(tensors)
+        sent = contiguous(tensors)
         received = tuple(torch.empty_like(t) for t in sent)
         to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
         if self.transport != "nccl":
-            outbound, inbound = ([(peer, _bytes(t)) for t in part] for peer, part in ((to, sent), (source, received)))
+            outbound, inbound = ([(peer, bytes_of(t)) for t in part] for peer, part in ((to, sent), (source, received)))
             return _Pending(self._posted(outbound, inbound), received, sent)
         nothing = torch.empty(0, dtype=torch.uint8, device=sent[0].device)
         works: list[dist.Work] = []
         for outgoing, incoming in zip(sent, received, strict=True):
             works += self._works(
-                [_bytes(outgoing) if peer == to else nothing for peer in range(self.size)],
-                [_bytes(incoming) if peer == source else nothing for peer in range(self.size)],
+                [bytes_of(outgoing) if peer == to else nothing for peer in range(self.size)],
+                [bytes_of(incoming) if peer == source else nothing for peer in range(self.size)],
             )
         return _Pending(works, received, sent)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
-        (sent,) = _contiguous((tensor,))
+        (sent,) = contiguous((tensor,))
         received = torch.empty_like(sent)
-        return self._started(dist.all_to_all_single, _bytes(received), _bytes(sent), received, sent)
+        return self._started(dist.all_to_all_single, bytes_of(received), bytes_of(sent), received, sent)
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
-        (sent,) = _contiguous((tensor,))
+        (sent,) = contiguous((tensor,))
         received = sent.new_empty((self.size, *sent.shape))
-        verb = _verb("all_gather_single", "all_gather_into_tensor")
-        return self._started(verb, _bytes(received), _bytes(sent), received, sent)
+        return self._started(named_verb(ALL_GATHER), bytes_of(received), bytes_of(sent), received, sent)
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
-        (sent,) = _contiguous((tensor,))
+        (sent,) = contiguous((tensor,))
         received = sent.new_empty(sent.shape[1:])
-        verb = _verb("reduce_scatter_single", "reduce_scatter_tensor")
-        return self._started(verb, received.view(-1), sent.view(-1), received, sent)
+        return self._started(named_verb(REDUCE_SCATTER), received.view(-1), sent.view(-1), received, sent)
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
@@ -141,16 +144,8 @@ class ProcessGroupCommunicator(MessageMover):
         return _Pending((verb(target, source, group=self._group, async_op=True),), (received,), (sent,))
 
 
-def _verb(name: str, before: str) -> Callable[..., dist.Work]:
-    """Return torch's function under the name of torch 2.13, or under the one that it had before."""
+def named_verb(names: tuple[str, str]) -> Callable[..., dist.Work]:
+    """Return torch's function of the first name, or where there is none of the second."""
+    name, before = names
     found: Callable[..., dist.Work] = getattr(dist, name, None) or getattr(dist, before)
     return found
-
-
-def _contiguous(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(t.detach().contiguous() for t in tensors)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory: what is only moved moves in any dtype."""
-    return tensor.view(-1).view(torch.uint8)

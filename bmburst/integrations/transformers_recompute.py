@@ -20,11 +20,12 @@ def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> N
     Args:
         model: A model of transformers, before or after it is wrapped.
         policy: One of `bmburst.recompute_policy`; a part of attention, as "block-keep-attention:0.5" keeps, must be
-            one that the layout has.
+            one that the layout has. "block-keep-attention+first-20" holds for the first 20 layers, in the order of
+            `model.modules()`.
 
     Raises:
-        UserError: The policy is unknown, or the model has no layers that can, or has dropout: random numbers are not
-            drawn again.
+        UserError: The policy is unknown or names too many layers, or the model has no layers that can, or has dropout:
+            random numbers are not drawn again.
     """
     chosen = Policy.parse(policy)
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
@@ -40,9 +41,9 @@ def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> N
             f"a layer computed again would draw other random numbers, and the model has {dropout}\n"
             "fix: set it to 0, or model.gradient_checkpointing_enable()"
         )
-    function = partial(checkpoint, chosen, store=HostStore())
-    for layer in layers:
-        layer._gradient_checkpointing_func = function
+    store = HostStore()
+    for layer, own in zip(layers, chosen.of_layers(len(layers)), strict=True):
+        layer._gradient_checkpointing_func = partial(checkpoint, own, store=store)
         layer.gradient_checkpointing = True
 
 

@@ -10,6 +10,7 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
+from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.plan.attention import attention_cost
@@ -18,7 +19,6 @@ from bmburst.plan.counts import attention_flops
 from bmburst.plan.hardware import Hardware, load_hardware
 from bmburst.plan.operators import FUSED, OPERATORS
 from bmburst.plan.search import predict
-from bmburst.plan.table import GIB
 from bmburst.plan.task import Task
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
@@ -177,17 +177,7 @@ def _published_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparis
             "both": ("forward + backward, TFLOP/s a GPU", (1 + ATTENTION_BACKWARD) * flops / both),
             "ratio_both": ("forward + backward, ratio to the kernel", kernel / both),
         }
-        for key, (quantity, predicted) in values.items():
-            if key in row:
-                yield Comparison(
-                    group="published, attention",
-                    name=f"{row['name']}, {row['sequence'] // 1024}K, {row['gpus']} x {row['hardware'].upper()}",
-                    source=row["source"],
-                    quantity=quantity,
-                    actual=row[key],
-                    predicted=predicted,
-                    assumed=row.get("assumed", ""),
-                )
+        yield from _published("attention", row["name"], row, values)
 
 
 def _published_training(published: Mapping[str, Any]) -> Iterator[Comparison]:
@@ -212,18 +202,24 @@ def _published_training(published: Mapping[str, Any]) -> Iterator[Comparison]:
             "mfu": ("MFU", found.utilisation),
             "memory": ("memory, GB", found.memory.allocated / GIB),
         }
-        for key, (quantity, predicted) in values.items():
-            if key in row:
-                yield Comparison(
-                    group="published, training",
-                    name=f"{row['name']}, {row['shape']}, {row['sequence'] // 1024}K, {row['gpus']} x "
-                    f"{row['hardware'].upper()}",
-                    source=row["source"],
-                    quantity=quantity,
-                    actual=row[key],
-                    predicted=predicted,
-                    assumed=row.get("assumed", ""),
-                )
+        yield from _published("training", f"{row['name']}, {row['shape']}", row, values)
+
+
+def _published(
+    what: str, name: str, row: Mapping[str, Any], values: Mapping[str, tuple[str, float]]
+) -> Iterator[Comparison]:
+    """Yield those of the values, `(quantity, predicted)` by their keys, that a row has."""
+    for key, (quantity, predicted) in values.items():
+        if key in row:
+            yield Comparison(
+                group=f"published, {what}",
+                name=f"{name}, {row['sequence'] // 1024}K, {row['gpus']} x {row['hardware'].upper()}",
+                source=row["source"],
+                quantity=quantity,
+                actual=row[key],
+                predicted=predicted,
+                assumed=row.get("assumed", ""),
+            )
 
 
 def _changed(hardware: Hardware, changes: Mapping[str, Any]) -> Hardware:

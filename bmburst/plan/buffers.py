@@ -7,7 +7,8 @@ ranks read or write lie outside of torch's allocator where copy engines move blo
 from typing import NamedTuple
 
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.sizes import WIDE, Sizes, sizes
+from bmburst.plan.operators import WIDE
+from bmburst.plan.sizes import Sizes, sizes
 
 _TURNS = 2  # buffers and boxes: one is filled while the other is read
 

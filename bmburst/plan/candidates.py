@@ -5,7 +5,7 @@ gather between such groups, then data; node by node.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -70,12 +70,21 @@ class Candidate:
 
     @cached_property
     def policy(self) -> Policy:
-        """What backward computes again."""
+        """What backward computes again, in the layers that it holds for."""
         return Policy.parse(self.recompute)
 
     @cached_property
+    def kinds(self) -> tuple[tuple["Candidate", int], ...]:
+        """The ways of the layers and how many go each, the first layers first: one, unless a policy names the first.
+
+        Each is a candidate whose policy is that of all of its layers.
+        """
+        kinds = self.policy.kinds(self.task.model.num_layers)
+        return tuple((replace(self, recompute=policy.name), layers) for policy, layers in kinds)
+
+    @cached_property
     def mlp_rows(self) -> int:
-        """Tokens that pass through an MLP at once."""
+        """Tokens that pass through an MLP at once, in the layers that the policy holds for."""
         return mlp_chunk(self.rows, self.task.mlp_chunk, recomputes=self.policy.recomputes)
 
     @cached_property
@@ -130,10 +139,10 @@ def candidates(
         tensor: Tensor degrees to try; by default all that fit into a node.
 
     Raises:
-        UserError: There is none, or a policy is unknown.
+        UserError: There is none, or a policy is unknown or names too many layers.
     """
     for policy in recompute:
-        Policy.parse(policy)
+        Policy.parse(policy).require_layers(task.model.num_layers)
     found = [
         Candidate(task=task, data=data, tensor=degree, heads=heads, outer=outer, recompute=policy, zero=stage)
         for data, degree in _meshes(task, tensor)
@@ -150,7 +159,8 @@ def _in_words(policy: Policy) -> str:
         return "no recompute"
     part = "" if policy.attention == 1 else f"{policy.attention:g} of "
     kept = f"keep {part}attention" if policy.attention else "recompute all"
-    return kept + _SHORT[policy.offload]
+    layers = "" if policy.layers is None else f" (first {policy.layers} layers; the rest keep all)"
+    return kept + _SHORT[policy.offload] + layers
 
 
 def divisors(number: int) -> list[int]:

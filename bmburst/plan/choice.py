@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from bmburst.amounts import GIB
 from bmburst.errors import UserError
 from bmburst.plan.attention import attention_cost
 from bmburst.plan.candidates import Candidate, strategies
+from bmburst.plan.first_layers import of_first_layers, with_margin
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.search import ALIKE, Prediction, predict
-from bmburst.plan.table import GIB
 from bmburst.recompute_policy import POLICIES, Policy, require_end
-
-MARGIN = 0.05
-"""Of the free memory: fragments, and how far formulas may be off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +66,11 @@ def choose(
         hardware: Its rates; its host's memory is what this run may use.
         free: Bytes of a GPU that a run's tensors can have.
         layout: Over the ranks of a sequence, which may rule out to keep a part of attention.
-        policies: To choose from.
+        policies: To choose from, and from what `bmburst.plan.first_layers` finds between them.
     """
-    room = replace(hardware, memory=free * (1 - MARGIN) + hardware.reserved)
+    room = with_margin(hardware, free)
     ways = [replace(way, recompute=name) for name in policies if _is_possible(name, layout, way.sequence)]
+    ways += of_first_layers(way, room, policies)
     found = [predict(each, room) for each in ways]
     fitting = [each for each in found if each.memory.fits]
     in_host = [each for each in found if each.memory.in_host <= each.memory.host_capacity]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.plan.operators import WIDE
 from bmburst.plan.task import Task
 from bmburst.recompute_policy import Policy
 from bmburst_ops.constants import ATTENTION_BACKWARD
@@ -21,6 +22,11 @@ def block_matrices(model: LlamaConfig, tensor: int = 1) -> int:
 def mlp_matrix(model: LlamaConfig, tensor: int = 1) -> int:
     """Return the numbers in a tensor rank's part of one of an MLP's three matrices."""
     return model.hidden_size * (model.intermediate_size // tensor)
+
+
+def adam_bytes(itemsize: int) -> int:
+    """Return the bytes of AdamW's state of a weight: two moments, and an fp32 master where `itemsize` is less."""
+    return 2 * WIDE + (WIDE if itemsize < WIDE else 0)
 
 
 def held_block(model: LlamaConfig, tensor: int = 1) -> int:
@@ -93,7 +99,8 @@ def hardware_flops(model: LlamaConfig, tokens: float, pairs: float, recompute: s
     again = 2.0 * (block_matrices(model) - last) * tokens if policy.recomputes else 0.0
     again += (1 - policy.attention) ** 2 * _forward(model, pairs) if policy.recomputes else 0.0
     done = step_flops(model, tokens, pairs, attention_backward=ATTENTION_BACKWARD)
-    return done + model.num_layers * again
+    layers = sum(count for kind, count in policy.kinds(model.num_layers) if kind.recomputes)
+    return done + layers * again
 
 
 def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:

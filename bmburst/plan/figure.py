@@ -6,9 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bmburst.amounts import GIB, short
 from bmburst.errors import UserError
 from bmburst.plan.search import Prediction
-from bmburst.plan.table import GIB, PARTS, short
+from bmburst.plan.table import PARTS
 
 _COLOURS = {
     "attention": "#2166ac",
@@ -49,8 +50,8 @@ def draw(shown: Sequence[Prediction], path: Path) -> None:
     left.invert_yaxis()
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
-    hardware = shown[0].hardware.name
-    figure.suptitle(f"{task.preset}, {short(task.sequence)} tokens x {task.batch}, {task.gpus} x {hardware}: predicted")
+    hardware, tokens = shown[0].hardware.name, short(task.sequence, commas=True)
+    figure.suptitle(f"{task.preset}, {tokens} tokens x {task.batch}, {task.gpus} x {hardware}: predicted")
     _save(figure, path)
 
 

@@ -3,6 +3,10 @@
 A step has few moments that can be the fullest: inside the last block, forward, where each activation is still there;
 the head and its loss; the last norm's backward; and inside the last block, backward, at its MLP and at its attention.
 Each is added up, the largest is the peak. From the second step on: gradients and optimizer states exist.
+
+Where the first layers are computed again and the last ones keep everything, the last block is one of the latter. When
+backward comes to the last one of the former, the latter have let go of what they kept: one more moment to add up, and
+why it is the first ones that are computed again (`bmburst.recompute_policy`).
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +15,7 @@ from functools import cached_property
 
 from bmburst.plan.buffers import attention_buffers, held_outside
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import held_block, mlp_matrix, table, tables
+from bmburst.plan.counts import adam_bytes, held_block, mlp_matrix, table, tables
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.operators import CURRENT, WIDE, Operators
 from bmburst.recompute_policy import BlockBytes
@@ -72,9 +76,13 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         hardware: On what.
         operators: What stands between the matrices.
     """
-    parts = _Parts(candidate, operators)
-    held = parts.states() | {"workspace": hardware.workspace}
-    found = {name: held | moment() for name, moment in parts.moments().items()}
+    first, *others = _parts(candidate, operators)
+    last = others[-1] if others else first
+    held = last.states() | {"workspace": hardware.workspace}
+    moments = last.moments()
+    if others:
+        moments |= {f"{name}, computed again": moment for name, moment in first.backward_moments().items()}
+    found = {name: held | moment() for name, moment in moments.items()}
     totals = {name: sum(lines.values()) for name, lines in found.items()}
     moment = max(totals, key=lambda name: totals[name])
     outside = {"boxes that peers read": held_outside(candidate), "context and libraries": hardware.reserved}
@@ -84,14 +92,22 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         _used(outside),
         hardware.memory,
         totals,
-        _used(parts.in_host()),
+        _used(first.in_host()),
         HOST_SHARE * hardware.host_memory,
     )
 
 
 def block_bytes(candidate: Candidate) -> BlockBytes:
     """Return what a block's tensors take, by what policies make of them."""
-    return _Parts(candidate, CURRENT).block
+    return _Parts(candidate, CURRENT, layers=1).block
+
+
+def _parts(candidate: Candidate, operators: Operators) -> "list[_Parts]":
+    """Return each kind of layer, the first layers first, with what those before it keep."""
+    found: list[_Parts] = []
+    for kind, layers in candidate.kinds:
+        found.append(_Parts(kind, operators, layers=layers, before=found[-1] if found else None))
+    return found
 
 
 def _used(lines: Mapping[str, float]) -> Lines:
@@ -99,10 +115,22 @@ def _used(lines: Mapping[str, float]) -> Lines:
 
 
 class _Parts:
-    """The tensors of a step, in bytes. Names as in `bmburst/blocks`; `own` tokens are those of a tensor rank."""
+    """The tensors of a step whose last block is one of a kind, in bytes.
 
-    def __init__(self, candidate: Candidate, operators: Operators) -> None:
+    Names as in `bmburst/blocks`; `own` tokens are those of a tensor rank.
+
+    Args:
+        candidate: How the blocks of this kind are computed.
+        operators: What stands between the matrices.
+        layers: Blocks of this kind.
+        before: Those in front of them.
+    """
+
+    def __init__(
+        self, candidate: Candidate, operators: Operators, *, layers: int, before: "_Parts | None" = None
+    ) -> None:
         task, model = candidate.task, candidate.task.model
+        self.layers, self.before = layers, before
         self.candidate, self.operators, self.task, self.model = candidate, operators, task, model
         self.rows = float(candidate.rows)
         self.own_rows = -(-candidate.rows // candidate.tensor)
@@ -128,11 +156,10 @@ class _Parts:
         """What is there all the time."""
         task, model, candidate = self.task, self.model, self.candidate
         share = model.num_parameters / task.gpus
-        moments = 2 * WIDE + (WIDE if task.itemsize < WIDE else 0)  # and the weights themselves in fp32
         return {
             "weights": share * task.itemsize,
             "gradients": share * task.itemsize,
-            "optimizer": 0.0 if task.host_optimizer else share * moments,
+            "optimizer": 0.0 if task.host_optimizer else share * adam_bytes(task.itemsize),
             "whole weights (ZeRO-2)": self._block_bytes() * model.num_layers if candidate.zero == 2 else 0.0,
             "token ids, angles": self._ids(),
         }
@@ -144,9 +171,12 @@ class _Parts:
             "MLP forward": self._mlp_forward,
             "loss": self._loss,
             "last norm backward": self._last_norm,
-            "MLP backward": self._mlp_backward,
-            "attention backward": self._attention_backward,
+            **self.backward_moments(),
         }
+
+    def backward_moments(self) -> dict[str, Callable[[], Lines]]:
+        """Those inside of the last block, backward: the one where most of this kind still keep what they do."""
+        return {"MLP backward": self._mlp_backward, "attention backward": self._attention_backward}
 
     def kept(self) -> float:
         """What a block keeps for its backward."""
@@ -155,9 +185,8 @@ class _Parts:
     def in_host(self) -> Lines:
         """What lies in the memory of a node's host."""
         task = self.task
-        hosted = self.policy.hosted(self.block) * self.model.num_layers * task.gpus_per_node
-        wide = 2 * WIDE + (WIDE if task.itemsize < WIDE else 0)
-        state = wide * self.model.num_parameters / task.nodes if task.host_optimizer else 0.0
+        hosted = self.policy.hosted(self.block) * self.layers * task.gpus_per_node
+        state = adam_bytes(task.itemsize) * self.model.num_parameters / task.nodes if task.host_optimizer else 0.0
         return {"what blocks keep": hosted, "optimizer": state}
 
     def _recomputed(self) -> float:
@@ -174,7 +203,11 @@ class _Parts:
         return self.hidden + self.norm_statistic + self.normed
 
     def _all_kept(self, less: float = 0.0) -> float:
-        return self.kept() * self.model.num_layers - less
+        return self._kept_in_front() + self.kept() * self.layers - less
+
+    def _kept_in_front(self) -> float:
+        """What the blocks of another kind keep, which come before these; the last one's in host memory is here too."""
+        return 0.0 if self.before is None else self.before._all_kept() + self.before._visiting(backward=False)
 
     def _block_bytes(self) -> float:
         return float(held_block(self.model, self.candidate.tensor) * self.task.itemsize)
@@ -185,8 +218,10 @@ class _Parts:
         if not backward:
             return weights
         both = weights + self._block_bytes()
-        is_alone = self.model.num_layers == 1
-        return both if is_alone else max(both, 2 * both - self.kept())
+        blocks_behind = self.model.num_layers - self.layers - (0 if self.before is None else self.before.layers)
+        if blocks_behind:  # what they kept was not counted
+            return 2 * both
+        return both if self.layers == 1 else max(both, 2 * both - self.kept())
 
     def _ids(self) -> float:
         angles = self.rows * self.model.head_dim * WIDE
@@ -298,10 +333,10 @@ class _Parts:
 
     def _kept_before(self) -> float:
         """What all blocks keep and the last one is given."""
-        return self.kept() * (self.model.num_layers - 1) + self.hidden
+        return self._kept_in_front() + self.kept() * (self.layers - 1) + self.hidden
 
     def _visiting(self, *, backward: bool) -> float:
-        return self.policy.visiting(self.block, self.model.num_layers, backward=backward)
+        return self.policy.visiting(self.block, self.layers, backward=backward)
 
     def _attention(self, buffers: tuple[float, float, float, float]) -> float:
         results, kernel, working, boxes = buffers

@@ -8,7 +8,7 @@ account and time does not.
 
 from dataclasses import dataclass, replace
 
-WIDE = 4  # bytes of what is computed inside
+WIDE = 4  # bytes of what is fp32: inside operators, AdamW's state, log-sum-exp and delta, and what a ring adds up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from bmburst.plan.attention import attention_cost
 from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, candidates
+from bmburst.plan.first_layers import of_first_layers, with_margin
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.memory import Memory, memory_of
 from bmburst.plan.operators import CURRENT, Operators
@@ -71,14 +72,19 @@ def search(
 ) -> list[Prediction]:
     """Return all ways, those that fit first, the fastest of them first; of like speed the one with less memory.
 
-    Of those that do not fit the first is nearest to it.
+    To the policies that are asked for come those that `bmburst.plan.first_layers` finds between them. Of the ways that
+    do not fit the first is nearest to it.
 
     Raises:
         UserError: There is none.
     """
     costs = {}
     found = []
-    for candidate in candidates(task, recompute=recompute, zero=zero, tensor=tensor):
+    ways = candidates(task, recompute=recompute, zero=zero, tensor=tensor)
+    room = with_margin(hardware, hardware.memory - hardware.reserved)
+    each_once = (way for way in ways if way.recompute == recompute[0])  # mesh, strategy and stage
+    between = [new for way in each_once for new in of_first_layers(way, room, recompute, operators=operators)]
+    for candidate in ways + between:
         spread = candidate.data, candidate.tensor, candidate.heads, candidate.outer
         if spread not in costs:  # neither recomputation nor ZeRO changes it
             costs[spread] = attention_cost(candidate, hardware)

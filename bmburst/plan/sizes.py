@@ -3,12 +3,8 @@
 from dataclasses import dataclass
 
 from bmburst.plan.candidates import Candidate
-from bmburst.units import make_units
-
-WIDE = 4  # bytes of log-sum-exp, delta, and of gradients that a ring adds up
-OUTBOX_BYTES = 1 << 30  # `bmburst.attention.strategy`: what a unit of an exchange of heads may take
-GATHERED_BYTES = 4 << 30  # the same of a gather: its boxes and buffers
-PIPELINED_WORK = 5e10  # FLOPs of one head, below which nothing is cut
+from bmburst.plan.operators import WIDE
+from bmburst.units import hides_transfers, make_units, most_exchanged, most_gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +76,11 @@ class Sizes:
         candidate, task = self.candidate, self.candidate.task
         whole = candidate.tokens * candidate.sequence
         work = 2.0 * task.micro_batch * whole**2 * task.model.head_dim
-        hides = candidate.transport == "peer" and candidate.sequence_nodes == 1 and work >= PIPELINED_WORK
+        hides = candidate.sequence_nodes == 1 and hides_transfers(candidate.transport, work)
         vector = task.micro_batch * task.model.head_dim * task.itemsize
         if candidate.heads == 1:
-            own, bound = candidate.own_kv_heads, GATHERED_BYTES // (12 * vector * whole)
-            most = min(-(-own // 2), bound) if hides else bound
-        else:
-            own, group = self.kv_heads, self.heads // self.kv_heads
-            most = OUTBOX_BYTES // (vector * candidate.tokens * candidate.heads * (group + 2))
-        return max(1, most) if hides or most < own else 0
+            return most_gathered(candidate.own_kv_heads, vector * whole, hides=hides)
+        return most_exchanged(self.heads, self.kv_heads, vector * candidate.tokens * candidate.heads, hides=hides)
 
     def unit_shares(self, *, backward: bool) -> list[float]:
         """Return the share of the query heads in each unit of an exchange of heads."""

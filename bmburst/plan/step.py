@@ -76,33 +76,14 @@ def step_time(
     """
     layers, passes = candidate.task.model.num_layers, candidate.micro_steps
     attention = attention or attention_cost(candidate, hardware)
-    products, elements = _products(candidate, hardware), _elements(candidate, hardware, operators)
-    head, loss = _head(candidate, hardware), _loss(candidate, hardware, operators)
     start = 2 * hardware.call_start if is_cold else 0.0
-    again = _again(candidate, hardware, operators, attention, products, elements)
-    behind = _Work(
-        products.forward + elements.forward + attention.forward.total,
-        products.backward + elements.backward + attention.backward.total + again,
-    )
-    kernels = attention.forward.kernel + attention.backward.kernel
-    joining = attention.forward.joining + attention.backward.joining + start
-    exposed = attention.forward.exposed + attention.backward.exposed
-    tensor = _tensor(candidate, hardware)
-    policy, held = candidate.policy, block_bytes(candidate)
-    waiting = policy.waiting(held, hardware.host_bandwidth, behind.forward, behind.backward)
-    parts = {
-        "attention": passes * layers * (kernels + joining),
-        "matmul": passes * (layers * (products.forward + products.backward) + head),
-        "elementwise": passes * (layers * (elements.forward + elements.backward) + loss),
-        "recompute": passes * layers * again,
-        "attention_communication": passes * layers * exposed,
-        "zero": passes * _zero(candidate, hardware, behind),
-        "tensor": passes * layers * tensor,
-        "offload": passes * layers * waiting,
-        "optimizer": hardware.memory_seconds(
-            _OPTIMIZER_BYTES * candidate.task.model.num_parameters / _ranks(candidate)
-        ),
-    }
+    parts = _outside_layers(candidate, hardware, operators)
+    for kind, count in candidate.kinds:
+        for name, seconds in _layer(kind, hardware, operators, attention, start).items():
+            parts[name] += count * seconds
+    parts = {name: passes * seconds for name, seconds in parts.items()}
+    parameters = candidate.task.model.num_parameters / _ranks(candidate)
+    parts["optimizer"] = hardware.memory_seconds(_OPTIMIZER_BYTES * parameters)
     least = passes * hardware.layer_host * (layers + OUTSIDE_BLOCKS)
     return StepTime(**parts, host=max(0.0, least - sum(parts.values())))
 
@@ -111,6 +92,41 @@ def utilisation(candidate: Candidate, hardware: Hardware, seconds: float, *, att
     """Return model FLOPs utilisation of a step; see `bmburst.plan.counts.model_flops`."""
     flops = model_flops(candidate.task, attention_backward=attention_backward)
     return flops / seconds / candidate.task.gpus / hardware.peak
+
+
+def _layer(
+    kind: Candidate, hardware: Hardware, operators: Operators, attention: AttentionCost, start: float
+) -> dict[str, float]:
+    """Return the seconds of one layer, forward and backward."""
+    products, elements = _products(kind, hardware), _elements(kind, hardware, operators)
+    again = _again(kind, hardware, operators, attention, products, elements)
+    behind = _Work(
+        products.forward + elements.forward + attention.forward.total,
+        products.backward + elements.backward + attention.backward.total + again,
+    )
+    kernels = attention.forward.kernel + attention.backward.kernel
+    joining = attention.forward.joining + attention.backward.joining + start
+    bandwidth = hardware.host_bandwidth
+    return {
+        "attention": kernels + joining,
+        "matmul": products.forward + products.backward,
+        "elementwise": elements.forward + elements.backward,
+        "recompute": again,
+        "attention_communication": attention.forward.exposed + attention.backward.exposed,
+        "zero": _zero(kind, hardware, behind),
+        "tensor": _tensor(kind, hardware),
+        "offload": kind.policy.waiting(block_bytes(kind), bandwidth, behind.forward, behind.backward),
+    }
+
+
+def _outside_layers(candidate: Candidate, hardware: Hardware, operators: Operators) -> dict[str, float]:
+    """Return the seconds of embedding, head and loss, by the part that each is of."""
+    inside = ("attention", "recompute", "attention_communication", "tensor", "offload")
+    return dict.fromkeys(inside, 0.0) | {
+        "matmul": _head(candidate, hardware),
+        "elementwise": _loss(candidate, hardware, operators),
+        "zero": _zero_of_tables(candidate, hardware),
+    }
 
 
 def _ranks(candidate: Candidate) -> int:
@@ -176,17 +192,30 @@ def _loss(candidate: Candidate, hardware: Hardware, operators: Operators) -> flo
 
 
 def _zero(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
-    """Weights are gathered and gradients scattered a block ahead and behind of the kernels; the tables before them."""
+    """A layer's weights are gathered and its gradients scattered a block ahead and behind of the kernels."""
+    task = candidate.task
+    if task.gpus == candidate.tensor:
+        return 0.0
+    gather = _gather(candidate, hardware)
+    share = hardware.nccl_exposed if task.nodes == 1 else hardware.inter_exposed
+    backward = gather * (2 if candidate.zero == 3 else 1)  # gradients, and in stage 3 weights once more
+    return max(share * gather, gather - behind.forward) + max(share * backward, backward - behind.backward)
+
+
+def _zero_of_tables(candidate: Candidate, hardware: Hardware) -> float:
+    """The tables' transfers, and those of the first block and of the last, stand alone."""
     task, model = candidate.task, candidate.task.model
     if task.gpus == candidate.tensor:
         return 0.0
-    block = held_block(model, candidate.tensor) * task.itemsize
-    gather = collective(hardware, candidate, block, task.gpus // candidate.tensor)
-    share = hardware.nccl_exposed if task.nodes == 1 else hardware.inter_exposed
-    backward = gather * (2 if candidate.zero == 3 else 1)  # gradients, and in stage 3 weights once more
-    exposed = max(share * gather, gather - behind.forward) + max(share * backward, backward - behind.backward)
     whole = collective(hardware, candidate, table(model) * task.itemsize, task.gpus)
-    return model.num_layers * exposed + 2 * gather + 2 * tables(model) * whole
+    return 2 * _gather(candidate, hardware) + 2 * tables(model) * whole
+
+
+def _gather(candidate: Candidate, hardware: Hardware) -> float:
+    """A block's weights."""
+    task = candidate.task
+    block = held_block(task.model, candidate.tensor) * task.itemsize
+    return collective(hardware, candidate, block, task.gpus // candidate.tensor)
 
 
 def _tensor(candidate: Candidate, hardware: Hardware) -> float:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from bmburst.amounts import GIB, short
 from bmburst.plan.command import command
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.search import Prediction
 from bmburst.plan.step import StepTime
 from bmburst.plan.task import Task
 
-GIB = float(2**30)
 PARTS = {declared.name: declared.name.replace("_", " ") for declared in fields(StepTime)}
 
 
@@ -23,9 +23,9 @@ def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: i
         shown: The ways to show, the best first.
         total: How many ways there were.
     """
-    best = shown[0]
+    best, tokens = shown[0], short(task.sequence, commas=True)
     lines = [
-        f"{task.preset}, {short(task.sequence)} tokens x {task.batch} a step, {task.gpus} x {hardware.name} on "
+        f"{task.preset}, {tokens} tokens x {task.batch} a step, {task.gpus} x {hardware.name} on "
         f"{task.nodes} node{'s' if task.nodes > 1 else ''}: {total} ways, the best of each mesh and strategy",
         "",
         *comparison(shown),
@@ -96,14 +96,6 @@ def as_json(task: Task, hardware: Hardware, found: Sequence[Prediction]) -> dict
         for name in ("preset", "sequence", "gpus", "nodes", "batch", "micro_batch", "dtype", "loss_chunk", "mlp_chunk")
     }
     return {"task": question, "hardware": hardware.name, "ways": [_way(each) for each in found]}
-
-
-def short(number: int) -> str:
-    """Return 65536 as 64K and 1048576 as 1M."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if number >= size and number % size == 0:
-            return f"{number // size}{unit}"
-    return f"{number:,}"
 
 
 def _way(prediction: Prediction) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class StepClock:
         self.meter = WaitMeter(on_gpu=on_gpu)
         self.last = Timing()
         self._work, self._optimizer = _Span(on_gpu=on_gpu), _Span(on_gpu=on_gpu)
-        self._data = 0.0
+        self._data, self._last_optimizer = 0.0, 0.0
 
     @contextmanager
     def data(self) -> Iterator[None]:
@@ -67,17 +67,21 @@ class StepClock:
     @contextmanager
     def optimizer(self) -> Iterator[None]:
         """Time clipping and the optimizer; they are read a step later, when they are surely over."""
+        self._last_optimizer = self._optimizer.seconds()
         with self._optimizer.measured():
             yield
 
     def settle(self) -> Timing:
-        """Return the step's timing. The host must have waited for what `work` launched."""
+        """Return the step's timing. The host must have waited for what `work` launched.
+
+        It asks for two events of each wait, milliseconds in all: call it once the optimizer keeps the GPU busy.
+        """
         waits = self.meter.read()
         self.last = Timing(
             data=self._data,
             compute=max(0.0, self._work.seconds() - waits),
             waits=waits,
-            optimizer=self._optimizer.seconds(),
+            optimizer=self._last_optimizer,
         )
         return self.last
 

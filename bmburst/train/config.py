@@ -11,6 +11,7 @@ from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 from bmburst.mesh_shape import MeshShape, allows_heads, divisors
 from bmburst.recompute_policy import AUTO, Policy, require_end
+from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.train.timeline import profiled_steps
 
 STANDARD_LIBRARY = "stdlib"
@@ -139,7 +140,7 @@ class TrainConfig:
     recompute: str = field(
         "What backward computes again instead of keeping it: none, block, block-keep-attention, or with :0.5 behind it "
         "that of half of the sequence; +offload keeps blocks' inputs in host memory, +offload-all attention too; "
-        "auto: the fastest that fits.",
+        "+first-20 behind it all: in the first 20 layers alone; auto: the fastest that fits.",
         default="block-keep-attention",
     )
     loss_chunk_tokens: int = field(
@@ -169,7 +170,7 @@ class TrainConfig:
     )
     hang_timeout: float = field(
         "A step that takes longer ends the run, since BMTrain would wait for ever; 0: no limit.",
-        default=1800.0,
+        default=DEFAULT_HANG_TIMEOUT,
         unit="seconds",
         minimum=0,
         below=1e9,
@@ -213,7 +214,7 @@ class TrainConfig:
             object.__setattr__(self, "model", model_preset(self.preset))
         check_fields(self)
         if self.recompute != AUTO:
-            Policy.parse(self.recompute)
+            Policy.parse(self.recompute).require_layers(self.model.num_layers)
         if self.sequence_length > self.model.max_position_embeddings:
             raise UserError(
                 f"sequence_length {self.sequence_length} is beyond the model's max_position_embeddings "

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from bmburst.config import check_fields, field
+from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class EvalConfig:
     )
     hang_timeout: float = field(
         "A sequence that takes longer ends the evaluation; 0: no limit.",
-        default=1800.0,
+        default=DEFAULT_HANG_TIMEOUT,
         unit="seconds",
         minimum=0,
         below=1e9,

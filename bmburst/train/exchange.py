@@ -11,33 +11,20 @@ from bmburst.train.clock import Timing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostFacts:
-    """What a rank's host knows when it has launched a step's backward.
+class HostFacts(Timing):
+    """What a rank's host knows when it has launched a step's backward, and the timing of the step before.
 
     Attributes:
         pairs: Scores that attention counts, of a head and layer, in the sequences of this data rank.
         memory: Largest allocated bytes since the last exchange; on a CPU of the process so far.
         reserved: Largest reserved bytes; 0 on a CPU.
         stop: Signal that asks this rank to stop; 0 for none.
-        data: Of the step before; see `Timing`.
-        compute: Likewise.
-        waits: Likewise.
-        optimizer: Likewise.
     """
 
     pairs: float = 0.0
     memory: float = 0.0
     reserved: float = 0.0
     stop: float = 0.0
-    data: float = 0.0
-    compute: float = 0.0
-    waits: float = 0.0
-    optimizer: float = 0.0
-
-    @property
-    def timing(self) -> Timing:
-        """The timing alone."""
-        return Timing(data=self.data, compute=self.compute, waits=self.waits, optimizer=self.optimizer)
 
 
 @dataclass(frozen=True, slots=True)

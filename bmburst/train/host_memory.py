@@ -2,19 +2,20 @@
 
 from pathlib import Path
 
+from bmburst.amounts import GIB
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
+from bmburst.plan.counts import adam_bytes
+from bmburst.plan.task import ITEMSIZE
 from bmburst.train.config import TrainConfig
 
 _MEMORY = Path("/proc/meminfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
-_STATE = {"bfloat16": 12, "float32": 8}  # bytes a weight: two moments, and the fp32 master of a narrow one
-_GIB = 1024**3
 
 
 def state_bytes(config: TrainConfig, world_size: int, local_size: int) -> int:
     """Return what AdamW keeps in the memory of a host that has `local_size` of the job's ranks."""
-    return _STATE[config.dtype] * config.model.num_parameters * local_size // world_size
+    return adam_bytes(ITEMSIZE[config.dtype]) * config.model.num_parameters * local_size // world_size
 
 
 def available_bytes() -> int | None:
@@ -44,8 +45,8 @@ def require_host_memory(config: TrainConfig, mesh: Mesh, local_size: int) -> Non
 
 def _shortage(needed: int, available: int | None) -> UserError:
     """Return why `optimizer.offload` cannot work; `available` is of this host, which may be another than the short."""
-    here = "" if available is None or available >= needed else f": {available / _GIB:.1f} are free on this one"
+    here = "" if available is None or available >= needed else f": {available / GIB:.1f} are free on this one"
     return UserError(
-        f"optimizer.offload needs {needed / _GIB:.1f} GiB of each host's memory, and one has less{here}\n"
+        f"optimizer.offload needs {needed / GIB:.1f} GiB of each host's memory, and one has less{here}\n"
         "fix: leave --optimizer.offload out, or share the model among more hosts"
     )

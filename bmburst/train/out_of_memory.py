@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bmburst.amounts import GIB
 from bmburst.errors import RunError, UserError
 from bmburst.plan.hardware import Hardware, hardware_like
 from bmburst.plan.memory import Memory, memory_of
@@ -17,7 +18,6 @@ from bmburst.train.config import TrainConfig
 from bmburst.train.host_memory import available_bytes
 from bmburst.train.planned import planned
 
-_GIB = 2**30
 _MOST = 8  # settings that are shown
 _SMALL_CHUNK = 256  # tokens
 _MORE_RANKS = (2, 4, 8)
@@ -181,4 +181,4 @@ def _parts(memory: Memory) -> Mapping[str, float]:
 
 
 def _gib(nbytes: float) -> str:
-    return f"{nbytes / _GIB:.2f} GiB"
+    return f"{nbytes / GIB:.2f} GiB"

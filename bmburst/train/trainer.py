@@ -3,7 +3,6 @@
 import contextlib
 import math
 import socket
-import sys
 import time
 from dataclasses import asdict
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bmburst import data, hugging_face
+from bmburst.amounts import GIB
 from bmburst.comm.objects import gather_objects
 from bmburst.errors import UserError
 from bmburst.loss import count_valid, global_mean
@@ -24,7 +24,7 @@ from bmburst.sequence import SequenceShard
 from bmburst.trace import traced
 from bmburst.train import checkpoint
 from bmburst.train.clock import StepClock, measure_waits
-from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
+from bmburst.train.config import TrainConfig
 from bmburst.train.evaluate import measure
 from bmburst.train.exchange import HostFacts, StepFacts, exchange
 from bmburst.train.gradient import clip_, gradients_of, square_sum
@@ -40,11 +40,11 @@ from bmburst.train.report import Report
 from bmburst.train.sample import generate
 from bmburst.train.skips import Skips
 from bmburst.train.stop import StopRequest, stopped_by
+from bmburst.train.text import open_text, sequences_of
 from bmburst.train.timeline import Timeline, profiled_steps
 from bmburst.train.token_losses import token_losses
 from bmburst.train.utilisation import Utiliser, known_peak
 
-_GIB = 2**30
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
 
@@ -111,10 +111,10 @@ class Trainer:
             rank=self.mesh.sequence_rank,
             mask="causal",
         )
-        self.corpus = self._open_corpus()
-        self._held_out = self._sequences("held_out")
+        self.corpus = open_text(config, self.folder, self.runtime)
+        self._held_out = sequences_of(self.corpus, config, "held_out")
         self.batches = data.Batches(
-            self._sequences("train"),
+            sequences_of(self.corpus, config, "train"),
             batch_size=config.batch_size,
             seed=config.seed,
             data_rank=self.mesh.data_rank,
@@ -196,7 +196,7 @@ class Trainer:
                 stopped = stopped_by(self._facts, self._hosts, self.steps_done)
                 report.step(metrics)
                 report.note(self._skips.said)
-                report.note(self._lag.add([host.timing for host in self._facts.hosts]) or "")
+                report.note(self._lag.add(self._facts.hosts) or "")
                 self._skips.require()
                 is_last = self.steps_done == total
                 if stopped:  # before an evaluation: there may be little time
@@ -234,14 +234,14 @@ class Trainer:
             grad_norm=norm,
             tokens_per_second=tokens / seconds,
             seconds=seconds,
-            memory_gib=max(host.memory for host in facts.hosts) / _GIB,
+            memory_gib=max(host.memory for host in facts.hosts) / GIB,
             tokens_per_second_per_gpu=tokens / seconds / ranks,
             mfu=used.mfu,
             mfu_kernel=used.mfu_kernel,
             hardware_tflops=used.tflops,
             exposed_seconds=timing.waits,
             data_seconds=timing.data,
-            reserved_gib=max(host.reserved for host in facts.hosts) / _GIB or None,
+            reserved_gib=max(host.reserved for host in facts.hosts) / GIB or None,
             skipped_steps=self._skips.total,
         )
 
@@ -303,6 +303,7 @@ class Trainer:
                 clip_(gradients_of(self.optimizer), facts.grad_norm, self.config.optimizer.clip_norm)
                 self._manager.step()
             self._manager.zero_grad()
+        self._clock.settle()
         beat()
         return rate, facts.grad_norm
 
@@ -314,9 +315,7 @@ class Trainer:
             pairs=pairs, memory=memory, reserved=reserved, stop=self._stop.signum, **asdict(self._clock.last)
         )
         square = square_sum(gradients_of(self.optimizer), self.runtime.device) / self._manager.loss_scale**2
-        facts = exchange(self.mesh.world, mean, square, valid, known)
-        self._clock.settle()
-        return facts
+        return exchange(self.mesh.world, mean, square, valid, known)
 
     def evaluate(self) -> EvalMetrics:
         """Measure the model on held-out text."""
@@ -357,43 +356,6 @@ class Trainer:
             seed=self.config.seed,
         )
         return f"{tokenizer.decode(prompt)}|{tokenizer.decode(ids)}\n"
-
-    def _open_corpus(self) -> data.TokenFile:
-        """Open the text; the first rank of each host tokenizes it, the others wait."""
-        import bmtrain as bmt
-
-        source = None if self.config.data.source == STANDARD_LIBRARY else self.config.data.source
-        cache = self.config.data.cache or self.folder.parent / "tokens"
-
-        def opened() -> data.TokenFile:
-            return data.open_corpus(
-                source,
-                self.config.data.tokenizer,
-                cache,
-                text_field=self.config.data.text_field,
-                progress=self.is_main,
-                on_skip=self._left_out,
-            )
-
-        if self.runtime.local_rank == 0:
-            opened()
-        bmt.synchronize()
-        corpus = opened()
-        corpus.require_vocab(self.config.model.vocab_size)
-        return corpus
-
-    def _left_out(self, file: str) -> None:
-        if self.is_main:
-            sys.stderr.write(f"left out: {file}\n")
-
-    def _sequences(self, split: str) -> data.PackedSequences:
-        return data.PackedSequences(
-            self.corpus,
-            split=split,
-            sequence_length=self.config.sequence_length,
-            held_out_fraction=self.config.data.held_out_fraction,
-            pack=self.config.pack,
-        )
 
 
 def _is_due(interval: int, step: int) -> bool:

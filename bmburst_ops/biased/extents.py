@@ -43,6 +43,15 @@ def extents(own: Tokens, other: Tokens, own_size: int, other_size: int) -> Exten
     return Extents(_smallest_and_largest(own_blocks), _smallest_and_largest(other_blocks), ranges)
 
 
+def steps(tokens: Tokens, size: int) -> Tensor:
+    """Return by what positions go up within each block of so many tokens, `[batch, blocks]`; 0 where unevenly."""
+    places = _blocks(tokens, size)[0]
+    ahead = places.diff(dim=-1)
+    first = ahead[..., 0]
+    is_even: Tensor = (ahead == first[..., None]).all(-1) & (first > 0)
+    return torch.where(is_even, first, 0)
+
+
 def _blocks(tokens: Tokens, size: int) -> Tensor:
     """Return the integers by blocks, `[6, batch, blocks, size]`, the last filled up with padding."""
     *others, span, context = vectors_of(tokens)

@@ -9,9 +9,14 @@ so that scores may lie either way round.
 import triton
 import triton.language as tl
 
+from bmburst_ops.biased.triton_gather import gather_integers, gather_numbers
+
 FIELDS = tl.constexpr(6)
 IN_CONTEXT = tl.constexpr(1)
 PADDING = tl.constexpr(-1)
+
+NOT_SPECIALIZED = ("queries", "keys", "entries", "relation_stride", "max_distance", "buckets", "rows")
+"""Numbers of a batch that kernels take: they are not compiled again for each 1 and each multiple of 16 among them."""
 
 
 @triton.jit
@@ -31,6 +36,12 @@ def load_tokens(vectors, batch, first, batches, length, ROWS: tl.constexpr):
     span = tl.load(at + 4 * field, mask=inside, other=PADDING)
     context = tl.load(at + 5 * field, mask=inside, other=0)
     return position, segment, row, sample, span, context
+
+
+@triton.jit
+def load_positions(vectors, batch, first, length, ROWS: tl.constexpr):
+    """Return the positions of tokens `first` to `first + ROWS`, all of which there are, `[ROWS]`."""
+    return tl.load(vectors + tl.cast(batch, tl.int64) * length + first + tl.arange(0, ROWS))
 
 
 @triton.jit
@@ -60,7 +71,15 @@ def sees(query, key):
 
 
 @triton.jit
-def bucket_of(query, key, visible, relations, entries, distances, max_distance, buckets, rows):
+def distance_of(key, query, max_distance):
+    """Return where the distance from a query's position to a key's stands in `RelativeBias.distances`."""
+    return tl.minimum(tl.maximum(key - query, -max_distance), max_distance) + max_distance
+
+
+@triton.jit
+def bucket_of(
+    query, key, visible, relations, entries, distances, max_distance, buckets, rows, PRECISION: tl.constexpr
+):  # fmt: skip
     """Return the row of the table for each pair; `rows` where a query does not see a key, or there is no such row.
 
     `relations` are those of the batch, `entries` many; `distances` is `RelativeBias.distances`.
@@ -68,9 +87,8 @@ def bucket_of(query, key, visible, relations, entries, distances, max_distance, 
     is_same = query[3] == key[3]
     place = query[2] + key[1]
     is_there = (place >= 0) & (place < entries)
-    relation = tl.load(relations + place, mask=visible & is_same & is_there, other=IN_CONTEXT)
-    ahead = tl.minimum(tl.maximum(key[0] - query[0], -max_distance), max_distance) + max_distance
-    near = tl.load(distances + ahead, mask=visible, other=0)
+    relation = gather_integers(relations, place, visible & is_same & is_there, IN_CONTEXT, PRECISION)
+    near = gather_integers(distances, distance_of(key[0], query[0], max_distance), visible, 0, PRECISION)
     bucket = tl.where(relation == 0, near, relation - 1 + buckets)
     is_row = visible & (is_there | (is_same == 0)) & (bucket >= 0) & (bucket < rows)
     return tl.where(is_row, bucket, rows)
@@ -96,28 +114,48 @@ def is_hidden(query, key):
 
 
 @triton.jit
+def all_see(query, key):
+    """Return whether every query of a block sees every key of a block, as far as their extents tell."""
+    one_span = (query[8] == query[9]) & (key[8] == key[9]) & (query[8] == key[8]) & (query[8] >= 0)
+    of_sample = is_one_sample(query, key) | ((query[6] == 0) & (query[7] == 0) & are_other_samples(query, key))
+    return one_span & of_sample & ((key[10] != 0) | ((query[11] == 0) & (key[1] <= query[0])))
+
+
+@triton.jit
+def is_one_sample(query, key):
+    """Return whether all tokens of two blocks are of one sample."""
+    return (query[6] == query[7]) & (key[6] == key[7]) & (query[6] == key[6])
+
+
+@triton.jit
+def are_other_samples(query, key):
+    """Return whether no token of a block is of a sample of the other, as far as their extents tell."""
+    return (query[7] < key[6]) | (key[7] < query[6])
+
+
+@triton.jit
+def relation_of(query, key, relations, entries):
+    """Return the relation that all pairs of two blocks of one sample have; -1 if their extents tell of none."""
+    place = query[4] + key[2]
+    is_there = (query[4] == query[5]) & (key[2] == key[3]) & (place >= 0) & (place < entries)
+    return tl.load(relations + place, mask=is_one_sample(query, key) & is_there, other=-1)
+
+
+@triton.jit
 def common_bucket(query, key, relations, entries, distances, max_distance, buckets, rows):
     """Return the row of the table that all pairs of two blocks have, if their extents tell that all see each other and
     have the same; else -1.
     """
-    one_span = (query[8] == query[9]) & (key[8] == key[9]) & (query[8] == key[8]) & (query[8] >= 0)
-    one_sample = (query[6] == query[7]) & (key[6] == key[7]) & (query[6] == key[6])
-    other_sample = (query[7] < key[6]) | (key[7] < query[6])
-    of_sample = one_sample | ((query[6] == 0) & (query[7] == 0) & other_sample)
-    is_open = one_span & of_sample & ((key[10] != 0) | ((query[11] == 0) & (key[1] <= query[0])))
-    place = query[4] + key[2]
-    is_there = (query[4] == query[5]) & (key[2] == key[3]) & (place >= 0) & (place < entries)
-    relation = tl.load(relations + place, mask=is_open & one_sample & is_there, other=IN_CONTEXT)
-    lowest = tl.minimum(tl.maximum(key[0] - query[1], -max_distance), max_distance) + max_distance
-    highest = tl.minimum(tl.maximum(key[1] - query[0], -max_distance), max_distance) + max_distance
-    near = tl.load(distances + lowest)
-    one_bucket = near == tl.load(distances + highest)  # on either side buckets go one way, and the sides share none
+    relation = tl.where(are_other_samples(query, key), IN_CONTEXT, relation_of(query, key, relations, entries))
+    near = tl.load(distances + distance_of(key[0], query[1], max_distance))
+    # On either side buckets go one way, and the sides share none.
+    one_bucket = near == tl.load(distances + distance_of(key[1], query[0], max_distance))
     bucket = tl.where(relation == 0, near, relation - 1 + buckets)
-    is_common = is_open & (other_sample | is_there) & ((relation != 0) | one_bucket)
-    return tl.where(is_common & (bucket >= 0) & (bucket < rows), bucket, -1)
+    is_common = all_see(query, key) & ((relation > 0) | ((relation == 0) & one_bucket))
+    return tl.where(is_common & (bucket < rows), bucket, -1)
 
 
 @triton.jit
-def bias_of(table_row, bucket, rows):
+def bias_of(table_row, bucket, rows, PRECISION: tl.constexpr):
     """Return the biases of a head, in the table's units; of a row that it does not have, NaN."""
-    return tl.load(table_row + bucket, mask=bucket < rows, other=float("nan"))
+    return gather_numbers(table_row, bucket, bucket < rows, float("nan"), PRECISION)

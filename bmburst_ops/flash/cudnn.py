@@ -3,11 +3,17 @@
 import torch
 from torch import Tensor
 
-from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import blind, top_left
 from bmburst_ops.flash.blind import Given
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.flash.limits import band_of, causal_or_full, unless_able, unless_half_on_gpu, unless_head_dim
+from bmburst_ops.flash.limits import (
+    band_of,
+    causal_or_full,
+    unless_able,
+    unless_half_on_gpu,
+    unless_head_dim,
+    unless_repeating,
+)
 from bmburst_ops.flash.memory import aligned
 from bmburst_ops.flash.reference import ReferenceKernel
 from bmburst_ops.merge import surrogate_out
@@ -81,8 +87,7 @@ class CudnnKernel:
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
-        if deterministic:
-            raise KernelError(f"kernel '{self.name}' {self.nondeterminism(q)}\nchoose another kernel")
+        unless_repeating(deterministic, self.name, self.nondeterminism(q))
 
         def rectangle(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
             return _rectangle_backward(given, causal_or_full(seen, self.name), scale, into)

@@ -102,7 +102,7 @@ class FlashAttention2Kernel:
 def _options(call: Told, scale: float) -> dict[str, Any]:
     """Return what all functions of the package are told."""
     left, right = call.window
-    options: dict[str, Any] = {
+    return {
         "dropout_p": 0.0,
         "softmax_scale": scale,
         "causal": call.causal,
@@ -110,8 +110,5 @@ def _options(call: Told, scale: float) -> dict[str, Any]:
         "window_size_right": right,
         "softcap": 0.0,
         "alibi_slopes": None,
+        **call.lengths,
     }
-    if call.queries is not None:
-        options |= {"cu_seqlens_q": call.queries, "cu_seqlens_k": call.keys}
-        options |= {"max_seqlen_q": call.longest_queries, "max_seqlen_k": call.longest_keys}
-    return options

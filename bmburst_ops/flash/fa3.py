@@ -6,11 +6,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import blind
 from bmburst_ops.flash.blind import Given
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.flash.limits import PACKED, unless_able, unless_half_on_gpu, unless_head_dim, without_cells
+from bmburst_ops.flash.limits import (
+    PACKED,
+    unless_able,
+    unless_half_on_gpu,
+    unless_head_dim,
+    unless_repeating,
+    without_cells,
+)
 from bmburst_ops.flash.memory import aligned, gradient_memory
 from bmburst_ops.flash.packages import is_there, load
 from bmburst_ops.flash.varlen import Told, told
@@ -85,8 +91,7 @@ class FlashAttention3Kernel:
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
-        if deterministic:
-            raise KernelError(f"kernel '{self.name}' {self.nondeterminism(q)}\nchoose another kernel")
+        unless_repeating(deterministic, self.name, self.nondeterminism(q))
         function = load(_MODULE, self.name)._flash_attn_backward
 
         def part(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:

@@ -122,10 +122,7 @@ class FlashAttention4Kernel:
 
 def fa4_options(call: Told) -> dict[str, Any]:
     """Return what both functions of the package are told of a pattern; a bound that is not there is None to them."""
-    options: dict[str, Any] = {"causal": call.causal}
+    options: dict[str, Any] = {"causal": call.causal, **call.lengths}
     if not call.causal and call.band != FULL:
         options |= {"window_size_left": call.band.left, "window_size_right": call.band.right}
-    if call.queries is not None:
-        options |= {"cu_seqlens_q": call.queries, "cu_seqlens_k": call.keys}
-        options |= {"max_seqlen_q": call.longest_queries, "max_seqlen_k": call.longest_keys}
     return options

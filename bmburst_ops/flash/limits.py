@@ -78,5 +78,15 @@ def causal_or_full(pattern: Band | Segments, kernel: str) -> bool:
     return pattern == CAUSAL
 
 
+def unless_repeating(deterministic: bool, kernel: str, reason: str) -> None:
+    """Refuse a backward that must repeat its bits, of a kernel that cannot promise it.
+
+    Raises:
+        KernelError: It is one.
+    """
+    if deterministic:
+        raise _unable(kernel, reason)
+
+
 def _unable(kernel: str, reason: str | None) -> KernelError:
     return KernelError(f"kernel '{kernel}' {reason}\nchoose another kernel")

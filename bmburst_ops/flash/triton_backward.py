@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from bmburst_ops.flash.triton_forward import (
+    NOT_SPECIALIZED,
     add_product,
     first_of_block,
     is_visible,
@@ -27,7 +28,7 @@ from bmburst_ops.flash.triton_forward import (
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "cell_columns"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def keys_kernel(
     grad, q, k, v, lse, delta, grad_k, grad_v,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_k_strides, grad_v_strides,
@@ -152,7 +153,7 @@ def _over_queries(
     return key_acc, value_acc
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "cell_columns"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def queries_kernel(
     grad, q, k, v, lse, delta, grad_q,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_q_strides,

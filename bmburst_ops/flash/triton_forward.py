@@ -10,6 +10,9 @@ import triton.language as tl
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
+NOT_SPECIALIZED = ("queries", "keys", "cell_columns")
+"""Numbers of a block that kernels take: they are not compiled again for each 1 and each multiple of 16 among them."""
+
 
 @triton.jit
 def load_rows(
@@ -146,7 +149,7 @@ def is_visible(
     return visible
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "cell_columns"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides,
     queries, keys, group, bits_scale,

@@ -1,6 +1,6 @@
 """Patterns as packages of flash attention are told them: a window, and offsets into one long row of tokens."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,18 @@ class Told(NamedTuple):
         """How far a query sees to the left and to the right; -1 for no bound, and for the causal mask."""
         left, right = (-1 if self.causal or bound is None else bound for bound in self.band)
         return left, right
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """The offsets and lengths by the names that the functions of flash-attn 2 and 4 have for them, if any."""
+        if self.queries is None:
+            return {}
+        return {
+            "cu_seqlens_q": self.queries,
+            "cu_seqlens_k": self.keys,
+            "max_seqlen_q": self.longest_queries,
+            "max_seqlen_k": self.longest_keys,
+        }
 
     def flat(self, tensor: Tensor) -> Tensor:
         """Return `[batch, tokens, ...]` as the package takes it: a copy only where samples do not follow each other."""

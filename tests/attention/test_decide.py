@@ -54,6 +54,21 @@ def test_other_inputs_are_decided_anew(given, length, options):
     assert (decided.layout, decided.deterministic) == (fresh.layout, options.deterministic)
 
 
+def test_a_plan_is_of_shapes_strides_and_direction():
+    call, (q, k, v) = decide(group(), *inputs(), None, replace(OPTIONS, strategy="heads")), inputs()
+    first = call.heads_plan(q, k, (q, k, v), backward=False)
+    assert call.heads_plan(q.clone(), k, (q, k, v), backward=False) is first
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    longer = inputs(tokens=10)
+    for other in (
+        call.heads_plan(strided, k, (strided, k, v), backward=False),
+        call.heads_plan(longer[0], longer[1], longer, backward=False),
+        call.heads_plan(q, k, (q, k, v, q, q[..., 0], q[..., 0]), backward=True),
+    ):
+        assert other is not first
+    assert replace(call, scale=2.0).heads_plan(q, k, (q, k, v), backward=False) == first
+
+
 def test_ranks_that_compare_their_calls_decide_each():
     comm = group(always=True)
     assert decide(comm, *inputs(), None, OPTIONS) is not decide(comm, *inputs(), None, OPTIONS)

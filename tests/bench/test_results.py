@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from bmburst.amounts import short
 from bmburst.bench import start, timing
 from bmburst.bench.cells import Cell
 from bmburst.bench.figure import draw
-from bmburst.bench.grid import short
 from bmburst.bench.job import Job
 from bmburst.bench.methods import all_methods
 from bmburst.bench.party import Party

@@ -102,6 +102,10 @@ def test_methods_say_why_they_cannot():
     assert METHODS["zigzag-ring-nccl"].refusal(cell(ranks=16)) is None and METHODS["ours"].refusal(cell()) is None
     assert METHODS["tensor-v3"].refusal(cell(ranks=3)).startswith("tensor 3 cannot share 32 query heads")
     room = 139.8 * 2**30
+    some, all_ = (cell(layers=2, recompute=f"block+first-{n}") for n in (1, 2))
+    assert METHODS["ours"].refusal(some) is None and METHODS["ours"].predict(some, "h200").candidate.recompute
+    assert "names all of the model's 2 layers" in METHODS["ours"].refusal(all_)
+    assert METHODS["ours"].predict(all_, "h200") is None
     assert METHODS["ours"].memory_refusal(cell(layers=32), "h200", room) is None
     assert "would not fit: about" in METHODS["tensor-v1"].memory_refusal(cell(tokens=1 << 20, layers=32), "h200", room)
     assert METHODS["tensor-v1"].memory_refusal(cell(tokens=1 << 20, layers=32), None, room) is None
@@ -303,6 +307,7 @@ def test_the_same_command_starts_nothing_more(run, monkeypatch):
         (("--ranks", "2", "--layers", "0"), "--layers 0"),
         (("--ranks", "2", "--heads", "4"), "--heads is an option of bench attention"),
         (("--ranks", "2", "--recompute", "all"), "unknown recompute policy 'all'"),
+        (("--ranks", "2", "--recompute", "block+first-x"), "the first 'x' layers"),
         (("--ranks", "2", "--kernel", "fa4"), "kernel 'fa4' runs on NVIDIA GPUs only, and the tensors are on cpu"),
         (("--ranks", "2", "--text", "no/such"), "--text no/such: there is no such file"),
         (("--ranks", "2", "--dtype", "float16"), "--dtype float16"),

@@ -363,6 +363,7 @@ def _problems(folder: Path, output: Path) -> dict[str, str]:
         "token": lambda: model(tokens + 30, positions),
         "misfit": lambda: model(tokens, positions[:, :-1]),
         "recompute": lambda: Llama(_PLAIN, recompute="blocks"),
+        "layers": lambda: Llama(_PLAIN, recompute="block+first-2"),
         "chunk": lambda: Llama(_PLAIN, loss_chunk=0),
         "mlp": lambda: Llama(_PLAIN, mlp_chunk=-1),
         "zero": lambda: Llama(_PLAIN, zero_level=1),

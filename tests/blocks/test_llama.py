@@ -212,6 +212,7 @@ def test_bad_input_is_told_to_every_rank(job: Reference) -> None:
         "token": "token id ",
         "misfit": "tokens (2, 37) and positions (2, 36) do not fit",
         "recompute": "unknown recompute policy 'blocks'; did you mean 'block'?",
+        "layers": "recompute policy 'block+first-2' names all of the model's 2 layers",
         "chunk": "loss_chunk 0 is not positive",
         "mlp": "mlp_chunk -1 is negative",
         "zero": "zero_level 1 is unknown",

@@ -111,7 +111,8 @@ def test_attention_runs_once_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(function, "forward", lambda call, *qkv: calls.append(call) or plain(call, *qkv))
     part = SplitSequences(ALONE).part(torch.arange(14)[None])
     gradients = {}
-    for policy, times in (("none", 2), ("block-keep-attention", 2), ("block-keep-attention:0.5", 2), ("block", 4)):
+    policies = {"none": 2, "block-keep-attention": 2, "block-keep-attention:0.5": 2, "block": 4, "block+first-1": 3}
+    for policy, times in policies.items():
         model = program.make_model("qwen3", "bmburst", torch.float32).train()
         recompute(model, policy)
         calls.clear()

@@ -168,6 +168,7 @@ def test_batches(options: dict[str, Any], message: str) -> None:
     ("family", "options", "policy", "message"),
     [
         ("llama", {}, "blocks", "unknown"),
+        ("llama", {}, "block+first-9", "names all of the model's"),
         ("llama", {"attention_dropout": 0.1}, "block", "the model has attention_dropout of 0.1"),
         ("gpt2", {"resid_pdrop": 0.2, "n_embd": 8, "n_head": 2}, "block", "the model has .* of 0.[12]"),
     ],

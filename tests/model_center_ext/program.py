@@ -364,6 +364,7 @@ def _problems(folder: Path) -> dict[str, str]:
         "ids": lambda: model(),
         "norm_bias": lambda: LlamaConfig(norm_bias=True),
         "recompute": lambda: LlamaConfig(recompute="blocks"),
+        "layers": lambda: LlamaConfig(**_PLAIN, recompute=f"block+first-{_PLAIN['num_layers']}"),
         "name": lambda: LlamaConfig.named("llama-2-7"),
         "norm": lambda: Llama(LlamaConfig(**_PLAIN | {"half": True}, norm_kernel="cpm-kernels")),
     }

@@ -125,6 +125,7 @@ def test_bad_input_is_told_to_every_rank(job: Results) -> None:
         "ids": "input_ids are missing",
         "norm_bias": "norm_bias True of a ModelCenter model is not supported",
         "recompute": "unknown recompute policy 'blocks'",
+        "layers": "recompute policy 'block+first-2' names all of the model's 2 layers",
         "norm": "norm kernel 'cpm-kernels' runs on NVIDIA GPUs only, and the tensors are on cpu",
         "name": "unknown configuration 'llama-2-7'; did you mean 'llama-2-7b'?",
     }

@@ -14,7 +14,7 @@ from bmburst.plan.choice import choose, way_of
 from bmburst.plan.hardware import hardware_like, load_hardware
 from bmburst.plan.search import predict
 from bmburst.plan.task import Task
-from bmburst.recompute_policy import AUTO, POLICIES
+from bmburst.recompute_policy import AUTO, POLICIES, Policy
 from bmburst.train import recompute_choice
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
 
@@ -48,6 +48,42 @@ def test_the_more_is_free_the_faster():
                 assert "offload" not in choice.name or found.memory.in_host or found.seconds > seconds[-1]
     assert taken[-1] == "none" and len(set(taken)) > 2
     assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize(("model", "sequence", "gpus"), [("llama-3-8b", 1 << 15, 2), ("minicpm-2b", 1 << 18, 4)])
+@pytest.mark.parametrize("name", ["block", "block-keep-attention"])
+def test_between_two_policies_the_fewest_layers_that_fit(name, model, sequence, gpus):
+    """One layer fewer does not fit, one more is slower, and both ends are taken where they are right."""
+    asked = replace(way(sequence, gpus), task=replace(way(sequence, gpus).task, model=PRESETS[model]))
+    layers, names = PRESETS[model].num_layers, ["none", name]
+    least, most = (peak(asked, policy) / 0.95 for policy in (f"{name}+first-{layers - 1}", "none"))
+    assert peak(asked, name) / 0.95 < least < most
+    assert choose(asked, H200, most * 1.0001, layout="zigzag", policies=names).name == "none"
+    assert choose(asked, H200, least * 0.9999, layout="zigzag", policies=names).name == name
+    taken = []
+    for part in (0.0001, 0.02, 0.3, 0.5, 0.77, 0.9999):
+        free = least + part * (most - least)
+        choice = choose(asked, H200, free, layout="zigzag", policies=names)
+        policy = Policy.parse(choice.name)
+        taken.append(policy.layers)
+        assert replace(policy, layers=None).name == name
+        assert choice.said.startswith(f"recompute: {choice.name} (the fastest that fits: ") and "\n" not in choice.said
+        assert peak(asked, choice.name) <= 0.95 * free
+        fewer = "none" if policy.layers == 1 else f"{name}+first-{policy.layers - 1}"
+        assert peak(asked, fewer) > 0.95 * free
+        more = name if policy.layers == layers - 1 else f"{name}+first-{policy.layers + 1}"
+        slower, own = (predict(replace(asked, recompute=each), H200).seconds for each in (more, choice.name))
+        assert slower > own
+    assert taken[0] == layers - 1 and taken[-1] == 1 and taken == sorted(taken, reverse=True)
+
+
+def test_first_layers_are_tried_between_policies_that_are():
+    free = 0.5 * (peak(way(), "block") + peak(way(), "none"))
+    assert "+first-" in choose(way(), H200, free, layout="zigzag").name
+    for names in (["none", "block+offload"], ["block", "block-keep-attention"], ["none"]):
+        assert choose(way(), H200, free, layout="zigzag", policies=names).name in names
+    alone = replace(way(), task=replace(way().task, model=replace(PRESETS["llama-3-8b"], num_layers=1)))
+    assert choose(alone, H200, peak(alone, "none"), layout="zigzag", policies=["none", "block"]).name == "block"
 
 
 def test_the_host_must_have_room_too():
@@ -116,6 +152,16 @@ def test_all_ranks_take_what_fits_the_fullest_and_one_says_so(monkeypatch, capsy
     assert said.startswith("recompute: none (the fastest that fits: ") and said.count("\n") == 1
     tight = decide(asked, 2, monkeypatch, [GIB // 8, 64 * GIB])
     assert tight[0] == tight[1] != "none" and "offload" not in tight[0]  # without GPUs it would move nothing away
+
+
+def test_a_run_takes_what_lies_between(monkeypatch, capsys):
+    asked, found = config(recompute=AUTO), set()
+    for mib in range(100, 300, 20):
+        names = decide(asked, 2, monkeypatch, [mib * GIB / 1024, 64 * GIB])
+        assert names[0] == names[1] and capsys.readouterr().err.startswith(f"recompute: {names[0]} (")
+        asked.replace(recompute=names[0])  # is a policy of this model
+        found.add(names[0])
+    assert "none" in found and any("+first-" in name for name in found), found
 
 
 def test_unlike_ranks_decide_by_the_first(monkeypatch):

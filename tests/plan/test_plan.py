@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise, product
 
 import pytest
@@ -156,6 +156,37 @@ def test_recomputation_costs_time_and_is_no_use():
     assert shown == sorted(shown, reverse=True)
 
 
+def test_layers_that_are_not_computed_again_cost_as_without():
+    """Part by part, also where a whole MLP and one in chunks, ZeRO's transfers and a tensor group's differ."""
+    for name in ("block", "block-keep-attention:0.5", "block+offload"):
+        for base in (way(task(), 8), replace(way(task(gpus=4), 2), tensor=2)):
+            first, all_, none = (
+                asdict(step_time(replace(base, recompute=policy), H200)) for policy in (f"{name}+first-8", name, "none")
+            )
+            for part, seconds in first.items():
+                assert seconds == pytest.approx(all_[part] / 4 + none[part] * 3 / 4), (name, part)
+
+
+def test_a_search_tries_first_layers_where_not_all_can_keep_everything():
+    found = search(task(sequence=1 << 18), H200)
+    new = [each for each in found if each.candidate.policy.layers]
+    most = H200.reserved + 0.95 * (H200.memory - H200.reserved)
+    assert new and all(each.memory.total <= most for each in new)
+    assert new[0] is found[0] and f"(first {new[0].candidate.policy.layers} layers; the rest keep all)" in (
+        new[0].candidate.name
+    )
+    assert len(new) == len({each.candidate.name.partition(" (first")[0] + str(each.candidate.zero) for each in new})
+    for each in new:
+        fewer = replace(each.candidate, recompute="none")
+        assert predict(fewer, H200).memory.total > most
+    short = search(task(sequence=1 << 14), H200)
+    assert not any(each.candidate.policy.layers for each in short if each.candidate.zero == 3)
+    with pytest.raises(UserError, match="names all of the model's 32 layers"):
+        candidates(task(), recompute=["none", "block+first-32"])
+    asked = search(task(sequence=1 << 18), H200, recompute=["none", "block+offload"])
+    assert not any(each.candidate.policy.layers for each in asked)
+
+
 def test_parts_add_up_and_the_host_is_a_floor():
     time = step_time(way(task("llama-tiny", 4096, 1)), H200)
     assert time.host > 0 and time.total == pytest.approx(6 * H200.layer_host)
@@ -247,6 +278,7 @@ REFUSALS = {
     "--model llama-3-8b --seq 4096 --hardware h20": "did you mean 'h200'",
     "--model llama-3-8b --seq 4096 --hardware gone.toml": "cannot be read",
     "--model llama-3-8b --seq 4096 --recompute blok": "did you mean 'block'",
+    "--model llama-3-8b --seq 4096 --recompute block+first-32": "names all of the model's 32 layers",
     "--model llama-3-8b --seq 4096 --zero 1": "unknown --zero '1'",
     "--model llama-3-8b --seq 4096 --tensor 3": "--tensor 3",
     "--model llama-3-8b --seq 4096 --tensor x": "whole numbers",

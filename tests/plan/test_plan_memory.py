@@ -43,6 +43,9 @@ MORE = [
     ("block-keep-attention+offload", {"mlp_chunk": 84}),
     ("block-keep-attention:0.5+offload-all", {}),
     ("block-keep-attention+offload-all", {"mlp_chunk": 84}),
+    ("block-keep-attention+first-1", {"mlp_chunk": 84, "within": 1e-3}),
+    ("block-keep-attention:0.5+offload-all+first-1", {"within": 1e-3}),
+    ("block+offload+first-2", {"mlp_chunk": 84, "moment": "MLP backward, computed again", "within": 1e-3}),
 ]
 CASES = [
     {"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": dtype, "tokens": 334, "loss_chunk": 64}
@@ -85,7 +88,7 @@ def test_activations_are_those_of_the_model(measured, index):
     assert memory.moment == case.get("moment", "MLP backward")
     angles = case["tokens"] * model.head_dim * 4
     lines = {name: nbytes for name, nbytes in memory.lines.items() if name not in (*NOT_ACTIVATIONS, GATHERED)}
-    assert sum(lines.values()) + angles == pytest.approx(measured[index]["peak"], rel=0.02)
+    assert sum(lines.values()) + angles == pytest.approx(measured[index]["peak"], rel=case.get("within", 0.02))
 
 
 def test_parameters_are_those_of_the_model(measured):

@@ -48,6 +48,8 @@ def test_utilisation_in_both_conventions():
     assert keep - none == pytest.approx(2 * again * tokens, rel=1e-3)
     half = hardware_flops(MODEL, tokens, pairs, "block-keep-attention:0.5+offload")
     assert half - keep == pytest.approx(attention / 4, rel=1e-2)
+    first = hardware_flops(MODEL, tokens, pairs, "block-keep-attention:0.5+offload+first-8")
+    assert first - none == pytest.approx((half - none) / 4)
     packed = utiliser.of(tokens, causal_pairs([2**10] * 2**10), 100.0)
     assert packed.mfu * 800 * 989.5e12 == pytest.approx(6 * matrices * tokens + 3 * attention / 2**10)
 

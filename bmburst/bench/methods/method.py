@@ -1,5 +1,6 @@
 """What a method is to the suite, and the three ways in which one can hold a sequence."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class Setting:
     deterministic: bool = False
 
 
-class Method:
+class Method(ABC):
     """One way to run attention over ranks. This base holds a sequence cut into equal shares.
 
     Attributes:
@@ -83,9 +84,9 @@ class Method:
         own = sizes(cell)
         return own.held + own.q * own.wide
 
+    @abstractmethod
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """Return the method ready to run on this rank; may raise what a missing package raises."""
-        raise NotImplementedError
 
     def positions(self, cell: Cell, rank: int) -> Tensor:
         """Return the global positions of a rank's tokens."""

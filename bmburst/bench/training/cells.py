@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bmburst.bench.cells import fits
+from bmburst.bench.rows import place
 from bmburst.bench.training.shapes import SHAPES, shape
 from bmburst.blocks.config import LlamaConfig
 from bmburst.errors import UserError, require_known
@@ -63,9 +64,8 @@ class TrainCell:
     @property
     def key(self) -> str:
         """The name with where and how it ran: `...@8` on 8 GPUs, `...@2-cpu-float32-block` on 2 CPU ranks."""
-        device = "" if self.device == "cuda" else f"-{self.device}"
-        dtype = "" if self.dtype == "bfloat16" else f"-{self.dtype}"
-        return f"{self.name}@{self.ranks}{device}{dtype}" + (f"-{self.recompute}" if self.recompute else "")
+        where = place(self.ranks, self.device, self.dtype)
+        return self.name + where + (f"-{self.recompute}" if self.recompute else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON knows them."""

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bmburst.amounts import short
 from bmburst.bench.drawing import blank, finish, save, styles_of
-from bmburst.bench.grid import short
 from bmburst.bench.rows import OK, Row
 from bmburst.bench.training.cells import TrainCell
 from bmburst.bench.training.results import TrainResults

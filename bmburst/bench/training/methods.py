@@ -4,17 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from bmburst.amounts import GIB
 from bmburst.bench.training.cells import OURS, TrainCell
 from bmburst.errors import UserError
 from bmburst.mesh_shape import MeshShape
-from bmburst.plan.candidates import RECOMPUTE, Candidate, candidates
+from bmburst.plan.candidates import Candidate, candidates
 from bmburst.plan.hardware import load_hardware
 from bmburst.plan.search import Prediction, predict
 from bmburst.plan.task import Task
+from bmburst.recompute_policy import Policy
 from bmburst.train.config import ParallelConfig, TrainConfig
 
 _KEEP = "block-keep-attention"
-_GIB = float(2**30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +70,20 @@ class TrainMethod:
             return f"{model.num_heads} query and {model.num_kv_heads} KV heads cannot be dealt to {cell.ranks} ranks"
         try:
             model.require_mesh(MeshShape(1, cell.ranks // self.tensor(cell), self.tensor(cell)))
+            Policy.parse(self.recompute(cell)).require_layers(model.num_layers)
         except UserError as error:
             return str(error).splitlines()[0]
         return None
 
     def predict(self, cell: TrainCell, machine: str) -> Prediction | None:
-        """Return what the planner says of a cell; None of recompute policies that it does not know.
+        """Return what the planner says of a cell; None of other types than bfloat16, and of what is refused.
 
         Args:
             cell: What is asked for.
             machine: A name of `bmburst.plan.hardware.shipped`.
         """
         policy = self.recompute(cell)
-        if policy not in RECOMPUTE or cell.dtype != "bfloat16":
+        if cell.dtype != "bfloat16" or self.refusal(cell) is not None:
             return None
         hardware = load_hardware(machine)
         task = Task(model=cell.model, preset=cell.preset, sequence=cell.tokens, gpus=cell.ranks)
@@ -120,7 +122,7 @@ class TrainMethod:
         needed = found.memory.total + self.replicated_bytes(cell)
         if needed <= capacity:
             return None
-        return f"would not fit: about {needed / _GIB:.0f} GiB a rank by the planner, of {capacity / _GIB:.0f} GiB"
+        return f"would not fit: about {needed / GIB:.0f} GiB a rank by the planner, of {capacity / GIB:.0f} GiB"
 
     def replicated_bytes(self, cell: TrainCell) -> float:
         """Return the bytes of tokens that other ranks hold too: every block's input, and the stream at work."""

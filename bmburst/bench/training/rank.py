@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bmburst.bench.loop import Loop, begin
+from bmburst.bench.loop import Loop, run_rank
 from bmburst.bench.memory import Gauge
 from bmburst.bench.methods import LocalKernel, Setting
 from bmburst.bench.party import Party
@@ -26,8 +26,7 @@ def main(argv: list[str]) -> None:
     """
     folder = Path(argv[0])
     job = TrainJob.read(folder)
-    _TrainLoop(job, begin(folder, runtime=job.runtime, tensor=job.tensor), folder).run()
-    dist.destroy_process_group()  # not after a failure: it would wait for ranks that are stuck
+    run_rank(_TrainLoop, job, folder, tensor=job.tensor)
 
 
 class _TrainLoop(Loop[TrainCell]):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bmburst.amounts import GIB
 from bmburst.bench.memory import Gauge
 from bmburst.bench.methods import Ours, Setting
 from bmburst.bench.rows import Row
@@ -27,7 +28,6 @@ from bmburst.train.metrics import StepMetrics
 from bmburst.train.trainer import Trainer
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
-_GIB = float(2**30)
 _LEAST = 2  # steps that are measured however long they take
 
 
@@ -127,10 +127,10 @@ def _choices(cell: TrainCell, setting: Setting) -> Row:
 def memory(gauge: Gauge, steps: list[StepMetrics]) -> Row:
     """Return the peak of steps, and torch's share of it. A step reads torch's peak itself, and begins a new one."""
     allocated = max(step.memory_gib for step in steps)
-    peak = gauge.peak(allocated * _GIB)
+    peak = gauge.peak(allocated * GIB)
     if peak is None:
         return {"peak_memory_gib": None, "allocated_gib": None}
-    return {"peak_memory_gib": peak / _GIB, "allocated_gib": allocated}
+    return {"peak_memory_gib": peak / GIB, "allocated_gib": allocated}
 
 
 def _said(before: Rates, after: Rates) -> dict[str, list[float]]:
@@ -155,7 +155,7 @@ def _judged(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -
         more = METHODS[cell.method].replicated_bytes(cell)
         row["planned"] = {
             "milliseconds": predicted.seconds * 1e3,
-            "allocated_gib": (predicted.memory.allocated + more) / _GIB,
+            "allocated_gib": (predicted.memory.allocated + more) / GIB,
         }
     return row
 

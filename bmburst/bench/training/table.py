@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bmburst.bench.grid import grid, run_lines, short, what_did_not_run
+from bmburst.amounts import short
+from bmburst.bench.grid import grid, run_lines, what_did_not_run
 from bmburst.bench.rows import OK, Row
 from bmburst.bench.table import how_spread
 from bmburst.bench.training.bound import Rates, bound, to_all_layers

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bmburst.amounts import GIB
 from bmburst.runtime.doctor.finding import PIP, Finding, one_line
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _OLDEST_PYTHON = (3, 11)
-_GIB = 2**30
 
 
 def python(name: str) -> Finding:
@@ -50,7 +50,7 @@ def gpus(name: str) -> Finding:
             return Finding(name, "broken", f"GPU {index} adds eight ones to {float(ones.sum())}")
         properties = module.cuda.get_device_properties(index)
         major, minor = properties.major, properties.minor
-        found.append(f"{index}: {properties.name} sm_{major}{minor} {properties.total_memory / _GIB:.0f} GiB")
+        found.append(f"{index}: {properties.name} sm_{major}{minor} {properties.total_memory / GIB:.0f} GiB")
     return Finding(name, "ok", "; ".join([*found, f"driver {driver_version() or 'unknown'}"]))
 
 

@@ -1,0 +1,59 @@
+"""Of the policies of a model's first layers those worth trying: of each kind the one that names the fewest and fits.
+
+It is the fastest of its kind, since each layer that it names is computed again, and takes what memory there is: so it
+is the one of which some is left for what the formulas do not know.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bmburst.plan.candidates import Candidate
+from bmburst.plan.hardware import Hardware
+from bmburst.plan.memory import block_bytes, memory_of
+from bmburst.plan.operators import CURRENT, Operators
+from bmburst.recompute_policy import FIRST, MIXED
+
+MARGIN = 0.05
+"""Of the free memory: fragments, and how far formulas may be off."""
+
+
+def with_margin(hardware: Hardware, free: float) -> Hardware:
+    """Return a machine whose GPUs have what may be planned with.
+
+    Args:
+        hardware: The machine.
+        free: Bytes of a GPU that a run's tensors can have.
+    """
+    return replace(hardware, memory=free * (1 - MARGIN) + hardware.reserved)
+
+
+def of_first_layers(
+    way: Candidate, room: Hardware, policies: Sequence[str], *, operators: Operators = CURRENT
+) -> list[Candidate]:
+    """Return the ways between two policies that are tried, "none" and one of `MIXED`; none where "none" itself fits.
+
+    Args:
+        way: All but the policy.
+        room: What it must fit: `with_margin`.
+        policies: That are tried.
+        operators: What stands between the matrices.
+    """
+    layers = way.task.model.num_layers
+    named = [name for name in MIXED if name in policies]
+    if "none" not in policies or not named or layers == 1:
+        return []
+    whole = replace(way, recompute="none")
+    memory, found = memory_of(whole, room, operators=operators), []
+    for name in () if memory.fits else named:
+        each = replace(way, recompute=name)
+        # The peak is where all layers are done with their forward: each that it names leaves it so much lower.
+        fewest = max(1, math.ceil((memory.total - room.memory) / (_kept(whole) - _kept(each))))
+        tried = (replace(way, recompute=f"{name}{FIRST}{count}") for count in range(fewest, min(fewest + 2, layers)))
+        found += [one for one in tried if memory_of(one, room, operators=operators).fits][:1]
+    return found
+
+
+def _kept(way: Candidate) -> float:
+    """Return what a layer keeps of its forward, in bytes."""
+    return way.policy.kept(block_bytes(way))

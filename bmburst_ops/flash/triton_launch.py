@@ -1,0 +1,94 @@
+"""How Triton's attention kernels are cut into programs, and launched. Importing this file needs no Triton."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmburst_ops.flash.triton_masks import Side
+
+
+class Blocks(NamedTuple):
+    """How a program is cut: rows of queries and of keys it holds at once, warps, and loads under way."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+    @property
+    def over_keys(self) -> tuple[Side, int, int]:
+        """Of programs that hold queries: their side, and rows of it and of the other."""
+        return "queries", self.queries, self.keys
+
+    @property
+    def over_queries(self) -> tuple[Side, int, int]:
+        """Of programs that hold keys."""
+        return "keys", self.keys, self.queries
+
+
+class Plan(NamedTuple):
+    """How each kernel is cut; `keys` and `queries` are the two of backward."""
+
+    forward: Blocks
+    keys: Blocks
+    queries: Blocks
+
+
+Table = tuple[tuple[int, Plan], ...]
+"""Plans by the largest padded head dim that each is for."""
+
+
+def plan_for(q: Tensor, table: Table) -> Plan:
+    """Return the plan of queries `[batch, queries, heads, head_dim]`."""
+    return next(plan for largest, plan in table if padded(q.shape[-1]) <= largest)
+
+
+class Kernels(NamedTuple):
+    """What a plan cuts, as Triton made it: compiled, or interpreted."""
+
+    forward: Any
+    keys: Any
+    queries: Any
+    interpreted: bool
+
+    @classmethod
+    def of(cls, forward: Any, keys: Any, queries: Any) -> "Kernels":
+        """Return the kernels; TRITON_INTERPRET decided when they were imported."""
+        import triton
+
+        return cls(forward, keys, queries, not isinstance(forward, triton.JITFunction))
+
+    def launch(
+        self, kernel: Any, side: Tensor, rows: int, arguments: tuple[Any, ...], blocks: Blocks, **constants: Any
+    ) -> None:
+        """Run a program for every `rows` tokens of each head and batch of a side, the queries or the keys.
+
+        Args:
+            kernel: One of them.
+            side: `[batch, tokens, heads, head_dim]`.
+            rows: Tokens that a program holds of it.
+            arguments: What the kernel takes by position.
+            blocks: How it is cut.
+            constants: What is compiled in beside head dim, blocks and precision.
+        """
+        batch, tokens, heads, head_dim = side.shape
+        if not batch * tokens * heads:
+            return
+        with torch.cuda.device_of(side):  # Triton launches on the current device, wherever the tensors are
+            kernel[(-(-tokens // rows), heads, batch)](
+                *arguments,
+                HEAD_DIM=head_dim,
+                DIM=padded(head_dim),
+                QUERIES=blocks.queries,
+                KEYS=blocks.keys,
+                PRECISION="interpreter" if self.interpreted else "ieee" if side.dtype == torch.float32 else "tf32",
+                **constants,
+                num_warps=blocks.warps,
+                num_stages=blocks.stages,
+            )
+
+
+def padded(head_dim: int) -> int:
+    """The power of two that a head dim is padded to; Triton's products take no fewer than 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
