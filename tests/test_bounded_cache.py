@@ -19,15 +19,16 @@ from bmburst_ops.pattern import Band, Cells, Segments
 
 KIB = 1 << 10
 PLANNERS = (
-    *(
-        "bmburst.document_lengths",
-        "bmburst.layout",
-        "bmburst.schedule",
-        "bmburst.double_schedule",
-        "bmburst.attention.call",
-    ),
-    *("bmburst.attention.strategy", "bmburst.attention.gather_plan", "bmburst_ops.flash.blind"),
-    *("bmburst_ops.flash.varlen", "bmburst_ops.flash.triton_masks"),
+    "bmburst.document_lengths",
+    "bmburst.layout",
+    "bmburst.schedule",
+    "bmburst.double_schedule",
+    "bmburst.attention.call",
+    "bmburst.attention.strategy",
+    "bmburst.attention.gather_plan",
+    "bmburst_ops.flash.blind",
+    "bmburst_ops.flash.varlen",
+    "bmburst_ops.flash.triton_masks",
 )
 
 
