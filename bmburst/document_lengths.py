@@ -1,12 +1,12 @@
 """Documents packed one after another, as their lengths: from what users give, and where each starts and ends."""
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from bmburst.errors import UserError
 from bmburst.numbers import digest, whole_number, whole_numbers
+from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import IntArray
 
 
@@ -34,7 +34,7 @@ def lengths_between(cu_seqlens: Any) -> tuple[int, ...]:
     return tuple(np.diff(edges).tolist())
 
 
-@lru_cache(maxsize=16)
+@bounded_cache(maxsize=16)
 def edges_of(lengths: tuple[int, ...]) -> IntArray:
     """Return where each document starts, and where the last one ends."""
     edges: IntArray = np.cumsum((0, *lengths), dtype=np.int64)

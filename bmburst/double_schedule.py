@@ -20,13 +20,13 @@ Stops at which no rank has work are left out, and so are the hops to them.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from bmburst.layout import Layout
 from bmburst.mask import Mask
 from bmburst.schedule import Step, Travellers, make_step, meet
+from bmburst_ops.bounded_cache import bounded_cache
 
 
 class Window(NamedTuple):
@@ -113,7 +113,7 @@ class DoubleSchedule:
         return sum(step.area for step in self.steps)
 
 
-@lru_cache(maxsize=128)
+@bounded_cache(maxsize=128)
 def make_double_schedule(
     layout: Layout, length: int, mask: Mask, rank: int, travellers: Travellers, nodes: int, *, returning: bool
 ) -> DoubleSchedule:
@@ -133,7 +133,7 @@ def make_double_schedule(
     return DoubleSchedule(rank, travellers, itinerary, tuple(steps))
 
 
-@lru_cache(maxsize=128)
+@bounded_cache(maxsize=128)
 def layout_itinerary(
     layout: Layout, length: int, mask: Mask, travellers: Travellers, nodes: int, *, returning: bool
 ) -> Itinerary:

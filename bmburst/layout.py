@@ -16,6 +16,7 @@ import numpy as np
 from bmburst.errors import UserError, require_known
 from bmburst.mask import Mask
 from bmburst.tiles import visible_area
+from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import IntArray
 
 
@@ -174,7 +175,7 @@ def _swap(weights: IntArray, owners: IntArray, sums: IntArray) -> bool:
     return True
 
 
-@lru_cache(maxsize=64)
+@bounded_cache(maxsize=64)
 def _areas(mask: Mask, length: int, chunks: int, tokens: int) -> tuple[int, ...]:
     """Return the visible pairs of the queries of each chunk."""
     starts = (min(i * tokens, length) for i in range(chunks))
@@ -276,13 +277,13 @@ def real_tokens(layout: Layout, rank: int, length: int) -> int:
     return sum(run.real(length) for run in layout.runs(rank))
 
 
-@lru_cache(maxsize=32)
+@bounded_cache(maxsize=32)
 def real_positions(layout: Layout, rank: int, length: int) -> IntArray:
     """Return the global positions below `length` of a rank's local tokens, ascending."""
     return np.concatenate([np.arange(run.real(length)) * run.stride + run.start for run in layout.runs(rank)])
 
 
-@lru_cache(maxsize=128)
+@bounded_cache(maxsize=128)
 def rank_areas(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]:
     """Return the visible (query, key) pairs of each rank's queries."""
     return tuple(visible_area(mask, length, real_positions(layout, rank, length)) for rank in range(layout.size))

@@ -117,7 +117,7 @@ class Mesh:
     def _over(cls, world: Checked, split: Split, fit: Callable[[], MeshShape]) -> "Mesh":
         def decide() -> tuple[MeshShape, str]:
             shape = fit()
-            return shape, f"mesh of {shape}, heads {shape.heads}, nodes {shape.nodes}"
+            return shape, f"mesh\nof {shape}\nheads {shape.heads}\nnodes {shape.nodes}"
 
         with world.checking():  # ranks that make different groups wait for each other for ever
             shape = world.decided(decide)

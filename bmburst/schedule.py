@@ -5,7 +5,6 @@ obey it; tests count every (query, key) pair of it by brute force.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from bmburst.layout import Layout, real_positions
 from bmburst.mask import Mask
 from bmburst.tiles import Span, Tile, make_tiles, seen_by
+from bmburst_ops.bounded_cache import bounded_cache
 
 Travellers = Literal["kv", "q"]
 
@@ -56,7 +56,7 @@ class Schedule:
         return tuple(np.diff([*distances, self.size]).tolist())
 
 
-@lru_cache(maxsize=128)
+@bounded_cache(maxsize=128)
 def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, travellers: Travellers) -> Schedule:
     """Return the schedule of one rank.
 
@@ -78,7 +78,7 @@ def make_step(layout: Layout, length: int, mask: Mask, rank: int, owner: int, tr
     return Step((rank - owner) % layout.size, owner, tiles(layout, length, mask, *pair))
 
 
-@lru_cache(maxsize=256)
+@bounded_cache(maxsize=256)
 def tiles(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
     """Return the work between one rank's queries and another's keys, in the local coordinates of each."""
     return make_tiles(
@@ -86,7 +86,7 @@ def tiles(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: in
     )
 
 
-@lru_cache(maxsize=256)
+@bounded_cache(maxsize=256)
 def distances(layout: Layout, length: int, mask: Mask, travellers: Travellers) -> tuple[int, ...]:
     """Return 0 and the distances at which a rank's queries may see another's keys."""
     seen = {
@@ -98,7 +98,7 @@ def distances(layout: Layout, length: int, mask: Mask, travellers: Travellers) -
     return tuple(sorted({0} | seen))
 
 
-@lru_cache(maxsize=16384)
+@bounded_cache(maxsize=16384)
 def meet(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int) -> bool:
     """Return whether any query of one rank may see a key of another.
 
@@ -113,7 +113,7 @@ def meet(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int
     return False
 
 
-@lru_cache(maxsize=1024)
+@bounded_cache(maxsize=1024)
 def _seen_from(layout: Layout, length: int, mask: Mask, rank: int) -> tuple[Span, ...]:
     """Return the positions that runs of a rank's queries see."""
     runs = [run for run in layout.runs(rank) if run.real(length)]

@@ -252,7 +252,7 @@ def shard(
     def decide() -> tuple[tuple[SequenceShard, int], str]:
         along = _dimension(x, dim)
         cut = SequenceShard.cut(x.shape[along], layout=layout, size=comm.size, rank=comm.rank, mask=mask)
-        return (cut, along), f"shard {describe(x)} dim={along} layout={layout} mask={mask}"
+        return (cut, along), f"shard\n{describe(x)}\ndim={along}\nlayout={layout}\nmask={mask}"
 
     cut, along = comm.decided(decide)
     part: Tensor = _Shard.apply(x, cut, along, pad_value)  # type: ignore[no-untyped-call]
@@ -291,7 +291,7 @@ def unshard(
         size, tokens = comm.size, x_local.shape[along]
         real = real_length(size, tokens, length)
         cut = SequenceShard(real, make_layout(layout, size, tokens, _fitting(mask, real), real), comm.rank)
-        return (cut, along), f"unshard {describe(x_local)} dim={along} layout={layout} mask={mask} length={real}"
+        return (cut, along), f"unshard\n{describe(x_local)}\ndim={along}\nlayout={layout}\nmask={mask}\nlength={real}"
 
     cut, along = comm.decided(decide)
     joined: Tensor = _Unshard.apply(x_local, cut, along, comm)  # type: ignore[no-untyped-call]
@@ -353,9 +353,11 @@ def _without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
 
 def _dimension(x: Tensor, dim: int) -> int:
     if not isinstance(x, Tensor):
-        raise UserError(f"a sequence is cut as a torch tensor, got {type(x).__name__}")
+        raise UserError(f"a sequence is cut as a torch tensor, got {type(x).__name__}\nfix: torch.as_tensor")
     if not -x.dim() <= dim < x.dim():
-        raise UserError(f"dim {dim} is not a dimension of a tensor of shape {list(x.shape)}")
+        raise UserError(
+            f"dim {dim} is not a dimension of a tensor of shape {list(x.shape)}\nallowed: {-x.dim()} to {x.dim() - 1}"
+        )
     return dim % x.dim()
 
 

@@ -40,6 +40,8 @@ from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
+_MADE = "fix: take what a position bias of bmburst.integrations.cpm_live returns"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BiasedSequence:
@@ -60,6 +62,12 @@ class BiasedSequence:
     group: Checked
     kernel: str = "auto"
     transport: str = "auto"
+
+    def __post_init__(self) -> None:
+        kinds = {"formula": RelativeBias, "relations": Tensor, "tokens": Tokens, "group": Checked}
+        for name, kind in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise UserError(f"{name} must be a {kind.__name__}, got {type(value).__name__}\n{_MADE}")
 
 
 def biased_attention(
@@ -85,23 +93,25 @@ def biased_attention(
     Raises:
         UserError: Shapes, dtypes or devices cannot work, or the ranks of the group disagree.
     """
+    if not isinstance(sequence, BiasedSequence):
+        raise UserError(f"sequence must be a BiasedSequence, got {type(sequence).__name__}\n{_MADE}")
     bias = Bias(sequence.formula, table, sequence.relations)
 
     def decide() -> tuple[BiasedKernel, str]:
         require_known("transport", sequence.transport, TRANSPORTS)
-        require_transport(sequence.group, q, sequence.transport)
         try:
             require_inputs(q, k, v, bias, sequence.tokens, sequence.tokens)
+            require_transport(sequence.group, q, sequence.transport)
             if not q.is_cuda:  # where the host need not wait; on a GPU such biases are NaN
                 require_relations(sequence.formula, sequence.relations, sequence.tokens, sequence.tokens)
             kernel = select_biased_kernel(sequence.kernel, q)
         except KernelError as error:
             raise UserError(str(error)) from None
         require_scale(scale)
-        tensors = describe(q, k, v, table, sequence.relations)
         return kernel, (
-            f"biased attention {tensors} {sequence.formula} scale {scale} kernel {kernel.name} "
-            f"transport {sequence.transport} {gradient_signature(q, k, v, table)}"
+            f"biased attention\nq, k, v {describe(q, k, v)}\ntable {describe(table)}\nrelations "
+            f"{describe(sequence.relations)}\n{sequence.formula}\nscale {scale}\nkernel {kernel.name}\n"
+            f"transport {sequence.transport}\n{gradient_signature(q, k, v, table)}"
         )
 
     kernel = sequence.group.decided(decide)

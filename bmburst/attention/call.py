@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from numbers import Real
 
 import torch
@@ -23,6 +23,7 @@ from bmburst.layout import LAYOUTS, Layout, make_layout, real_length
 from bmburst.mask import Mask, make_mask
 from bmburst.schedule import Schedule, Travellers, make_schedule, tiles
 from bmburst.tiles import Tile
+from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import NAMES, Kernel, select_kernel
 from bmburst_ops.merge import accumulation_dtype
@@ -47,7 +48,7 @@ class AttentionOptions:
         """Check what can be known without tensors and ranks.
 
         Raises:
-            UserError: A name is unknown, or the scale is no positive number.
+            UserError: A name is unknown, the scale is no positive number, or deterministic is neither true nor false.
         """
         if isinstance(self.mask, list):
             raise UserError(f"mask must be one mask, or a tuple of one for each sample, got a list of {len(self.mask)}")
@@ -58,6 +59,8 @@ class AttentionOptions:
         require_known("strategy", self.strategy, STRATEGIES)
         require_known("transport", self.transport, TRANSPORTS)
         require_scale(self.scale)
+        if not isinstance(self.deterministic, bool):
+            raise UserError(f"deterministic must be a bool, got {self.deterministic!r}\nallowed: True or False")
 
 
 def require_scale(scale: float | None) -> None:
@@ -167,7 +170,7 @@ class _Decision:
     call: AttentionCall | None = None
 
 
-@lru_cache(maxsize=256)
+@bounded_cache(maxsize=256)
 def _decision(*_: object) -> _Decision:
     return _Decision()
 
@@ -196,8 +199,8 @@ def _decide(
             strategy=choose(layout, real, mask, comm.transport),
             deterministic=options.deterministic,
         )
-        hints = f"nodes {comm.nodes} heads {comm.heads}"
-        return call, f"{_signature(call, q, k, v, options)} {hints}" if comm.active else ""
+        hints = f"nodes {comm.nodes}\nheads {comm.heads}"
+        return call, f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
 
     def choose(layout: Layout, real: int, mask: Mask, transport: str, nodes: int | None = None) -> Strategy:
         wide = accumulation_dtype(q.dtype).itemsize
@@ -236,17 +239,20 @@ def _nodes(comm: Checked, moved: Checked, strategy: str) -> int | None:
 
 def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """Return what must be equal on every rank."""
-    settings = (
-        call.length,
-        str(call.mask),
-        call.layout.name,
-        call.scale,
-        call.kernel.name,
-        options.transport,
-        call.strategy,
-    )
-    tensors = f"q {describe(q)} k {describe(k)} v {describe(v)}"
-    return f"burst_attention {tensors} {settings} {gradient_signature(q, k, v)}"
+    facts = {
+        "q": describe(q),
+        "k": describe(k),
+        "v": describe(v),
+        "length": call.length,
+        "mask": call.mask,
+        "layout": call.layout.name,
+        "scale": call.scale,
+        "kernel": call.kernel.name,
+        "transport": options.transport,
+        **{f"strategy.{name}": value for name, value in asdict(call.strategy).items()},
+    }
+    named = (f"{name} {value}" for name, value in facts.items())
+    return "\n".join(["burst_attention", *named, gradient_signature(q, k, v)])
 
 
 def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

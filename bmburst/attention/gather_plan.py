@@ -7,7 +7,6 @@ interval. Padding is neither pulled nor attended to.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -17,6 +16,7 @@ from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.layout import Layout, Run, real_positions, real_tokens
 from bmburst.mask import Full, Mask
 from bmburst.tiles import Span, Tile, make_tiles, seen_by
+from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import FULL, IntArray
 
 
@@ -110,7 +110,7 @@ class GatherPlan:
     outbound: tuple[Exchange, ...]
 
 
-@lru_cache(maxsize=64)
+@bounded_cache(maxsize=64)
 def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
     """Return a rank's plan.
 
@@ -159,7 +159,7 @@ def make_units(heads: int, kv_heads: int, most: int) -> tuple[Unit, ...]:
     return tuple(Unit(Span(a * group, b * group), Span(a, b)) for a, b in pairwise(edges))
 
 
-@lru_cache(maxsize=4096)
+@bounded_cache(maxsize=4096)
 def pulled(sight: Sight, rank: int) -> tuple[Piece, ...]:
     """Return what a rank pulls from others, in the order of its buffer."""
     wanted = _everybody(sight, rank) if sight.mask == Full() else _visible(sight, rank)
@@ -217,7 +217,7 @@ def _tiles(sight: Sight, queries: IntArray, keys: IntArray, by: Literal["queries
     return make_tiles(sight.mask, sight.length, queries, keys, by)
 
 
-@lru_cache(maxsize=4096)
+@bounded_cache(maxsize=4096)
 def _slots(sight: Sight, rank: int) -> dict[int, int]:
     """Return in which part a rank lays the gradients of its keys that each other rank brings.
 
@@ -233,7 +233,7 @@ def _from(sight: Sight, owner: int, puller: int) -> Sequence[Piece]:
     return _by_owner(sight, puller).get(owner, ())
 
 
-@lru_cache(maxsize=4096)
+@bounded_cache(maxsize=4096)
 def _by_owner(sight: Sight, puller: int) -> dict[int, list[Piece]]:
     found: dict[int, list[Piece]] = {}
     for piece in pulled(sight, puller):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 from bmburst.attention.gather_plan import Sight, most_seen
@@ -21,6 +20,7 @@ from bmburst.schedule import (
     forward_bytes,
 )
 from bmburst.units import hides_transfers, most_exchanged, most_gathered
+from bmburst_ops.bounded_cache import bounded_cache
 
 STRATEGIES = ("auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather", "double-ring")
 Outer = Literal["ring", "gather", "double-ring"]
@@ -77,7 +77,7 @@ _KERNEL_RATE = {"peer": 6e14, "nccl": 6e14}  # FLOP/s; on CPUs 2e11
 _CUT_LOSS = 0.03  # a kernel's share lost when the scores are cut into rectangles
 
 
-@lru_cache(maxsize=256)
+@bounded_cache(maxsize=256)
 def choose_strategy(
     name: str,
     shapes: HeadShapes,

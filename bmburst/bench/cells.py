@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 from bmburst.bench.rows import place
 from bmburst.errors import UserError
@@ -73,7 +73,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """For example `sequence/65536/mha/causal/ours` or `window/262144/gqa/ours`; globs are matched against it."""
+        """For example `sequence/65536/mha/causal/ours` or `window/262144/gqa/ours`; globs take it, or the key."""
         return f"{self.shape_name}/{self.method}"
 
     @property
@@ -99,7 +99,7 @@ class Choice:
         head_dim: Features of a head.
         masks: Masks, in this order.
         methods: Names of methods, in the order in which they are measured.
-        globs: Patterns for `Cell.name`; a cell is listed if one fits.
+        globs: Patterns for `Cell.name` or `Cell.key`; a cell is listed if one fits.
     """
 
     ranks: int
@@ -129,7 +129,26 @@ class Choice:
 def list_cells(choice: Choice) -> tuple[Cell, ...]:
     """Return the chosen cells of every suite, in the order in which they run: causal first, short sequences first."""
     found = (cell for suite in SUITES for cell in _SUITE_CELLS[suite](choice) if _is_for(cell))
-    return tuple(cell for cell in found if any(fnmatchcase(cell.name, glob) for glob in choice.globs))
+    return tuple(cell for cell in found if fits(cell, choice.globs))
+
+
+class Named(Protocol):
+    """What patterns are matched against."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """What it is listed as."""
+        ...
+
+
+def fits(cell: Named, globs: Sequence[str]) -> bool:
+    """Return whether a cell is one of those that patterns name, as they are called or as they are listed."""
+    return any(fnmatchcase(name, glob) for name in (cell.name, cell.key) for glob in globs)
 
 
 def accuracy_ranks(world: int) -> tuple[int, ...]:

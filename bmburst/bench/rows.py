@@ -87,8 +87,9 @@ class ResultFile(ABC, Generic[C]):
             return cls()
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] != cls.FORMAT:
-                raise KeyError(content["format"])
+            found = content.get("format") if isinstance(content, dict) else None
+            if found != cls.FORMAT:
+                raise ValueError("it has no format" if found is None else f"its format is {found}, not {cls.FORMAT}")
             return cls(runs=content["runs"], rows=content["rows"], running=content["running"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(

@@ -8,6 +8,7 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -31,6 +32,9 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "build-bmtrain": "build BMTrain's source package for this Python and CUDA",
     }
 )
+# What argparse says of a value that is none.
+_WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float) value: '(.*)'", re.DOTALL)
+_KINDS = MappingProxyType({"int": "a whole number", "float": "a number"})
 _INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
 # Set in a rank by the launcher, which shows the first rank's error once for all of them.
 _LAUNCHED = "BMBURST_LAUNCH_FOLDER"
@@ -50,6 +54,9 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             UserError: Always.
         """
+        if found := _WRONG_TYPE.fullmatch(message):
+            option, kind, value = found.groups()
+            raise UserError(f"{option} {value}\nallowed: {_KINDS[kind]}\nfix: {self.prog} --help lists every option")
         raise UserError(f"{message}\nfix: {self.prog} --help lists every option")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from bmburst.cli import bench_attention, bench_train
 from bmburst.cli.bench_kind import Kind, Prepared, Shown, numbers
+from bmburst.cli.outputs import require_file, require_folder
 from bmburst.errors import UserError
 
 HELP = (
@@ -109,8 +110,12 @@ def _settle(args: argparse.Namespace, kind: Kind) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value:g}\nallowed: seconds above 0")
     if args.gpus is not None and args.ranks is not None:
         raise UserError("--gpus and --ranks exclude each other\nfix: --gpus for GPUs, --ranks for ranks on the CPU")
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise UserError(f"--output {args.output}: there is no such folder\nfix: make it, or another file")
+    if args.list:
+        return
+    if args.output is not None:
+        require_file("--output", args.output)
+    if args.trace is not None:
+        require_folder("--trace", args.trace)
 
 
 def _place(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:

@@ -49,7 +49,7 @@ def _choice(args: argparse.Namespace, device: str, ranks: int, methods: tuple[st
     if args.heads is not None or args.kv_heads is not None:
         queries = args.heads or max(32, args.kv_heads)
         heads = ((queries, args.kv_heads or queries),)
-    require_kernel(args.kernel)
+    require_kernel(args.kernel, device)
     return Choice(
         ranks=ranks,
         device=device,

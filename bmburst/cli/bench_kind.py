@@ -95,12 +95,25 @@ def chosen(globs: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
-def require_kernel(name: str) -> None:
-    """Check the name of a kernel.
+def require_kernel(name: str, device: str) -> None:
+    """Check the name of a kernel, and that it is for such a device and installed; cells ask for more.
+
+    Args:
+        name: As given.
+        device: "cuda" or "cpu"; a GPU that is not here has every kernel.
 
     Raises:
-        UserError: There is none of that name.
+        UserError: It is not.
     """
-    from bmburst_ops.flash import NAMES
+    import torch
+
+    from bmburst_ops.flash import KERNELS, NAMES, able_kernels, queries_ahead
 
     require_known("kernel", name, NAMES)
+    if name == "auto" or (device == "cuda" and not torch.cuda.is_available()):
+        return  # the latter: --list, of any machine
+    kernel = {kernel.name: kernel for kernel in KERNELS}[name]
+    half, full = (queries_ahead(torch.device(device), dtype, 64) for dtype in (torch.bfloat16, torch.float32))
+    if (reason := kernel.refusal(half, half)) is not None and kernel.refusal(full, full) is not None:
+        allowed = ", ".join(("auto", *able_kernels(half, half)))
+        raise UserError(f"kernel '{name}' {reason}\nallowed here: {allowed}\nfix: --kernel auto")

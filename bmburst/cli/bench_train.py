@@ -6,6 +6,7 @@ from typing import Any
 
 from bmburst.cli.bench_kind import Kind, Prepared, Shown, chosen, numbers, of_jobs, require_kernel
 from bmburst.errors import UserError
+from bmburst.train.resolve import check_data_path
 
 
 def configure(group: argparse._ArgumentGroup) -> None:
@@ -30,7 +31,8 @@ def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> P
         Policy.parse(args.recompute)
     if args.text != "stdlib" and not Path(args.text).exists():
         raise UserError(f"--text {args.text}: there is no such file or folder\nfix: a text, or leave it out")
-    require_kernel(args.kernel)
+    check_data_path(args.text, "text")
+    require_kernel(args.kernel, device)
     if args.dtype not in (None, "bfloat16", "float32"):
         raise UserError(f"--dtype {args.dtype}: the trainer has no such weights\nallowed: bfloat16, float32")
     cells = list_cells(

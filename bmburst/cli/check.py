@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB
 from bmburst.cli import train
+from bmburst.cli.outputs import require_file
 from bmburst.config import given_options, to_dict
 from bmburst.errors import UserError
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import check_paths, resolve, write_run_config
+from bmburst.train.resolve import check_paths, check_tokenizer, resolve, write_run_config
 
 if TYPE_CHECKING:
     from bmburst.train.check import Deviation, Report, StepReport, TensorReport
@@ -101,8 +102,8 @@ def settle(args: argparse.Namespace) -> TrainConfig:
         raise UserError("check starts its ranks itself, but RANK is set\nfix: run it without a launcher, or unset RANK")
     if args.check_steps < 1:
         raise UserError(f"--check-steps {args.check_steps}\nallowed: 1 and more")
-    if args.json is not None and not _is_writable(args.json):
-        raise UserError(f"--json {args.json}: no file can be written there\nfix: a file in a folder you may write")
+    if args.json is not None:
+        require_file("--json", args.json)
     config = resolve((Path(args.config),) if args.config is not None else (), given_options(args, TrainConfig))
     if config.resume:
         config = train.settle(args)
@@ -115,8 +116,12 @@ def plan(config: TrainConfig, nproc: int) -> tuple[_Phase, ...]:
     Raises:
         UserError: There is one rank only, or the configuration does not fit the ranks.
     """
+    from bmburst.train.machine import require_machine
+
     config.validate(nproc)
+    require_machine(config, nproc)
     check_paths(config)
+    check_tokenizer(config.data.tokenizer)
     if nproc == 1:
         raise UserError(
             "check compares several ranks with one, but there is 1\n"
@@ -206,10 +211,6 @@ def _launch(phase: _Phase, folder: Path, steps: int) -> int:
     if status and phase.nproc == 1 and status != _BAD_INPUT and status < _SIGNALS:
         _say("if one rank has too little memory for it: --model.num_layers 2, or a shorter --sequence-length")
     return status
-
-
-def _is_writable(path: Path) -> bool:
-    return not path.is_dir() and os.access(path if path.exists() else path.absolute().parent, os.W_OK)
 
 
 def _require_space(folder: Path, phases: Sequence[_Phase]) -> None:

@@ -1,6 +1,7 @@
 """`bmburst convert`: a model's directory of one family into another's."""
 
 import argparse
+import math
 from pathlib import Path
 
 HELP = "weights between Hugging Face, bmburst and ModelCenter"
@@ -48,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     from bmburst.errors import UserError
     from bmburst.train.checkpoint import newest_complete
 
-    if not args.part_size > 0:
-        raise UserError(f"--part-size {args.part_size:g} is not positive\nfix: gigabytes, for example 5")
+    if not 0 < args.part_size < math.inf:
+        raise UserError(f"--part-size {args.part_size:g}\nallowed: gigabytes above 0, for example 5")
     source = newest_complete(args.source) or args.source
     with tqdm(desc="converting", unit="B", unit_scale=True, disable=None) as bar:
         done = convert(

@@ -45,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
             )
         return 0
 
-    # Before ranks start: whether there are weights at all.
-    from bmburst.train.evaluate import find_model
+    # Before ranks start: whether there are weights of a model, and a tokenizer.
+    from bmburst.train.evaluate import read_model
 
-    find_model(config)
+    read_model(config)
 
     from bmburst.runtime.launch import LaunchSpec, launch
 
@@ -79,7 +79,7 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> EvalConfi
             f"checkpoint {config.checkpoint}: no such directory\n"
             "allowed: a checkpoint, a run folder, or a directory of a Hugging Face LLaMA"
         )
-    check_data_path(config.data)
+    check_data_path(config.data, config.text_field)
     nproc = world_size or _ranks_to_start(config.nproc)
     if config.sequence_length < nproc:
         raise UserError(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bmburst.cli.outputs import require_file
 from bmburst.errors import UserError, require_known
 
 HELP = (
@@ -55,9 +56,14 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work.
     """
     if args.check and args.calibrate:
-        raise UserError("--check and --calibrate exclude each other")
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise UserError(f"--output {args.output}: there is no such folder\nfix: make it, or another file")
+        raise UserError("--check and --calibrate exclude each other\nfix: a command for each")
+    for name, what in (("check", "predicts recorded runs"), ("calibrate", "measures this machine")):
+        if getattr(args, name) and (args.model is not None or args.seq is not None):
+            raise UserError(f"--{name} {what}, of no --model and --seq\nfix: leave them out, or --{name}")
+    if args.ranks is not None and not args.calibrate:
+        raise UserError(f"--ranks {args.ranks} is an option of --calibrate\nfix: --gpus says how many GPUs to plan for")
+    if args.output is not None and (args.calibrate or args.output.suffix == ".png"):
+        require_file("--output", args.output)
     if args.calibrate:
         return _calibrate(args)
     if args.check:

@@ -1,6 +1,5 @@
 """A mismatch between ranks is an error on all of them, not a hang."""
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,6 +9,7 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from bmburst.comm.disagreement import decoded, disagreement, encoded
 from bmburst.comm.exchange import Exchange
 from bmburst.comm.meter import WaitMeter
 from bmburst.comm.protocol import Arrived, Communicator, Transfer
@@ -21,7 +21,6 @@ T = TypeVar("T")
 DEBUG_SWITCH = "BMBURST_CHECK"
 """The environment variable that, set to 1 on every rank, compares every call on GPUs too."""
 
-_BYTES = 512
 _SAME, _PROBLEM = "=", "!"
 
 
@@ -112,7 +111,7 @@ class Checked:
         """Return this rank's decision, once every rank has decided and all of them agree.
 
         Args:
-            decide: Returns the decision and, as text, what of it must be equal on every rank.
+            decide: Returns the decision and, as text, what of it must be equal on every rank: see `agree`.
 
         Raises:
             UserError: `decide` raised it, here or, while active, on any rank.
@@ -128,17 +127,20 @@ class Checked:
     def agree(self, signature: str) -> None:
         """Check, while active, that every rank is about to do the same thing.
 
+        Args:
+            signature: The call, then on a line each what of it must be equal, so that a message shows what differs.
+
         Raises:
-            Mismatch: The signatures differ. The message names the first two ranks that differ.
+            Mismatch: The signatures differ. The message names the first two ranks that differ, and shows what does.
             UserError: Another rank called `refuse` instead: the first such rank's problem.
         """
         texts = self._exchange(_SAME + signature)
         for text in texts:
             if text.startswith(_PROBLEM):
                 raise UserError(text.removeprefix(_PROBLEM))
-        for rank, text in enumerate(texts):
-            if text != texts[0]:
-                raise Mismatch(f"the ranks of the group disagree\nrank 0: {texts[0][1:]}\nrank {rank}: {text[1:]}")
+        different = disagreement([text.removeprefix(_SAME) for text in texts])
+        if different:
+            raise Mismatch(different)
 
     def refuse(self, problem: str) -> NoReturn:
         """Raise `UserError(problem)`; while active, every rank that calls `agree` meanwhile raises it too."""
@@ -212,21 +214,12 @@ class Checked:
                     f"{call}: the group moves {self.device.type} tensors by {self.transport}, not {tensor.device} ones"
                 )
         if self.active:
-            self.agree(f"{call} {describe(*tensors)}")
+            self.agree(f"{call}\n{describe(*tensors)}")
 
     def _exchange(self, text: str) -> list[str]:
         """Return every rank's text while active; else nothing."""
         if not self.active or self.size == 1:
             return []
-        mine = torch.frombuffer(bytearray(_encoded(text)), dtype=torch.uint8).to(self.device)
+        mine = torch.frombuffer(bytearray(encoded(text)), dtype=torch.uint8).to(self.device)
         (gathered,) = self.inner.all_gather(mine).wait()
-        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gathered.tolist()]
-
-
-def _encoded(text: str) -> bytes:
-    """Return the text in `_BYTES` bytes; one that is too long ends in a digest, so that its end counts as well."""
-    data = text.encode()
-    if len(data) > _BYTES:
-        digest = f"... #{hashlib.sha256(data).hexdigest()[:16]}".encode()
-        data = data[: _BYTES - len(digest)] + digest
-    return data.ljust(_BYTES, b"\0")
+        return [decoded(bytes(row)) for row in gathered.tolist()]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from bmburst.comm.protocol import Communicator
+from bmburst.errors import UserError
 
 _BYTES = 1024
 
@@ -35,15 +36,30 @@ def broadcast_object(comm: Communicator, value: Any) -> Any:
     Args:
         comm: The group; every rank must call.
         value: On rank 0 anything that pickle holds; that of the others is not looked at.
+
+    Raises:
+        UserError: On every rank: pickle does not hold rank 0's.
     """
     if comm.size == 1:
         return value
-    data = pickle.dumps(value) if comm.rank == 0 else b""
+    data = _pickled(value) if comm.rank == 0 else b""
     (size,) = comm.all_reduce(torch.tensor([len(data)], device=_device(comm))).wait()
     nbytes = int(size.item())
     mine = torch.frombuffer(bytearray(data.ljust(-(-nbytes // 8) * 8, b"\0")), dtype=torch.int64).to(_device(comm))
     (sent,) = comm.all_reduce(mine).wait()
-    return pickle.loads(sent.cpu().numpy().tobytes()[:nbytes])
+    problem, found = pickle.loads(sent.cpu().numpy().tobytes()[:nbytes])
+    if problem is not None:
+        raise UserError(problem)
+    return found
+
+
+def _pickled(value: Any) -> bytes:
+    """Return None and the value, or why it cannot be sent and None: the others wait, and must be told."""
+    try:
+        return pickle.dumps((None, value))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # as the value's own types have it
+        reason = " ".join(str(error).split())
+        return pickle.dumps((f"rank 0's {type(value).__name__} cannot be sent: {reason}\nfix: arrays by name", None))
 
 
 def _device(comm: Communicator) -> torch.device:

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import math
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,21 +100,51 @@ def read_documents(
             if file.kind == "jsonl":
                 yield from _jsonl(file, text_field, on_read)
             elif problem := _why_not_text(file.path):
-                raise UserError(
-                    f"'{file.name}' is not a text file: {problem}\n"
-                    "convert it to UTF-8, or leave it out; a token file is for bmburst train and eval alone"
-                )
+                raise _not_text(file, problem)
             else:
                 yield Document(name=file.name, pieces=_text_pieces(file.path, on_read))
         except OSError as error:
             if file.named:
-                raise UserError(f"cannot read '{file.name}': {error.strerror or error}") from error
+                raise _unreadable(file, error) from error
             on_skip(f"{file.name}: {error.strerror or error}")
         except UserError as error:
             if file.named or file.kind == "jsonl":
                 raise
             on_read(file.path.stat().st_size)
             on_skip(str(error).splitlines()[0])
+
+
+def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -> None:
+    """Check how what is named begins, and the first file of JSONL, whoever named it; the rest shows as it is read.
+
+    Args:
+        files: From `find_sources`.
+        text_field: Where a line of JSONL keeps its text.
+
+    Raises:
+        UserError: A beginning cannot be read, is not text, or its line of JSONL is malformed.
+    """
+    lines = [file for file in files if file.kind == "jsonl"]
+    for file in [*lines[:1], *(file for file in files if file.named and file.kind == "text")]:
+        try:
+            if file.kind == "jsonl":
+                next(_jsonl(file, text_field, lambda _: None), None)
+            elif problem := _why_not_text(file.path, most=PIECE_BYTES):
+                raise _not_text(file, problem)
+        except OSError as error:
+            if file.named:
+                raise _unreadable(file, error) from error
+
+
+def _not_text(file: SourceFile, problem: str) -> UserError:
+    return UserError(
+        f"'{file.name}' is not a text file: {problem}\n"
+        "convert it to UTF-8, or leave it out; a token file is for bmburst train and eval alone"
+    )
+
+
+def _unreadable(file: SourceFile, error: OSError) -> UserError:
+    return UserError(f"cannot read '{file.name}': {error.strerror or error}\ngive a file that you may read")
 
 
 def _kind(path: Path) -> Literal["text", "jsonl"]:
@@ -156,8 +187,13 @@ def _standard_library() -> list[SourceFile]:
     return found
 
 
-def _why_not_text(path: Path) -> str | None:
-    """Return why a file is not UTF-8 text, or None. Reads it once, so that a bad end never leaves half a document."""
+def _why_not_text(path: Path, most: float = math.inf) -> str | None:
+    """Return why a file is not UTF-8 text, or None. Reads it once, so that a bad end never leaves half a document.
+
+    Args:
+        path: The file.
+        most: Bytes to look at.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as file:
         done = 0
@@ -170,9 +206,9 @@ def _why_not_text(path: Path) -> str | None:
                 return f"byte {done - waiting + error.start} is not UTF-8"
             if (at := block.find(b"\0")) >= 0:  # a token file or an archive of small numbers can be valid UTF-8
                 return f"byte {done + at} is zero"
-            if not block:
-                return None
             done += len(block)
+            if not block or done >= most:
+                return None
 
 
 def _text_pieces(path: Path, on_read: Callable[[int], object]) -> Iterator[str]:
@@ -212,7 +248,10 @@ def _jsonl(file: SourceFile, text_field: str, on_read: Callable[[int], object]) 
                 )
             text = value[text_field]
             if not isinstance(text, str):
-                raise UserError(f"{name}: field '{text_field}' must be a string, got {_short(text)}")
+                raise UserError(
+                    f"{name}: field '{text_field}' must be a string, got {_short(text)}\n"
+                    "name another field: --text-field NAME, for bmburst train --data.text_field NAME"
+                )
             # "\ud800" is valid JSON and half a character; UTF-8 has no bytes for it.
             yield Document(name=name, pieces=[text.encode("utf-8", "replace").decode("utf-8")])
 

@@ -1,25 +1,23 @@
 """Batches as CPM-Live's data sets give them, cut for one rank: vectors of a token go where the token goes."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmburst.attention.biased import BiasedSequence
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import Checked, describe
 from bmburst.comm.objects import broadcast_object
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
+from bmburst.integrations.cpm_live_checks import Data, additional_rows, lengths, relations, require_batch, vectors
+from bmburst.integrations.mesh_check import require_mesh
 from bmburst.layout import LAYOUTS
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh
+from bmburst.numbers import whole_number
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import BIASED_NAMES, RelativeBias, Tokens, ant_relations, ant_tokens, bee_tokens
-
-Data = Mapping[str, Any]
-"""What CPM-Live's loaders yield: NumPy arrays or tensors by name, whole sequences."""
 
 _BEE_VECTORS = (
     *("inputs", "inputs_sub", "target", "task_ids", "context", "sample_ids", "spans"),
@@ -54,6 +52,11 @@ class SplitTokens:
         Raises:
             UserError: There is a relation that the formula has no row for.
         """
+        if not isinstance(formula, RelativeBias):
+            raise UserError(
+                f"a formula must be a RelativeBias, got {type(formula).__name__}\n"
+                "fix: call a position bias module with these tokens"
+            )
         if self.most > formula.num_relations:
             raise UserError(
                 f"the batch has relation {self.most} between segments, but the bias table holds "
@@ -123,18 +126,15 @@ class SplitSequences:
         transport: As in `bmburst.burst_attention`.
 
     Raises:
-        UserError: A name is unknown, the layout is "balanced", which is made for masks that are known before the batch,
-            or the mesh splits matrices.
+        UserError: There is no mesh, a name is unknown, the layout is "balanced", which is made for masks that are known
+            before the batch, or the mesh splits matrices.
     """
 
     def __init__(self, mesh: Mesh, *, layout: str = "zigzag", kernel: str = "auto", transport: str = "auto") -> None:
+        require_mesh(mesh, "bmburst.Mesh.over_bmtrain(), after bmt.init_distributed", "CPM-Live's")
         require_known("layout", layout, set(LAYOUTS) - {"balanced"})
         require_known("kernel", kernel, BIASED_NAMES)
         require_known("transport", transport, TRANSPORTS)
-        if mesh.shape.tensor > 1:
-            raise UserError(
-                f"a mesh with tensor {mesh.shape.tensor} splits matrices, which CPM-Live's models have whole"
-            )
         # One rank has every token in order, whatever the layout, and need not pad for one.
         self.layout = layout if mesh.shape.sequence > 1 else "contiguous"
         self.mesh, self.kernel, self.transport = mesh, kernel, transport
@@ -149,9 +149,11 @@ class SplitSequences:
 
         Args:
             data: On the reader the batch; on the others it is not looked at.
+
+        Raises:
+            UserError: On every rank of the group: the reader has no batch, or one that cannot be sent.
         """
-        shared: Data = broadcast_object(self.mesh.sequence, data)
-        return shared
+        return require_batch(broadcast_object(self.mesh.sequence, data))
 
     def bee(self, data: Data) -> BeePart:
         """Return this rank's part of a batch of CPM-Bee's `MixedDataset`, the same on all ranks of the group.
@@ -159,22 +161,21 @@ class SplitSequences:
         Raises:
             UserError: A name is missing, shapes differ, or segments have no place among the relations.
         """
-        whole = _vectors(data, _BEE_VECTORS)
+        whole = vectors(require_batch(data), _BEE_VECTORS)
         batch, length = whole["inputs"].shape
-        relations, lengths = _ints(data, "segment_rel"), _ints(data, "length")
-        _require_lengths("length", lengths, batch, length)
-        _require_segments(whole, relations, lengths)
+        real = lengths(data, "length", batch, length)
+        related, (ext_ids, ext_sub) = relations(data, whole, real), additional_rows(data)
         cut = self._cut(length)
         part = {name: self._part(cut, whole[name], IGNORE_INDEX if name == "target" else 0) for name in whole}
         tokens = bee_tokens(
             *(self._positions(cut, batch), part["segment_ids"], part["num_segments"], part["segment_rel_offset"]),
-            *(part["sample_ids"], part["spans"], part["context"], lengths.to(self._device)),
+            *(part["sample_ids"], part["spans"], part["context"], real.to(self._device)),
         )
         return BeePart(
             **{name: part[name] for name in ("inputs", "inputs_sub", "target", "task_ids")},
-            tokens=self._tokens(tokens, relations),
-            ext_ids=_ints(data, "ext_ids").to(self._device),
-            ext_sub=_ints(data, "ext_sub").to(self._device),
+            tokens=self._tokens(tokens, related),
+            ext_ids=ext_ids.to(self._device),
+            ext_sub=ext_sub.to(self._device),
         )
 
     def ant(self, data: Data, num_segments: int) -> AntPart:
@@ -189,27 +190,31 @@ class SplitSequences:
         Raises:
             UserError: A name is missing, shapes differ, or there is a segment of another kind.
         """
-        whole = _vectors(data, _ANT_VECTORS)
+        try:
+            num_segments = whole_number("num_segments", num_segments, 1)
+        except UserError as error:
+            raise UserError(f"{error}\nfix: the model's segment_types") from None
+        whole = vectors(require_batch(data), _ANT_VECTORS)
         batch, length = whole["ctx"].shape
-        lengths, segment = _ints(data, "len_ctx"), whole["segment"]
-        _require_lengths("len_ctx", lengths, batch, length)
+        real, segment = lengths(data, "len_ctx", batch, length), whole["segment"]
         if bool(((segment < 0) | (segment >= num_segments)).any()):
             raise UserError(
-                f"segments go from {int(segment.min())} to {int(segment.max())}, num_segments={num_segments}"
+                f"segments go from {int(segment.min())} to {int(segment.max())}, num_segments={num_segments}\n"
+                f"allowed: 0 to {num_segments - 1}\nfix: the num_segments that the data are made for"
             )
         cut = self._cut(length)
         part = {name: self._part(cut, whole[name], IGNORE_INDEX if name == "tgt" else 0) for name in whole}
         place = self._positions(cut, batch)
-        is_real = (place >= length - lengths.to(self._device)[:, None]) & (place < length)
+        is_real = (place >= length - real.to(self._device)[:, None]) & (place < length)
         tokens = ant_tokens(place, part["segment"], part["span"], part["context"], is_real, num_segments)
-        relations = ant_relations(num_segments, torch.device("cpu"))
+        related = ant_relations(num_segments, torch.device("cpu"))
         return AntPart(
             input=part["ctx"],
             target=part["tgt"],
             task=part["task"],
             segment=part["segment"],
             place=place,
-            tokens=self._tokens(tokens, relations),
+            tokens=self._tokens(tokens, related),
         )
 
     def mean(self, loss_sum: Tensor, target: Tensor) -> Tensor:
@@ -220,8 +225,12 @@ class SplitSequences:
         Args:
             loss_sum: Sum of this rank's token losses: `bmt.loss.FusedCrossEntropy(ignore_index=-100, reduction="sum")`.
             target: The labels that it is of.
+
+        Raises:
+            UserError: They are something else; on every rank, where calls are compared.
         """
-        (valid,) = self.mesh.world.all_reduce(count_valid(target)).wait()
+        valid = self.mesh.world.decided(lambda: (_valid(loss_sum, target), "SplitSequences.mean"))
+        (valid,) = self.mesh.world.all_reduce(valid).wait()
         return global_mean(loss_sum, valid, self.mesh.world.size)
 
     @property
@@ -249,39 +258,19 @@ class SplitSequences:
         )
 
 
-def _ints(data: Data, name: str) -> Tensor:
-    if name not in data:
-        raise UserError(f"the batch has no '{name}'\nit has {', '.join(sorted(data))}")
-    return torch.as_tensor(data[name]).to(torch.int32)
-
-
-def _vectors(data: Data, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return vectors of whole sequences, `[batch, length]` each as the first of them."""
-    found = {name: _ints(data, name) for name in names}
-    shape = found[names[0]].shape
-    for name, vector in found.items():
-        if vector.dim() != 2 or vector.shape != shape:
-            raise UserError(f"'{name}' must be [batch, length] as '{names[0]}' {list(shape)}, got {list(vector.shape)}")
-    return found
-
-
-def _require_lengths(name: str, lengths: Tensor, batch: int, length: int) -> None:
-    if lengths.shape != (batch,) or bool(((lengths < 0) | (lengths > length)).any()):
-        raise UserError(f"'{name}' must be {batch} lengths from 0 to {length}, got {lengths.tolist()}")
-
-
-def _require_segments(whole: Mapping[str, Tensor], relations: Tensor, lengths: Tensor) -> None:
-    """Check that the relations between all segments of each sample are there. A kernel does not look."""
-    batch, length = whole["inputs"].shape
-    if relations.dim() != 2 or len(relations) != batch or int(relations.min()) < 0:
-        raise UserError(f"'segment_rel' must be [{batch}, entries], none below 0, got {list(relations.shape)}")
-    segment, count, first = (whole[name] for name in ("segment_ids", "num_segments", "segment_rel_offset"))
-    is_real = torch.arange(length) < lengths[:, None]
-    wrong = (segment < 0) | (segment >= count) | (first < 0) | (first + count**2 > relations.shape[1])
-    if bool((wrong & is_real).any()):
-        b, at = (int(i) for i in (wrong & is_real).nonzero()[0])
+def _valid(loss_sum: Tensor, target: Tensor) -> Tensor:
+    """Return how many labels count, of what was checked."""
+    for name, value in (("loss_sum", loss_sum), ("target", target)):
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"{name} must be a tensor, got {type(value).__name__}\n"
+                "fix: split.mean(loss, part.target), of a loss with reduction='sum'"
+            )
+    if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
         raise UserError(
-            f"token {at} of sequence {b} is of segment {int(segment[b, at])} of {int(count[b, at])}, whose relations "
-            f"begin at {int(first[b, at])} of {relations.shape[1]}\nallowed: segments below their number, and all of "
-            "its square there"
+            f"loss_sum must be one number in floating point, got {describe(loss_sum)}\n"
+            "fix: FusedCrossEntropy(ignore_index=-100, reduction='sum')"
         )
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise UserError(f"target must be labels, got {describe(target)}\nfix: target of the same part")
+    return count_valid(target)

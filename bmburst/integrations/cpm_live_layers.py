@@ -4,7 +4,7 @@ Source: CPM-Live (github.com/OpenBMB/CPM-Live), cpm_live/layers/attention.py and
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NoReturn
 
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.biased import BiasedSequence, biased_attention
+from bmburst.comm.checks import describe
 from bmburst.errors import UserError
 from bmburst.integrations.cpm_live_batch import SplitTokens
+from bmburst.numbers import whole_number
 from bmburst_ops.biased import RelativeBias, ant_bias, bee_bias
 from bmburst_ops.errors import KernelError
 
+_CONFIGURED = "fix: take it from the configuration that the model's checkpoint has"
 _GUIDE = "fix: docs/cpm_live.md shows the lines of the model that change"
 
 
@@ -33,7 +36,8 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
         int4: None or False: what CPM-Bee's own repository hands on.
 
     Raises:
-        UserError: `dropout_p` is above 0, or `int4` is set.
+        UserError: A width is no whole number above 0, the dtype is none of floating point, `dropout_p` is above 0, or
+            `int4` is set.
     """
 
     def __init__(
@@ -53,6 +57,9 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
                 f"dropout_p {dropout_p} on attention weights is not supported\nallowed: None or 0, as CPM-Live's own "
                 "configurations have it"
             )
+        sizes = {"dim_model": dim_model, "num_heads": num_heads, "dim_head": dim_head}
+        dim_model, num_heads, dim_head = (_count(name, size) for name, size in sizes.items())
+        _require_dtype(dtype)
         self.dim_model, self.num_heads, self.dim_head = dim_model, num_heads, dim_head
         self.project_q = _Linear(dim_model, num_heads * dim_head, dtype)
         self.project_k = _Linear(dim_model, num_heads * dim_head, dtype)
@@ -82,7 +89,7 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
             `[batch, local_tokens, dim_model]`.
 
         Raises:
-            UserError: It was called with matrices, or for generation.
+            UserError: It was called with matrices, for generation, or with hidden states of another shape or dtype.
         """
         if not isinstance(attention_mask, BiasedSequence):
             _refuse_dense("attention_mask", attention_mask)
@@ -90,6 +97,9 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
             _refuse_dense("position_bias", position_bias)
         if use_cache or past_kv is not None:
             raise UserError("use_cache and past_kv are for generation\nfix: generate with CPM-Live's own Attention")
+        # Before weights are gathered: a rank that refuses alone would be waited for.
+        given = {"hidden_q": hidden_q, "hidden_kv": hidden_kv}
+        hidden_q, hidden_kv = attention_mask.group.decided(lambda: (self._checked(given), "CPM-Live's Attention"))
         q = self.project_q(hidden_q).unflatten(-1, (self.num_heads, self.dim_head))
         k, v = (
             project(hidden_kv).unflatten(-1, (self.num_heads, self.dim_head))
@@ -99,6 +109,17 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
         out: Tensor = self.attention_out(mixed.flatten(2))
         return out
 
+    def _checked(self, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        dtype = self.project_q.dtype
+        for name, hidden in given.items():
+            wanted = f"{name} must be a tensor [batch, local_tokens, {self.dim_model}] of {dtype}"
+            if not isinstance(hidden, Tensor):
+                raise UserError(f"{wanted}, got {type(hidden).__name__}\n{_GUIDE}")
+            is_cast = torch.is_autocast_enabled(hidden.device.type) and hidden.is_floating_point()
+            if hidden.dim() != 3 or hidden.shape[-1] != self.dim_model or not (hidden.dtype == dtype or is_cast):
+                raise UserError(f"{wanted}, got {describe(hidden)}\nfix: dim_model and dtype as the model's")
+        return tuple(given.values())
+
 
 class _PositionBias(bmt.DistributedModule):  # type: ignore[misc]
     """A table of biases, and the formula by which it is looked up."""
@@ -107,6 +128,10 @@ class _PositionBias(bmt.DistributedModule):  # type: ignore[misc]
         self, make: Callable[[], RelativeBias], num_heads: int, dtype: torch.dtype, init_mean: float, init_std: float
     ) -> None:
         super().__init__()
+        num_heads = _count("num_heads", num_heads)
+        _require_dtype(dtype)
+        _require_number("init_mean", init_mean, -math.inf)
+        _require_number("init_std", init_std, 0)
         try:
             self.formula = make()
         except KernelError as error:
@@ -191,6 +216,7 @@ class _Linear(bmt.DistributedModule):  # type: ignore[misc]
 
     def __init__(self, dim_in: int, dim_out: int, dtype: torch.dtype) -> None:
         super().__init__()
+        self.dtype = dtype
         self.weight = bmt.DistributedParameter(
             torch.empty(dim_out, dim_in, dtype=dtype),
             init_method=bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=1.0),
@@ -199,6 +225,25 @@ class _Linear(bmt.DistributedModule):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight) / self._root
+
+
+def _count(name: str, value: object) -> int:
+    try:
+        return whole_number(name, value, 1)
+    except UserError as error:
+        raise UserError(f"{error}\n{_CONFIGURED}") from None
+
+
+def _require_dtype(dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        names = "torch.float16, torch.bfloat16 or torch.float32"
+        raise UserError(f"dtype must be one of floating point, got {dtype!r}\nallowed: {names}")
+
+
+def _require_number(name: str, value: object, least: float) -> None:
+    if not isinstance(value, int | float) or not (least <= value < math.inf and abs(value) < math.inf):
+        bound = "a finite number" if least < 0 else f"a number of at least {least:g}"
+        raise UserError(f"{name} must be {bound}, got {value!r}\nallowed: as CPM-Live, init_mean 0 and init_std 1")
 
 
 def _refuse_dense(name: str, value: object) -> NoReturn:

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bmburst.attention.call import AttentionOptions
+from bmburst.comm.checks import describe
 from bmburst.errors import UserError
+from bmburst.integrations.mesh_check import require_mesh
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, whole_batch
-from bmburst.integrations.transformers_models import require_splittable
+from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.integrations.transformers_recompute import recompute
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh
@@ -29,6 +31,8 @@ __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
 
 CHUNK = 4096
 """Tokens whose logits exist in fp32 at one time."""
+
+_OWN = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 
 
 def register() -> None:
@@ -51,6 +55,7 @@ class Part:
         mesh: The ranks.
         cut: Which tokens these are.
         ends: Returns the largest position id + 1 of each rank of the sequence.
+        largest: The largest id of the whole batch; None where that lies on a GPU, which is not waited for.
     """
 
     input_ids: Tensor
@@ -60,6 +65,7 @@ class Part:
     mesh: Mesh
     cut: SequenceShard
     ends: Callable[[], tuple[int, ...]]
+    largest: int | None = None
 
     def logits(self, model: torch.nn.Module, **inputs: object) -> Tensor:
         """Return the model's logits of this rank's tokens, `[batch, local_tokens, vocabulary]`.
@@ -69,11 +75,15 @@ class Part:
             inputs: What else to call it with.
 
         Raises:
-            UserError: The model would not compute what it computes on whole sequences.
+            UserError: The model would not compute what it computes on whole sequences, has no such token, or gets
+                twice what the part has.
         """
 
         def decide() -> tuple[None, str]:
+            if twice := sorted(_OWN & set(inputs)):
+                raise UserError(f"a part has {twice[0]} of its own\nfix: give those of the whole batch to split.part")
             require_splittable(model, self.ends)
+            require_rows(model, self.largest)
             return None, f"{type(model).__name__} on a split sequence"
 
         self.mesh.world.decided(decide)
@@ -94,10 +104,11 @@ class Part:
             inputs: As in `logits`.
 
         Raises:
-            UserError: As in `logits`.
+            UserError: As in `logits`, or `valid` is no number of labels.
         """
+        counted = self.mesh.world.decided(lambda: (_count(valid), "Part.loss"))
         logits = self.logits(model, **inputs)
-        total = valid_labels(self.mesh, self) if valid is None else valid
+        total = valid_labels(self.mesh, self) if counted is None else counted
         return global_mean(_loss_sum(logits, self.labels), total, self.mesh.world.size)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -114,21 +125,18 @@ class SplitSequences:
         options: kernel, strategy, transport and deterministic of `bmburst.burst_attention`.
 
     Raises:
-        UserError: The value of an option is unknown, or layout "balanced", which is made for one mask: the layers of a
-            model may differ.
+        UserError: There is no mesh, or one that splits matrices, the value of an option is unknown, or layout
+            "balanced", which is made for one mask: the layers of a model may differ.
     """
 
     def __init__(self, mesh: Mesh, *, layout: str = "zigzag", **options: Any) -> None:
+        require_mesh(mesh, "bmburst.Mesh.over_process_group(), after init_process_group", "transformers'")
         unknown = sorted(set(options) - {"kernel", "strategy", "transport", "deterministic"})
         if unknown:
             raise UserError(f"SplitSequences has no option {unknown[0]!r}\nthe model itself says scale and mask")
         if layout == "balanced":
             raise UserError(
                 "layout 'balanced' is made for one mask, but a model's layers may differ\nuse 'striped' or 'zigzag'"
-            )
-        if mesh.shape.tensor > 1:
-            raise UserError(
-                f"a mesh with tensor {mesh.shape.tensor} splits matrices, which transformers' models have whole"
             )
         self.mesh = mesh
         self.options = AttentionOptions(layout=layout, **options)
@@ -179,8 +187,13 @@ class SplitSequences:
         return valid_labels(self.mesh, *parts)
 
     def mean(self, loss: Tensor) -> float:
-        """Return the mean of the ranks' losses: the mean loss of a label, in nats. Blocks the host."""
-        return self.mesh.sum(loss.item()) / self.mesh.world.size
+        """Return the mean of the ranks' losses: the mean loss of a label, in nats. Blocks the host.
+
+        Raises:
+            UserError: A loss is no tensor of one number; on every rank, where calls are compared.
+        """
+        mine = self.mesh.world.decided(lambda: (_number(loss), "SplitSequences.mean"))
+        return self.mesh.sum(mine) / self.mesh.world.size
 
     def _cut(self, whole: WholeBatch, cut: SequenceShard) -> Part:
         device = self.mesh.sequence.device
@@ -199,14 +212,43 @@ class SplitSequences:
             mesh=self.mesh,
             cut=cut,
             ends=lambda: _ends(whole.position_ids, cut),
+            largest=whole.largest,
         )
 
 
 def valid_labels(mesh: Mesh, *parts: Part) -> Tensor:
-    """Return how many labels all ranks have together in some parts: a scalar int64 tensor."""
-    mine = torch.stack([count_valid(part.labels) for part in parts]).sum()
-    (total,) = mesh.world.all_reduce(mine).wait()
+    """Return how many labels all ranks have together in some parts: a scalar int64 tensor.
+
+    Raises:
+        UserError: There is no part, or something else; on every rank, where calls are compared.
+    """
+
+    def decide() -> tuple[Tensor, str]:
+        wrong = [part for part in parts if not isinstance(part, Part)]
+        if wrong or not parts:
+            got = type(wrong[0]).__name__ if wrong else "none"
+            raise UserError(f"labels are counted of parts of SplitSequences, got {got}\nfix: valid(*parts)")
+        return torch.stack([count_valid(part.labels) for part in parts]).sum(), "valid labels"
+
+    (total,) = mesh.world.all_reduce(mesh.world.decided(decide)).wait()
     return total
+
+
+def _count(valid: Tensor | int | None) -> Tensor | int | None:
+    """Return the number of labels, checked."""
+    is_count = isinstance(valid, int) and not isinstance(valid, bool) and valid >= 0
+    is_tensor = isinstance(valid, Tensor) and valid.numel() == 1 and not valid.is_floating_point()
+    if valid is not None and not is_count and not is_tensor:
+        got = describe(valid) if isinstance(valid, Tensor) else repr(valid)
+        raise UserError(f"valid must be a number of labels, got {got}\nfix: what split.valid(*parts) returns, or None")
+    return valid
+
+
+def _number(loss: Tensor) -> float:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = describe(loss) if isinstance(loss, Tensor) else type(loss).__name__
+        raise UserError(f"a loss must be a tensor of one number, got {got}\nfix: what part.loss(model) returns")
+    return float(loss.item())
 
 
 def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -233,5 +275,6 @@ def _signature(whole: WholeBatch) -> str:
     tensors = (whole.input_ids, whole.labels, whole.position_ids)
     digests = [f"{zlib.crc32(tensor.contiguous().cpu().numpy().tobytes()):08x}" for tensor in tensors]
     names = ("input_ids", "labels", "position_ids")
-    told = " ".join(f"{name} #{digest}" for name, digest in zip(names, digests, strict=True))
-    return f"batch {list(whole.input_ids.shape)} {told} documents {'; '.join(map(str, whole.documents)) or 'one'}"
+    told = [f"{name} #{digest}" for name, digest in zip(names, digests, strict=True)]
+    documents = "; ".join(map(str, whole.documents)) or "one"
+    return "\n".join(["batch", f"shape {list(whole.input_ids.shape)}", *told, f"documents {documents}"])

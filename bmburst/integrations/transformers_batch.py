@@ -24,6 +24,8 @@ class WholeBatch:
     position_ids: Tensor
     documents: tuple[Documents, ...]
     """Of all samples, one for each sample, or none where every sample is one document without padding."""
+    largest: int | None
+    """The largest id, of labels too; None where they lie on a GPU, which is not waited for."""
 
 
 def whole_batch(
@@ -36,39 +38,84 @@ def whole_batch(
     """Return the batch with everything that was left out; see `SplitSequences.part`.
 
     Raises:
-        UserError: Shapes differ, padding lies between tokens, or what is given excludes each other.
+        UserError: Types, dtypes or shapes differ, an id is below 0, padding lies between tokens, or what is given
+            excludes each other.
     """
-    if (
-        not isinstance(input_ids, Tensor)
-        or input_ids.dim() != 2
-        or 0 in input_ids.shape
-        or input_ids.is_floating_point()
-    ):
-        tensor = isinstance(input_ids, Tensor)
-        got = f"{input_ids.dtype} {list(input_ids.shape)}" if tensor else type(input_ids).__name__
-        raise UserError(f"input_ids must be token ids [batch, length], got {got}")
-    labels, position_ids, attention_mask = (
-        _shaped(name, tensor, input_ids)
-        for name, tensor in (("labels", labels), ("position_ids", position_ids), ("attention_mask", attention_mask))
+    if not _are_integers(input_ids) or input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise UserError(
+            f"input_ids must be token ids [batch, length], got {_kind(input_ids)}\n"
+            "allowed: a tensor of int64 with one token or more, as tokenizers give it with return_tensors='pt'"
+        )
+    input_ids = input_ids.long()
+    labels, position_ids = (
+        _shaped(name, tensor, input_ids, integers=True)
+        for name, tensor in (("labels", labels), ("position_ids", position_ids))
     )
-    hidden = None if attention_mask is None or bool(attention_mask.all()) else attention_mask == 0
+    largest = _largest(input_ids, labels)
+    hidden = _hidden(_shaped("attention_mask", attention_mask, input_ids, integers=False))
     packed = _documents(input_ids, position_ids, hidden, documents)
     if position_ids is None:
         restarted = packed if documents is not None else ()
         position_ids = _positions(input_ids, restarted)
     own = _labels(input_ids, packed) if labels is None else labels
     shifted = torch.nn.functional.pad(own[:, 1:], (0, 1), value=IGNORE_INDEX)
-    return WholeBatch(input_ids, _counted(shifted, packed, hidden), position_ids, packed)
+    return WholeBatch(input_ids, _counted(shifted, packed, hidden), position_ids, packed, largest)
 
 
-def _shaped(name: str, tensor: Tensor | None, input_ids: Tensor) -> Tensor | None:
+def _are_integers(value: object) -> bool:
+    """Whether it is a dense tensor of integers."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+
+
+def _kind(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {list(value.shape)}" + ("" if value.layout == torch.strided else f" of {value.layout}")
+
+
+def _largest(input_ids: Tensor, labels: Tensor | None) -> int | None:
+    """Return the largest id, having refused what no model has; of tensors on a GPU nothing is looked at."""
+    if input_ids.is_cuda:
+        return None
+    if bool((input_ids < 0).any()):
+        raise UserError(f"input_ids hold {int(input_ids.min())}\nallowed: 0 and more; -100 stands in labels alone")
+    if labels is None:
+        return int(input_ids.max())
+    wrong = (labels < 0) & (labels != IGNORE_INDEX)
+    if bool(wrong.any()):
+        raise UserError(f"labels hold {int(labels[wrong][0])}\nallowed: 0 and more, or {IGNORE_INDEX} for no loss")
+    return max(int(input_ids.max()), int(labels.max()))
+
+
+def _hidden(attention_mask: Tensor | None) -> Tensor | None:
+    """Return where padding is, or None where there is none."""
+    if attention_mask is None or bool((attention_mask == 1).all()):
+        return None
+    hidden = attention_mask == 0
+    if not bool((hidden | (attention_mask == 1)).all()):
+        raise UserError(
+            "attention_mask holds other values than 0 and 1\n"
+            "allowed: 1 for tokens, 0 for padding; fix: pack documents by documents= or position_ids"
+        )
+    return hidden
+
+
+def _shaped(name: str, tensor: Tensor | None, input_ids: Tensor, *, integers: bool) -> Tensor | None:
     if tensor is None:
         return None
+    if not (_are_integers(tensor) if integers else isinstance(tensor, Tensor) and tensor.layout == torch.strided):
+        what = "integers" if integers else "0 and 1"
+        raise UserError(f"{name} must be a tensor of {what}, got {_kind(tensor)}\nallowed: {list(input_ids.shape)}")
     if name == "position_ids" and tensor.dim() == 2 and tensor.shape == (1, input_ids.shape[1]):
         tensor = tensor.expand(len(input_ids), -1)
     if tensor.shape != input_ids.shape:
-        raise UserError(f"{name} must be {list(input_ids.shape)} as input_ids are, got {list(tensor.shape)}")
-    return tensor.to(input_ids.device)
+        raise UserError(
+            f"{name} must be {list(input_ids.shape)} as input_ids are, got {list(tensor.shape)}\n"
+            "fix: those of the whole batch, neither shifted nor cut"
+        )
+    return tensor.to(input_ids.device, torch.int64 if integers else None)
 
 
 def _documents(
@@ -91,6 +138,11 @@ def _documents(
 
 def _given(documents: Documents | Sequence[Documents], input_ids: Tensor) -> tuple[Documents, ...]:
     batch, length = input_ids.shape
+    if not isinstance(documents, Documents | Sequence):
+        raise UserError(
+            f"documents must be bmburst.Documents, or a list of them, got {type(documents).__name__}\n"
+            "fix: bmburst.Documents(lengths) of all samples, or one for each"
+        )
     masks = (documents,) if isinstance(documents, Documents) else tuple(documents)
     if len(masks) not in (1, batch):
         raise UserError(

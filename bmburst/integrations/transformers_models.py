@@ -24,7 +24,7 @@ def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...
         UserError: It is none of transformers, has another attention, mixes tokens elsewhere, or has losses or rotary
             frequencies that depend on which tokens a rank has.
     """
-    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    parts = _parts(model)
     if not parts:
         raise UserError(
             f"{type(model).__name__} holds no model of transformers\ngive a PreTrainedModel, wrapped or not"
@@ -33,6 +33,33 @@ def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...
         if (problem := _problem(part)) is not None:
             raise UserError(f"{type(part).__name__} cannot train on a split sequence: {problem[0]}\nfix: {problem[1]}")
     _require_one_frequency(model, ends)
+
+
+def require_rows(model: torch.nn.Module, largest: int | None) -> None:
+    """Check that a model has a row for each id: on a GPU nobody else would say which is missing.
+
+    Args:
+        model: As in `require_splittable`, which has passed.
+        largest: The largest id; None is not looked at.
+
+    Raises:
+        UserError: It has fewer.
+    """
+    try:  # not the weight's shape, which sharding may have changed
+        rows = getattr(_parts(model)[0].get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:  # a model that does not say where it has them
+        rows = None
+    if largest is not None and rows is not None and largest >= rows:
+        raise UserError(
+            f"the batch has token id {largest}, but the model {rows} of them\nallowed: 0 to {rows - 1}\n"
+            "fix: the tokenizer that the model was made for, or model.resize_token_embeddings"
+        )
+
+
+def _parts(model: object) -> list[PreTrainedModel]:
+    """Return the models of transformers in a module, the outermost first."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return [module for module in modules if isinstance(module, PreTrainedModel)]
 
 
 def _problem(model: PreTrainedModel) -> tuple[str, str] | None:

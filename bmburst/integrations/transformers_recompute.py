@@ -28,9 +28,13 @@ def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> N
             random numbers are not drawn again.
     """
     chosen = Policy.parse(policy)
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise UserError(f"{type(model).__name__} has no layers of transformers that can be computed again")
+        raise UserError(
+            f"{type(model).__name__} has no layers of transformers that can be computed again\n"
+            "give a PreTrainedModel, wrapped or not, of a family that has gradient checkpointing"
+        )
     dropout = _dropout(model)
     if dropout is not None:
         raise UserError(

@@ -165,7 +165,7 @@ def read_facts(name: str) -> dict[str, Any]:
             "fix: bmburst plan --calibrate --output machine.toml writes one"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"hardware {name}: is no TOML file: {error}") from None
+        raise UserError(f"hardware {name}: is no TOML file: {error}\nfix: one of bmburst plan --calibrate") from None
 
 
 def hardware_from(facts: Mapping[str, Any], source: str) -> Hardware:

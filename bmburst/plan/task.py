@@ -59,7 +59,10 @@ class Task:
                 f"fix: --gpus {' or '.join(map(str, near))}, or another --nodes"
             )
         if self.batch % self.micro_batch:
-            raise UserError(f"--micro-batch {self.micro_batch} does not divide --batch {self.batch}")
+            raise UserError(
+                f"--micro-batch {self.micro_batch} does not divide --batch {self.batch}\n"
+                "allowed: a number that does, for example 1"
+            )
         if self.dtype not in ITEMSIZE:
             raise unknown("dtype", self.dtype, ITEMSIZE)
 

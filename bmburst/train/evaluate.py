@@ -20,9 +20,11 @@ from bmburst.train.checkpoint import STATE_FILE, newest_complete, read_progress
 from bmburst.train.config import STANDARD_LIBRARY, check_packing
 from bmburst.train.eval_config import EvalConfig
 from bmburst.train.local_batch import LocalBatch
+from bmburst.train.resolve import check_tokenizer
 from bmburst.train.token_losses import token_losses
 
 if TYPE_CHECKING:
+    from bmburst.blocks.config import LlamaConfig
     from bmburst.blocks.model import Llama
 
 
@@ -77,9 +79,7 @@ def run(config: EvalConfig) -> Measurement:
     from bmburst.blocks.model import Llama
 
     mesh = Mesh.over_bmtrain(data=1)
-    directory, tokenizer = find_model(config)
-    shape = hugging_face.read_config(directory)
-    check_packing(config.pack, shape)
+    directory, tokenizer, shape = read_model(config)
     source = None if config.data == STANDARD_LIBRARY else config.data
     corpus = open_corpus(source, tokenizer, user_cache(), text_field=config.text_field)
     corpus.require_vocab(shape.vocab_size)
@@ -102,6 +102,23 @@ def run(config: EvalConfig) -> Measurement:
     sequences = PackedSequences(corpus, split="all", sequence_length=config.sequence_length, pack=config.pack)
     batches = evaluation_batches(sequences, limit=config.max_sequences)
     return measure(model, mesh, cut, batches, runtime.device)
+
+
+def read_model(config: EvalConfig) -> "tuple[Path, str | None, LlamaConfig]":
+    """Return the directory with the weights, the tokenizer to read text with, and the model's shape.
+
+    Raises:
+        UserError: There are no weights of a model that is known, they do not fit it, the model cannot tell packed
+            documents apart, or there is no such tokenizer.
+    """
+    from bmburst import hugging_face
+
+    directory, tokenizer = find_model(config)
+    shape = hugging_face.read_config(directory)
+    hugging_face.check(directory, shape)
+    check_packing(config.pack, shape)
+    check_tokenizer(tokenizer)
+    return directory, tokenizer, shape
 
 
 def find_model(config: EvalConfig) -> tuple[Path, str | None]:

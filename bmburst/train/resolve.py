@@ -56,7 +56,7 @@ def check_paths(config: TrainConfig) -> None:
     """
     if config.wandb is not None:
         require_wandb()
-    check_data_path(config.data.source)
+    check_data_path(config.data.source, config.data.text_field)
     tokenizer = config.data.tokenizer
     if tokenizer is not None and tokenizer.endswith(".json") and not Path(tokenizer).is_file():
         raise UserError(f"data.tokenizer {tokenizer}: no such file\nallowed: 'bytes', a tokenizer.json, a directory")
@@ -76,11 +76,16 @@ def check_paths(config: TrainConfig) -> None:
     _check_tokens(config)
 
 
-def check_data_path(source: str) -> None:
-    """Check that a text source exists, may be read and holds something; "stdlib" always passes.
+def check_data_path(source: str, text_field: str) -> None:
+    """Check that a text source exists, may be read and begins as text; "stdlib" always passes.
+
+    Args:
+        source: As in `DataConfig`.
+        text_field: As in `DataConfig`.
 
     Raises:
-        UserError: It is missing, unreadable or empty, or a directory without text files.
+        UserError: It is missing, unreadable, empty or no text, a directory without text files, or JSONL whose first
+            line has no such field.
     """
     if source == STANDARD_LIBRARY:
         return
@@ -100,9 +105,24 @@ def check_data_path(source: str) -> None:
     if empty:
         raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
     # numpy comes with it, and the command line's help does without.
-    from bmburst.data.sources import find_sources
+    from bmburst.data.sources import check_beginnings, find_sources
+    from bmburst.data.token_file import is_token_file
 
-    find_sources([path])
+    if not is_token_file(path):
+        check_beginnings(find_sources([path]), text_field=text_field)
+
+
+def check_tokenizer(tokenizer: str | None) -> None:
+    """Check that a tokenizer can be had, by reading it; none is a token file's own, or bytes.
+
+    Raises:
+        UserError: There is none of that name, or it cannot be read or fetched.
+    """
+    # numpy comes with it, and the command line's help does without.
+    from bmburst.data.tokenizer import load_tokenizer
+
+    if tokenizer is not None:
+        load_tokenizer(tokenizer)
 
 
 def read_hugging_face_config(folder: Path) -> LlamaConfig:
@@ -121,6 +141,12 @@ def read_hugging_face_config(folder: Path) -> LlamaConfig:
         raise UserError(f"{path}: malformed JSON: {error}\nfix: download the directory again") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no object\nfix: give a directory of a Hugging Face LLaMA")
+    if "model_type" not in values:
+        # It imports torch, which the command line's help does without.
+        from bmburst.train.checkpoint import newest_complete
+
+        if newest := newest_complete(folder):
+            raise UserError(f"init_from {folder}: is a run folder\nfix: give one of its checkpoints, such as {newest}")
     try:
         return LlamaConfig.from_hugging_face(values)
     except UserError as error:

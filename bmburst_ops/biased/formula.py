@@ -34,7 +34,8 @@ class RelativeBias:
         bidirectional: Whether half of the rows are for keys behind the query; if not, those all are at distance 0.
 
     Raises:
-        KernelError: There are too few buckets, or the distance is within those that have a row of their own.
+        KernelError: A number is none, there are too few buckets, or the distance is within those that have a row of
+            their own.
     """
 
     num_buckets: int
@@ -43,6 +44,10 @@ class RelativeBias:
     bidirectional: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("num_buckets", "num_relations", "max_distance"):
+            _require_int(name, getattr(self, name))
+        if not isinstance(self.bidirectional, bool):
+            raise KernelError(f"bidirectional must be a bool, got {self.bidirectional!r}\nallowed: True or False")
         if self.num_buckets < (4 if self.bidirectional else 2) or self.num_relations < 1:
             raise KernelError(
                 f"num_buckets {self.num_buckets} and {self.num_relations} relations are too few\n"
@@ -51,7 +56,7 @@ class RelativeBias:
         if self.max_distance <= self.max_exact:
             raise KernelError(
                 f"max_distance {self.max_distance} must be above {self.max_exact}, of {self.num_buckets} buckets those "
-                "that hold one distance each"
+                f"that hold one distance each\nallowed: {self.max_exact + 1} and more, or fewer buckets"
             )
 
     @property
@@ -110,6 +115,7 @@ def bee_bias(*, num_buckets: int, num_segment_buckets: int, max_distance: int) -
 
 def ant_bias(*, num_buckets: int, num_segments: int, max_distance: int, bidirectional: bool) -> RelativeBias:
     """Return CPM-Ant's bias; its relations are always `ant_relations`."""
+    _require_int("num_segments", num_segments)
     return RelativeBias(
         num_buckets=num_buckets,
         num_relations=num_segments**2,
@@ -125,6 +131,11 @@ def ant_relations(num_segments: int, device: torch.device) -> Tensor:
     relations = torch.arange(1, num_segments**2 + 1, dtype=torch.int32, device=device)
     relations[:: num_segments + 1] = 0
     return relations[None]
+
+
+def _require_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise KernelError(f"{name} must be a whole number, got {value!r}\nallowed: what the model was made with")
 
 
 @lru_cache(maxsize=64)

@@ -103,26 +103,42 @@ def require_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Bias, queries: Tokens,
     Raises:
         KernelError: They do not fit each other.
     """
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("the bias table", bias.table), ("relations", bias.relations)):
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            got = f"one of layout {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise KernelError(f"{name} must be a dense tensor, got {got}\nallowed: torch tensors of torch.strided")
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise KernelError(
             f"q, k and v must be [batch, tokens, heads, head_dim] with as many heads each, got {list(q.shape)}, "
-            f"{list(k.shape)} and {list(v.shape)}"
+            f"{list(k.shape)} and {list(v.shape)}\nfix: unflatten heads; repeat shared keys and values for each head"
         )
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise KernelError(f"q, k and v must share one floating-point dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point() or q.element_size() < 2:
+        raise KernelError(
+            f"q, k and v must share one floating-point dtype, got {q.dtype}, {k.dtype} and {v.dtype}\n"
+            "allowed: float16, bfloat16, float32 and float64"
+        )
     for name, tokens, matrix in (("queries", queries, q), ("keys", keys, k)):
         if tokens.shape != matrix.shape[:2]:
-            raise KernelError(f"vectors of {list(tokens.shape)} {name} for {list(matrix.shape[:2])}, [batch, tokens]")
+            raise KernelError(
+                f"vectors of {list(tokens.shape)} {name} for {list(matrix.shape[:2])}, [batch, tokens]\n"
+                "fix: the vectors of the same tokens, as many to each sample"
+            )
     table, relations, rows = bias.table, bias.relations, bias.formula.rows
-    if table.shape != (rows, q.shape[2]) or not table.is_floating_point():
-        raise KernelError(f"the bias table must be float {[rows, q.shape[2]]}, [rows, heads], got {list(table.shape)}")
+    if table.shape != (rows, q.shape[2]) or not table.is_floating_point() or table.element_size() < 2:
+        got = f"{str(table.dtype).removeprefix('torch.')} {list(table.shape)}"
+        raise KernelError(
+            f"the bias table must be float {[rows, q.shape[2]]}, [rows, heads], got {got}\n"
+            "fix: the table of the module whose formula it is, with as many heads as q"
+        )
     if relations.dtype != torch.int32 or relations.dim() != 2 or relations.shape[0] not in (1, q.shape[0]):
         raise KernelError(
-            f"relations must be int32 [{q.shape[0]} or 1, entries], got {relations.dtype} {list(relations.shape)}"
+            f"relations must be int32 [{q.shape[0]} or 1, entries], got {relations.dtype} {list(relations.shape)}\n"
+            "fix: those of each sample of the batch, or one row for all"
         )
     devices = {t.device for t in (q, k, v, table, relations, queries, keys)}
     if len(devices) > 1:
-        raise KernelError(f"everything must be on one device, got {', '.join(sorted(map(str, devices)))}")
+        names = ", ".join(sorted(map(str, devices)))
+        raise KernelError(f"everything must be on one device, got {names}\nfix: move all to that of q")
 
 
 def require_relations(formula: RelativeBias, relations: Tensor, queries: Tokens, keys: Tokens) -> None:
@@ -140,8 +156,8 @@ def require_relations(formula: RelativeBias, relations: Tensor, queries: Tokens,
     if bool((first < 0).any()) or bool((first >= relations.shape[1]).any()):
         raise KernelError(
             f"rows of relations begin from {int(first.min())} to {int(first.max())}, but there are "
-            f"{relations.shape[1]} entries"
+            f"{relations.shape[1]} entries\nallowed: rows that the relations have"
         )
     segment = torch.where(keys.span >= 0, keys.segment, 0)
     if bool((segment < 0).any()):
-        raise KernelError(f"segment {int(segment.min())} is below 0")
+        raise KernelError(f"segment {int(segment.min())} is below 0\nallowed: 0 and more, but for padding")

@@ -10,6 +10,8 @@ from bmburst_ops.errors import KernelError
 PADDING = -1
 """The span of a token that is none: it sees nothing and nothing sees it."""
 
+_SHAPE = "[batch, tokens]"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
@@ -37,13 +39,19 @@ class Tokens:
     def __post_init__(self) -> None:
         for field in fields(self):
             vector = getattr(self, field.name)
+            if not isinstance(vector, Tensor):
+                raise KernelError(
+                    f"{field.name} must be a tensor, got {type(vector).__name__}\nallowed: int32 {_SHAPE}"
+                )
             if vector.dtype != torch.int32 or vector.dim() != 2 or vector.shape != self.position.shape:
                 raise KernelError(
-                    f"{field.name} must be int32 {list(self.position.shape)}, [batch, tokens] as position, "
-                    f"got {str(vector.dtype).removeprefix('torch.')} {list(vector.shape)}"
+                    f"{field.name} must be int32 {list(self.position.shape)}, {_SHAPE} as position, "
+                    f"got {str(vector.dtype).removeprefix('torch.')} {list(vector.shape)}\nfix: one number a token"
                 )
             if vector.device != self.position.device:
-                raise KernelError(f"{field.name} is on {vector.device}, but position on {self.position.device}")
+                raise KernelError(
+                    f"{field.name} is on {vector.device}, but position on {self.position.device}\nfix: move all to one"
+                )
 
     @property
     def shape(self) -> torch.Size:

@@ -4,13 +4,13 @@ A kernel may leave its memory as it was there, call the log-sum-exp `inf`, or ma
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.memory import deliver, deliver_gradients
 from bmburst_ops.flash.vectors import Sent, send
@@ -107,7 +107,7 @@ def _places(pattern: Segments, q: Tensor, k: Tensor) -> tuple[Tensor | None, Ten
     return queries, keys
 
 
-@lru_cache(maxsize=256)
+@bounded_cache(maxsize=256)
 def _sent(pattern: Segments, queries: int, keys: int, device: torch.device) -> _Blind:
     rows = rows_of(pattern, queries, keys)
     columns = transposed(rows, keys)

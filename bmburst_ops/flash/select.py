@@ -1,5 +1,7 @@
 """The table of kernels, in order of preference, and the choice from it."""
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from bmburst_ops.errors import KernelError, unknown_kernel
@@ -48,15 +50,27 @@ def select_kernel(
         KernelError: The name is unknown, or the kernel asked for cannot take these inputs.
     """
     if name == "auto":
-        able = (kernel for kernel in KERNELS if _refusal(kernel, q, k, deterministic, needs) is None)
-        return next(kernel for kernel in able if not _is_interpreter(kernel, q))
+        return next(_able(q, k, deterministic, needs))
     for kernel in KERNELS:
         if kernel.name == name:
             reason = _refusal(kernel, q, k, deterministic, needs)
             if reason:
-                raise KernelError(f"kernel '{name}' {reason}\nuse kernel='auto', or one of {', '.join(NAMES[1:])}")
+                able = ", ".join(able_kernels(q, k, deterministic, needs))
+                raise KernelError(f"kernel '{name}' {reason}\nuse kernel='auto', or one of {able}")
             return kernel
     raise unknown_kernel(name, NAMES)
+
+
+def able_kernels(
+    q: Tensor, k: Tensor, deterministic: bool = False, needs: frozenset[Need] = frozenset()
+) -> tuple[str, ...]:
+    """Return the names of the kernels that take these inputs, fastest first; see `select_kernel`."""
+    return tuple(kernel.name for kernel in _able(q, k, deterministic, needs))
+
+
+def _able(q: Tensor, k: Tensor, deterministic: bool, needs: frozenset[Need]) -> Iterator[Kernel]:
+    able = (kernel for kernel in KERNELS if _refusal(kernel, q, k, deterministic, needs) is None)
+    return (kernel for kernel in able if not _is_interpreter(kernel, q))
 
 
 def _is_interpreter(kernel: Kernel, q: Tensor) -> bool:

@@ -1,6 +1,5 @@
 """What our Triton kernels are told of a pattern: a word for how they mask, and vectors that are sent once."""
 
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -8,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.vectors import Sent, send
 from bmburst_ops.flash.visible import cell_of
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, IntArray, Pattern, Rows, rows_of, transposed
@@ -54,18 +54,18 @@ def mask_for(pattern: Pattern, q: Tensor, k: Tensor, side: Side, rows: int, colu
     return Mask("cells", starts, stops, query_cells, key_cells, cells, pattern.cells.shape[1], tiles, ends)
 
 
-@lru_cache(maxsize=64)
+@bounded_cache(maxsize=64)
 def _intervals(pattern: Pattern, queries: int, keys: int, side: Side, device: torch.device) -> Sent:
     return send(_rows(pattern, queries, keys, side), device)
 
 
-@lru_cache(maxsize=64)
+@bounded_cache(maxsize=64)
 def _cells(pattern: Cells, queries: int, keys: int, device: torch.device) -> Sent:
     places = cell_of(pattern.query_edges, 0, queries), cell_of(pattern.key_edges, 0, keys)
     return send((*places, pattern.cells), device)
 
 
-@lru_cache(maxsize=64)
+@bounded_cache(maxsize=64)
 def _tiles(pattern: Cells, queries: int, keys: int, side: Side, rows: int, columns: int, device: torch.device) -> Sent:
     cells = pattern.cells
     places = cell_of(pattern.query_edges, 0, queries), cell_of(pattern.key_edges, 0, keys)

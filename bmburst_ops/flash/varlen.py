@@ -1,12 +1,12 @@
 """Patterns as packages of flash attention are told them: a window, and offsets into one long row of tokens."""
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.memory import deliver, deliver_gradients
 from bmburst_ops.flash.vectors import Sent, send
@@ -114,7 +114,7 @@ class _Offsets(NamedTuple):
     """The most queries, and the most keys, of a segment."""
 
 
-@lru_cache(maxsize=256)
+@bounded_cache(maxsize=256)
 def _offsets(pattern: Segments, batch: int, device: torch.device) -> _Offsets:
     sides = (np.array(pattern.queries), np.array(pattern.keys))
     queries, keys = (int(np.diff(side).max()) for side in sides)

@@ -83,16 +83,19 @@ def test_bad_tensors_are_refused_on_every_rank(change, message, wrong_ranks):
 
 def test_ranks_that_disagree_are_refused_on_every_rank():
     def body(comm):
-        for mine in (
-            {"mask": ["causal", "full"][comm.rank]},
-            {"layout": ["zigzag", "striped"][comm.rank]},
-            {"length": 7 + comm.rank},
-            {"scale": 1.0 + comm.rank},
-            {"kernel": ["cpu", "reference"][comm.rank]},
-            {"strategy": ["kv", "burst"][comm.rank]},
+        for name, values in (
+            ("mask", ("causal", "full")),
+            ("layout", ("zigzag", "striped")),
+            ("length", (7, 8)),
+            ("scale", (1.0, 2.0)),
+            ("kernel", ("cpu", "reference")),
+            ("strategy", ("kv", "burst")),  # which are decided on by what travels
         ):
-            with pytest.raises(UserError, match="ranks of the group disagree"):
-                bmburst.burst_attention(*zeros(comm), group=comm, **mine)
+            with pytest.raises(UserError) as caught:
+                bmburst.burst_attention(*zeros(comm), group=comm, **{"strategy": "kv", name: values[comm.rank]})
+            shown = ("strategy.travellers", ("kv", "q")) if name == "strategy" else (name, values)
+            told = [f"rank {rank}: burst_attention {shown[0]} {value}" for rank, value in enumerate(shown[1])]
+            assert str(caught.value).splitlines() == ["the ranks of the group disagree", *told]
         with pytest.raises(UserError, match=r"rank 1: burst_attention q float32\[1, 6, 2, 8\]"):
             bmburst.burst_attention(*zeros(comm, tokens=4 + 2 * comm.rank), group=comm)
         inputs = [t.requires_grad_(comm.rank == 1) for t in zeros(comm)]  # a backward that only one rank would run

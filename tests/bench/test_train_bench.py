@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bmburst.bench import start
+from bmburst.bench.methods import Setting
 from bmburst.bench.rows import FAILED, OK, REFUSED
 from bmburst.bench.training.bound import Rates, bound, flops, to_all_layers, utilisation
 from bmburst.bench.training.cells import Choice, TrainCell, list_cells
@@ -17,6 +18,7 @@ from bmburst.bench.training.results import TrainResults
 from bmburst.bench.training.table import furthest, markdown, one_line, shown_steps
 from bmburst.cli import main
 from bmburst.errors import UserError
+from bmburst.train.config import DataConfig
 
 HEADER = {
     "date": "2026-11-21",
@@ -238,6 +240,16 @@ def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
     assert starts == [4, 4]  # nothing is left: nothing is started
 
 
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_the_kernel_under_test_is_the_trainers_too(kernel, tmp_path, monkeypatch):
+    from bmburst.bench.training import peers
+
+    built = []
+    monkeypatch.setattr(peers, "Trainer", lambda config: built.append(config.parallel.kernel))
+    peers.build(cell("ours"), Setting(party=None, kernel=None, kernel_name=kernel), DataConfig(), tmp_path, steps=1)
+    assert built == [kernel]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A whole run on two ranks: every method's losses, one rank's, and two steps."""
@@ -296,6 +308,7 @@ def test_the_same_command_starts_nothing_more(run, monkeypatch):
         (("--ranks", "2", "--heads", "4"), "--heads is an option of bench attention"),
         (("--ranks", "2", "--recompute", "all"), "unknown recompute policy 'all'"),
         (("--ranks", "2", "--recompute", "block+first-x"), "the first 'x' layers"),
+        (("--ranks", "2", "--kernel", "fa4"), "kernel 'fa4' runs on NVIDIA GPUs only, and the tensors are on cpu"),
         (("--ranks", "2", "--text", "no/such"), "--text no/such: there is no such file"),
         (("--ranks", "2", "--dtype", "float16"), "--dtype float16"),
         (("--ranks", "2", "--steps", "-1"), "--steps -1"),

@@ -130,6 +130,7 @@ def test_list_says_what_cannot_run(capsys):
         (("--ranks", "2", "--mask", "docs"), "--mask"),
         (("--ranks", "2", "--methods", "ulises"), "did you mean 'ulysses'?"),
         (("--ranks", "2", "--kernel", "gpu"), "unknown kernel 'gpu'"),
+        (("--ranks", "2", "--kernel", "fa4"), "kernel 'fa4' runs on NVIDIA GPUs only, and the tensors are on cpu"),
         (("--ranks", "2", "--heads", "6", "--kv-heads", "4"), "--heads 6 --kv-heads 4"),
         (("--ranks", "0"), "--ranks 0"),
         (("--ranks", "2", "--gpus", "2"), "exclude each other"),

@@ -87,7 +87,7 @@ def test_unknown_commands(argv, expected, capsys):
         (["-q"], "unknown option '-q'"),
         (["stray"], "unexpected argument 'stray'"),
         (["--count"], "argument --count: expected one argument"),
-        (["--count", "x"], "argument --count: invalid int value: 'x'"),
+        (["--count", "x"], "--count x\nallowed: a whole number"),
         (["--dry-run=1"], "--dry-run"),
     ],
 )

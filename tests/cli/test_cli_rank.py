@@ -99,11 +99,18 @@ def test_a_folder_that_may_not_be_written_starts_nothing(launches, capsys, monke
 def held_out(tmp_path):
     (tmp_path / "held.txt").write_text("held-out text")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "latin.txt").write_bytes(b"text\xe9 text")
+    (tmp_path / "lines.jsonl").write_text('{"body": "text"}\n')
+    for family, more in (("bert", {}), ("llama", {"intermediate_size": 8, "num_hidden_layers": 1})):
+        (tmp_path / family).mkdir()
+        shape = {"model_type": family, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 9} | more
+        (tmp_path / family / "config.json").write_text(json.dumps(shape))
     return checkpoint(tmp_path / "run", 3)
 
 
 def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, held_out, monkeypatch, as_rank, capsys):
     argv = ["eval", "--checkpoint", str(held_out), "--data", "held.txt", "--sequence-length", "64"]
+    monkeypatch.setattr("bmburst.train.evaluate.read_model", lambda _: None)  # there are no weights in it
     assert main([*argv, "--max-sequences", "5"]) == 0
     assert launches.spec.nproc == 2
     seen = []
@@ -135,6 +142,17 @@ def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, hel
         (["--checkpoint", "gone", "--data", "held.txt"], "checkpoint gone: no such directory"),
         (["--checkpoint", "empty", "--data", "held.txt"], "empty holds no complete checkpoint"),
         (["--checkpoint", "run", "--data", "gone.txt"], "data gone.txt: no such file"),
+        (
+            ["--checkpoint", "run", "--data", "held.txt"],
+            "config.json: No such file or directory\nfix: name a directory",
+        ),
+        (["--checkpoint", "bert", "--data", "held.txt"], "unknown model_type 'bert'\nknown: llama"),
+        (["--checkpoint", "llama", "--data", "held.txt"], "no weights in llama\nallowed: model.safetensors"),
+        (
+            ["--checkpoint", "run", "--data", "latin.txt"],
+            "'latin.txt' is not a text file: byte 4 is not UTF-8\nconvert",
+        ),
+        (["--checkpoint", "run", "--data", "lines.jsonl"], "lines.jsonl:1: no field 'text'\nfields: 'body'\nname the"),
         (["--checkpoint", "run", "--data", "held.txt", "--sequence-length", "1"], "without a token"),
         (["--checkpoint", "run", "--data", "held.txt", "--nproc", "9", "--sequence-length", "8"], "at least 9"),
         (["--checkpoint", "run", "--data", "held.txt", "--sequence_lenght", "8"], "--sequence-length"),

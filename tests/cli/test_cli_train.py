@@ -151,6 +151,14 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--steps"], "expected one argument"),
         (["--resume", "maybe"], "resume: 'maybe'"),
         (["--data", "gone.txt"], "data gone.txt: no such file"),
+        (["--data", "latin.txt"], "'latin.txt' is not a text file: byte 4 is not UTF-8"),
+        (["--data", "lines.jsonl"], "lines.jsonl:1: no field 'text'\nfields: 'body', 'number'\nname the one"),
+        (
+            ["--data", "lines.jsonl", "--data.text_field", "number"],
+            "field 'number' must be a string, got 5\nname another",
+        ),
+        (["--data.tokenizer", "full"], "no tokenizer.json in tokenizer directory 'full'"),
+        (["--data.tokenizer", "bad.json"], "cannot read tokenizer 'bad.json'"),
         (["--config", "gone.yaml"], "gone.yaml: no such configuration file"),
         (["--config", "bad.yaml"], "malformed YAML at line 2"),
         (["--init-from", "gone"], "init_from gone: no such directory"),
@@ -171,11 +179,21 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
 )
 def test_bad_input_starts_nothing_and_leaves_nothing(launches, tmp_path, capsys, argv, expected):
     (tmp_path / "bad.yaml").write_text("steps: 1\n  seed: 2\n")
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "latin.txt").write_bytes(b"text\xe9 text")
+    (tmp_path / "lines.jsonl").write_text('{"body": "text", "number": 5}\n')
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
+    found = sorted(tmp_path.rglob("*"))
     assert expected in refused(capsys, "train", *argv)
     assert not launches
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bad.yaml", "full", "x"]
+    assert sorted(tmp_path.rglob("*")) == found, "something was left"
+
+
+def test_a_run_folder_is_no_model_but_its_checkpoints_are(launches, tmp_path, capsys):
+    checkpoint(started(tmp_path), 4)
+    expected = "init_from run: is a run folder\nfix: give one of its checkpoints, such as run/checkpoints/step-000004\n"
+    assert expected in refused(capsys, "train", "--init-from", "run")
 
 
 # Resume

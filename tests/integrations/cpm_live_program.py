@@ -172,7 +172,7 @@ def refuses_by_a_clear_line():
     attention = cpm_live.Attention(WIDTH, HEADS, DIM_HEAD, torch.float32)  # in no block, which errors would leave open
     dense_mask, dense_bias = torch.ones(2, 21, 21), torch.ones(2, HEADS, 21, 21)
     more = {**data, "segment_rel": data["segment_rel"] + 11}
-    ant, ant_batch = ant_data(draw_ant(4, 2, 29)), torch.zeros(2, 29)
+    ant, ant_batch = ant_data(draw_ant(4, 2, 29)), torch.zeros(2, 29).long()
     formula = replace(mask.formula, num_relations=4)
     for refused, message in (
         (

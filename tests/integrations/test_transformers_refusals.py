@@ -139,8 +139,16 @@ def test_a_model_that_makes_its_masks_itself() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"labels": IDS[:, 1:]}, r"labels must be \[2, 11\] as input_ids are, got \[2, 10\]"),
+        ({"labels": IDS[:, 1:]}, r"labels must be \[2, 11\] as input_ids are, got \[2, 10\]\nfix: .* whole batch"),
+        ({"labels": IDS.tolist()}, r"labels must be a tensor of integers, got list\nallowed: \[2, 11\]"),
+        ({"labels": IDS + 0.5}, r"labels must be a tensor of integers, got torch.float32 \[2, 11\]\nallowed: \["),
+        ({"labels": IDS > 3}, r"labels must be a tensor of integers, got torch.bool \[2, 11\]\nallowed: \["),
+        ({"labels": IDS - 10}, "labels hold -7\nallowed: 0 and more, or -100 for no loss"),
         ({"position_ids": IDS[None]}, "position_ids must be"),
+        ({"position_ids": [0, 1]}, "position_ids must be a tensor of integers, got list\nallowed: "),
+        ({"attention_mask": [1, 1]}, "attention_mask must be a tensor of 0 and 1, got list\nallowed: "),
+        ({"attention_mask": IDS % 2 + 1}, "attention_mask holds other values than 0 and 1\nallowed: .* documents="),
+        ({"attention_mask": IDS * float("nan")}, "attention_mask holds other values than 0 and 1\nallowed: "),
         ({"attention_mask": (IDS != 7).long()}, "sample 0 has padding between tokens"),
         ({"attention_mask": IDS * 0}, "sample 0 has no token"),
         ({"attention_mask": (IDS < 7).long(), "documents": Documents((4, 7))}, "not both"),
@@ -148,6 +156,7 @@ def test_a_model_that_makes_its_masks_itself() -> None:
         ({"documents": [Documents((4,))] * 3}, "documents of 3 samples for a batch of 2"),
         ({"documents": Documents((4, 7), causal=False)}, "must be causal bmburst.Documents"),
         ({"documents": [Full(), Full()]}, "must be causal bmburst.Documents"),
+        ({"documents": 5}, "documents must be bmburst.Documents, or a list of them, got int\nfix: "),
     ],
 )
 def test_batches(options: dict[str, Any], message: str) -> None:
@@ -173,17 +182,78 @@ def test_recomputation(family: str, options: dict[str, Any], policy: str, messag
 
 def test_ids_and_options() -> None:
     split = SplitSequences(_mesh())
-    for ids in (IDS[0], IDS.float(), IDS[:, :0], [[1, 2]]):
-        with _refused(r"input_ids must be token ids \[batch, length\], got (torch.(int64|float32) \[|list)"):
+    for ids in (IDS[0], IDS.float(), IDS + 0j, IDS > 3, IDS.to_sparse(), IDS[:, :0], [[1, 2]], None):
+        with _refused(r"input_ids must be token ids \[batch, length\], got (torch.\w+ \[|list|NoneType).*\nallowed: "):
             split.part(ids)  # type: ignore[arg-type]
+    with _refused("input_ids hold -13\nallowed: 0 and more; -100 stands in labels alone"):
+        split.part(-IDS)
+    assert split.part(IDS.int()).input_ids.dtype == torch.int64
+    assert split.part(IDS, attention_mask=torch.ones(2, 11)).mask.documents == ()
     for options, message in (
         ({"layout": "balanced"}, "layout 'balanced' is made for one mask"),
         ({"layout": "zig"}, "unknown layout 'zig'"),
         ({"mask": "full"}, "has no option 'mask'"),
         ({"kernel": "fa9"}, "unknown kernel 'fa9'"),
+        ({"deterministic": "no"}, "deterministic must be a bool, got 'no'\nallowed: True or False"),
     ):
         with _refused(message):
             SplitSequences(_mesh(), **options)
+    for mesh in (None, "mesh"):
+        with _refused(f"mesh must be a bmburst.Mesh, got {type(mesh).__name__}\nfix: bmburst.Mesh.over_process_group"):
+            SplitSequences(mesh)  # type: ignore[arg-type]
+
+
+def test_ids_that_the_model_does_not_have() -> None:
+    split, model = SplitSequences(_mesh()), _model("llama")
+    rows = model.get_input_embeddings().num_embeddings
+    wrong = IDS.clone()
+    wrong[1, 4] = rows
+    for part in (split.part(wrong), split.part(IDS, labels=wrong)):
+        with _refused(f"the batch has token id {rows}, but the model {rows} of them\nallowed: 0 to {rows - 1}\nfix: "):
+            part.loss(model)
+    wrong[1, 4] = rows - 1
+    split.part(wrong).loss(model)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids", "attention_mask"])
+def test_what_a_part_has_is_not_given_again(name: str) -> None:
+    with _refused(f"a part has {name} of its own\nfix: give those of the whole batch to split.part"):
+        _part().loss(_model("llama"), **{name: IDS})
+
+
+def test_no_model_no_part_and_no_number() -> None:
+    split, part, model = SplitSequences(_mesh()), _part(), _model("llama")
+    for none in (None, "llama"):
+        with _refused(f"{type(none).__name__} holds no model of transformers\ngive a PreTrainedModel"):
+            part.loss(none)  # type: ignore[arg-type]
+        with _refused(f"{type(none).__name__} has no layers of transformers .*\ngive a PreTrainedModel"):
+            recompute(none)  # type: ignore[arg-type]
+    wrong: Any
+    for wrong, got in (((), "none"), ((None,), "NoneType"), ((part, 5), "int")):
+        with _refused(f"labels are counted of parts of SplitSequences, got {got}\nfix: "):
+            split.valid(*wrong)
+    for wrong, got in ((None, "NoneType"), (1.5, "float"), (torch.ones(3), r"float32\[3\]")):
+        with _refused(f"a loss must be a tensor of one number, got {got}\nfix: what part.loss"):
+            split.mean(wrong)
+    for wrong, got in (("x", "'x'"), (-3, "-3"), (1.5, "1.5"), (True, "True"), (torch.ones(()), r"float32\[\]")):
+        with _refused(f"valid must be a number of labels, got {got}\nfix: what split.valid"):
+            part.loss(model, valid=wrong)
+
+
+def test_what_one_rank_alone_gives_wrong_is_refused_on_all() -> None:
+    def body(comm: Checked) -> None:
+        split, first = SplitSequences(_mesh(comm)), comm.rank == 0
+        part = split.part(IDS)
+        with _refused("labels must be a tensor of integers, got list"):
+            split.part(IDS, labels=[1] if first else None)  # type: ignore[arg-type]
+        with _refused("labels are counted of parts of SplitSequences, got NoneType"):
+            split.valid(None if first else part)  # type: ignore[arg-type]
+        with _refused("a loss must be a tensor of one number, got float"):
+            split.mean(1.5 if first else torch.ones(()))  # type: ignore[arg-type]
+        with _refused("valid must be a number of labels, got -1"):
+            part.loss(_model("llama"), valid=-1 if first else 20)
+
+    run_ranks(2, body)
 
 
 def test_ranks_that_hold_different_batches() -> None:

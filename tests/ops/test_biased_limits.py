@@ -66,9 +66,14 @@ def test_refuses_what_does_not_fit(kernel):
         ({"v": q[:, :4]}, "q, k and v must be [batch, tokens, heads, head_dim]"),
         ({"v": q.double()}, "must share one floating-point dtype, got torch.float32"),
         ({"keys": plain_tokens(2, 4)}, "vectors of [2, 4] keys for [2, 5], [batch, tokens]"),
-        ({"bias": Bias(FORMULA, bias.table[:-1], bias.relations)}, "must be float [12, 2], [rows, heads], got [11, 2]"),
+        (
+            {"bias": Bias(FORMULA, bias.table[:-1], bias.relations)},
+            "must be float [12, 2], [rows, heads], got float32 [11",
+        ),
         ({"bias": Bias(FORMULA, bias.table, bias.relations.long())}, "relations must be int32 [2 or 1, entries], got"),
         ({"q": q.to("meta")}, "everything must be on one device, got"),
+        ({"q": None}, "q must be a dense tensor, got NoneType\nallowed: "),
+        ({"v": q.to_sparse()}, "v must be a dense tensor, got one of layout torch.sparse_coo\nallowed: "),
     ):
         with pytest.raises(KernelError, match=re.escape(message)):
             forward(kernel, problem(**change))
@@ -78,12 +83,16 @@ def test_refuses_tokens_and_formulas():
     wrong = torch.zeros(1, 3, device=DEVICE)
     with pytest.raises(KernelError, match=r"span must be int32 \[1, 4\], \[batch, tokens\] as position, got float32"):
         plain_tokens(1, 4, span=wrong)
+    with pytest.raises(KernelError, match="span must be a tensor, got list\nallowed: int32 "):
+        plain_tokens(1, 4, span=[0, 1])
     with pytest.raises(KernelError, match="sample is on meta, but position on"):
         plain_tokens(1, 3, sample=wrong.int().to("meta"))
     for values, message in (
         ({"num_buckets": 3}, "num_buckets 3 and 4 relations are too few"),
         ({"num_relations": 0}, "num_buckets 8 and 0 relations are too few"),
-        ({"max_distance": 2}, "max_distance 2 must be above 2, of 8 buckets those"),
+        ({"max_distance": 2}, "max_distance 2 must be above 2, of 8 buckets those that .*\nallowed: 3 and more"),
+        ({"max_distance": 9.0}, "max_distance must be a whole number, got 9.0\nallowed: "),
+        ({"bidirectional": 1}, "bidirectional must be a bool, got 1\nallowed: True or False"),
     ):
         with pytest.raises(KernelError, match=message):
             RelativeBias(**({"num_buckets": 8, "num_relations": 4, "max_distance": 9} | values))

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
+from bmburst.bench.cells import fits
 from bmburst.bench.rows import place
 from bmburst.bench.training.shapes import SHAPES, shape
 from bmburst.blocks.config import LlamaConfig
@@ -85,7 +85,7 @@ class Choice:
         tokens: Lengths of sequences.
         methods: Names of methods, in the order in which they are measured.
         recompute: Policy for all methods, or "".
-        globs: Patterns for `TrainCell.name`; a cell is listed if one fits.
+        globs: Patterns for `TrainCell.name` or `TrainCell.key`; a cell is listed if one fits.
 
     Raises:
         UserError: A preset is unknown, there is no layer, or a length does not divide.
@@ -119,7 +119,7 @@ class Choice:
 def list_cells(choice: Choice) -> tuple[TrainCell, ...]:
     """Return the chosen cells of every suite, in the order in which they are listed: short sequences first."""
     found = (cell for suite in SUITES for cell in _SUITE_CELLS[suite](choice))
-    return tuple(cell for cell in found if any(fnmatchcase(cell.name, glob) for glob in choice.globs))
+    return tuple(cell for cell in found if fits(cell, choice.globs))
 
 
 def _step(choice: Choice) -> Iterator[TrainCell]:

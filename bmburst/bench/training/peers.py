@@ -1,5 +1,6 @@
 """A cell's trainer: built as `bmburst train` builds it, with a method's attention or tensor parallelism put in."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ def build(cell: TrainCell, setting: Setting, data: DataConfig, folder: Path, *, 
         recompute=method.recompute(cell),
         output=folder / "run",
         data=data,
-        parallel=method.parallel(cell),
+        parallel=replace(method.parallel(cell), kernel=setting.kernel_name),  # type: ignore[arg-type]
         optimizer=_SLOWLY if is_measured else OptimizerConfig(lr=1e-3),
         schedule=ScheduleConfig(kind="constant", warmup_steps=0) if is_measured else ScheduleConfig(),
     )

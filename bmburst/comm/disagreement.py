@@ -1,0 +1,66 @@
+"""What ranks tell each other of a call, in few bytes, and what they are told where it differs.
+
+A signature is the name of a call, then on a line each what of it must be equal: `burst_attention`, `mask causal`, ...
+Only lines that differ are shown.
+"""
+
+import hashlib
+from itertools import zip_longest
+
+NBYTES = 512
+"""Bytes of an encoded text."""
+
+_CAPS = (NBYTES, 192, 96, 48, 24)  # bytes of a line, the first that lets all of them in
+_SHOWN, _FACT, _TAIL = 200, 80, 20  # characters of a rank's line, of one of its facts, and of the end of that
+_GAP = "..."
+
+
+def disagreement(signatures: list[str]) -> str | None:
+    """Return three lines on the first rank whose signature is not rank 0's, or None if all are equal."""
+    if len(set(signatures)) < 2:
+        return None
+    first = signatures[0]
+    rank, other = next((rank, text) for rank, text in enumerate(signatures) if text != first)
+    return f"the ranks of the group disagree\nrank 0: {_told(first, other)}\nrank {rank}: {_told(other, first)}"
+
+
+def encoded(text: str) -> bytes:
+    """Return the text in `NBYTES` bytes. Lines that are too long end in a digest, so that their ends count as well."""
+    lines = [line.encode() for line in text.split("\n")]
+    fitting = (data for cap in _CAPS if len(data := b"\n".join(_capped(line, cap) for line in lines)) <= NBYTES)
+    return next(fitting, _capped(text.encode(), NBYTES)).ljust(NBYTES, b"\0")
+
+
+def decoded(data: bytes) -> str:
+    """Return the text that was encoded, up to what was cut."""
+    return data.rstrip(b"\0").decode(errors="replace")
+
+
+def _capped(data: bytes, cap: int) -> bytes:
+    if len(data) <= cap:
+        return data
+    digest = f"{_GAP} #{hashlib.sha256(data).hexdigest()[:12]}".encode()
+    return data[: cap - len(digest)] + digest
+
+
+def _told(mine: str, theirs: str) -> str:
+    """Return the call, and what of mine differs from theirs."""
+    (call, *facts), (their_call, *others) = mine.split("\n"), theirs.split("\n")
+    if call != their_call:
+        return _end(call, _SHOWN)
+    differing = [_brief(a, b) for a, b in zip_longest(facts, others, fillvalue="") if a != b]
+    return _end(f"{call} {', '.join(differing)}", _SHOWN)
+
+
+def _brief(mine: str, theirs: str) -> str:
+    """Return a fact; of a long one, from the first word that differs, and its end, where the digest of a cut one is."""
+    if len(mine) <= _FACT:
+        return mine
+    words, others = mine.split(" "), theirs.split(" ")
+    same = next((i for i, (a, b) in enumerate(zip(words, others, strict=False)) if a != b), 0)
+    text = " ".join([*words[:1], *([_GAP] if same > 1 else []), *words[max(same, 1) :]])
+    return text if len(text) <= _FACT else f"{text[: _FACT - _TAIL]}{_GAP}{text[-_TAIL:]}"
+
+
+def _end(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - len(_GAP)]}{_GAP}"

@@ -1,0 +1,139 @@
+"""What batches of CPM-Live's loaders must be, checked before anything is cut: a kernel does not look."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bmburst.errors import UserError
+from bmburst.numbers import array_of
+
+Data = Mapping[str, Any]
+"""What CPM-Live's loaders yield: NumPy arrays or tensors by name, whole sequences."""
+
+_INT32 = torch.iinfo(torch.int32)
+_TRUTHS = ("context",)  # the others are numbers
+
+
+def require_batch(data: object) -> Data:
+    """Return the batch.
+
+    Raises:
+        UserError: It is none.
+    """
+    if not isinstance(data, Mapping):
+        raise UserError(
+            f"a batch must be a mapping of arrays by name, got {type(data).__name__}\n"
+            "fix: pass what CPM-Live's loader yields; SplitSequences.shared gives it to ranks that do not read"
+        )
+    return data
+
+
+def ints(data: Data, name: str) -> Tensor:
+    """Return an array of a batch, int32 on the CPU.
+
+    Raises:
+        UserError: There is none of that name, or it is no array of whole numbers that int32 holds.
+    """
+    if name not in data:
+        raise UserError(f"the batch has no '{name}'\nit has {', '.join(sorted(map(str, data))) or 'nothing'}")
+    try:
+        found = array_of(f"'{name}' of the batch", data[name])
+    except UserError as error:
+        raise UserError(f"{error}\nfix: pass what CPM-Live's loader yields") from None
+    if found.dtype.kind not in ("iub" if name in _TRUTHS else "iu"):
+        kind = type(data[name]).__name__ if found.dtype.kind in "OUS" else f"{found.dtype} of shape {list(found.shape)}"
+        raise UserError(
+            f"'{name}' of the batch must be whole numbers, got {kind}\nfix: pass what CPM-Live's loader yields"
+        )
+    for value in (found.min(initial=0), found.max(initial=0)):
+        if not _INT32.min <= int(value) <= _INT32.max:
+            raise UserError(f"'{name}' of the batch holds {value}\nallowed: what int32 holds, below {_INT32.max + 1}")
+    return torch.from_numpy(found.astype(np.int32))
+
+
+def vectors(data: Data, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return vectors of whole sequences, `[batch, length]` each as the first of them.
+
+    Raises:
+        UserError: One is missing, of another shape, or there is no token.
+    """
+    found = {name: ints(data, name) for name in names}
+    first, shape = next((name, vector.shape) for name, vector in found.items())
+    if len(shape) != 2 or not shape.numel():
+        raise UserError(
+            f"'{first}' of the batch must be [batch, length], got {list(shape)}\n"
+            "allowed: one sequence and one token, or more of both"
+        )
+    for name, vector in found.items():
+        if vector.shape != shape:
+            raise UserError(
+                f"'{name}' must be [batch, length] as '{first}' {list(shape)}, got {list(vector.shape)}\n"
+                "fix: pass what CPM-Live's loader yields, each of whole sequences"
+            )
+    return found
+
+
+def lengths(data: Data, name: str, batch: int, length: int) -> Tensor:
+    """Return the real tokens of each sequence, int32 `[batch]`.
+
+    Raises:
+        UserError: There are not as many, or one is longer than the sequences.
+    """
+    found = ints(data, name)
+    if found.shape != (batch,) or bool(((found < 0) | (found > length)).any()):
+        got = found.tolist() if found.numel() <= 16 else f"{list(found.shape)} from {found.min()} to {found.max()}"
+        raise UserError(
+            f"'{name}' must be {batch} lengths from 0 to {length}, got {got}\n"
+            f"fix: one to each of the {batch} sequences, its real tokens"
+        )
+    return found
+
+
+def relations(data: Data, whole: Mapping[str, Tensor], real: Tensor) -> Tensor:
+    """Return CPM-Bee's relations between all segments of each sample, int32 `[batch, entries]`.
+
+    Args:
+        data: The batch.
+        whole: Its vectors.
+        real: The real tokens of each sequence.
+
+    Raises:
+        UserError: Some that are asked for are not there.
+    """
+    found = ints(data, "segment_rel")
+    batch, length = whole["inputs"].shape
+    if found.dim() != 2 or len(found) != batch or not found.numel() or int(found.min()) < 0:
+        least = f", the least {int(found.min())}" if found.numel() else ""
+        raise UserError(
+            f"'segment_rel' must be [{batch}, entries], none below 0, got {list(found.shape)}{least}\n"
+            "allowed: for each sequence the squares of relations of its samples, one after another"
+        )
+    segment, count, first = (whole[name] for name in ("segment_ids", "num_segments", "segment_rel_offset"))
+    is_real = torch.arange(length) < real[:, None]
+    wrong = (segment < 0) | (segment >= count) | (first < 0) | (first + count.long() ** 2 > found.shape[1])
+    if bool((wrong & is_real).any()):
+        b, at = (int(i) for i in (wrong & is_real).nonzero()[0])
+        raise UserError(
+            f"token {at} of sequence {b} is of segment {int(segment[b, at])} of {int(count[b, at])}, whose relations "
+            f"begin at {int(first[b, at])} of {found.shape[1]}\nallowed: segments below their number, and all of "
+            "its square there"
+        )
+    return found
+
+
+def additional_rows(data: Data) -> tuple[Tensor, Tensor]:
+    """Return ids and numbers of a batch's additional rows of the vocabulary, int32 `[rows]` each.
+
+    Raises:
+        UserError: They are no two vectors of one length.
+    """
+    ids, numbers = ints(data, "ext_ids"), ints(data, "ext_sub")
+    if ids.dim() != 1 or numbers.shape != ids.shape:
+        raise UserError(
+            f"'ext_ids' and 'ext_sub' must be vectors of one length, got {list(ids.shape)} and {list(numbers.shape)}\n"
+            "fix: pass what CPM-Live's loader yields, unchanged"
+        )
+    return ids, numbers

@@ -1,0 +1,139 @@
+"""A kernel or transport that this machine does not have is refused before any rank starts, with what it has."""
+
+import types
+from importlib import metadata
+
+import pytest
+import torch
+
+from bmburst.cli import main
+from bmburst.cli.check import plan
+from bmburst.errors import UserError
+from bmburst.train.machine import require_machine
+from bmburst.train.resolve import resolve
+from bmburst_ops.flash import packages
+from tests.cli.commands import refused
+
+ON_CPU = "runs on NVIDIA GPUs only, and the tensors are on cpu"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that there is a Hopper GPU, with these packages of kernels alone."""
+
+    def pretend(*installed):
+        def version(distribution):
+            if distribution in installed:
+                return "4.0.0"
+            raise metadata.PackageNotFoundError(distribution)
+
+        found = types.SimpleNamespace(find_spec=lambda name: name if name in (*installed, "triton") else None)
+        known = types.SimpleNamespace(version=version, PackageNotFoundError=metadata.PackageNotFoundError)
+        monkeypatch.setattr(packages, "metadata", known)
+        monkeypatch.setattr(packages, "importlib", types.SimpleNamespace(util=found))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+        return asked
+
+    asked = []
+    packages.version_of.cache_clear()
+    packages.is_there.cache_clear()
+    yield pretend
+    packages.version_of.cache_clear()
+    packages.is_there.cache_clear()
+
+
+@pytest.fixture
+def no_gpu(launches, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return launches
+
+
+def message(**options):
+    config = resolve((), {name.replace("__", "."): value for name, value in options.items()})
+    with pytest.raises(UserError) as caught:
+        require_machine(config, 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "first", "allowed"),
+    [
+        (["--kernel", "fa4"], f"kernel 'fa4' {ON_CPU}", "allowed here: auto, cpu, reference"),
+        (["--kernel", "cudnn", "--dtype", "bfloat16"], f"kernel 'cudnn' {ON_CPU}", "auto, cpu, reference"),
+        (["--transport", "peer"], "transport peer moves nothing between ranks on a machine", "allowed: auto, gloo"),
+        (["--transport", "nccl"], "transport nccl moves nothing between ranks on a machine", "allowed: auto, gloo"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_what_needs_a_gpu_is_refused_without_one(no_gpu, tmp_path, capsys, command, argv, first, allowed):
+    lines = refused(capsys, command, *argv).splitlines()
+    assert lines[0].startswith(f"bmburst {command}: {first}")
+    assert allowed in lines[1]
+    assert lines[2] == f"fix: {argv[0]} auto"
+    assert not no_gpu
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_refuses_too(no_gpu, as_rank, trained, capsys):
+    as_rank(0, 2)
+    assert ON_CPU in refused(capsys, "train", "--kernel", "fa3", "--output", "run")
+    assert not trained
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--kernel", "cpu"],
+        ["--kernel", "reference"],
+        ["--transport", "gloo"],
+        ["--transport", "peer", "--nproc", "1"],
+    ],
+)
+def test_what_is_there_may_be_asked_for(no_gpu, argv):
+    assert main(["train", *argv]) == 0
+    assert len(no_gpu) == 1
+
+
+def test_a_package_that_is_not_installed_is_refused_on_a_gpu(gpu):
+    gpu()
+    half = {"dtype": "bfloat16", "preset": "llama-2-7b"}
+    assert message(parallel__kernel="fa4", **half) == (
+        "kernel 'fa4' needs the package flash-attn-4\nallowed here: auto, cudnn, torch, triton, reference\n"
+        "fix: --kernel auto"
+    )
+    assert message(parallel__kernel="fa2", **half).startswith("kernel 'fa2' needs the package flash-attn\n")
+    assert message(parallel__kernel="cpu", **half).startswith("kernel 'cpu' runs on the CPU only, and the tensors are")
+
+
+def test_dtype_head_dim_mask_and_repetition_count_on_a_gpu(gpu):
+    asked = gpu("flash-attn-4")
+    half = {"dtype": "bfloat16", "preset": "llama-2-7b", "parallel__kernel": "cudnn"}
+    require_machine(resolve((), {"parallel.kernel": "fa4", "dtype": "bfloat16", "preset": "llama-2-7b"}), 2, 1)
+    assert set(asked) == {torch.device("cuda", 1)}
+    assert message(parallel__kernel="fa4").startswith(
+        "kernel 'fa4' takes float16 and bfloat16 only, got torch.float32\n"
+    )
+    assert "head dims that are multiples of 8" in message(**half, model__head_dim="12")
+    assert message(**half, pack="documents").startswith(
+        "kernel 'cudnn' cannot do packed segments\nallowed here: auto, fa4"
+    )
+    assert message(**half, model__sliding_window="64").startswith("kernel 'cudnn' cannot do sliding windows\n")
+    assert message(**half, parallel__deterministic="true").startswith("kernel 'cudnn' has no deterministic backward")
+
+
+def test_transports_of_a_gpu(gpu):
+    asked = gpu()
+    for transport in ("auto", "peer", "nccl"):
+        require_machine(resolve((), {"parallel.transport": transport}), 2)
+    assert message(parallel__transport="gloo").startswith(
+        "transport gloo moves nothing between ranks on the GPUs here\n"
+    )
+    assert not asked, "a GPU was asked though the kernel is free"
+
+
+def test_a_check_looks_at_the_ranks_own_kernel_alone(no_gpu):
+    phases = plan(resolve((), {"parallel.kernel": "cpu", "parallel.transport": "gloo", "dtype": "bfloat16"}), 2)
+    assert [phase.config.parallel.kernel for phase in phases] == ["cpu", "cpu", "auto"]

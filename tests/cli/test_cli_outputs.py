@@ -1,0 +1,120 @@
+"""What a command would write at its end is tried before its work begins, and nothing of the user's is written over."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bmburst.cli import main
+from bmburst.cli.outputs import require_file, require_folder
+from bmburst.errors import UserError
+from tests.cli.commands import refused
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+def test_a_file_that_can_be_written_is_neither_made_nor_changed(here):
+    require_file("--output", Path("new"))
+    require_file("--output", Path("file"))
+    assert (here / "file").read_text() == "mine"
+    assert not (here / "new").exists()
+
+
+@pytest.mark.parametrize("path", ["folder", "x" * 300, f"{'x' * 300}/file", "/proc/none"])
+def test_a_file_that_cannot_be_written(here, path):
+    with pytest.raises(UserError, match=r"^--output .*: cannot be written: .*\nfix: a file in a folder that you may"):
+        require_file("--output", Path(path))
+
+
+@pytest.mark.parametrize("path", ["gone/file", "file/file"])
+def test_a_file_in_no_folder(here, path):
+    with pytest.raises(UserError, match=f"^--output {path}: there is no such folder\nfix: make it, or another file$"):
+        require_file("--output", Path(path))
+
+
+def test_a_pipe_is_not_waited_for(here):
+    os.mkfifo("pipe")
+    require_file("--output", Path("pipe"))
+
+
+def test_folders(here):
+    require_folder("--trace", Path("a/b"))
+    assert list((here / "a" / "b").iterdir()) == []
+    for path in ("file", "file/folder", "/proc/none"):
+        with pytest.raises(UserError, match=r"^--trace .*: no file can be written there: .*\nfix: a folder"):
+            require_folder("--trace", Path(path))
+
+
+PLAN = ("--model", "llama-tiny", "--seq", "1024")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (("plan", *PLAN, "--output", "folder"), "--output folder\nallowed: a .png file"),
+        (("plan", *PLAN, "--output", "/proc/none.png"), "--output /proc/none.png: cannot be written"),
+        (("plan", "--calibrate", "--output", "folder"), "--output folder: cannot be written: Is a directory"),
+        (("plan", *PLAN, "--ranks", "3"), "--ranks 3 is an option of --calibrate\nfix: --gpus"),
+        (("plan", "--check", *PLAN), "--check predicts recorded runs, of no --model and --seq\nfix: leave them out"),
+        (("plan", "--calibrate", *PLAN), "--calibrate measures this machine, of no --model and --seq\nfix: leave them"),
+        (("plan", "--check", "--calibrate"), "exclude each other\nfix: a command for each"),
+        (
+            ("plan", *PLAN, "--batch", "2", "--micro-batch", "3"),
+            "--micro-batch 3 does not divide --batch 2\nallowed: a",
+        ),
+        (
+            ("plan", *PLAN, "--hardware", "latin.toml"),
+            "is no TOML file: 'utf-8' codec can't decode byte 0xe9 in position 4",
+        ),
+        (("plan", "--model", "llama-tiny", "--seq", "1e6"), "--seq 1e6\nallowed: a whole number\n"),
+        (("check", "--json", "/proc/none"), "--json /proc/none: cannot be written"),
+        (("bench", "attention", "--ranks", "2", "--output", "folder"), "--output folder: cannot be written: Is a dir"),
+        (("bench", "attention", "--ranks", "2", "--trace", "file"), "--trace file: no file can be written there: File"),
+        (("bench", "train", "--ranks", "2", "--cell-seconds", "x"), "--cell-seconds x\nallowed: a number\n"),
+        (("bench", "train", "--ranks", "2", "--text", "latin"), "'latin' is not a text file: byte 4 is not UTF-8"),
+        (("bench", "attention", "--table", "--output", "list.json"), "is no file of this benchmark: it has no format"),
+        (("bench", "train", "--table", "--output", "other.json"), "is no file of this benchmark: its format is other,"),
+        (("data", "--input", "file", "--output", "file"), "--output file: is there, and no token file\nfix: the name"),
+        (("data", "--input", "latin", "--output", "file"), "--output file: is there, and no token file\nfix: the name"),
+        (("convert", "folder", "out", "--to", "bmburst", "--part-size", "inf"), "--part-size inf\nallowed: gigabytes"),
+        (("convert", "folder", "out", "--to", "bmburst", "--part-size", "nan"), "--part-size nan\nallowed: gigabytes"),
+        (("convert", "folder", "out", "--to", "bmburst", "--part-size", "big"), "--part-size big\nallowed: a number\n"),
+    ],
+)
+def test_refused_before_any_work(here, capsys, monkeypatch, argv, expected):
+    def worked(*_args, **_options):
+        pytest.fail("work was begun")
+
+    for work in ("plan.search.search", "plan.calibrate.run.calibrate", "plan.accuracy.compare", "bench.start.run_job"):
+        monkeypatch.setattr(f"bmburst.{work}", worked)
+    for name in ("latin", "latin.toml"):
+        (here / name).write_bytes(b"text\xe9 text")
+    (here / "list.json").write_text("[1]")
+    (here / "other.json").write_text('{"format": "other"}')
+    found = sorted(here.rglob("*"))
+    assert expected in refused(capsys, *argv)
+    assert sorted(here.rglob("*")) == found
+    assert (here / "file").read_text() == "mine"
+
+
+def test_a_token_file_may_be_made_again(here, capsys):
+    for _ in range(2):
+        assert main(["data", "--input", "file", "--output", "out.tokens"]) == 0
+    assert "1 documents, 5 tokens" in capsys.readouterr().out
+
+
+def test_cells_are_found_by_the_name_that_a_list_shows(here, capsys):
+    for what, name in (("attention", "sequence/1024/mha/causal/ours"), ("train", "loss/tiny-8-heads/1024/ours")):
+        words = ["bench", what, "--list", "--ranks", "2", "--tokens", "1024", "--cells"]
+        assert main([*words, f"{name}*"]) == 0
+        listed = capsys.readouterr().out.split()
+        for shown in (listed[0], listed[-1]):
+            assert main([*words, shown]) == 0
+            assert capsys.readouterr().out.split() == [shown]
