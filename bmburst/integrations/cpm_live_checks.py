@@ -43,7 +43,7 @@ def ints(data: Data, name: str) -> Tensor:
         found = array_of(f"'{name}' of the batch", data[name])
     except UserError as error:
         raise UserError(f"{error}\nfix: pass what CPM-Live's loader yields") from None
-    if found.dtype.kind not in ("iub" if name in _TRUTHS else "iu"):
+    if found.size and found.dtype.kind not in ("iub" if name in _TRUTHS else "iu"):  # an empty list becomes float64
         kind = type(data[name]).__name__ if found.dtype.kind in "OUS" else f"{found.dtype} of shape {list(found.shape)}"
         raise UserError(
             f"'{name}' of the batch must be whole numbers, got {kind}\nfix: pass what CPM-Live's loader yields"
