@@ -76,6 +76,7 @@ def of_batches():
         refused(lambda c=change: split.bee(BEE | c), beginning)
     whole = {name: torch.as_tensor(values).long() for name, values in BEE.items()}
     assert torch.equal(split.bee(whole).inputs, split.bee(BEE).inputs)
+    assert split.bee(BEE | {"ext_ids": [], "ext_sub": np.array([])}).ext_ids.shape == (0,)
 
     for number in (None, "3", 2.5, 0, -1):
         text = f"num_segments must be a whole number of at least 1, got {number!r}\nfix: the model's segment_types"
