@@ -30,6 +30,11 @@ class Block(NamedTuple):
         return self.rows * self.width
 
     @property
+    def step(self) -> int:
+        """Bytes from one run to the next; no pitch is that of runs without a gap."""
+        return self.pitch or self.width
+
+    @property
     def dense(self) -> bool:
         """Whether the runs follow each other without a gap."""
         return self.rows == 1 or self.pitch == self.width

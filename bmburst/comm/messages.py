@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.exchange import Block, Exchange, Move
-from bmburst.comm.own import WIDE, copy_own
+from bmburst.comm.own import WIDE, copy_own, shape_of, whole_memory
 from bmburst.comm.protocol import Transfer
 
 
@@ -75,22 +75,14 @@ class _Memory(NamedTuple):
 
     def view(self, block: Block) -> Tensor:
         """Return the block's bytes as uint8 `[rows, width]`."""
-        assert block.rows == 1 or not block.pitch or block.pitch >= block.width
-        strides = (block.pitch or block.width, 1)
-        return self.data.as_strided((block.rows, block.width), strides, self.start + block.offset)
+        return self.data.as_strided(*shape_of(block, 1), self.start + block.offset)
 
 
 _Pair = tuple[Tensor, Tensor]  # where to, and what
 
 
 def _memories(tensors: Iterable[Tensor]) -> list[_Memory]:
-    return [
-        _Memory(
-            torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()),
-            int(t.storage_offset()) * t.element_size(),
-        )
-        for t in tensors
-    ]
+    return [_Memory(*whole_memory(t, 1)) for t in tensors]
 
 
 def _along(message: Tensor, views: Iterable[Tensor]) -> Iterator[_Pair]:

@@ -44,13 +44,19 @@ def _tensors(buffers: Sequence[Tensor], views: Sequence[_View]) -> list[Tensor]:
     found = []
     for buffer, width, size, strides, start in views:
         if (buffer, width) not in wholes:
-            wholes[buffer, width] = _whole(buffers[buffer], width)
+            wholes[buffer, width] = whole_memory(buffers[buffer], width)
         whole, first = wholes[buffer, width]
         found.append(whole.as_strided(size, strides, first + start))
     return found
 
 
-def _whole(tensor: Tensor, width: int) -> tuple[Tensor, int]:
+def shape_of(block: Block, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return size and strides of a block as rows of elements of `width` bytes."""
+    assert block.rows == 1 or block.step >= block.width
+    return (block.rows, block.width // width), (block.step // width, 1)
+
+
+def whole_memory(tensor: Tensor, width: int) -> tuple[Tensor, int]:
     """Return all memory behind a tensor in elements of `width` bytes, and where its own first one is."""
     memory = torch.empty(0, dtype=WIDE[width], device=tensor.device).set_(tensor.untyped_storage())
     return memory, tensor.storage_offset() * tensor.element_size() // width
@@ -66,7 +72,7 @@ def _views(exchange: Exchange, aligned: int) -> tuple[list[_View], list[_View]]:
     """
     pairs: list[_Pair] = []
     for source, target in exchange.receives[exchange.rank]:
-        numbers = (n for block in (source, target) for n in (block.offset, block.width, _pitch(block)))
+        numbers = (n for block in (source, target) for n in (block.offset, block.width, block.step))
         width = math.gcd(aligned, *numbers)
         pair = _view(target, width), _view(source, width)
         both = _joined(pairs[-1], pair) if pairs else None
@@ -78,8 +84,7 @@ def _views(exchange: Exchange, aligned: int) -> tuple[list[_View], list[_View]]:
 
 
 def _view(block: Block, width: int) -> _View:
-    assert block.rows == 1 or _pitch(block) >= block.width
-    size, strides = (block.rows, block.width // width), (_pitch(block) // width, 1)
+    size, strides = shape_of(block, width)
     return _View(block.buffer, width, size, strides, block.offset // width)
 
 
@@ -93,7 +98,3 @@ def _joined(before: _Pair, after: _Pair) -> _Pair | None:
         for view, distance in zip(before, distances, strict=True)
     )
     return into, what
-
-
-def _pitch(block: Block) -> int:
-    return block.pitch or block.width
