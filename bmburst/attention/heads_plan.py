@@ -248,12 +248,13 @@ def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> H
 
 def _window(shapes: HeadShapes, kind: int, start: int, heads: int, span: Span) -> Window:
     """Return some heads of a tensor of `heads` heads that starts at a byte of a box."""
-    batch, tokens, dim = shapes.batch, shapes.tokens, shapes.head_dim
+    itemsize = shapes.statistics_itemsize if kind > 3 else shapes.itemsize
+    strides = _strides(kind, shapes.tokens, heads, _item(shapes, kind))
+    first = Place(0, start, strides).at(span.start).start // itemsize
+    batch, token, head = (stride // itemsize for stride in strides)
     if kind > 3:
-        first = start // shapes.statistics_itemsize + span.start * tokens
-        return Window((batch, len(span), tokens), (heads * tokens, tokens, 1), first)
-    first = start // shapes.itemsize + span.start * dim
-    return Window((batch, tokens, len(span), dim), (tokens * heads * dim, heads * dim, dim, 1), first)
+        return Window((shapes.batch, len(span), shapes.tokens), (batch, head, token), first)
+    return Window((shapes.batch, shapes.tokens, len(span), shapes.head_dim), (batch, token, head, 1), first)
 
 
 def _item(shapes: HeadShapes, kind: int) -> int:
