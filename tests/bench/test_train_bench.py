@@ -15,7 +15,7 @@ from bmburst.bench.training.figure import draw
 from bmburst.bench.training.job import TrainJob
 from bmburst.bench.training.methods import METHODS
 from bmburst.bench.training.results import TrainResults
-from bmburst.bench.training.table import furthest, markdown, one_line, shown_steps
+from bmburst.bench.training.table import furthest, markdown, one_line, running_median, shown_steps
 from bmburst.cli import main
 from bmburst.errors import UserError
 from bmburst.train.config import DataConfig
@@ -203,6 +203,13 @@ def test_pictures_are_drawn_of_every_comparison(tmp_path):
         "r-curve-llama-95m.png",
     }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_a_curve_is_smoothed_by_the_median_of_the_steps_around():
+    falling = [10.0 - step for step in range(9)]
+    assert running_median([*falling[:4], 50.0, *falling[5:]])[4] == 7.0  # between 2, 3, 4, 5 and 8, 9, 10, 50
+    assert running_median([3.0, 9.0, 4.0]) == [4.0, 4.0, 4.0]
+    assert running_median([]) == []
 
 
 # Runs

@@ -9,7 +9,17 @@ from bmburst.bench.drawing import blank, finish, save, styles_of
 from bmburst.bench.rows import OK, Row
 from bmburst.bench.training.cells import TrainCell
 from bmburst.bench.training.results import TrainResults
-from bmburst.bench.training.table import Rows, by_method, curve_name, over_ranks, over_tokens, reference_of, trained
+from bmburst.bench.training.table import (
+    MEDIAN_STEPS,
+    Rows,
+    by_method,
+    curve_name,
+    over_ranks,
+    over_tokens,
+    reference_of,
+    running_median,
+    trained,
+)
 
 Panel = tuple[str, Callable[[Row], float | None]]
 _OVER_TOKENS: Sequence[Panel] = (
@@ -73,8 +83,10 @@ def _curves(title: str, rows: Rows, path: Path) -> Path:
     figure = blank(13 if others else 8, 5)
     left, *right = figure.subplots(1, 2, squeeze=False)[0] if others else [figure.subplots()]
     for cell, row in measured:
-        left.plot(range(1, len(row["losses"]) + 1), row["losses"], label=curve_name(cell), linewidth=1.3)
-    _finish_curves(left, "loss, nats a token")
+        steps = range(1, len(row["losses"]) + 1)
+        (line,) = left.plot(steps, running_median(row["losses"]), label=curve_name(cell), linewidth=1.8)
+        left.plot(steps, row["losses"], color=line.get_color(), linewidth=0.8, alpha=0.4)
+    _finish_curves(left, f"loss, nats a token, and the median of {MEDIAN_STEPS} steps")
     for axes in right:
         for cell, row in others:
             assert reference is not None

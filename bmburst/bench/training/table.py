@@ -1,6 +1,7 @@
 """Training results as text: a line for a cell as it is measured, and Markdown tables."""
 
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from bmburst.bench.training.shapes import SHAPES
 
 Rows = list[tuple[TrainCell, Row]]
 SHOWN_STEPS = 10  # of a curve, evenly
+MEDIAN_STEPS = 9  # that a curve is smoothed over
 
 
 def one_line(cell: TrainCell, row: Row) -> str:
@@ -262,17 +264,28 @@ def _curves(rows: Rows, notes: dict[str, int]) -> list[str]:
             notes.setdefault(f"{row['status']}: {row['reason']}", len(notes) + 1)
             continue
         steps = shown_steps(len(row["losses"]))
-        losses = [f"{row['losses'][step - 1]:.4f}" for step in steps]
+        medians = running_median(row["losses"])
+        losses, smooth = ([f"{values[step - 1]:.4f}" for step in steps] for values in (row["losses"], medians))
         lines += [
             f"| {curve_name(cell)}: step | {' | '.join(map(str, steps))} |",
             f"|---|{'---|' * len(steps)}",
             f"| loss, nats a token | {' | '.join(losses)} |",
+            f"| median of {MEDIAN_STEPS} steps around it | {' | '.join(smooth)} |",
             "",
             f"{row['milliseconds']['median']:.0f} ms a step, "
             f"{cell.tokens / row['milliseconds']['median'] * 1e3 / cell.ranks:.0f} tokens/s a {_kind(cell)}.",
             "",
         ]
     return lines
+
+
+def running_median(losses: Sequence[float]) -> list[float]:
+    """Return at each step the median of the `MEDIAN_STEPS` around it, of fewer at the ends.
+
+    A step sees few sequences, and some texts are harder than others: the median shows what training does.
+    """
+    around = MEDIAN_STEPS // 2
+    return [statistics.median(losses[max(0, step - around) : step + around + 1]) for step in range(len(losses))]
 
 
 def shown_steps(count: int) -> list[int]:
