@@ -1,15 +1,16 @@
 """Attention with a learned bias and a mask of its own, over a sequence that is split over ranks.
 
-Keys and values go round the ring with the integers that say what they are; in backward their gradients follow one step
-behind. Where tokens stand is among those integers, so that every layout works. The gradient of the bias table is this
-rank's share, as that of any parameter that all ranks have: the sum over ranks is the gradient of the sum of their
-losses.
+Keys and values go round the ring; what they are was told once for the batch (`BiasedSequence`). In backward their
+gradients follow one step behind. Where tokens stand is among what was told, so that every layout works. The gradient
+of the bias table is this rank's share, as that of any parameter that all ranks have: the sum over ranks is the gradient
+of the sum of their losses.
 
 Memory beside inputs and results, for B samples, S tokens over P ranks, H heads of dimension D: forward 4 * B * S/P * H
 * D (keys and values that are here, and the next ones) and an output in fp32; backward that, and 4 such gradients in
-fp32. Nothing grows with the square of the sequence.
+fp32; one rank alone has none of that. Nothing grows with the square of the sequence.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bmburst.attention.biased_sequence import BiasedSequence
 from bmburst.attention.call import require_scale, require_transport, scale_of
 from bmburst.attention.differentiable import gradient_signature, no_autocast, output_gradients
 from bmburst.attention.ring import carry_home, visits
@@ -27,11 +29,9 @@ from bmburst.recompute import keep
 from bmburst.schedule import Schedule, Step
 from bmburst.trace import traced
 from bmburst_ops.biased import (
-    Bias,
     BiasedGradients,
     BiasedKernel,
-    RelativeBias,
-    Tokens,
+    Pairs,
     require_inputs,
     require_relations,
     select_biased_kernel,
@@ -40,34 +40,9 @@ from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
+__all__ = ["BiasedSequence", "biased_attention"]
+
 _MADE = "fix: take what a position bias of bmburst.integrations.cpm_live returns"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class BiasedSequence:
-    """This rank's part of a batch of sequences: what attention must know of it beside q, k, v and the bias table.
-
-    Attributes:
-        formula: Which row of the table a query and a key have.
-        relations: int32 `[batch or 1, entries]`, the same on every rank of the group.
-        tokens: What this rank's tokens are, in the whole sequence.
-        group: The ranks that share the sequences.
-        kernel: "auto", "triton" or "reference".
-        transport: As in `bmburst.burst_attention`.
-    """
-
-    formula: RelativeBias
-    relations: Tensor
-    tokens: Tokens
-    group: Checked
-    kernel: str = "auto"
-    transport: str = "auto"
-
-    def __post_init__(self) -> None:
-        kinds = {"formula": RelativeBias, "relations": Tensor, "tokens": Tokens, "group": Checked}
-        for name, kind in kinds.items():
-            if not isinstance(value := getattr(self, name), kind):
-                raise UserError(f"{name} must be a {kind.__name__}, got {type(value).__name__}\n{_MADE}")
 
 
 def biased_attention(
@@ -76,14 +51,15 @@ def biased_attention(
     """Return exact attention of this rank's queries over the whole sequence: softmax(q k^T * scale + table[bucket]) v.
 
     Every rank of the group calls it with its own tokens, in any order, as many as the others. The same call gives the
-    same bits each time.
+    same bits each time. A compiled caller's graph ends before it and goes on after it.
 
     Args:
         q: `[batch, local_tokens, heads, head_dim]`, any float dtype, any strides.
         k: The same shape.
         v: The same shape.
         table: The learned bias, `[sequence.formula.rows, heads]`, any float dtype, the same on every rank.
-        sequence: What the tokens are, and who has the others.
+        sequence: What the tokens are, and who has the others. One for all layers of a batch, on every rank: the first
+            call with it finds out what the others need not.
         scale: Factor on the products, above 0; default `head_dim ** -0.5`.
 
     Returns:
@@ -91,56 +67,100 @@ def biased_attention(
         differentiable, also by the table. Tokens that see no key, padding among them, give zero and -inf.
 
     Raises:
-        UserError: Shapes, dtypes or devices cannot work, or the ranks of the group disagree.
+        UserError: Shapes, dtypes or devices cannot work, the sequence's tensors were changed in place, or the ranks of
+            the group disagree.
     """
+    if torch.compiler.is_compiling():
+        from bmburst.attention.uncompiled import attend_biased as run
+    else:
+        run = attend
+    return run(q, k, v, table, sequence, scale)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, sequence: BiasedSequence, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp as it runs; see `biased_attention`."""
     if not isinstance(sequence, BiasedSequence):
         raise UserError(f"sequence must be a BiasedSequence, got {type(sequence).__name__}\n{_MADE}")
-    bias = Bias(sequence.formula, table, sequence.relations)
-
-    def decide() -> tuple[BiasedKernel, str]:
-        require_known("transport", sequence.transport, TRANSPORTS)
-        try:
-            require_inputs(q, k, v, bias, sequence.tokens, sequence.tokens)
-            require_transport(sequence.group, q, sequence.transport)
-            if not q.is_cuda:  # where the host need not wait; on a GPU such biases are NaN
-                require_relations(sequence.formula, sequence.relations, sequence.tokens, sequence.tokens)
-            kernel = select_biased_kernel(sequence.kernel, q)
-        except KernelError as error:
-            raise UserError(str(error)) from None
-        require_scale(scale)
-        return kernel, (
-            f"biased attention\nq, k, v {describe(q, k, v)}\ntable {describe(table)}\nrelations "
-            f"{describe(sequence.relations)}\n{sequence.formula}\nscale {scale}\nkernel {kernel.name}\n"
-            f"transport {sequence.transport}\n{gradient_signature(q, k, v, table)}"
-        )
-
-    kernel = sequence.group.decided(decide)
-    comm = over_transport(sequence.group, sequence.transport)
-    call = _Call(comm, kernel, sequence.formula, sequence.relations, sequence.tokens, scale_of(q, scale))
+    call = _decide(q, k, v, table, sequence, scale)
     out, lse = _BiasedAttention.apply(q, k, v, table, call)  # type: ignore[no-untyped-call]
     return out, lse
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """One attention, decided."""
+    """One attention, decided.
+
+    Attributes:
+        comm: Over its transport.
+        kernel: That computes blocks.
+        pairs: This rank's queries and the keys of each rank.
+        scale: Factor on the products.
+        schedule: Once around the ring: which tokens see each other is in vectors that nobody has looked at.
+    """
 
     comm: Checked
     kernel: BiasedKernel
-    formula: RelativeBias
-    relations: Tensor
-    tokens: Tokens
+    pairs: tuple[Pairs, ...]
     scale: float
+    schedule: Schedule
 
-    def bias(self, table: Tensor) -> Bias:
-        return Bias(self.formula, table, self.relations)
 
-    @property
-    def schedule(self) -> Schedule:
-        """Once around the ring: which tokens see each other is in vectors that nobody has looked at."""
-        rank, size = self.comm.rank, self.comm.size
-        steps = tuple(Step(distance, (rank - distance) % size, ()) for distance in range(size))
-        return Schedule(rank, size, "kv", steps)
+def _decide(q: Tensor, k: Tensor, v: Tensor, table: Tensor, sequence: BiasedSequence, scale: float | None) -> _Call:
+    """Return what is done, together with the other ranks while the group compares them.
+
+    Else layers like an earlier one of the batch are decided as that was.
+    """
+
+    def here() -> tuple[BiasedKernel, str]:
+        require_known("transport", sequence.transport, TRANSPORTS)
+        sequence.require_unchanged()
+        try:
+            own = Pairs(sequence.formula, sequence.relations, sequence.tokens, sequence.tokens)
+            require_inputs(q, k, v, table, own)
+            require_transport(sequence.group, q, sequence.transport)
+            if not q.is_cuda and sequence.is_new:  # where the host need not wait; on a GPU such biases are NaN
+                require_relations(own)
+            kernel = select_biased_kernel(sequence.kernel, q)
+        except KernelError as error:
+            raise UserError(str(error)) from None
+        require_scale(scale)
+        return kernel, _signature(q, k, v, table, sequence, kernel, scale) if sequence.group.active else ""
+
+    def decide() -> _Call:
+        kernel = sequence.group.decided(here)
+        comm = over_transport(sequence.group, sequence.transport)
+        steps = tuple(Step(distance, (comm.rank - distance) % comm.size, ()) for distance in range(comm.size))
+        schedule = Schedule(comm.rank, comm.size, "kv", steps)
+        return _Call(comm, kernel, sequence.pairs(comm), scale_of(q, scale), schedule)
+
+    tensors = (q, k, v, table)
+    if sequence.group.active or not all(isinstance(t, Tensor) for t in tensors) or not isinstance(scale, float | None):
+        return decide()
+    sequence.require_unchanged()
+    kind: Hashable = (scale, *((t.shape, t.dtype, t.device, t.layout) for t in tensors))
+    call: _Call = sequence.decided(kind, decide)
+    sequence.pairs(call.comm)  # here, on whatever stream
+    return call
+
+
+def _signature(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    sequence: BiasedSequence,
+    kernel: BiasedKernel,
+    scale: float | None,
+) -> str:
+    """Return what must be equal on every rank."""
+    return (
+        f"biased attention\nq, k, v {describe(q, k, v)}\ntable {describe(table)}\nrelations "
+        f"{describe(sequence.relations)}\n{sequence.formula}\nscale {scale}\nkernel {kernel.name}\n"
+        f"transport {sequence.transport}\n{gradient_signature(q, k, v, table)}\n"
+        f"a call with a {'new' if sequence.is_new else 'known'} sequence"
+    )
 
 
 class _BiasedAttention(torch.autograd.Function):
@@ -166,32 +186,40 @@ class _BiasedAttention(torch.autograd.Function):
 
 
 def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Partial:
-    """Return attention of this rank's queries: keys, values and their integers visit."""
-    dtype, bias = accumulation_dtype(q.dtype), call.bias(table)
-    out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype, device=q.device)
-    for _, (keys, values, packed) in visits(call.comm, call.schedule, k, v, call.tokens.packed()):
-        of_keys = Tokens.unpacked(packed)
-        merge_partials_(out, lse, *call.kernel.forward(q, keys, values, bias, call.tokens, of_keys, scale=call.scale))
-    return Partial(out.to(q.dtype), lse)
+    """Return attention of this rank's queries: keys and values visit."""
+    merged: Partial | None = None
+    for step, (keys, values) in visits(call.comm, call.schedule, k, v):
+        part = call.kernel.forward(q, keys, values, table, call.pairs[step.owner], scale=call.scale)
+        if call.comm.size == 1:
+            return part
+        if merged is None:
+            merged = Partial(part.out.to(accumulation_dtype(q.dtype)), part.lse)
+        else:
+            merge_partials_(*merged, *part)
+    assert merged is not None  # our own keys and values come first
+    return Partial(merged.out.to(q.dtype), merged.lse)
 
 
 def _backward(
     call: _Call, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lse: Tensor, delta: Tensor
 ) -> BiasedGradients:
-    """Return the gradients of q, k and v, and this rank's share of the table's, in fp32 or wider."""
-    bias = call.bias(table)
-    grad_q = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype), memory_format=torch.contiguous_format)
-    grad_table = torch.zeros_like(table, dtype=accumulation_dtype(table.dtype), memory_format=torch.contiguous_format)
+    """Return the gradients of q, k and v, and this rank's share of the table's: fp32 or wider, of one rank rounded."""
+    own: list[tuple[Tensor, Tensor]] = []
+    is_alone = call.comm.size == 1
 
-    def visit(_: Step, guests: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        keys, values, packed = guests
+    def visit(step: Step, guests: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (keys, values), pairs = guests, call.pairs[step.owner]
         grads = call.kernel.backward(
-            *(grad_out, q, keys, values, lse, delta, bias, call.tokens, Tokens.unpacked(packed)), scale=call.scale
+            *(grad_out, q, keys, values, lse, delta, table), pairs, scale=call.scale, rounded=is_alone
         )
-        add_(grad_q, grads.q)
-        grad_table.add_(grads.table)
+        if own:
+            grad_q, grad_table = own[0]
+            add_(grad_q, grads.q)
+            grad_table.add_(grads.table)
+        else:
+            own.append((grads.q, grads.table))
         return grads.k, grads.v
 
-    grad_k, grad_v = carry_home(call.comm, call.schedule, (k, v, call.tokens.packed()), visit)
+    grad_k, grad_v = carry_home(call.comm, call.schedule, (k, v), visit)
+    grad_q, grad_table = own[0]
     return BiasedGradients(grad_q, grad_k, grad_v, grad_table)

@@ -8,6 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bmburst.attention.biased import attend as _attend_biased
 from bmburst.attention.eager import attend as _attend
 
 attend: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_attend)
+
+attend_biased: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_attend_biased)
+"""`biased_attention`: the same with a learned bias."""

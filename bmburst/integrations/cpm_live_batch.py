@@ -1,11 +1,11 @@
 """Batches as CPM-Live's data sets give them, cut for one rank: vectors of a token go where the token goes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from bmburst.attention.biased import BiasedSequence
+from bmburst.attention.biased_sequence import BiasedSequence
 from bmburst.comm.checks import Checked, describe
 from bmburst.comm.objects import broadcast_object
 from bmburst.comm.transports import TRANSPORTS
@@ -30,6 +30,8 @@ _ANT_VECTORS = ("ctx", "tgt", "task", "context", "segment", "span")
 class SplitTokens:
     """What the position bias modules are called with, instead of positions and matrices.
 
+    Position biases of one formula get the same sequence: what is found of a batch is found once.
+
     Attributes:
         tokens: What this rank's tokens are.
         relations: The relations between segments, whole.
@@ -45,6 +47,7 @@ class SplitTokens:
     group: Checked
     kernel: str
     transport: str
+    _sequences: dict[RelativeBias, BiasedSequence] = field(default_factory=dict, init=False, repr=False)
 
     def under(self, formula: RelativeBias) -> BiasedSequence:
         """Return what `Attention` takes as its mask.
@@ -62,14 +65,16 @@ class SplitTokens:
                 f"the batch has relation {self.most} between segments, but the bias table holds "
                 f"{formula.num_relations}\nmax_depth of the data and the model's number of segment buckets do not fit"
             )
-        return BiasedSequence(
-            formula=formula,
-            relations=self.relations,
-            tokens=self.tokens,
-            group=self.group,
-            kernel=self.kernel,
-            transport=self.transport,
-        )
+        if formula not in self._sequences:
+            self._sequences[formula] = BiasedSequence(
+                formula=formula,
+                relations=self.relations,
+                tokens=self.tokens,
+                group=self.group,
+                kernel=self.kernel,
+                transport=self.transport,
+            )
+        return self._sequences[formula]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,30 +1,13 @@
 """What a biased attention kernel is to the rest of the package: one block of queries and keys on one device."""
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from bmburst_ops.biased.formula import RelativeBias
-from bmburst_ops.biased.tokens import Tokens
+from bmburst_ops.biased.pairs import Pairs
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash.kernel import Partial
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Bias:
-    """A learned bias of some batch.
-
-    Attributes:
-        formula: Which row of the table a query and a key have.
-        table: `[formula.rows, heads]`, any float dtype.
-        relations: int32 `[batch or 1, entries]`; see `RelativeBias.buckets`.
-    """
-
-    formula: RelativeBias
-    table: Tensor
-    relations: Tensor
 
 
 class BiasedGradients(NamedTuple):
@@ -34,6 +17,10 @@ class BiasedGradients(NamedTuple):
     k: Tensor
     v: Tensor
     table: Tensor
+
+    def rounded(self, *like: Tensor) -> "BiasedGradients":
+        """Return them in the dtypes of q, k, v and the table."""
+        return BiasedGradients(*(grad.to(x.dtype) for grad, x in zip(self, like, strict=True)))
 
 
 class BiasedKernel(Protocol):
@@ -50,18 +37,15 @@ class BiasedKernel(Protocol):
         """Return why the kernel cannot take such inputs on this machine, as a phrase; None if it can."""
         ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Bias, queries: Tokens, keys: Tokens, *, scale: float
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, pairs: Pairs, *, scale: float) -> Partial:
         """Return the block's output, in q's dtype or wider, and its log-sum-exp, in fp32 or wider.
 
         Args:
             q: Queries, `[batch, queries, heads, head_dim]`, any strides.
             k: Keys, `[batch, keys, heads, head_dim]`.
             v: Values, shaped as k.
-            bias: The table, and how it is looked up.
-            queries: What the queries are.
-            keys: What the keys are.
+            table: The bias table, `[pairs.formula.rows, heads]`, any float dtype.
+            pairs: What queries and keys are, and how the table is looked up.
             scale: Factor on the products, above 0.
         """
         ...
@@ -74,11 +58,11 @@ class BiasedKernel(Protocol):
         v: Tensor,
         lse: Tensor,
         delta: Tensor,
-        bias: Bias,
-        queries: Tokens,
-        keys: Tokens,
+        table: Tensor,
+        pairs: Pairs,
         *,
         scale: float,
+        rounded: bool = False,
     ) -> BiasedGradients:
         """Return the block's gradients, in fp32 or wider.
 
@@ -89,21 +73,21 @@ class BiasedKernel(Protocol):
             v: Values.
             lse: Global log-sum-exp `[batch, heads, queries]`, over all keys and not only the block's.
             delta: Global rowsum(dO * O), shaped as lse.
-            bias: As in forward.
-            queries: What the queries are.
-            keys: What the keys are.
+            table: As in forward.
+            pairs: As in forward.
             scale: Factor on the products, above 0.
+            rounded: Whether gradients have the dtypes of what they are of: where the block is the whole attention.
         """
         ...
 
 
-def require_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Bias, queries: Tokens, keys: Tokens) -> None:
-    """Check shapes, dtypes and devices. What is in the vectors is not looked at: see `require_relations`.
+def require_inputs(q: Tensor, k: Tensor, v: Tensor, table: Tensor, pairs: Pairs) -> None:
+    """Check shapes, dtypes and devices.
 
     Raises:
         KernelError: They do not fit each other.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("the bias table", bias.table), ("relations", bias.relations)):
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("the bias table", table)):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             got = f"one of layout {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise KernelError(f"{name} must be a dense tensor, got {got}\nallowed: torch tensors of torch.strided")
@@ -117,47 +101,20 @@ def require_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Bias, queries: Tokens,
             f"q, k and v must share one floating-point dtype, got {q.dtype}, {k.dtype} and {v.dtype}\n"
             "allowed: float16, bfloat16, float32 and float64"
         )
-    for name, tokens, matrix in (("queries", queries, q), ("keys", keys, k)):
+    for name, tokens, matrix in (("queries", pairs.queries, q), ("keys", pairs.keys, k)):
         if tokens.shape != matrix.shape[:2]:
             raise KernelError(
                 f"vectors of {list(tokens.shape)} {name} for {list(matrix.shape[:2])}, [batch, tokens]\n"
                 "fix: the vectors of the same tokens, as many to each sample"
             )
-    table, relations, rows = bias.table, bias.relations, bias.formula.rows
+    rows = pairs.formula.rows
     if table.shape != (rows, q.shape[2]) or not table.is_floating_point() or table.element_size() < 2:
         got = f"{str(table.dtype).removeprefix('torch.')} {list(table.shape)}"
         raise KernelError(
             f"the bias table must be float {[rows, q.shape[2]]}, [rows, heads], got {got}\n"
             "fix: the table of the module whose formula it is, with as many heads as q"
         )
-    if relations.dtype != torch.int32 or relations.dim() != 2 or relations.shape[0] not in (1, q.shape[0]):
-        raise KernelError(
-            f"relations must be int32 [{q.shape[0]} or 1, entries], got {relations.dtype} {list(relations.shape)}\n"
-            "fix: those of each sample of the batch, or one row for all"
-        )
-    devices = {t.device for t in (q, k, v, table, relations, queries, keys)}
+    devices = {t.device for t in (q, k, v, table, pairs)}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise KernelError(f"everything must be on one device, got {names}\nfix: move all to that of q")
-
-
-def require_relations(formula: RelativeBias, relations: Tensor, queries: Tokens, keys: Tokens) -> None:
-    """Check that pairs of one sample find a relation, and that it is one that the table has. The host waits.
-
-    Raises:
-        KernelError: Some do not.
-    """
-    bad = (relations < 0) | (relations > formula.num_relations)
-    if bool(bad.any()):
-        raise KernelError(
-            f"relation {int(relations[bad][0])} is none of the table's\nallowed: 0 to {formula.num_relations}"
-        )
-    first = torch.where(queries.span >= 0, queries.row, 0)
-    if bool((first < 0).any()) or bool((first >= relations.shape[1]).any()):
-        raise KernelError(
-            f"rows of relations begin from {int(first.min())} to {int(first.max())}, but there are "
-            f"{relations.shape[1]} entries\nallowed: rows that the relations have"
-        )
-    segment = torch.where(keys.span >= 0, keys.segment, 0)
-    if bool((segment < 0).any()):
-        raise KernelError(f"segment {int(segment.min())} is below 0\nallowed: 0 and more, but for padding")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.biased.formula import visible
-from bmburst_ops.biased.kernel import Bias, BiasedGradients, require_inputs
-from bmburst_ops.biased.tokens import Tokens
+from bmburst_ops.biased.kernel import BiasedGradients, require_inputs
+from bmburst_ops.biased.pairs import Pairs
 from bmburst_ops.flash.kernel import Partial
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
@@ -25,15 +25,13 @@ class BiasedReferenceKernel:
         del q
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Bias, queries: Tokens, keys: Tokens, *, scale: float
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, pairs: Pairs, *, scale: float) -> Partial:
         """See `BiasedKernel.forward`."""
-        require_inputs(q, k, v, bias, queries, keys)
+        require_inputs(q, k, v, table, pairs)
         dtype = accumulation_dtype(q.dtype)
         out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
-        for tile in _tiles(q, k, bias, queries, keys, scale):
+        for tile in _tiles(q, k, table, pairs, scale):
             part_lse = tile.scores.logsumexp(-1)
             weights = torch.exp(tile.scores - _finite(part_lse)[..., None])
             part = torch.einsum("bhqk,bkhd->bqhd", weights, v[:, tile.keys].to(dtype))
@@ -48,18 +46,18 @@ class BiasedReferenceKernel:
         v: Tensor,
         lse: Tensor,
         delta: Tensor,
-        bias: Bias,
-        queries: Tokens,
-        keys: Tokens,
+        table: Tensor,
+        pairs: Pairs,
         *,
         scale: float,
+        rounded: bool = False,
     ) -> BiasedGradients:
         """See `BiasedKernel.backward`. P = exp(S - lse), dS = P * (dO V^T - delta); dS is also the bias's gradient."""
-        require_inputs(q, k, v, bias, queries, keys)
+        require_inputs(q, k, v, table, pairs)
         dtype = accumulation_dtype(q.dtype)
         grad_q, grad_k, grad_v = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (q, k, v))
-        grad_table = torch.zeros(bias.table.shape, dtype=torch.float64, device=q.device)
-        for tile in _tiles(q, k, bias, queries, keys, scale):
+        grad_table = torch.zeros(table.shape, dtype=torch.float64, device=q.device)
+        for tile in _tiles(q, k, table, pairs, scale):
             rows, columns = tile.queries, tile.keys
             row_lse, row_delta = (t[:, :, rows].to(dtype)[..., None] for t in (lse, delta))
             weights = torch.exp(tile.scores - _finite(row_lse))
@@ -70,7 +68,8 @@ class BiasedReferenceKernel:
             grad_q[:, rows] += torch.einsum("bhqk,bkhd->bqhd", grad_scores, k[:, columns].to(dtype)) * scale
             grad_k[:, columns] += torch.einsum("bhqk,bqhd->bkhd", grad_scores, q[:, rows].to(dtype)) * scale
             _add_by_bucket(grad_table, tile.buckets, grad_scores)
-        return BiasedGradients(grad_q, grad_k, grad_v, grad_table.to(accumulation_dtype(bias.table.dtype)))
+        found = BiasedGradients(grad_q, grad_k, grad_v, grad_table.to(accumulation_dtype(table.dtype)))
+        return found.rounded(q, k, v, table) if rounded else found
 
 
 class _Tile(NamedTuple):
@@ -85,18 +84,18 @@ class _Tile(NamedTuple):
     buckets: Tensor
 
 
-def _tiles(q: Tensor, k: Tensor, bias: Bias, queries: Tokens, keys: Tokens, scale: float) -> Iterator[_Tile]:
+def _tiles(q: Tensor, k: Tensor, table: Tensor, pairs: Pairs, scale: float) -> Iterator[_Tile]:
     """Yield the tiles in which any query sees any key."""
     dtype = accumulation_dtype(q.dtype)
-    table = bias.table.to(dtype)
+    table = table.to(dtype)
     for rows in _cuts(q.shape[1]):
-        of_rows = queries.part(rows)
+        of_rows = pairs.queries.part(rows)
         for columns in _cuts(k.shape[1]):
-            of_columns = keys.part(columns)
+            of_columns = pairs.keys.part(columns)
             seen = visible(of_rows, of_columns)
             if not bool(seen.any()):
                 continue
-            buckets = bias.formula.buckets(of_rows, of_columns, bias.relations)
+            buckets = pairs.formula.buckets(of_rows, of_columns, pairs.relations)
             scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows].to(dtype), k[:, columns].to(dtype)) * scale
             scores += table[buckets].permute(0, 3, 1, 2)
             yield _Tile(rows, columns, scores.masked_fill_(~seen[:, None], -torch.inf), buckets)

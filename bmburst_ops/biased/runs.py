@@ -1,20 +1,22 @@
-"""What kernels are told before they go over blocks: which to take, and how; all of it made on the device.
+"""What kernels are told before they go over blocks: which to take, and how; made on the device, once for a batch.
 
 Memory is linear in the tokens, and the host waits for nothing.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bmburst_ops.biased.extents import extents, steps
-from bmburst_ops.biased.tokens import Tokens
+from bmburst_ops.biased.pairs import Pairs
 from bmburst_ops.flash.triton_masks import Side
 
 _AT_ONCE = 64  # blocks of a line that are looked at together
 _MOST = 128  # runs of a line that there is room for
+
+Cut = tuple[Side, int, int]
+"""Of which side a kernel's programs hold blocks, of how many tokens, and how many of the other's they take at once."""
 
 
 class Runs(NamedTuple):
@@ -42,70 +44,91 @@ class Lines(NamedTuple):
     key_extents: Tensor
 
 
-def line_runs(
-    queries: Tokens, keys: Tokens, side: tuple[Side, int, int], bias: tuple[Any, ...], most: int = 0
-) -> Lines:
+def line_runs(pairs: Pairs, cut: Cut, most: int = 0) -> Lines:
     """Return the runs of a kernel that goes over lines of blocks.
 
     Args:
-        queries: What the queries are.
-        keys: What the keys are.
-        side: Of which side its programs hold blocks, of how many tokens, and how many of the other's they take at once.
-        bias: Relations and distances, as kernels take them.
+        pairs: The queries and the keys.
+        cut: How they are cut.
         most: How many runs there is room for; 0: as many as is usual.
     """
-    of_queries = side[0] == "queries"
-    own, other, ranges = extents(*((queries, keys) if of_queries else (keys, queries)), *side[1:])
-    query_extents, key_extents = (own, other) if of_queries else (other, own)
-    runs = _room(own, own.shape[1], most or _MOST)
-    if own.shape[1] and own.shape[0]:
-        with torch.cuda.device_of(own):
-            _kernels()[0][(own.shape[1], own.shape[0])](
-                query_extents,
-                key_extents,
-                ranges,
-                *runs,
-                query_extents.shape[1],
-                key_extents.shape[1],
-                *bias,
-                OF_QUERIES=of_queries,
-                RUNS=runs.most,
-                AT_ONCE=_AT_ONCE,
-                num_warps=2,
-            )
-    return Lines(runs, query_extents, key_extents)
+    most = most or _MOST
+    found = pairs.once.get(("lines", cut, most), partial(_make_lines, pairs, cut, most))
+    return Lines(Runs(*found[:2]), *found[2:])
 
 
-def diagonal_runs(
-    queries: Tokens, keys: Tokens, side: tuple[Side, int, int], lines: Lines, bias: tuple[Any, ...]
-) -> Runs:
+def diagonal_runs(pairs: Pairs, cut: Cut, most: int = 0) -> Runs:
     """Return the runs of the kernel that goes along diagonals, for both sides of which there are tokens.
 
     Args:
-        queries: What the queries are.
-        keys: What the keys are.
-        side: How lines of queries are cut, as in `line_runs`; a block of queries is some whole blocks of keys.
-        lines: Theirs.
-        bias: As in `line_runs`.
+        pairs: The queries and the keys.
+        cut: How lines of queries are cut; a block of queries is some whole blocks of keys.
+        most: As in `line_runs`, whose are as many.
     """
-    query_blocks, key_blocks, ratio = lines.query_extents.shape[1], lines.key_extents.shape[1], side[1] // side[2]
-    runs = _room(lines.query_extents, ratio * (query_blocks - 1) + key_blocks, lines.runs.most)
+    most = most or _MOST
+    return Runs(*pairs.once.get(("diagonals", cut, most), partial(_make_diagonals, pairs, cut, most)))
+
+
+def extents(pairs: Pairs, side: Side, size: int) -> Tensor:
+    """Return the numbers of a side's blocks of so many tokens, int32 `[batch, blocks, triton_extents.NUMBERS]`."""
+    name = "queries" if pairs.keys is pairs.queries else side
+    return pairs.once.get(("extents", name, size), partial(_make_extents, pairs, side, size))[0]
+
+
+def _make_lines(pairs: Pairs, cut: Cut, most: int) -> tuple[Tensor, ...]:
+    own = extents(pairs, *cut[:2])
+    other = extents(pairs, "keys" if cut[0] == "queries" else "queries", cut[2])
+    of_queries = cut[0] == "queries"
+    query_extents, key_extents = (own, other) if of_queries else (other, own)
+    runs = _room(own, own.shape[1], most)
+    if not other.shape[1]:
+        runs.counts.zero_()
+    elif own.shape[1] and own.shape[0]:
+        with torch.cuda.device_of(own):
+            _kernels().lines[(own.shape[1], own.shape[0])](
+                query_extents,
+                key_extents,
+                *runs,
+                query_extents.shape[1],
+                key_extents.shape[1],
+                *pairs.lookup(),
+                OF_QUERIES=of_queries,
+                RUNS=most,
+                AT_ONCE=_AT_ONCE,
+                num_warps=2,
+            )
+    return *runs, query_extents, key_extents
+
+
+def _make_diagonals(pairs: Pairs, cut: Cut, most: int) -> tuple[Tensor, ...]:
+    lines = line_runs(pairs, cut, most)
+    query_blocks, key_blocks, ratio = lines.query_extents.shape[1], lines.key_extents.shape[1], cut[1] // cut[2]
+    runs = _room(lines.query_extents, ratio * (query_blocks - 1) + key_blocks, most)
     with torch.cuda.device_of(runs.runs):
-        _kernels()[1][(runs.runs.shape[1], runs.runs.shape[0])](
+        _kernels().diagonals[(runs.runs.shape[1], runs.runs.shape[0])](
             *lines[1:],
-            steps(queries, side[1]),
-            steps(keys, side[2]),
             *lines.runs,
             *runs,
             query_blocks,
             key_blocks,
-            *bias,
+            *pairs.lookup(),
             RATIO=ratio,
-            RUNS=runs.most,
+            RUNS=most,
             AT_ONCE=_AT_ONCE,
             num_warps=2,
         )
     return runs
+
+
+def _make_extents(pairs: Pairs, side: Side, size: int) -> tuple[Tensor, ...]:
+    packed = pairs.packed()[side == "keys"]
+    _, batch, tokens = packed.shape
+    blocks = -(-tokens // size)
+    found = packed.new_empty(batch, blocks, _kernels().numbers)
+    if found.numel():
+        with torch.cuda.device_of(found):
+            _kernels().extents[(blocks, batch)](packed, found, tokens, SIZE=size, num_warps=1)
+    return (found,)
 
 
 def _room(like: Tensor, lines: int, most: int) -> Runs:
@@ -114,9 +137,17 @@ def _room(like: Tensor, lines: int, most: int) -> Runs:
     return Runs(like.new_empty(batch, lines, most, 3), like.new_empty(batch, lines))
 
 
+class _Kernels(NamedTuple):
+    extents: Any
+    lines: Any
+    diagonals: Any
+    numbers: int
+
+
 @cache
-def _kernels() -> tuple[Any, Any]:
+def _kernels() -> _Kernels:
     """Import Triton, and the kernels, where they are first needed."""
+    from bmburst_ops.biased.triton_extents import NUMBERS, extents_kernel
     from bmburst_ops.biased.triton_runs import diagonals_kernel, lines_kernel
 
-    return lines_kernel, diagonals_kernel
+    return _Kernels(extents_kernel, lines_kernel, diagonals_kernel, NUMBERS)

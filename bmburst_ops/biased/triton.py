@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst_ops.biased.fixed_point import as_numbers, units
-from bmburst_ops.biased.kernel import Bias, BiasedGradients, require_inputs
+from bmburst_ops.biased.fixed_point import as_numbers, no_sums
+from bmburst_ops.biased.kernel import BiasedGradients, require_inputs
+from bmburst_ops.biased.pairs import Pairs
 from bmburst_ops.biased.runs import diagonal_runs, line_runs
-from bmburst_ops.biased.tokens import Tokens
 from bmburst_ops.flash.kernel import Partial
 from bmburst_ops.flash.triton import TritonKernel, near_rows, strides_of
-from bmburst_ops.flash.triton_launch import Blocks, padded
+from bmburst_ops.flash.triton_launch import Blocks, blocks_of, is_interpreted, launch, padded
 
 
 class Plan(NamedTuple):
@@ -49,6 +49,9 @@ _FP32: _Table = (
 _INTERPRETED: _Table = ((256, Plan(*[Blocks(32, 16, 4, 1)] * 4)),)  # uneven, so that small tensors meet every path
 
 
+_AT_ONCE = 256  # numbers of a table that a program writes
+
+
 class BiasedTritonKernel:
     """`BiasedKernel` in Triton for Ampere or newer, and for CPUs in Triton's interpreter, which is for tests."""
 
@@ -58,19 +61,18 @@ class BiasedTritonKernel:
         """See `BiasedKernel.refusal`."""
         return TritonKernel().refusal(q, q)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Bias, queries: Tokens, keys: Tokens, *, scale: float
-    ) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, pairs: Pairs, *, scale: float) -> Partial:
         """See `BiasedKernel.forward`. The output is in q's dtype."""
-        require_inputs(q, k, v, bias, queries, keys)
+        require_inputs(q, k, v, table, pairs)
         q, k, v = (near_rows(t) for t in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
-        numbers, plan, words = (q.shape[1], k.shape[1], scale / math.log(2)), _plan(q).forward, _words(bias)
-        runs = line_runs(queries, keys, plan.over_keys, words[2:]).runs
-        strides = map(strides_of, (q, k, v, out))
-        arguments = (q, k, v, out, lse, *strides, *numbers, queries.packed(), keys.packed(), *runs, *words)
-        _launch(_kernels().forward, q, -(-q.shape[1] // plan.queries), runs.most, arguments, plan)
+        plan, looked_up = _plan(q).forward, pairs.lookup()
+        runs = line_runs(pairs, plan.over_keys).runs
+        strides, numbers = map(strides_of, (q, k, v, out)), (q.shape[1], k.shape[1], scale / math.log(2))
+        biases = _biases(table, pairs)
+        arguments = (q, k, v, out, lse, *strides, *numbers, *pairs.packed(), *runs, biases, *looked_up)
+        launch(_kernels().forward, q, blocks_of(q, plan.queries), arguments, plan, RUNS=runs.most)
         return Partial(out, lse)
 
     def backward(
@@ -81,38 +83,47 @@ class BiasedTritonKernel:
         v: Tensor,
         lse: Tensor,
         delta: Tensor,
-        bias: Bias,
-        queries: Tokens,
-        keys: Tokens,
+        table: Tensor,
+        pairs: Pairs,
         *,
         scale: float,
+        rounded: bool = False,
     ) -> BiasedGradients:
-        """See `BiasedKernel.backward`. Gradients are fp32."""
-        require_inputs(q, k, v, bias, queries, keys)
+        """See `BiasedKernel.backward`. Gradients are fp32 unless they are rounded."""
+        require_inputs(q, k, v, table, pairs)
         grad_out, q, k, v = (near_rows(t) for t in (grad_out, q, k, v))
-        grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v))
-        inputs = (grad_out, q, k, v, lse, delta)
-        read = tuple(map(strides_of, (grad_out, q, k, v, lse.transpose(1, 2), delta.transpose(1, 2))))
-        numbers = (q.shape[1], k.shape[1], scale, scale / math.log(2))
-        sums = torch.zeros(q.shape[2], bias.formula.rows, dtype=torch.int64, device=q.device)
+        grad_q, grad_k, grad_v, grad_table = grads = BiasedGradients(
+            *(
+                torch.empty(t.shape, dtype=t.dtype if rounded else torch.float32, device=t.device)
+                for t in (q, k, v, table)
+            )
+        )
         if not q.numel() or not k.numel():
-            return BiasedGradients(grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), sums.t().float())
-        plan, words, packed, unit = _plan(q), _words(bias), (queries.packed(), keys.packed()), units(grad_out, v, delta)
-        runs = line_runs(queries, keys, plan.keys.over_queries, words[2:]).runs
-        arguments = (*inputs, grad_k, grad_v, *read, strides_of(grad_k), strides_of(grad_v), *numbers)
-        blocks = -(-k.shape[1] // plan.keys.keys)
-        _launch(_kernels().keys, q, blocks, runs.most, (*arguments, *packed, *runs, *words), plan.keys)
+            for grad in grads:
+                grad.zero_()
+            return grads
+        kernels, plan, found = _kernels(), _plan(q), (_biases(table, pairs), *pairs.lookup())
+        packed, inputs = pairs.packed(), (grad_out, q, k, v, lse, delta)
+        read = tuple(map(strides_of, (grad_out, q, k, v, lse.transpose(1, 2), delta.transpose(1, 2))))
+        lengths, scales = (q.shape[1], k.shape[1]), (scale, scale / math.log(2))
+        sums, bits = no_sums(grad_out, v, delta, pairs.formula.rows)
 
-        lines = line_runs(queries, keys, plan.queries.over_keys, words[2:])
+        runs = line_runs(pairs, plan.keys.over_queries).runs
+        written = (strides_of(grad_k), strides_of(grad_v))
+        arguments = (*inputs, grad_k, grad_v, *read, *written, *lengths, *scales, *packed, *runs, *found)
+        launch(kernels.keys, k, blocks_of(k, plan.keys.keys), arguments, plan.keys, RUNS=runs.most)
+
+        lines = line_runs(pairs, plan.queries.over_keys)
         runs = lines.runs
-        arguments = (*inputs, grad_q, sums, unit, *read, strides_of(grad_q), *numbers, *packed, *runs, *words)
-        _launch(_kernels().queries, q, -(-q.shape[1] // plan.queries.queries), runs.most, arguments, plan.queries)
+        arguments = (*inputs, grad_q, sums, bits, *read, strides_of(grad_q), *lengths, *scales, *packed, *runs, *found)
+        launch(kernels.queries, q, blocks_of(q, plan.queries.queries), arguments, plan.queries, RUNS=runs.most)
 
-        runs = diagonal_runs(queries, keys, plan.queries.over_keys, lines, words[2:])
-        found = (*packed, *runs, *lines[1:], *lines.runs, *words)
-        arguments = (*inputs, sums, unit, *read, *numbers[:2], numbers[3], *found)
-        _launch(_kernels().table, q, runs.counts.shape[1], runs.most, arguments, plan.table)
-        return BiasedGradients(grad_q, grad_k, grad_v, as_numbers(sums, unit).t())
+        runs = diagonal_runs(pairs, plan.table.over_keys)
+        runs_and_lines = (*runs, *lines[1:], *lines.runs)
+        arguments = (*inputs, sums, bits, *read, *lengths, scales[1], *packed, *runs_and_lines, *found)
+        launch(kernels.table, q, runs.counts.shape[1], arguments, plan.table, RUNS=runs.most)
+        as_numbers(sums, bits, grad_table)
+        return grads
 
 
 class _Kernels(NamedTuple):
@@ -120,55 +131,37 @@ class _Kernels(NamedTuple):
     keys: Any
     queries: Any
     table: Any
-    interpreted: bool
+    biases: Any
 
 
 @cache
 def _kernels() -> _Kernels:
     """Import Triton, and the kernels, where they are first needed. TRITON_INTERPRET decides then."""
-    import triton
-
     from bmburst_ops.biased.triton_backward import keys_kernel, queries_kernel
+    from bmburst_ops.biased.triton_formula import biases_kernel
     from bmburst_ops.biased.triton_forward import forward_kernel
     from bmburst_ops.biased.triton_table import table_kernel
 
-    is_interpreted = not isinstance(forward_kernel, triton.JITFunction)
-    return _Kernels(forward_kernel, keys_kernel, queries_kernel, table_kernel, is_interpreted)
+    return _Kernels(forward_kernel, keys_kernel, queries_kernel, table_kernel, biases_kernel)
 
 
 def _plan(q: Tensor) -> Plan:
     """Return how each kernel is cut for these queries on this device."""
     table = _INTERPRETED
-    if not _kernels().interpreted:
+    if not is_interpreted(_kernels().forward):
         has_much = torch.cuda.get_device_capability(q.device)[0] in (9, 10)
         table = _FP32 if q.dtype == torch.float32 else _HOPPER if has_much else _SMALL
     return next(plan for largest, plan in table if padded(q.shape[-1]) <= largest)
 
 
-def _words(bias: Bias) -> tuple[Any, ...]:
-    """Return what a kernel needs for a bias, in the order of its arguments; from the third on not the table itself."""
-    formula, relations = bias.formula, bias.relations.contiguous()
-    table = (bias.table.detach().float() / math.log(2)).t().contiguous()
-    stride = relations.shape[1] if relations.shape[0] > 1 else 0
-    distances = formula.distances(table.device)
-    numbers = (formula.max_distance, formula.num_buckets, formula.rows)
-    return table[:, distances], table, relations, stride, relations.shape[1], distances, *numbers
-
-
-def _launch(kernel: Any, q: Tensor, programs: int, most: int, arguments: tuple[Any, ...], blocks: Blocks) -> None:
-    """Run so many programs for each head and batch; `most` runs have room."""
-    batch, _, heads, head_dim = q.shape
-    if not batch * heads * programs:
-        return
-    with torch.cuda.device_of(q):  # Triton launches on the current device, wherever the tensors are
-        kernel[(programs, heads, batch)](
-            *arguments,
-            HEAD_DIM=head_dim,
-            DIM=padded(head_dim),
-            QUERIES=blocks.queries,
-            KEYS=blocks.keys,
-            RUNS=most,
-            PRECISION="interpreter" if _kernels().interpreted else "ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
-        )
+def _biases(table: Tensor, pairs: Pairs) -> Tensor:
+    """Return the biases of each head, in units of log 2: of each row of the table, and of each distance."""
+    *_, distances, max_distance, _, rows = pairs.lookup()
+    heads, width = table.shape[1], rows + 2 * max_distance + 1
+    biases = torch.empty(heads, width, dtype=torch.float32, device=table.device)
+    if heads:
+        with torch.cuda.device_of(table):
+            _kernels().biases[(-(-width // _AT_ONCE), heads)](
+                table, biases, *table.stride(), distances, max_distance, rows, AT_ONCE=_AT_ONCE
+            )
+    return biases

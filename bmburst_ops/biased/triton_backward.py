@@ -1,8 +1,8 @@
 """Biased attention's backward pass in Triton, from the log-sum-exp and delta. Importing this file needs Triton.
 
 Two kernels: one a block of keys, for dK and dV, and one a block of queries, for dQ and for what blocks that have one
-row of the table add to it; what the others add is `triton_table`'s. That is added up as integers (`fixed_point`), so
-that repeated calls give the same bits although programs add in any order.
+row of the table add to it; what the others add is `triton_table`'s. That is added up as integers
+(`triton_fixed_point`), so that repeated calls give the same bits although programs add in any order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from bmburst_ops.biased.triton_blocks import common_bias, load_others, stop_of, with_bias
-from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, as_columns, as_rows, load_tokens
-from bmburst_ops.biased.triton_runs import load_run
-from bmburst_ops.flash.triton_backward import load_levels, load_numbers
+from bmburst_ops.biased.triton_fixed_point import add_integers, unit_of
+from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, as_columns, as_rows, load_tokens, lookup_of, table_row_of
+from bmburst_ops.biased.triton_runs import line_of, load_run
+from bmburst_ops.flash.triton_backward import load_queries, queries_of
 from bmburst_ops.flash.triton_forward import add_product, load_rows, matrix_of, product, store_rows
 
 
@@ -23,7 +24,7 @@ def keys_kernel(
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_k_strides, grad_v_strides,
     queries, keys, scale, bits_scale,
     query_tokens, key_tokens, runs, counts,
-    near, table, relations, relation_stride, entries, distances, max_distance, buckets, rows,
+    biases, relations, relation_stride, entries, distances, max_distance, buckets, rows,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     RUNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -33,23 +34,19 @@ def keys_kernel(
     """
     head, batch = tl.program_id(1), tl.program_id(2)
     first = tl.program_id(0) * KEYS
-    q_matrix, grad_matrix = matrix_of(q, q_strides, batch, head), matrix_of(grad, grad_strides, batch, head)
-    lse_row, delta_row = matrix_of(lse, lse_strides, batch, head), matrix_of(delta, delta_strides, batch, head)
+    of_queries = queries_of(grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head)
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head), matrix_of(v, v_strides, batch, head)
     key = load_rows(k_matrix, first, k_strides[1], keys, HEAD_DIM, KEYS, DIM, True)
     value = load_rows(v_matrix, first, v_strides[1], keys, HEAD_DIM, KEYS, DIM, True)
-    relation_row, table_row = relations + tl.cast(batch, tl.int64) * relation_stride, table + head * rows
-    near_row = near + head * (2 * max_distance + 1)
+    lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
+    table_row = table_row_of(biases, head, lookup)
     key_acc = tl.zeros([KEYS, DIM], tl.float32)
     value_acc = tl.zeros([KEYS, DIM], tl.float32)
-    line = tl.cast(batch, tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    count = tl.load(counts + line)
+    line, count = line_of(runs, counts, batch, tl.num_programs(0), tl.program_id(0), RUNS)
     for kind in tl.static_range(3):
         key_acc, value_acc = _over_queries(
-            key_acc, value_acc, key, value, q_matrix, grad_matrix, lse_row, delta_row,
-            q_strides[1], grad_strides[1], lse_strides[1], delta_strides[1], runs + line * RUNS * 3, count,
-            query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale,
-            near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows,
+            key_acc, value_acc, key, value, of_queries, line, count,
+            query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
             HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general", PRECISION,
         )  # fmt: skip
     grad_k_matrix = matrix_of(grad_k, grad_k_strides, batch, head)
@@ -60,33 +57,23 @@ def keys_kernel(
 
 @triton.jit
 def _over_queries(
-    key_acc, value_acc, key, value, q_matrix, grad_matrix, lse_row, delta_row,
-    q_stride, grad_stride, lse_stride, delta_stride, runs, count,
-    query_tokens, key_tokens, batch, batches, first_key, queries, keys, bits_scale,
-    near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows,
+    key_acc, value_acc, key, value, of_queries, runs, count,
+    query_tokens, key_tokens, batch, batches, first_key, queries, keys, bits_scale, table_row, lookup,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the runs of a kind give to dK, which is yet to be scaled, and dV."""
     MASKED: tl.constexpr = KIND == "general"
-    of_keys = as_rows(load_tokens(key_tokens, batch, first_key, batches, keys, KEYS))
+    own = as_rows(load_tokens(key_tokens, batch, first_key, batches, keys, KEYS))
     for index in tl.range(count):
         start, stop, kind = load_run(runs, index)
         bias = common_bias(table_row, kind)
         for block in tl.range(start, stop_of(start, stop, kind, KIND)):
             first = block * QUERIES
-            query = load_rows(q_matrix, first, q_stride, queries, HEAD_DIM, QUERIES, DIM, MASKED)
-            grad_out = load_rows(grad_matrix, first, grad_stride, queries, HEAD_DIM, QUERIES, DIM, MASKED)
-            level = load_levels(lse_row, first, lse_stride, queries, QUERIES, MASKED)
-            row_delta = load_numbers(delta_row, first, delta_stride, queries, QUERIES, MASKED)
+            query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, MASKED)
             scores = product(key, tl.trans(query), PRECISION) * bits_scale - level[None, :]
-            of_queries = as_columns(load_others(query_tokens, batch, first, batches, queries, QUERIES, KIND))
-            weights = tl.exp2(
-                with_bias(
-                    scores, of_queries, of_keys, bias,
-                    near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows, KIND, PRECISION,
-                )
-            )  # fmt: skip
+            others = as_columns(load_others(query_tokens, batch, first, batches, queries, QUERIES, KIND))
+            weights = tl.exp2(with_bias(scores, others, own, bias, table_row, lookup, KIND, PRECISION))
             value_acc = add_product(value_acc, weights.to(grad_out.dtype), grad_out, PRECISION)
             inner = product(value, tl.trans(grad_out), PRECISION)
             grad_scores = weights * (inner - row_delta[None, :])
@@ -96,39 +83,34 @@ def _over_queries(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def queries_kernel(
-    grad, q, k, v, lse, delta, grad_q, sums, unit,
+    grad, q, k, v, lse, delta, grad_q, sums, bits,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_q_strides,
     queries, keys, scale, bits_scale,
     query_tokens, key_tokens, runs, counts,
-    near, table, relations, relation_stride, entries, distances, max_distance, buckets, rows,
+    biases, relations, relation_stride, entries, distances, max_distance, buckets, rows,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     RUNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of QUERIES queries of one head, and a share of the table's. Grid: (query blocks, heads, batch).
 
-    `sums` is int64 `[heads, rows]`, in the units that `unit` points to. The others are those of `forward_kernel`.
+    `sums` is int64 `[heads, rows]`, behind which the peaks stand that its unit follows from, so that it has so many
+    `bits` (`triton_fixed_point`). The others are those of `forward_kernel`.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2)
     first = block * QUERIES
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head), matrix_of(v, v_strides, batch, head)
-    q_matrix, grad_matrix = matrix_of(q, q_strides, batch, head), matrix_of(grad, grad_strides, batch, head)
-    lse_row, delta_row = matrix_of(lse, lse_strides, batch, head), matrix_of(delta, delta_strides, batch, head)
-    query = load_rows(q_matrix, first, q_strides[1], queries, HEAD_DIM, QUERIES, DIM, True)
-    grad_out = load_rows(grad_matrix, first, grad_strides[1], queries, HEAD_DIM, QUERIES, DIM, True)
-    level = load_levels(lse_row, first, lse_strides[1], queries, QUERIES, True)
-    row_delta = load_numbers(delta_row, first, delta_strides[1], queries, QUERIES, True)
-    relation_row, table_row = relations + tl.cast(batch, tl.int64) * relation_stride, table + head * rows
-    near_row = near + head * (2 * max_distance + 1)
+    of_queries = queries_of(grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head)
+    query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, True)
+    lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
+    table_row = table_row_of(biases, head, lookup)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
-    line = tl.cast(batch, tl.int64) * tl.num_programs(0) + block
-    count = tl.load(counts + line)
+    line, count = line_of(runs, counts, batch, tl.num_programs(0), block, RUNS)
     for kind in tl.static_range(3):
         acc = _over_keys(
             acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
-            sums + head * rows, unit, runs + line * RUNS * 3, count,
-            query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale,
-            near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows,
+            sums + head * rows, sums + tl.num_programs(1) * rows, bits, line, count,
+            query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
             HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general", PRECISION,
         )  # fmt: skip
     grad_q_matrix = matrix_of(grad_q, grad_q_strides, batch, head)
@@ -137,15 +119,15 @@ def queries_kernel(
 
 @triton.jit
 def _over_keys(
-    acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride, sum_row, unit, runs, count,
-    query_tokens, key_tokens, batch, batches, first_query, queries, keys, bits_scale,
-    near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows,
+    acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride, sum_row, peaks, bits,
+    runs, count,
+    query_tokens, key_tokens, batch, batches, first_query, queries, keys, bits_scale, table_row, lookup,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the runs of a kind give to dQ, which is yet to be scaled, and to the sums of a bias in common."""
     MASKED: tl.constexpr = KIND == "general"
-    of_queries = as_rows(load_tokens(query_tokens, batch, first_query, batches, queries, QUERIES))
+    own = as_rows(load_tokens(query_tokens, batch, first_query, batches, queries, QUERIES))
     for index in tl.range(count):
         start, stop, kind = load_run(runs, index)
         bias = common_bias(table_row, kind)
@@ -155,18 +137,13 @@ def _over_keys(
             key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
             value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
             scores = product(query, tl.trans(key), PRECISION) * bits_scale - level[:, None]
-            of_keys = as_columns(load_others(key_tokens, batch, first, batches, keys, KEYS, KIND))
-            weights = tl.exp2(
-                with_bias(
-                    scores, of_queries, of_keys, bias,
-                    near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows, KIND, PRECISION,
-                )
-            )  # fmt: skip
+            others = as_columns(load_others(key_tokens, batch, first, batches, keys, KEYS, KIND))
+            weights = tl.exp2(with_bias(scores, own, others, bias, table_row, lookup, KIND, PRECISION))
             inner = product(grad_out, tl.trans(value), PRECISION)
             grad_scores = weights * (inner - row_delta[:, None])
             if KIND == "common":
                 of_bias += tl.sum(grad_scores, 1)
             acc = add_product(acc, grad_scores.to(key.dtype), key, PRECISION)
         if KIND == "common":
-            tl.atomic_add(sum_row + kind, (tl.sum(of_bias) * tl.load(unit)).to(tl.int64), kind >= 0, "relaxed")
+            add_integers(sum_row + kind, tl.sum(of_bias), unit_of(peaks, bits), kind >= 0)
     return acc

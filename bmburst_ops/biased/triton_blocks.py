@@ -8,8 +8,7 @@ KIND is a word: "common" (all see each other, one bias), "near" (all do, and dis
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased.triton_formula import bias_of, bucket_of, distance_of, load_positions, load_tokens, sees
-from bmburst_ops.biased.triton_gather import gather_near
+from bmburst_ops.biased.triton_formula import bias_of, bucket_of, load_positions, load_tokens, near_bias, sees
 from bmburst_ops.biased.triton_runs import GENERAL, NEAR
 
 
@@ -44,9 +43,7 @@ def load_others(vectors, batch, first, batches, length, ROWS: tl.constexpr, KIND
 
 @triton.jit
 def with_bias(
-    scores, of_queries, of_keys, bias,
-    near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    scores, of_queries, of_keys, common, table_row, lookup, KIND: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Return scores with their bias, -inf where a query does not see a key.
 
@@ -54,19 +51,16 @@ def with_bias(
         scores: Of a block, either way round, in units of log 2.
         of_queries: Their integers, as rows or columns; positions are enough if KIND is not "general".
         of_keys: Theirs, the other way.
-        bias: The bias of "common".
-        near_row: The head's biases by `distance_of`.
-        table_row: The head's biases by row of the table.
-        relation_row: See `bucket_of`, as the others.
+        common: The bias of "common".
+        table_row: The head's biases, `table_row_of`.
+        lookup: How they are looked up, `lookup_of`.
     """
     if KIND == "common":
-        scores += bias
+        scores += common
     elif KIND == "near":
-        scores += gather_near(near_row, distance_of(of_keys[0], of_queries[0], max_distance), PRECISION)
+        scores += near_bias(table_row, of_queries[0], of_keys[0], lookup, PRECISION)
     else:
         visible = sees(of_queries, of_keys)
-        bucket = bucket_of(
-            of_queries, of_keys, visible, relation_row, entries, distances, max_distance, buckets, rows, PRECISION
-        )  # fmt: skip
-        scores = tl.where(visible, scores + bias_of(table_row, bucket, rows, PRECISION), float("-inf"))
+        bucket = bucket_of(of_queries, of_keys, visible, lookup, PRECISION)
+        scores = tl.where(visible, scores + bias_of(table_row, bucket, lookup[5], PRECISION), float("-inf"))
     return scores

@@ -9,9 +9,9 @@ so that scores may lie either way round.
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased.triton_gather import gather_integers, gather_numbers
+from bmburst_ops.biased.triton_gather import gather, gather_some
+from bmburst_ops.flash.triton_backward import LOG2_E
 
-FIELDS = tl.constexpr(6)
 IN_CONTEXT = tl.constexpr(1)
 PADDING = tl.constexpr(-1)
 
@@ -77,85 +77,57 @@ def distance_of(key, query, max_distance):
 
 
 @triton.jit
-def bucket_of(
-    query, key, visible, relations, entries, distances, max_distance, buckets, rows, PRECISION: tl.constexpr
-):  # fmt: skip
-    """Return the row of the table for each pair; `rows` where a query does not see a key, or there is no such row.
-
-    `relations` are those of the batch, `entries` many; `distances` is `RelativeBias.distances`.
+def lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows):
+    """Return how biases of a batch are looked up, as all who look them up take it: its relations, how many there are,
+    `RelativeBias.distances`, the largest of them, rows for distances, and all rows. The arguments are `Pairs.lookup`.
     """
+    relations += tl.cast(batch, tl.int64) * relation_stride
+    return relations, entries, distances, max_distance, buckets, rows
+
+
+@triton.jit
+def bucket_of(query, key, visible, lookup, PRECISION: tl.constexpr):
+    """Return the row of the table for each pair; `rows` where a query does not see a key, or there is no such row."""
+    relations, entries, distances, max_distance, buckets, rows = lookup
     is_same = query[3] == key[3]
     place = query[2] + key[1]
     is_there = (place >= 0) & (place < entries)
-    relation = gather_integers(relations, place, visible & is_same & is_there, IN_CONTEXT, PRECISION)
-    near = gather_integers(distances, distance_of(key[0], query[0], max_distance), visible, 0, PRECISION)
+    relation = gather_some(relations, place, visible & is_same & is_there, IN_CONTEXT, PRECISION)
+    near = gather_some(distances, distance_of(key[0], query[0], max_distance), visible, 0, PRECISION)
     bucket = tl.where(relation == 0, near, relation - 1 + buckets)
     is_row = visible & (is_there | (is_same == 0)) & (bucket >= 0) & (bucket < rows)
     return tl.where(is_row, bucket, rows)
 
 
 @triton.jit
-def load_extents(extents, batch, block, blocks):
-    """Return the smallest and the largest of each of a block's integers, `Extents.own`, as twelve numbers."""
-    at = extents + (tl.cast(batch, tl.int64) * blocks + block) * 12
-    return (
-        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
-        tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9), tl.load(at + 10), tl.load(at + 11),
-    )  # fmt: skip
-
-
-@triton.jit
-def is_hidden(query, key):
-    """Return whether no query of a block sees a key of a block, as far as their extents tell."""
-    other_span = (query[9] < key[8]) | (key[9] < query[8]) | (query[9] < 0) | (key[9] < 0)
-    other_sample = ((query[6] > 0) | (query[7] < 0)) & ((query[7] < key[6]) | (key[7] < query[6]))
-    behind = (key[11] == 0) & ((query[10] != 0) | (key[0] > query[1]))
-    return other_span | other_sample | behind
-
-
-@triton.jit
-def all_see(query, key):
-    """Return whether every query of a block sees every key of a block, as far as their extents tell."""
-    one_span = (query[8] == query[9]) & (key[8] == key[9]) & (query[8] == key[8]) & (query[8] >= 0)
-    of_sample = is_one_sample(query, key) | ((query[6] == 0) & (query[7] == 0) & are_other_samples(query, key))
-    return one_span & of_sample & ((key[10] != 0) | ((query[11] == 0) & (key[1] <= query[0])))
-
-
-@triton.jit
-def is_one_sample(query, key):
-    """Return whether all tokens of two blocks are of one sample."""
-    return (query[6] == query[7]) & (key[6] == key[7]) & (query[6] == key[6])
-
-
-@triton.jit
-def are_other_samples(query, key):
-    """Return whether no token of a block is of a sample of the other, as far as their extents tell."""
-    return (query[7] < key[6]) | (key[7] < query[6])
-
-
-@triton.jit
-def relation_of(query, key, relations, entries):
-    """Return the relation that all pairs of two blocks of one sample have; -1 if their extents tell of none."""
-    place = query[4] + key[2]
-    is_there = (query[4] == query[5]) & (key[2] == key[3]) & (place >= 0) & (place < entries)
-    return tl.load(relations + place, mask=is_one_sample(query, key) & is_there, other=-1)
-
-
-@triton.jit
-def common_bucket(query, key, relations, entries, distances, max_distance, buckets, rows):
-    """Return the row of the table that all pairs of two blocks have, if their extents tell that all see each other and
-    have the same; else -1.
-    """
-    relation = tl.where(are_other_samples(query, key), IN_CONTEXT, relation_of(query, key, relations, entries))
-    near = tl.load(distances + distance_of(key[0], query[1], max_distance))
-    # On either side buckets go one way, and the sides share none.
-    one_bucket = near == tl.load(distances + distance_of(key[1], query[0], max_distance))
-    bucket = tl.where(relation == 0, near, relation - 1 + buckets)
-    is_common = all_see(query, key) & ((relation > 0) | ((relation == 0) & one_bucket))
-    return tl.where(is_common & (bucket < rows), bucket, -1)
-
-
-@triton.jit
 def bias_of(table_row, bucket, rows, PRECISION: tl.constexpr):
     """Return the biases of a head, in the table's units; of a row that it does not have, NaN."""
-    return gather_numbers(table_row, bucket, bucket < rows, float("nan"), PRECISION)
+    return gather_some(table_row, bucket, bucket < rows, float("nan"), PRECISION)
+
+
+@triton.jit
+def near_bias(table_row, query_position, key_position, lookup, PRECISION: tl.constexpr):
+    """Return the biases of a head of pairs where distance decides."""
+    return gather(table_row + lookup[5], distance_of(key_position, query_position, lookup[3]), PRECISION)
+
+
+@triton.jit
+def table_row_of(biases, head, lookup):
+    """Return where a head's biases begin: those of each row of the table, then those of each distance."""
+    return biases + head * (lookup[5] + 2 * lookup[3] + 1)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def biases_kernel(
+    table, biases, row_stride, head_stride, distances, max_distance, rows, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """One program: AT_ONCE of a head's biases, in units of log 2, from the table. Grid: (blocks, heads).
+
+    `biases` is fp32 `[heads, rows + 2 * max_distance + 1]`: see `table_row_of`. One lookup finds what is near.
+    """
+    head, place = tl.program_id(1), tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    width = rows + 2 * max_distance + 1
+    bucket = tl.load(distances + place - rows, mask=(place >= rows) & (place < width), other=0)
+    row = tl.where(place < rows, place, bucket)
+    bias = tl.load(table + head * head_stride + row * row_stride, mask=place < width, other=0.0)
+    tl.store(biases + head * width + place, bias.to(tl.float32) * LOG2_E, mask=place < width)

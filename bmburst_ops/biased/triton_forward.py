@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from bmburst_ops.biased.triton_blocks import common_bias, load_others, stop_of, with_bias
-from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, as_columns, as_rows, load_tokens
-from bmburst_ops.biased.triton_runs import load_run
+from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, as_columns, as_rows, load_tokens, lookup_of, table_row_of
+from bmburst_ops.biased.triton_runs import line_of, load_run
 from bmburst_ops.flash.triton_forward import LN_2, add_product, load_rows, matrix_of, product, store_rows
 
 
@@ -18,15 +18,15 @@ from bmburst_ops.flash.triton_forward import LN_2, add_product, load_rows, matri
 def forward_kernel(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, queries, keys, bits_scale,
     query_tokens, key_tokens, runs, counts,
-    near, table, relations, relation_stride, entries, distances, max_distance, buckets, rows,
+    biases, relations, relation_stride, entries, distances, max_distance, buckets, rows,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     RUNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: QUERIES queries of one head over all keys. Grid: (query blocks, heads, batch).
 
-    Strides are of (batch, token, head); lse `[batch, heads, queries]` is dense, and so are the table `[heads, rows]`
-    and `near`, its rows by distance `[heads, 2 * max_distance + 1]`, both in units of log 2; bits_scale is scale *
-    log2(e). For runs and counts see `triton_runs.lines_kernel`.
+    Strides are of (batch, token, head); lse `[batch, heads, queries]` is dense; bits_scale is scale * log2(e). For
+    biases see `triton_formula.biases_kernel`, for relations and what follows `Pairs.lookup`, for runs and counts
+    `triton_runs.lines_kernel`.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # those that see what is before them have most to do
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -34,18 +34,16 @@ def forward_kernel(
     q_matrix, out_matrix = matrix_of(q, q_strides, batch, head), matrix_of(out, out_strides, batch, head)
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head), matrix_of(v, v_strides, batch, head)
     query = load_rows(q_matrix, first, q_strides[1], queries, HEAD_DIM, QUERIES, DIM, True)
-    relation_row, table_row = relations + tl.cast(batch, tl.int64) * relation_stride, table + head * rows
-    near_row = near + head * (2 * max_distance + 1)
+    lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
+    table_row = table_row_of(biases, head, lookup)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
-    line = tl.cast(batch, tl.int64) * tl.num_programs(0) + block
-    count = tl.load(counts + line)
+    line, count = line_of(runs, counts, batch, tl.num_programs(0), block, RUNS)
     for kind in tl.static_range(3):
         acc, total, peak = _over_runs(
-            acc, total, peak, query, k_matrix, v_matrix, k_strides[1], v_strides[1], runs + line * RUNS * 3, count,
-            query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale,
-            near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows,
+            acc, total, peak, query, k_matrix, v_matrix, k_strides[1], v_strides[1], line, count,
+            query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
             HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general", PRECISION,
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -58,8 +56,7 @@ def forward_kernel(
 @triton.jit
 def _over_runs(
     acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride, runs, count,
-    query_tokens, key_tokens, batch, batches, first_query, queries, keys, bits_scale,
-    near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows,
+    query_tokens, key_tokens, batch, batches, first_query, queries, keys, bits_scale, table_row, lookup,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -74,10 +71,7 @@ def _over_runs(
             key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
             scores = product(query, tl.trans(key), PRECISION) * bits_scale
             of_keys = as_columns(load_others(key_tokens, batch, first, batches, keys, KEYS, KIND))
-            scores = with_bias(
-                scores, of_queries, of_keys, bias,
-                near_row, table_row, relation_row, entries, distances, max_distance, buckets, rows, KIND, PRECISION,
-            )  # fmt: skip
+            scores = with_bias(scores, of_queries, of_keys, bias, table_row, lookup, KIND, PRECISION)
             higher = tl.maximum(peak, tl.max(scores, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores - base[:, None])

@@ -11,14 +11,8 @@ of the line and is `GENERAL`, which is true of any block.
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased.triton_formula import (
-    NOT_SPECIALIZED,
-    all_see,
-    common_bucket,
-    is_hidden,
-    load_extents,
-    relation_of,
-)
+from bmburst_ops.biased.triton_extents import all_see, common_bucket, is_hidden, load_extents, relation_of
+from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, lookup_of
 
 # Kinds of blocks; from 0 on the row of the table that all pairs have, which all see each other.
 HIDDEN = tl.constexpr(-1)  # nobody sees anybody, or on a diagonal: what concerns others
@@ -29,7 +23,7 @@ PARTLY = tl.constexpr(-4)  # on a diagonal: distance decides of those that see e
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def lines_kernel(
-    query_extents, key_extents, ranges, runs, counts, queries, keys,
+    query_extents, key_extents, runs, counts, queries, keys,
     relations, relation_stride, entries, distances, max_distance, buckets, rows,
     OF_QUERIES: tl.constexpr, RUNS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -40,44 +34,37 @@ def lines_kernel(
     """
     own, batch = tl.program_id(0), tl.program_id(1)
     line = tl.cast(batch, tl.int64) * tl.num_programs(0) + own
-    start, stop = tl.load(ranges + line * 2), tl.load(ranges + line * 2 + 1)
-    relation_row = relations + tl.cast(batch, tl.int64) * relation_stride
+    lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
+    stop = keys if OF_QUERIES else queries
     count = 0
-    for at in tl.range(tl.where(start < stop, start - 1, stop), stop, AT_ONCE):  # a line may have no blocks
+    for at in tl.range(-1, stop, AT_ONCE):
         place = at + tl.arange(0, AT_ONCE)
-        here = _kind(
-            place, own, start, stop, batch, query_extents, key_extents, queries, keys,
-            relation_row, entries, distances, max_distance, buckets, rows, OF_QUERIES,
-        )  # fmt: skip
-        after = _kind(
-            place + 1, own, start, stop, batch, query_extents, key_extents, queries, keys,
-            relation_row, entries, distances, max_distance, buckets, rows, OF_QUERIES,
-        )  # fmt: skip
+        here = _kind(place, own, stop, batch, query_extents, key_extents, queries, keys, lookup, OF_QUERIES)
+        after = _kind(place + 1, own, stop, batch, query_extents, key_extents, queries, keys, lookup, OF_QUERIES)
         count = _write(runs + line * RUNS * 3, count, place + 1, here, after, here != after, RUNS)
     _finish(runs + line * RUNS * 3, counts + line, count, stop, RUNS)
 
 
 @triton.jit
 def _kind(
-    place, own, start, stop, batch, query_extents, key_extents, queries, keys,
-    relation_row, entries, distances, max_distance, buckets, rows, OF_QUERIES: tl.constexpr,
+    place, own, stop, batch, query_extents, key_extents, queries, keys, lookup, OF_QUERIES: tl.constexpr
 ):  # fmt: skip
-    """Return the kinds of blocks on a line of blocks; `HIDDEN` outside of it."""
-    inside = (place >= start) & (place < stop)
-    other = tl.where(inside, place, start)
+    """Return the kinds of blocks on a line of `stop` blocks, one or more; `HIDDEN` outside of it."""
+    inside = (place >= 0) & (place < stop)
+    other = tl.where(inside, place, 0)
     if OF_QUERIES:
         query, key = load_extents(query_extents, batch, own, queries), load_extents(key_extents, batch, other, keys)
     else:
         query, key = load_extents(query_extents, batch, other, queries), load_extents(key_extents, batch, own, keys)
-    common = common_bucket(query, key, relation_row, entries, distances, max_distance, buckets, rows)
-    is_near = all_see(query, key) & (relation_of(query, key, relation_row, entries) == 0)
+    common = common_bucket(query, key, lookup)
+    is_near = all_see(query, key) & (relation_of(query, key, lookup) == 0)
     kind = tl.where(common >= 0, common, tl.where(is_near, NEAR, GENERAL))
     return tl.where(inside & (is_hidden(query, key) == 0), kind, HIDDEN)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def diagonals_kernel(
-    query_extents, key_extents, query_steps, key_steps, line_runs, line_counts, runs, counts, queries, keys,
+    query_extents, key_extents, line_runs, line_counts, runs, counts, queries, keys,
     relations, relation_stride, entries, distances, max_distance, buckets, rows,
     RATIO: tl.constexpr, RUNS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -90,19 +77,17 @@ def diagonals_kernel(
     batch = tl.program_id(1)
     line = tl.cast(batch, tl.int64) * tl.num_programs(0) + tl.program_id(0)
     offset, start, stop = diagonal(tl.program_id(0), queries, keys, RATIO)
-    relation_row = relations + tl.cast(batch, tl.int64) * relation_stride
+    lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
     count = 0
     for at in tl.range(start - 1, stop, AT_ONCE):
         place = at + tl.arange(0, AT_ONCE)
         here, ahead, step = _diagonal_kind(
-            place, offset, start, stop, batch, query_extents, key_extents, query_steps, key_steps,
-            line_runs, line_counts, queries, keys, relation_row, entries, distances, max_distance, buckets, rows,
-            RATIO, RUNS,
+            place, offset, start, stop, batch, query_extents, key_extents, line_runs, line_counts, queries, keys,
+            lookup, RATIO, RUNS,
         )  # fmt: skip
         after, ahead_after, step_after = _diagonal_kind(
-            place + 1, offset, start, stop, batch, query_extents, key_extents, query_steps, key_steps,
-            line_runs, line_counts, queries, keys, relation_row, entries, distances, max_distance, buckets, rows,
-            RATIO, RUNS,
+            place + 1, offset, start, stop, batch, query_extents, key_extents, line_runs, line_counts, queries, keys,
+            lookup, RATIO, RUNS,
         )  # fmt: skip
         differs = (here != after) | (ahead != ahead_after) | (step != step_after)
         count = _write(runs + line * RUNS * 3, count, place + 1, here, after, differs, RUNS)
@@ -123,8 +108,7 @@ def diagonal(index, queries, keys, RATIO: tl.constexpr):
 
 @triton.jit
 def _diagonal_kind(
-    place, offset, start, stop, batch, query_extents, key_extents, query_steps, key_steps,
-    line_runs, line_counts, queries, keys, relation_row, entries, distances, max_distance, buckets, rows,
+    place, offset, start, stop, batch, query_extents, key_extents, line_runs, line_counts, queries, keys, lookup,
     RATIO: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """Return the kinds of pairs of blocks; and of those where distance decides, what tells their distances."""
@@ -135,11 +119,10 @@ def _diagonal_kind(
         load_extents(query_extents, batch, of_queries, queries),
         load_extents(key_extents, batch, of_keys, keys),
     )
-    common = common_bucket(query, key, relation_row, entries, distances, max_distance, buckets, rows)
+    common = common_bucket(query, key, lookup)
     done = (common >= 0) & is_singled_out(line_runs, line_counts, batch, of_queries, of_keys, queries, RUNS)
-    step = tl.load(query_steps + tl.cast(batch, tl.int64) * queries + of_queries)
-    key_step = tl.load(key_steps + tl.cast(batch, tl.int64) * keys + of_keys)
-    of_distance = (step == key_step) & (step > 0) & (relation_of(query, key, relation_row, entries) == 0)
+    step = query[13]
+    of_distance = (step == key[13]) & (step > 0) & (relation_of(query, key, lookup) == 0)
     kind = tl.where(of_distance, tl.where(all_see(query, key), NEAR, PARTLY), GENERAL)
     kind = tl.where(inside & (is_hidden(query, key) == 0) & (done == 0), kind, HIDDEN)
     is_alike = (kind == NEAR) | (kind == PARTLY)
@@ -182,6 +165,13 @@ def _finish(runs, at, count, stop, RUNS: tl.constexpr):
     """Write how many runs there are; the last that there is room for ends with the line."""
     tl.store(at, tl.minimum(count, RUNS))
     tl.store(runs + (RUNS - 1) * 3 + 1, stop)
+
+
+@triton.jit
+def line_of(runs, counts, batch, lines, index, RUNS: tl.constexpr):
+    """Return where the runs of a line begin, and how many they are; of `lines` lines a batch."""
+    line = tl.cast(batch, tl.int64) * lines + index
+    return runs + line * RUNS * 3, tl.load(counts + line)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch import Tensor
 from bmburst_ops.flash.kernel import Gradients, Partial
 from bmburst_ops.flash.limits import unless_ampere
 from bmburst_ops.flash.packages import is_there
-from bmburst_ops.flash.triton_launch import Blocks, Kernels, Plan, Table, plan_for
+from bmburst_ops.flash.triton_launch import Blocks, Kernels, Plan, Table, blocks_of, is_interpreted, launch, plan_for
 from bmburst_ops.flash.triton_masks import mask_for
 from bmburst_ops.pattern import Need, Pattern
 
@@ -56,7 +56,7 @@ class TritonKernel:
             return f"takes head dims up to {_MAX_HEAD_DIM}, got {q.shape[-1]}"
         if q.device.type == "cuda":
             return unless_ampere(q)
-        if q.device.type == "cpu" and _kernels().interpreted:
+        if q.device.type == "cpu" and is_interpreted(_kernels().forward):
             return None
         return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {q.device}"
 
@@ -74,7 +74,7 @@ class TritonKernel:
         mask = mask_for(pattern, q, k, *blocks.over_keys)
         numbers = (*_lengths(q, k), scale / math.log(2))
         arguments = (q, k, v, out, lse, *map(strides_of, (q, k, v, out)), *numbers, *mask[1:])
-        kernels.launch(kernels.forward, q, blocks.queries, arguments, blocks, MASK=mask.kind)
+        launch(kernels.forward, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind)
         return Partial(out, lse)
 
     def backward(
@@ -102,18 +102,18 @@ class TritonKernel:
         blocks = plan.keys
         mask = mask_for(pattern, q, k, *blocks.over_queries)
         arguments = (*inputs, *grads[1:], *strides, *map(strides_of, grads[1:]), *numbers, *mask[1:])
-        kernels.launch(kernels.keys, k, blocks.keys, arguments, blocks, MASK=mask.kind)
+        launch(kernels.keys, k, blocks_of(k, blocks.keys), arguments, blocks, MASK=mask.kind)
         blocks = plan.queries
         mask = mask_for(pattern, q, k, *blocks.over_keys)
         arguments = (*inputs, grads.q, *strides, strides_of(grads.q), *numbers, *mask[1:])
-        kernels.launch(kernels.queries, q, blocks.queries, arguments, blocks, MASK=mask.kind)
+        launch(kernels.queries, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind)
         return grads
 
 
 def _plan(q: Tensor) -> Plan:
     """Return how each kernel is cut for these inputs on this device."""
     table = _INTERPRETED
-    if not _kernels().interpreted:
+    if not is_interpreted(_kernels().forward):
         has_much = torch.cuda.get_device_capability(q.device)[0] in (9, 10)  # and 12 has little again
         table = _FP32 if q.dtype == torch.float32 else _HOPPER if has_much else _SMALL
     return plan_for(q, table)
@@ -125,7 +125,7 @@ def _kernels() -> Kernels:
     from bmburst_ops.flash.triton_backward import keys_kernel, queries_kernel
     from bmburst_ops.flash.triton_forward import forward_kernel
 
-    return Kernels.of(forward_kernel, keys_kernel, queries_kernel)
+    return Kernels(forward_kernel, keys_kernel, queries_kernel)
 
 
 def _lengths(q: Tensor, k: Tensor) -> tuple[int, int, int]:

@@ -52,19 +52,18 @@ def keys_kernel(
     key_acc = tl.zeros([KEYS, DIM], tl.float32)
     value_acc = tl.zeros([KEYS, DIM], tl.float32)
     for head in tl.range(kv_head * group, kv_head * group + group):
-        q_matrix, grad_matrix = matrix_of(q, q_strides, batch, head), matrix_of(grad, grad_strides, batch, head)
-        lse_row, delta_row = matrix_of(lse, lse_strides, batch, head), matrix_of(delta, delta_strides, batch, head)
+        of_queries = queries_of(
+            grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head
+        )  # fmt: skip
         key_acc, value_acc = _over_queries(
-            key_acc, value_acc, key, value, q_matrix, grad_matrix, lse_row, delta_row,
-            q_strides[1], grad_strides[1], lse_strides[1], delta_strides[1],
+            key_acc, value_acc, key, value, of_queries,
             open_start, open_start + open_queries, 0, 0, first, queries, keys, bits_scale,
             starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
             HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, PRECISION,
         )  # fmt: skip
         # The rest lies on both sides of the open blocks: the diagonal before them, an incomplete block behind them.
         key_acc, value_acc = _over_queries(
-            key_acc, value_acc, key, value, q_matrix, grad_matrix, lse_row, delta_row,
-            q_strides[1], grad_strides[1], lse_strides[1], delta_strides[1],
+            key_acc, value_acc, key, value, of_queries,
             start, stop, open_start, open_queries, first, queries, keys, bits_scale,
             starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
             HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, PRECISION,
@@ -115,9 +114,7 @@ def _sees(
 
 @triton.jit
 def _over_queries(
-    key_acc, value_acc, key, value, q_matrix, grad_matrix, lse_row, delta_row,
-    q_stride, grad_stride, lse_stride, delta_stride,
-    start, stop, gap, gap_queries, first_key, queries, keys, bits_scale,
+    key_acc, value_acc, key, value, of_queries, start, stop, gap, gap_queries, first_key, queries, keys, bits_scale,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
@@ -134,10 +131,7 @@ def _over_queries(
             first = tl.where(at < gap, at, at + gap_queries)
         else:
             first = at
-        query = load_rows(q_matrix, first, q_stride, queries, HEAD_DIM, QUERIES, DIM, MASKED)
-        grad = load_rows(grad_matrix, first, grad_stride, queries, HEAD_DIM, QUERIES, DIM, MASKED)
-        level = load_levels(lse_row, first, lse_stride, queries, QUERIES, MASKED)
-        delta = load_numbers(delta_row, first, delta_stride, queries, QUERIES, MASKED)
+        query, grad, level, delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, MASKED)
         scores = product(key, tl.trans(query), PRECISION)
         weights = tl.exp2(scores * bits_scale - level[None, :])
         if MASKED and MASK != "full":
@@ -170,12 +164,8 @@ def queries_kernel(
         first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK
     )  # fmt: skip
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head // group), matrix_of(v, v_strides, batch, head // group)
-    q_matrix, grad_matrix = matrix_of(q, q_strides, batch, head), matrix_of(grad, grad_strides, batch, head)
-    lse_row, delta_row = matrix_of(lse, lse_strides, batch, head), matrix_of(delta, delta_strides, batch, head)
-    query = load_rows(q_matrix, first, q_strides[1], queries, HEAD_DIM, QUERIES, DIM, True)
-    grad_out = load_rows(grad_matrix, first, grad_strides[1], queries, HEAD_DIM, QUERIES, DIM, True)
-    level = load_levels(lse_row, first, lse_strides[1], queries, QUERIES, True)
-    row_delta = load_numbers(delta_row, first, delta_strides[1], queries, QUERIES, True)
+    of_queries = queries_of(grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head)
+    query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, True)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     acc = _over_keys(
         acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
@@ -218,6 +208,29 @@ def _over_keys(
         grad_scores = weights * (inner - row_delta[:, None])
         acc = add_product(acc, grad_scores.to(key.dtype), key, PRECISION)
     return acc
+
+
+@triton.jit
+def queries_of(grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head):
+    """Return what backward reads of a head's queries, as `load_queries` takes it: where it begins, and its strides."""
+    return (
+        matrix_of(q, q_strides, batch, head), matrix_of(grad, grad_strides, batch, head),
+        matrix_of(lse, lse_strides, batch, head), matrix_of(delta, delta_strides, batch, head),
+        q_strides[1], grad_strides[1], lse_strides[1], delta_strides[1],
+    )  # fmt: skip
+
+
+@triton.jit
+def load_queries(
+    of_queries, first, queries, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr
+):
+    """Return queries `first` to `first + QUERIES` with their dO, `load_levels` and deltas; without MASKED all exist."""
+    q_matrix, grad_matrix, lse_row, delta_row, q_stride, grad_stride, lse_stride, delta_stride = of_queries
+    query = load_rows(q_matrix, first, q_stride, queries, HEAD_DIM, QUERIES, DIM, MASKED)
+    grad_out = load_rows(grad_matrix, first, grad_stride, queries, HEAD_DIM, QUERIES, DIM, MASKED)
+    level = load_levels(lse_row, first, lse_stride, queries, QUERIES, MASKED)
+    row_delta = load_numbers(delta_row, first, delta_stride, queries, QUERIES, MASKED)
+    return query, grad_out, level, row_delta
 
 
 @triton.jit

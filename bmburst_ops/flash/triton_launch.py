@@ -50,43 +50,49 @@ class Kernels(NamedTuple):
     forward: Any
     keys: Any
     queries: Any
-    interpreted: bool
 
-    @classmethod
-    def of(cls, forward: Any, keys: Any, queries: Any) -> "Kernels":
-        """Return the kernels; TRITON_INTERPRET decided when they were imported."""
-        import triton
 
-        return cls(forward, keys, queries, not isinstance(forward, triton.JITFunction))
+def launch(
+    kernel: Any, side: Tensor, programs: int, arguments: tuple[Any, ...], blocks: Blocks, **constants: Any
+) -> None:
+    """Run so many programs for each head and batch of a side, the queries or the keys.
 
-    def launch(
-        self, kernel: Any, side: Tensor, rows: int, arguments: tuple[Any, ...], blocks: Blocks, **constants: Any
-    ) -> None:
-        """Run a program for every `rows` tokens of each head and batch of a side, the queries or the keys.
+    Args:
+        kernel: As Triton made it.
+        side: `[batch, tokens, heads, head_dim]`.
+        programs: How many; none where there is nothing of the side.
+        arguments: What the kernel takes by position.
+        blocks: How it is cut.
+        constants: What is compiled in beside head dim, blocks and precision.
+    """
+    batch, _, heads, head_dim = side.shape
+    if not batch * heads * programs:
+        return
+    precision = "interpreter" if is_interpreted(kernel) else "ieee" if side.dtype == torch.float32 else "tf32"
+    with torch.cuda.device_of(side):  # Triton launches on the current device, wherever the tensors are
+        kernel[(programs, heads, batch)](
+            *arguments,
+            HEAD_DIM=head_dim,
+            DIM=padded(head_dim),
+            QUERIES=blocks.queries,
+            KEYS=blocks.keys,
+            PRECISION=precision,
+            **constants,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
 
-        Args:
-            kernel: One of them.
-            side: `[batch, tokens, heads, head_dim]`.
-            rows: Tokens that a program holds of it.
-            arguments: What the kernel takes by position.
-            blocks: How it is cut.
-            constants: What is compiled in beside head dim, blocks and precision.
-        """
-        batch, tokens, heads, head_dim = side.shape
-        if not batch * tokens * heads:
-            return
-        with torch.cuda.device_of(side):  # Triton launches on the current device, wherever the tensors are
-            kernel[(-(-tokens // rows), heads, batch)](
-                *arguments,
-                HEAD_DIM=head_dim,
-                DIM=padded(head_dim),
-                QUERIES=blocks.queries,
-                KEYS=blocks.keys,
-                PRECISION="interpreter" if self.interpreted else "ieee" if side.dtype == torch.float32 else "tf32",
-                **constants,
-                num_warps=blocks.warps,
-                num_stages=blocks.stages,
-            )
+
+def is_interpreted(kernel: Any) -> bool:
+    """Whether a kernel runs in Triton's interpreter: TRITON_INTERPRET decided when it was imported."""
+    import triton
+
+    return not isinstance(kernel, triton.JITFunction)
+
+
+def blocks_of(side: Tensor, rows: int) -> int:
+    """How many blocks of so many tokens a side has."""
+    return -(-side.shape[1] // rows)
 
 
 def padded(head_dim: int) -> int:

@@ -14,7 +14,7 @@ _ALIGNED = 4  # numbers: every vector starts at 16 bytes
 
 
 class Sent(NamedTuple):
-    """Vectors on a device, and on a GPU the stream that they came on and the event that says they are there."""
+    """Tensors on a device, and on a GPU the stream that they came on and the event that says they are there."""
 
     vectors: tuple[Tensor, ...]
     stream: torch.cuda.Stream | None
@@ -27,7 +27,8 @@ class Sent(NamedTuple):
         current = torch.cuda.current_stream(self.vectors[0].device)
         if current != self.stream:
             current.wait_event(self.arrived)
-            self.vectors[0].record_stream(current)  # all of them are in one memory
+            for vector in self.vectors:
+                vector.record_stream(current)
         return self.vectors
 
 
@@ -43,6 +44,12 @@ def send(
         numbers[start : start + array.size] = torch.from_numpy(array.ravel())
     memory = numbers.to(device, non_blocking=True)
     vectors = tuple(memory[start : start + array.size] for array, start in zip(arrays, starts, strict=False))
+    return made(vectors)
+
+
+def made(vectors: tuple[Tensor, ...]) -> Sent:
+    """Return vectors of one device, one or more, that the current stream is making."""
+    device = vectors[0].device
     if device.type != "cuda":
         return Sent(vectors, None, None)
     stream, arrived = torch.cuda.current_stream(device), torch.cuda.Event()

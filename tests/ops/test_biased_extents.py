@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased import PADDING, Tokens, bee_bias
-from bmburst_ops.biased.extents import extents
+from bmburst_ops.biased import PADDING, Pairs, Tokens, bee_bias
 from bmburst_ops.biased.formula import visible
-from bmburst_ops.biased.triton_formula import common_bucket, is_hidden, load_extents
-from tests.ops.biased_oracle import draw_bee, long_segments
-from tests.ops.test_biased import DEVICE, ours
+from bmburst_ops.biased.runs import extents
+from bmburst_ops.biased.triton_extents import common_bucket, is_hidden, load_extents
+from bmburst_ops.biased.triton_formula import lookup_of
+from tests.ops.test_biased import DEVICE
 
 PAIRS, SIZE, ENTRIES = 65536, 4, 8
 AT_ONCE = 1024 if DEVICE == "cuda" else PAIRS
@@ -27,9 +27,8 @@ def probe(
     pair = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     query, key = load_extents(queries, 0, pair, pairs), load_extents(keys, 0, pair, pairs)
     tl.store(hidden + pair, is_hidden(query, key).to(tl.int32))
-    tl.store(
-        common + pair, common_bucket(query, key, relations, entries, distances, max_distance, buckets, rows)
-    )  # fmt: skip
+    lookup = lookup_of(0, relations, 0, entries, distances, max_distance, buckets, rows)
+    tl.store(common + pair, common_bucket(query, key, lookup))
 
 
 def blocks(seed):
@@ -53,8 +52,7 @@ def test_hidden_and_common_blocks_are():
     buckets = FORMULA.buckets(queries, keys, torch.cat((kept, beyond), 1)).flatten(1)
     buckets = buckets.masked_fill(buckets >= FORMULA.rows, -1)
 
-    in_a_row = [Tokens(*(vector.reshape(1, -1) for vector in vectors(side).values())) for side in (queries, keys)]
-    own, other, _ = (t.to(DEVICE) for t in extents(*in_a_row, SIZE, SIZE))
+    own, other = (numbers_of(side).to(DEVICE) for side in (queries, keys))
     hidden, common = torch.zeros(2, PAIRS, dtype=torch.int32, device=DEVICE)
     numbers = (FORMULA.max_distance, FORMULA.num_buckets, FORMULA.rows)
     distances = FORMULA.distances(torch.device(DEVICE))
@@ -73,33 +71,43 @@ def test_hidden_and_common_blocks_are():
     assert {FORMULA.num_buckets, FORMULA.num_buckets + 3} < set(common.tolist())  # other samples', and a relation's
 
 
-def test_ranges_hold_whatever_is_seen():
-    for batch in (long_segments(), draw_bee(2, 3, 77, instances=5)):
-        _, _, tokens = ours(batch, "cpu")
-        keys = tokens.part(slice(5, None))
-        rng = torch.Generator().manual_seed(0)
-        pieces = torch.arange(keys.shape[1]).split(16)  # of several spans, in any order
-        for shuffle in range(8):
-            order = torch.cat([pieces[i] for i in torch.randperm(len(pieces), generator=rng)] if shuffle else pieces)
-            turned = Tokens(**{name: vector[:, order] for name, vector in vectors(keys).items()})
-            ranges = extents(tokens, turned, 32, 16).ranges
-            for i in range(ranges.shape[1]):
-                seen = visible(tokens.part(slice(32 * i, 32 * (i + 1))), turned).any(1)
-                for b, row in enumerate(seen):
-                    places = row.nonzero().flatten() // 16
-                    assert not len(places) or (ranges[b, i, 0] <= places.min() and places.max() < ranges[b, i, 1])
+def numbers_of(tokens):
+    """Return the numbers of blocks, a row of tokens each: `NUMBERS` of them."""
+    is_real = tokens.span >= 0
+    found = []
+    for name, vector in vectors(tokens).items():
+        values = (vector != 0).int() if name == "context" else vector
+        none = PADDING if name == "span" else 0
+        lowest, highest = (torch.where(is_real, values, other) for other in (1000, -1000))
+        found += [torch.where(is_real.any(1), end, none) for end in (lowest.amin(1), highest.amax(1))]
+    ahead = tokens.position.diff(dim=1)
+    is_even = (ahead == ahead[:, :1]).all(1) & (ahead[:, 0] > 0)
+    return torch.stack([*found, is_real.all(1), torch.where(is_even, ahead[:, 0], 0)], 1).int()
 
 
-def test_ranges_leave_out_other_spans_and_padding():
-    _, _, tokens = ours(long_segments(), "cpu")
-    found = extents(tokens, tokens, 32, 16)
-    # Spans of 96 and 37 tokens, and 8 of padding; the other sequence has one span.
-    assert found.ranges.tolist() == [[[0, 6]] * 3 + [[6, 9]] * 2, [[0, 9]] * 5]
-    assert (found.own[:, -1, 4, 0] == PADDING).all() and found.own[1, 0, 4].tolist() == [0, 0]
-    padding = Tokens(**{**vectors(tokens), "span": tokens.span * 0 + PADDING})
-    assert not extents(padding, tokens, 32, 16).ranges[..., 1].any()
-    whole = torch.stack([v[:, :32] for v in vectors(tokens).values()], 1)
-    assert torch.equal(found.own[:, 0], torch.stack((whole.amin(-1), whole.amax(-1)), -1))
+def both_extents(queries, keys, query_size, key_size):
+    sides = [Tokens.unpacked(side.packed().to(DEVICE)) for side in (queries, keys)]
+    pairs = Pairs(FORMULA, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), *sides)
+    return extents(pairs, "queries", query_size), extents(pairs, "keys", key_size)
+
+
+def test_extents_are_those_of_real_tokens():
+    """With padding inside of blocks, whole blocks of it, and an end that is no whole block."""
+    rng = torch.Generator().manual_seed(0)
+    tokens = Tokens.unpacked(torch.randint(-9, 9, (6, 2, 77), generator=rng, dtype=torch.int32))
+    tokens.span[0, 16:48] = PADDING
+    tokens.span[1, :16].abs_()
+    tokens.position[1] = torch.arange(5, 313, 4)
+    tokens.position[1, 43] += 1
+    keys = tokens.part(slice(3, None))
+    for found, whole, size in zip(both_extents(tokens, keys, 16, 32), (tokens, keys), (16, 32), strict=True):
+        for block in range(found.shape[1]):
+            there = whole.part(slice(block * size, (block + 1) * size))
+            wanted = numbers_of(there)
+            if there.shape[1] < size:
+                wanted[:, 12:] = 0
+            assert torch.equal(found[:, block].cpu(), wanted)
+    assert both_extents(tokens, tokens, 16, 16)[0][:, :, 13].tolist() == [[0] * 5, [4, 4, 0, 4, 0]]
 
 
 def vectors(tokens):

@@ -1,5 +1,6 @@
 """Biased attention at its limits: bad input is refused, what is not finite shows, and empty blocks give nothing."""
 
+import math
 import re
 
 import pytest
@@ -7,16 +8,16 @@ import torch
 
 from bmburst_ops.biased import (
     PADDING,
-    Bias,
     BiasedReferenceKernel,
     BiasedTritonKernel,
+    Pairs,
     RelativeBias,
     Tokens,
     bee_bias,
     require_relations,
     select_biased_kernel,
 )
-from bmburst_ops.biased.fixed_point import as_numbers, units
+from bmburst_ops.biased.fixed_point import as_numbers, no_sums
 from bmburst_ops.errors import KernelError
 from tests.ops.test_biased import DEVICE
 
@@ -40,37 +41,38 @@ def plain_tokens(batch, tokens, **changes):
 
 def problem(batch=2, tokens=5, heads=2, **changes):
     q, k, v = torch.randn(3, batch, tokens, heads, 16, device=DEVICE)
-    relations = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-    bias = Bias(FORMULA, torch.randn(FORMULA.rows, heads, device=DEVICE), relations)
-    inputs = {"q": q, "k": k, "v": v, "bias": bias} | {
-        side: plain_tokens(batch, tokens) for side in ("queries", "keys")
-    }
-    return inputs | changes
+    inputs = {"q": q, "k": k, "v": v, "table": torch.randn(FORMULA.rows, heads, device=DEVICE)}
+    inputs["relations"] = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    return inputs | {side: plain_tokens(batch, tokens) for side in ("queries", "keys")} | changes
+
+
+def pairs_of(inputs):
+    return Pairs(FORMULA, *(inputs[name] for name in ("relations", "queries", "keys")))
 
 
 def forward(kernel, inputs):
-    return kernel.forward(*inputs.values(), scale=0.3)
+    q, k, v, table = (inputs[name] for name in ("q", "k", "v", "table"))
+    return kernel.forward(q, k, v, table, pairs_of(inputs), scale=0.3)
 
 
 def backward(kernel, inputs, grad, lse):
-    bias = [inputs[name] for name in ("bias", "queries", "keys")]
-    matrices = [inputs[name] for name in "qkv"]
-    return kernel.backward(grad, *matrices, lse, torch.zeros_like(lse), *bias, scale=0.3)
+    q, k, v, table = (inputs[name] for name in ("q", "k", "v", "table"))
+    return kernel.backward(grad, q, k, v, lse, torch.zeros_like(lse), table, pairs_of(inputs), scale=0.3)
 
 
 @KERNELS
 def test_refuses_what_does_not_fit(kernel):
-    q, bias = torch.randn(2, 5, 2, 16, device=DEVICE), problem()["bias"]
+    q, table, relations = (problem()[name] for name in ("q", "table", "relations"))
     for change, message in (
         ({"k": q[:, :, :1], "v": q[:, :, :1]}, "with as many heads each, got [2, 5, 2, 16], [2, 5, 1, 16]"),
         ({"v": q[:, :4]}, "q, k and v must be [batch, tokens, heads, head_dim]"),
         ({"v": q.double()}, "must share one floating-point dtype, got torch.float32"),
         ({"keys": plain_tokens(2, 4)}, "vectors of [2, 4] keys for [2, 5], [batch, tokens]"),
-        (
-            {"bias": Bias(FORMULA, bias.table[:-1], bias.relations)},
-            "must be float [12, 2], [rows, heads], got float32 [11",
-        ),
-        ({"bias": Bias(FORMULA, bias.table, bias.relations.long())}, "relations must be int32 [2 or 1, entries], got"),
+        ({"table": table[:-1]}, "must be float [12, 2], [rows, heads], got float32 [11"),
+        ({"relations": relations.long()}, "relations must be int32 [2 or 1, entries], got"),
+        ({"relations": None}, "relations must be a dense tensor, got NoneType\nallowed: int32"),
+        ({"keys": plain_tokens(1, 5)}, "keys of 1 samples for queries of 2\nfix: "),
+        ({"relations": relations.to("meta")}, "relations, queries and keys must be on one device, got"),
         ({"q": q.to("meta")}, "everything must be on one device, got"),
         ({"q": None}, "q must be a dense tensor, got NoneType\nallowed: "),
         ({"v": q.to_sparse()}, "v must be a dense tensor, got one of layout torch.sparse_coo\nallowed: "),
@@ -108,9 +110,9 @@ def test_refuses_relations_that_are_not_there():
     ):
         held, changed = torch.tensor([relations], dtype=torch.int32, device=DEVICE), plain_tokens(1, 3, **changes)
         with pytest.raises(KernelError, match=message):
-            require_relations(FORMULA, held, changed, changed)
+            require_relations(Pairs(FORMULA, held, changed, changed))
     far = plain_tokens(1, 3, row=tokens.row + 9, segment=tokens.segment - 1, span=tokens.span + PADDING)
-    require_relations(FORMULA, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), far, far)
+    require_relations(Pairs(FORMULA, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), far, far))
 
 
 def test_refuses_kernels():
@@ -149,26 +151,51 @@ def test_what_is_not_finite_shows_in_the_table(kernel, value):
 
 
 def test_a_relation_that_the_table_does_not_have_shows_in_triton():
-    bias = problem()["bias"]
     beginning = torch.zeros(1, 9, dtype=torch.int32, device=DEVICE)[:, :1]  # what lies behind would be a relation
     row = torch.ones(2, 5, dtype=torch.int32, device=DEVICE)
-    inputs = problem(queries=plain_tokens(2, 5, row=row), bias=Bias(FORMULA, bias.table, beginning))
+    inputs = problem(queries=plain_tokens(2, 5, row=row), relations=beginning)
     assert forward(BiasedTritonKernel(), inputs).out.isnan().all()
     held = torch.full((1, 1), 5, dtype=torch.int32, device=DEVICE)
-    inputs = problem(bias=Bias(FORMULA, bias.table, held))
+    inputs = problem(relations=held)
     assert forward(BiasedTritonKernel(), inputs).out.isnan().all()
 
 
-def test_sums_of_integers_are_exact_in_any_order():
-    grad, v = torch.randn(2, 1, 100, 2, 8, device=DEVICE)
-    delta = torch.randn(1, 2, 100, device=DEVICE)
-    unit = units(grad, v, delta)
-    assert torch.equal(torch.exp2(unit.log2().round()), unit)
-    most = grad.norm(dim=-1).amax() * v.norm(dim=-1).amax() + delta.abs().amax()
-    assert 2.0**60 <= 100 * most.double().item() * unit.double().item() < 2.0**62
-    values = most * torch.rand(1000, device=DEVICE)
-    whole = (values * unit).long()
-    assert torch.equal(whole.sum(), whole.flip(0).sum())
-    torch.testing.assert_close(as_numbers(whole, unit), values, rtol=1e-7, atol=0)
-    for bound in (0.0, torch.inf, torch.nan):
-        assert units(grad * 0, v, delta * 0 + bound).isfinite().item() == (bound == 0 or bound == torch.inf)
+def unit(sums, bits):
+    """Return how much one is in the sums: what a number of all ones is, inverted."""
+    numbers = torch.empty(ROWS, 2, device=DEVICE)
+    sums[: 2 * ROWS] = 1
+    as_numbers(sums, bits, numbers)
+    return 1 / numbers[0, 0].double().item()
+
+
+ROWS = 7
+
+
+@pytest.mark.parametrize("head_dim", [8, 40])
+def test_sums_of_integers_are_numbers_again(head_dim):
+    rng = torch.Generator().manual_seed(0)
+    grad, v = torch.randn(2, 2, 100, 2, head_dim, generator=rng).to(DEVICE)
+    delta = torch.randn(2, 2, 100, generator=rng).to(DEVICE)
+    most = (grad.norm(dim=-1).amax() * v.norm(dim=-1).amax() + delta.abs().amax()).double().item()
+    sums, bits = no_sums(grad, v[:, 30:], delta, ROWS)
+    assert not sums[: 2 * ROWS].any()
+    values = torch.randint(-(2**60), 2**60, (2, ROWS), generator=rng).to(DEVICE)
+    one = unit(sums, bits)
+    assert math.log2(one).is_integer()
+    assert 2.0**59 <= 256 * most * one < 2.0**62  # of 200 queries; the longest value may be among those left out
+    sums[: 2 * ROWS] = values.flatten()
+    for dtype in (torch.float32, torch.float16):
+        numbers = torch.empty(ROWS, 2, dtype=dtype, device=DEVICE)
+        as_numbers(sums, bits, numbers)
+        assert torch.equal(numbers, (values.t().double() / one).float().to(dtype))
+
+
+@pytest.mark.parametrize("changed", ["grad", "v", "delta"])
+def test_units_of_what_is_zero_or_not_finite(changed):
+    """Also of the last token and the last feature alone."""
+    given = {name: torch.zeros(1, 300, 2, 20, device=DEVICE) for name in ("grad", "v")}
+    given["delta"] = torch.zeros(1, 2, 300, device=DEVICE)
+    assert unit(*no_sums(*given.values(), ROWS)) == 2.0**100
+    for value in (torch.inf, -torch.inf, torch.nan, -torch.nan):
+        given[changed].view(-1)[-1] = value
+        assert math.isnan(unit(*no_sums(*given.values(), ROWS)))

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from bmburst_ops.biased import Bias, BiasedReferenceKernel, BiasedTritonKernel, Tokens
+from bmburst_ops.biased import BiasedReferenceKernel, BiasedTritonKernel, Pairs, Tokens
 from bmburst_ops.biased import triton as plans
 from bmburst_ops.biased.formula import visible
 from bmburst_ops.biased.runs import diagonal_runs, line_runs
@@ -43,11 +43,6 @@ def taken(tokens, order):
     return Tokens(*(getattr(tokens, field.name)[:, order] for field in fields(tokens)))
 
 
-def words(formula, relations):
-    table = torch.zeros(formula.rows, 1, device=DEVICE)
-    return plans._words(Bias(formula, table, relations))[2:]
-
-
 def listed(runs):
     """Return the runs of each line of each batch, as lists."""
     return [
@@ -80,9 +75,9 @@ RUN_CASES += [("one way", 128, "even"), ("pieces", 3, "even"), ("pieces", 128, "
 @pytest.mark.parametrize(("name", "most", "cut"), RUN_CASES)
 def test_runs_are_what_they_say(name, cut, most):
     formula, relations, queries, keys = case(name)
-    blocks, asked = PLANS[cut], words(formula, relations)
+    blocks, pairs = PLANS[cut], Pairs(formula, relations, queries, keys)
     at = tiles(formula, relations, queries, keys, blocks)
-    lines = line_runs(queries, keys, blocks.over_keys, asked, most)
+    lines = line_runs(pairs, blocks.over_keys, most)
     kinds, done = set(), set()
 
     def look(b, i, j, kind):
@@ -95,7 +90,7 @@ def test_runs_are_what_they_say(name, cut, most):
         elif kind == PARTLY.value:
             assert (rows == near)[seen].all()
 
-    for side, found in (("queries", lines), ("keys", line_runs(queries, keys, blocks.over_queries, asked, most))):
+    for side, found in (("queries", lines), ("keys", line_runs(pairs, blocks.over_queries, most))):
         for b, own in enumerate(listed(found.runs)):
             for line, runs in enumerate(own):
                 ends = [0] + [end for start, stop, _ in runs for end in (start, stop)]
@@ -113,7 +108,7 @@ def test_runs_are_what_they_say(name, cut, most):
 
     ratio = blocks.queries // blocks.keys
     query_blocks, key_blocks = lines.query_extents.shape[1], lines.key_extents.shape[1]
-    diagonals = diagonal_runs(queries, keys, blocks.over_keys, lines, asked)
+    diagonals = diagonal_runs(pairs, blocks.over_keys, most)
     assert diagonals.counts.shape[1] == ratio * (query_blocks - 1) + key_blocks
     added = set()
     for b, own in enumerate(listed(diagonals)):
@@ -154,11 +149,11 @@ def test_kernels_equal_the_plain_one_on_every_kind_of_block(name, most, cut, mon
         (BiasedTritonKernel(), torch.float32),
     ):
         grad, q, k, v, table = (t.to(dtype) for t in wide)
-        bias = Bias(formula, table, relations)
-        part = kernel.forward(q, k, v, bias, queries, keys, scale=0.3)
+        pairs = Pairs(formula, relations, queries, keys)
+        part = kernel.forward(q, k, v, table, pairs, scale=0.3)
         delta = (grad * part.out).sum(-1).transpose(1, 2)
         lse = results[0][1].to(dtype) if results else part.lse
-        gradients = kernel.backward(grad, q, k, v, lse, delta, bias, queries, keys, scale=0.3)
+        gradients = kernel.backward(grad, q, k, v, lse, delta, table, pairs, scale=0.3)
         results.append((part.out, part.lse, *gradients))
     wanted, found = results
     seen = wanted[1] > -torch.inf
@@ -175,7 +170,7 @@ def test_lines_without_blocks_have_no_runs():
     for others in later:
         for blocks in PLANS.values():
             for side in (blocks.over_keys, blocks.over_queries):
-                assert not line_runs(queries, others, side, words(formula, relations)).runs.counts.any()
+                assert not line_runs(Pairs(formula, relations, queries, others), side).runs.counts.any()
 
 
 def vectors_of(tokens):
