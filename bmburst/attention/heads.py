@@ -81,8 +81,13 @@ def heads_backward(
 
 
 def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> Succession:
-    """Return the streams of the units' kernels: one where transfers hold multiprocessors or are between them."""
+    """Return the streams of the units' kernels: one where transfers hold multiprocessors or are between them.
+
+    And one where torch fills new memory, as its deterministic algorithms do: results are made after the streams have
+    parted, and what came home on another one might be filled over.
+    """
     is_free = call.comm.transport == "peer" and call.outer.comm.size == 1
+    is_free = is_free and not torch.are_deterministic_algorithms_enabled()
     return Succession(q.device, len(plan.units) if is_free and plan.shapes.tokens <= _SHORT else 1)
 
 
