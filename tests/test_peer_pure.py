@@ -98,6 +98,16 @@ def test_the_verbs_of_every_communicator(driver, size):
     assert size == 1 or driver.calls["cuMemcpy3DBatchAsync_v2"] + driver.calls["cuMemcpy2DAsync_v2"] > 50
 
 
+def test_memory_made_in_inference_serves_training_too(driver):
+    def body(comm):
+        moved = comm.over(PeerCommunicator(comm, CPU))
+        with torch.inference_mode():
+            random_exchanges(moved, "cpu")
+        random_exchanges(moved, "cpu")
+
+    run_ranks(2, body)
+
+
 def test_numbers_go_on_after_the_last(driver):
     """Words are compared in cyclic order: 32 bits that overflow are numbers like others."""
 
