@@ -74,14 +74,6 @@ class Itinerary:
         """How often a rank sends a block inside its node."""
         return sum(len(window.hops) + (window.stops[0] > 0) for window in self.windows)
 
-    @property
-    def inner_returns(self) -> int:
-        """How often a rank sends gradients inside its node."""
-        last = len(self.windows) - 1
-        leaving = [0 if i < last and not window.nodes else self.exit for i, window in enumerate(self.windows)]
-        aligned = sum(window.stops[-1] != place for window, place in zip(self.windows, leaving, strict=True))
-        return sum(len(window.hops) for window in self.windows) + aligned + (self.exit > 0)
-
     def __str__(self) -> str:
         """Return a line a window."""
         lines = [f"{self.nodes} nodes x {self.places} ranks; gradients leave a node {self.exit} places up"]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.comm.flat import bytes_of
+
 PIECE = 1 << 26
 """Bytes of a piece of pinned memory: a copy of 1.3 ms, beside which its launch is nothing."""
 _LEAST = 1 << 12
@@ -134,7 +136,7 @@ class _Item:
         source = tensor.contiguous()
         self._here: Tensor | None = source
         self._version = source._version
-        flat = _bytes(source)
+        flat = bytes_of(source)
         self._pieces = [store.take(size, pinned=tensor.is_cuda) for size in _sizes(len(flat))]
         self._launch(flat, lambda piece, part: piece[: len(part)].copy_(part, non_blocking=True))
         weakref.finalize(self, store.give_back, self._pieces, pinned=tensor.is_cuda).atexit = False
@@ -144,7 +146,7 @@ class _Item:
         if self._here is not None:
             return
         self._here = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        self._launch(_bytes(self._here), lambda piece, part: part.copy_(piece[: len(part)], non_blocking=True))
+        self._launch(bytes_of(self._here), lambda piece, part: part.copy_(piece[: len(part)], non_blocking=True))
         self._version = self._here._version
 
     def hand_out(self) -> Tensor:
@@ -186,10 +188,6 @@ class _Item:
     def __del__(self) -> None:
         if self._done is not None and self._here is not None:  # an exception came between, or nobody came for it
             self._here.record_stream(self._side)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _sizes(nbytes: int) -> Iterator[int]:

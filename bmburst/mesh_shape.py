@@ -157,24 +157,22 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
+def can_share(degree: int, heads: int, kv_heads: int) -> bool:
+    """Return whether so many ranks get whole groups of query heads with their KV heads, or a part of one group each."""
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
 def _require_part(axis: str, degree: int, whole: int, said: str) -> None:
     if degree < 1 or whole % degree:
         raise UserError(f"{axis} {degree} does not divide {said}\n{_nearest(degree, divisors(whole))}")
 
 
 def _require_dealt(axis: str, degree: int, heads: int, kv_heads: int, degrees: list[int]) -> None:
-    """Refuse a degree to which heads cannot be dealt evenly, and name the nearest of `degrees`.
-
-    A rank gets whole groups of query heads with their KV heads, or, of fewer KV heads than ranks, a part of one group.
-    """
-
-    def works(degree: int) -> bool:
-        return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
-
-    if not works(degree):
+    """Refuse a degree to which heads cannot be dealt evenly, and name the nearest of `degrees`."""
+    if not can_share(degree, heads, kv_heads):
         raise UserError(
             f"{axis} {degree} cannot share {heads} query heads and {kv_heads} KV heads\n"
-            f"{_nearest(degree, [other for other in degrees if works(other)])}"
+            f"{_nearest(degree, [other for other in degrees if can_share(other, heads, kv_heads)])}"
         )
 
 

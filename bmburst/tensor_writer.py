@@ -11,6 +11,8 @@ from typing import BinaryIO, Self
 import torch
 from torch import Tensor
 
+from bmburst.comm.flat import bytes_of
+
 Announced = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype of a tensor."""
 
@@ -48,7 +50,7 @@ class TensorWriter(ABC):
             raise ValueError(f"{name} was announced as {shape} {dtype}, got {numbers.numel()} more {numbers.dtype}")
         self._bytes += numbers.nbytes
         is_last = self._bytes == whole
-        data = numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        data = bytes_of(numbers.detach().cpu().contiguous()).numpy().data
         self._append(data, is_last=is_last)
         if is_last:
             self._written, self._bytes = self._written + 1, 0

@@ -52,6 +52,8 @@ def verbs(comm, device="cpu"):
     assert torch.equal(got, torch.stack([of(r) for r in range(size)]))
     (got,) = comm.all_gather(torch.tensor(7 + rank, device=device)).wait()
     assert got.tolist() == [7 + r for r in range(size)]
+    (got,) = comm.all_gather(mine[1:2, 2, 0]).wait()  # one number, from a row: contiguous, of whatever stride
+    assert got.tolist() == [[of(r)[1, 2, 0]] for r in range(size)]
 
     (got,) = comm.reduce_scatter(rows).wait()
     expected = sum(of(r) + 0.01 * rank for r in range(size)).transpose(0, 1)

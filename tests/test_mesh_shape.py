@@ -99,7 +99,7 @@ def test_heads_over_both_axes():
     assert "tensor 2 does not divide intermediate_size 41\nnearest that work: 1 and 41" in refused(
         shape.require_width, "intermediate_size", 41
     )
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(7) == [1, 7]
 
 
 def test_mesh_shape_names_what_would_fit():

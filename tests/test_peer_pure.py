@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 import bmburst
+from bmburst.attention import call, heads
+from bmburst.attention.succession import Succession
 from bmburst.comm import cuda_driver, liveness, peer, transports
 from bmburst.comm.checks import Checked
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
@@ -95,6 +98,16 @@ def test_the_verbs_of_every_communicator(driver, size):
     assert size == 1 or driver.calls["cuMemcpy3DBatchAsync_v2"] + driver.calls["cuMemcpy2DAsync_v2"] > 50
 
 
+def test_memory_made_in_inference_serves_training_too(driver):
+    def body(comm):
+        moved = comm.over(PeerCommunicator(comm, CPU))
+        with torch.inference_mode():
+            random_exchanges(moved, "cpu")
+        random_exchanges(moved, "cpu")
+
+    run_ranks(2, body)
+
+
 def test_numbers_go_on_after_the_last(driver):
     """Words are compared in cyclic order: 32 bits that overflow are numbers like others."""
 
@@ -156,6 +169,26 @@ def test_attention(driver, strategy, strided):
 
     for got, wanted in zip(run_ranks(4, body)[2], (exact[0], *exact[2:]), strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+def test_where_torch_fills_new_memory_kernels_follow_each_other(driver, monkeypatch):
+    """It does so on the stream that asks for it, and what comes home to it on another one would be in a race."""
+    turns, choose = [], call.choose_strategy
+    monkeypatch.setattr(heads, "Succession", lambda device, count: turns.append(count) or Succession(device, count))
+    monkeypatch.setattr(call, "choose_strategy", lambda *args: replace(choose(*args), most_kv_heads=1))
+
+    def body(comm):
+        q = torch.ones(1, 8, 8, 4, requires_grad=True)
+        out = bmburst.burst_attention(q, q, q, strategy="heads", group=comm.over(PeerCommunicator(comm, CPU)))
+        out.sum().backward()
+
+    run_ranks(2, body)
+    torch.use_deterministic_algorithms(True)
+    try:
+        run_ranks(2, body)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(turns) == 8 and min(turns[:4]) > 2 and set(turns[4:]) == {1}
 
 
 def test_shared_memory_grows_and_closes(driver):

@@ -6,7 +6,7 @@ from bmburst.attention.call import AttentionCall
 from bmburst.attention.heads import heads_backward, heads_forward
 from bmburst.attention.outer import outer_backward, outer_forward
 from bmburst.trace import traced
-from bmburst_ops.flash import Gradients, Kernel, Partial
+from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
@@ -19,10 +19,8 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
         return executor(call, q, k, v)
 
 
-def backward(
-    call: AttentionCall, kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
-) -> Gradients:
+def backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradients:
     """Return the gradients of this rank's q, k and v, in their dtype or wider."""
     executor = heads_backward if call.strategy.heads > 1 else outer_backward
     with traced("attention backward"):
-        return executor(call, kernel, grad_out, q, k, v, lse, delta)
+        return executor(call, kernel, given)

@@ -11,7 +11,7 @@ from bmburst.attention.call import AttentionCall
 from bmburst.attention.differentiable import no_autocast, output_gradients
 from bmburst.attention.executor import backward, forward
 from bmburst.recompute import keep
-from bmburst_ops.flash import Kernel, ReferenceKernel, TritonKernel
+from bmburst_ops.flash import Given, Kernel, ReferenceKernel, TritonKernel
 
 
 class SequenceAttention(torch.autograd.Function):
@@ -38,7 +38,7 @@ class SequenceAttention(torch.autograd.Function):
         is_taken = grad_lse is None or call.kernel.takes_delta
         kernel = call.kernel if is_taken else _taking_delta(q, k)
         with no_autocast(q.device.type):
-            grads = backward(call, kernel, grad_out, q, k, v, lse, delta)
+            grads = backward(call, kernel, Given(grad_out, q, k, v, lse, delta))
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None
 
 

@@ -32,7 +32,7 @@ from bmburst.attention.local import backward_by_tiles, forward_by_tiles
 from bmburst.attention.tile import tile_backward, tile_forward
 from bmburst.comm.messages import tensor_in
 from bmburst.comm.protocol import Transfer
-from bmburst_ops.flash import Gradients, Kernel, Partial
+from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 from bmburst_ops.merge import merge_partials_, sum_parts
 
 _IN, _OUT = 2, 3  # lanes: nothing queues behind gradients that go home, nor behind heads that are being exchanged
@@ -62,18 +62,9 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Te
     return whole
 
 
-def gather_backward(
-    call: AttentionCall,
-    kernel: Kernel,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    into: Gradients | None = None,
-) -> Gradients:
+def gather_backward(call: AttentionCall, kernel: Kernel, given: Given, into: Gradients | None = None) -> Gradients:
     """Return the gradients of this rank's q, k and v in their dtype; `into` as `out` above."""
+    grad_out, q, k, v, lse, delta = given
     plan = _plan(call, q, k)
     if into is None:
         into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)))
@@ -87,22 +78,22 @@ def gather_backward(
         if plan.query_sums.zeroed:
             q_parts[1:] = 0
         kv = unit.kv_heads.slice
-        own = [
+        own = Given(
             *(t[:, : plan.real, heads] for t in (grad_out, q)),
             *(t[:, : plan.real, kv] for t in (k, v)),
             *(t[:, heads, : plan.real] for t in (lse, delta)),
-        ]
-        backward_by_tiles(call, kernel, plan.own, *own, into=Gradients(q_parts[0], *returning.own_parts(i)))
+        )
+        backward_by_tiles(call, kernel, plan.own, own, Gradients(q_parts[0], *returning.own_parts(i)))
         keys, values = arriving.wait(i)
-        inputs = grad_out[:, :, heads], q[:, :, heads], keys, values, lse[:, heads], delta[:, heads]
+        others = Given(grad_out[:, :, heads], q[:, :, heads], keys, values, lse[:, heads], delta[:, heads])
         grad_k, grad_v = returning.outbox(i)
         for part, tile in enumerate(plan.backward, 1):
             grad_q, columns = q_parts[part][:, tile.queries.slice], tile.keys.slice
             if plan.apart:
                 target = Gradients(grad_q, grad_k[:, columns], grad_v[:, columns])
-                tile_backward(call, kernel, tile, *inputs, target)
+                tile_backward(call, kernel, tile, others, target)
             else:
-                shares = tile_backward(call, kernel, tile, *inputs)
+                shares = tile_backward(call, kernel, tile, others)
                 grad_q.copy_(shares.q)
                 grad_k[:, columns] += shares.k  # of a key one tile's is not zero
                 grad_v[:, columns] += shares.v

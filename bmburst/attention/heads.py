@@ -20,7 +20,7 @@ from bmburst.attention.outer import outer_backward, outer_forward
 from bmburst.attention.succession import Succession
 from bmburst.comm.meter import working
 from bmburst.comm.protocol import Transfer
-from bmburst_ops.flash import Gradients, Kernel, Partial
+from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype
 
 _IN, _OUT = 0, 1  # lanes: what comes in does not queue behind what goes home
@@ -53,10 +53,9 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
     return Partial(out, lse)
 
 
-def heads_backward(
-    call: AttentionCall, kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
-) -> Gradients:
+def heads_backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradients:
     """Return the gradients of this rank's q, k and v; see `ring_backward`."""
+    grad_out, q, k, v, lse, delta = given
     brought = [*(_token_rows(t) for t in (q, k, v, grad_out)), lse.contiguous(), delta.contiguous()]
     plan = call.heads_plan(q, k, brought, backward=True)
     streams = _streams(call, plan, q)
@@ -70,7 +69,7 @@ def heads_backward(
             box = call.comm.outbox(at.exchange.nbytes, _OUT)
             into = Gradients(*_tensors(box, at.windows, q.dtype))
             with working(call.comm):
-                outer_backward(outer, kernel, grads, queries, keys, values, own_lse, own_delta, into=into)
+                outer_backward(outer, kernel, Given(grads, queries, keys, values, own_lse, own_delta), into)
         arriving.start(i + 1)
         with streams.turn(i):
             going_home.append(call.comm.pull(at.exchange, box, (grad_q, grad_k, grad_v), _OUT))
@@ -81,8 +80,13 @@ def heads_backward(
 
 
 def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> Succession:
-    """Return the streams of the units' kernels: one where transfers hold multiprocessors or are between them."""
+    """Return the streams of the units' kernels: one where transfers hold multiprocessors or are between them.
+
+    And one where torch fills new memory, as its deterministic algorithms do: results are made after the streams have
+    parted, and what came home on another one might be filled over.
+    """
     is_free = call.comm.transport == "peer" and call.outer.comm.size == 1
+    is_free = is_free and not torch.are_deterministic_algorithms_enabled()
     return Succession(q.device, len(plan.units) if is_free and plan.shapes.tokens <= _SHORT else 1)
 
 

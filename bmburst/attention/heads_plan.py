@@ -109,16 +109,14 @@ class HeadsPlan:
 
     Attributes:
         shapes: The sizes.
-        starts: Where each tensor of the rank's own heads starts in the inbox.
         nbytes: Size of the inbox.
         units: What is attended together.
-        windows: Of each unit, its part of those tensors.
+        windows: Of each unit, its part of the tensors of the rank's own heads in the inbox.
         inbound: What brings each unit.
         outbound: What takes its results home.
     """
 
     shapes: HeadShapes
-    starts: tuple[int, ...]
     nbytes: int
     units: tuple[Unit, ...]
     windows: tuple[tuple[Window, ...], ...]
@@ -159,7 +157,6 @@ def make_heads_plan(
     )
     return HeadsPlan(
         shapes,
-        starts,
         nbytes,
         units,
         tuple(windows),

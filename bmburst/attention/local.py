@@ -8,29 +8,9 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.tile import cut, tile_backward, tile_forward
 from bmburst.tiles import Tile
-from bmburst_ops.flash import Gradients, Kernel, Partial
+from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 from bmburst_ops.flash.memory import deliver_gradients
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
-
-
-def local_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Partial:
-    """Return attention of a device that holds the whole sequence, of which the first `call.length` tokens are real."""
-    return forward_by_tiles(call, call.tiles(0, 0), q, k, v, out)
-
-
-def local_backward(
-    call: AttentionCall,
-    kernel: Kernel,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    into: Gradients | None = None,
-) -> Gradients:
-    """Return the gradients of q, k and v."""
-    return backward_by_tiles(call, kernel, call.tiles(0, 0), grad_out, q, k, v, lse, delta, into=into)
 
 
 def forward_by_tiles(
@@ -68,36 +48,26 @@ def forward_by_tiles(
 
 
 def backward_by_tiles(
-    call: AttentionCall,
-    kernel: Kernel,
-    tiles: Sequence[Tile],
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    *,
-    into: Gradients | None = None,
+    call: AttentionCall, kernel: Kernel, tiles: Sequence[Tile], given: Given, into: Gradients | None = None
 ) -> Gradients:
     """Return the gradients of q, k and v by these tiles, written to `into` if it is given; several add up in fp32."""
+    inputs = given.q, given.k, given.v
     if into is None:
-        into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)))
+        into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs))
 
-    inputs = (grad_out, q, k, v, lse, delta)
     if len(tiles) == 1:
         (tile,) = tiles
         spans = (tile.queries, tile.keys, tile.keys)
         target = Gradients(*(cut(t, span) for t, span in zip(into, spans, strict=True)))
-        tile_backward(call, kernel, tile, *inputs, target)
+        tile_backward(call, kernel, tile, given, target)
         for gradient, span in zip(into, spans, strict=True):
             if len(span) < gradient.shape[1]:
                 gradient[:, : span.start] = 0
                 gradient[:, span.stop :] = 0
         return into
-    sums = Gradients(*(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in (q, k, v)))
+    sums = Gradients(*(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in inputs))
     for tile in tiles:
-        shares = tile_backward(call, kernel, tile, *inputs)
+        shares = tile_backward(call, kernel, tile, given)
         for total, span, share in zip(sums, (tile.queries, tile.keys, tile.keys), shares, strict=True):
             add_(total[:, span.slice], share)
     return deliver_gradients(sums, into)

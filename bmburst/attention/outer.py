@@ -4,9 +4,9 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.gather import gather_backward, gather_forward
-from bmburst.attention.local import local_backward, local_forward
+from bmburst.attention.local import backward_by_tiles, forward_by_tiles
 from bmburst.attention.ring import ring_backward, ring_forward
-from bmburst_ops.flash import Gradients, Kernel, Partial
+from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 from bmburst_ops.flash.memory import deliver, deliver_gradients
 
 
@@ -21,27 +21,17 @@ def outer_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Ten
         out: Where to write the output, shaped as q. Default: new memory.
     """
     if call.comm.size == 1:
-        return local_forward(call, q, k, v, out)
+        return forward_by_tiles(call, call.tiles(0, 0), q, k, v, out)
     if call.strategy.outer == "gather":
         return gather_forward(call, q, k, v, out)
     part = ring_forward(call, q, k, v)
     return Partial(deliver(part.out, out), part.lse)
 
 
-def outer_backward(
-    call: AttentionCall,
-    kernel: Kernel,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    into: Gradients | None = None,
-) -> Gradients:
+def outer_backward(call: AttentionCall, kernel: Kernel, given: Given, into: Gradients | None = None) -> Gradients:
     """Return the gradients of q, k and v, without exchanging heads; `into` as `out` above."""
     if call.comm.size == 1:
-        return local_backward(call, kernel, grad_out, q, k, v, lse, delta, into)
+        return backward_by_tiles(call, kernel, call.tiles(0, 0), given, into)
     if call.strategy.outer == "gather":
-        return gather_backward(call, kernel, grad_out, q, k, v, lse, delta, into)
-    return deliver_gradients(ring_backward(call, kernel, grad_out, q, k, v, lse, delta), into)
+        return gather_backward(call, kernel, given, into)
+    return deliver_gradients(ring_backward(call, kernel, given), into)

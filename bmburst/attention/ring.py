@@ -10,7 +10,7 @@ from bmburst.attention.call import AttentionCall
 from bmburst.attention.tile import tile_backward, tile_forward
 from bmburst.comm.protocol import BlockMover, Transfer
 from bmburst.schedule import Schedule, Step
-from bmburst_ops.flash import Gradients, Kernel, Partial
+from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 
@@ -30,14 +30,13 @@ def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partia
     return Partial(out.to(q.dtype), lse)
 
 
-def ring_backward(
-    call: AttentionCall, kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
-) -> Gradients:
+def ring_backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradients:
     """Return the gradients of this rank's q, k and v, accumulated in fp32 or wider.
 
     What travels is decided by bytes: K and V with dK and dV behind them, or Q, dO, log-sum-exp and delta with dQ behind
     them (BurstAttention, arXiv:2403.09347, algorithm 2).
     """
+    grad_out, q, k, v, lse, delta = given
     dtype = accumulation_dtype(q.dtype)
 
     def zeros(like: Tensor) -> Tensor:
@@ -49,7 +48,7 @@ def ring_backward(
         guest_grads = zeros(k), zeros(v)
         keys, values = guests
         for tile in step.tiles:
-            grads = tile_backward(call, kernel, tile, grad_out, q, keys, values, lse, delta)
+            grads = tile_backward(call, kernel, tile, Given(grad_out, q, keys, values, lse, delta))
             add_(grad_q[:, tile.queries.slice], grads.q)
             add_(guest_grads[0][:, tile.keys.slice], grads.k)
             add_(guest_grads[1][:, tile.keys.slice], grads.v)
@@ -59,7 +58,7 @@ def ring_backward(
         guest_grad = zeros(q)
         queries, grad_outs, statistic, deltas = guests
         for tile in step.tiles:
-            grads = tile_backward(call, kernel, tile, grad_outs, queries, k, v, statistic, deltas)
+            grads = tile_backward(call, kernel, tile, Given(grad_outs, queries, k, v, statistic, deltas))
             add_(guest_grad[:, tile.queries.slice], grads.q)
             add_(grad_k[:, tile.keys.slice], grads.k)
             add_(grad_v[:, tile.keys.slice], grads.v)

@@ -5,7 +5,7 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall
 from bmburst.tiles import Span, Tile
 from bmburst.trace import traced
-from bmburst_ops.flash import Gradients, Kernel, Partial
+from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 
 
 def cut(tensor: Tensor, span: Span, dim: int = 1) -> Tensor:
@@ -23,19 +23,10 @@ def tile_forward(
 
 
 def tile_backward(
-    call: AttentionCall,
-    kernel: Kernel,
-    tile: Tile,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    into: Gradients | None = None,
+    call: AttentionCall, kernel: Kernel, tile: Tile, given: Given, into: Gradients | None = None
 ) -> Gradients:
-    """Return a tile's gradients; the tensors hold all tokens, `into` the tile's."""
-    rows, columns = tile.queries, tile.keys
+    """Return a tile's gradients; what is given holds all tokens, `into` the tile's."""
+    (grad_out, q, k, v, lse, delta), rows, columns = given, tile.queries, tile.keys
     with traced("attention tile backward"):
         return kernel.backward(
             *(cut(grad_out, rows), cut(q, rows), cut(k, columns), cut(v, columns)),

@@ -61,8 +61,8 @@ class _AttentionLoop(Loop[Cell]):
 
     def _kernel_name(self, cell: Cell) -> str:
         dtype: torch.dtype = getattr(torch, cell.dtype)
-        q, k = (torch.empty(1, 1, h, cell.head_dim, dtype=dtype, device=self.device) for h in (1, 1))
-        return self.kernel.name(q, k, pattern_of(cell.mask, cell.tokens))
+        q = torch.empty(1, 1, 1, cell.head_dim, dtype=dtype, device=self.device)
+        return self.kernel.name(q, q, pattern_of(cell.mask, cell.tokens))
 
     def _party(self, size: int) -> Party | None:
         """Return the party of the first `size` ranks; None where this rank is not in it. All ranks call it."""

@@ -176,8 +176,10 @@ def _show(shown: Shown, results: object, output: Path | None) -> None:
 
 
 def _redraw(args: argparse.Namespace, kind: Kind) -> int:
-    if args.output is None or not args.output.is_file():
+    if args.output is None:
         raise UserError("--table and --plot show a file of results, and --output names none\nfix: --output FILE")
+    if not args.output.is_file():
+        raise UserError(f"--output {args.output}: there is no such file\nfix: one that a run with --output has written")
     shown = kind.shown()
     results = shown.results.read(args.output)
     if args.table:

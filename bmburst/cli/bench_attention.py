@@ -26,7 +26,8 @@ def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> P
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}\nallowed: 1 and more")
     if len(ranks) > 1:
-        raise UserError(f"--gpus {args.gpus}: attention is measured on one number of GPUs\nfix: a run for each")
+        given = f"--gpus {args.gpus}" if args.ranks is None else f"--ranks {args.ranks}"
+        raise UserError(f"{given}: attention is measured on one number of ranks\nfix: a run for each")
     from bmburst.bench.methods import all_methods
 
     methods = all_methods(device)

@@ -13,4 +13,4 @@ def contiguous(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's memory, uint8 `[bytes]`: what is only moved moves in any dtype."""
-    return tensor.view(-1).view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # of one number any stride is contiguous

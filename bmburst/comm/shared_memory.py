@@ -48,7 +48,8 @@ class SharedMemory:
             self.close()
             raise
         self.nbytes = nbytes
-        self.local = cuda_driver.as_tensor(self._own, nbytes, self._device)
+        with torch.inference_mode(False):  # whoever asked for it may be in it, and who uses it next not
+            self.local = cuda_driver.as_tensor(self._own, nbytes, self._device)
 
     def _share(self, nbytes: int) -> None:
         comm, problem, handle = self._comm, "", b""

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ def add_options(
     *,
     short: Mapping[str, str],
     titles: Mapping[str, str],
-    leave_out: Sequence[str] = (),
 ) -> None:
     """Add an option `--dotted.name VALUE` for every field of a configuration.
 
@@ -29,12 +28,9 @@ def add_options(
         defaults: A configuration whose values are shown as the defaults.
         short: Dotted name to a shorter option, for example {"data.source": "--data"}.
         titles: Title of the group of options of each object; "" is the top level.
-        leave_out: Dotted names that get no option.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for leaf in leaves(defaults):
-        if leaf.name in leave_out:
-            continue
         if leaf.section not in groups:
             groups[leaf.section] = parser.add_argument_group(titles.get(leaf.section, leaf.section))
         inner, _ = optional_part(leaf.annotation)

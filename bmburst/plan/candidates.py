@@ -11,13 +11,12 @@ from itertools import product
 
 from bmburst.blocks.mlp_chunks import mlp_chunk
 from bmburst.errors import UserError
+from bmburst.mesh_shape import can_share, divisors
 from bmburst.plan.task import Task
 from bmburst.recompute_policy import POLICIES, Policy
 
 RECOMPUTE = POLICIES
 ZERO = (2, 3)
-OUTER = ("none", "ring", "gather", "double-ring")
-TRANSPORTS = ("peer", "nccl")
 _SHORT = {"nothing": "", "inputs": ", inputs to host", "all": ", inputs and attention to host"}
 
 
@@ -163,24 +162,13 @@ def _in_words(policy: Policy) -> str:
     return kept + _SHORT[policy.offload] + layers
 
 
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, in order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def shares_heads(degree: int, heads: int, kv_heads: int) -> bool:
-    """Whether heads can be dealt to so many ranks: `bmburst.mesh_shape.MeshShape.require_heads`."""
-    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
-
-
 def _meshes(task: Task, tensor: Sequence[int] | None) -> Iterator[tuple[int, int]]:
     model, passes = task.model, task.batch // task.micro_batch
     for degree in divisors(task.gpus_per_node):
         wanted = tensor is None or degree in tensor
         if not wanted or model.intermediate_size % degree:
             continue
-        if not shares_heads(degree, model.num_heads, model.num_kv_heads):
+        if not can_share(degree, model.num_heads, model.num_kv_heads):
             continue
         rest = task.gpus // degree
         for data in divisors(passes):
@@ -194,7 +182,7 @@ def strategies(task: Task, data: int, tensor: int) -> Iterator[tuple[int, str]]:
     sequence = task.gpus // (data * tensor)
     inside = max(1, min(sequence, task.gpus_per_node // tensor))
     for degree in divisors(sequence):
-        if degree > heads or not shares_heads(degree, heads, kv_heads):
+        if degree > heads or not can_share(degree, heads, kv_heads):
             continue
         if degree > inside and degree % inside:
             continue  # groups that lie across nodes unevenly

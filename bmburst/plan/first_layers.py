@@ -11,7 +11,6 @@ from dataclasses import replace
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.memory import block_bytes, memory_of
-from bmburst.plan.operators import CURRENT, Operators
 from bmburst.recompute_policy import FIRST, MIXED
 
 MARGIN = 0.05
@@ -28,29 +27,26 @@ def with_margin(hardware: Hardware, free: float) -> Hardware:
     return replace(hardware, memory=free * (1 - MARGIN) + hardware.reserved)
 
 
-def of_first_layers(
-    way: Candidate, room: Hardware, policies: Sequence[str], *, operators: Operators = CURRENT
-) -> list[Candidate]:
+def of_first_layers(way: Candidate, room: Hardware, policies: Sequence[str]) -> list[Candidate]:
     """Return the ways between two policies that are tried, "none" and one of `MIXED`; none where "none" itself fits.
 
     Args:
         way: All but the policy.
         room: What it must fit: `with_margin`.
         policies: That are tried.
-        operators: What stands between the matrices.
     """
     layers = way.task.model.num_layers
     named = [name for name in MIXED if name in policies]
     if "none" not in policies or not named or layers == 1:
         return []
     whole = replace(way, recompute="none")
-    memory, found = memory_of(whole, room, operators=operators), []
+    memory, found = memory_of(whole, room), []
     for name in () if memory.fits else named:
         each = replace(way, recompute=name)
         # The peak is where all layers are done with their forward: each that it names leaves it so much lower.
         fewest = max(1, math.ceil((memory.total - room.memory) / (_kept(whole) - _kept(each))))
         tried = (replace(way, recompute=f"{name}{FIRST}{count}") for count in range(fewest, min(fewest + 2, layers)))
-        found += [one for one in tried if memory_of(one, room, operators=operators).fits][:1]
+        found += [one for one in tried if memory_of(one, room).fits][:1]
     return found
 
 

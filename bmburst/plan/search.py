@@ -68,7 +68,6 @@ def search(
     recompute: Sequence[str] = RECOMPUTE,
     zero: Sequence[int] = ZERO,
     tensor: Sequence[int] | None = None,
-    operators: Operators = CURRENT,
 ) -> list[Prediction]:
     """Return all ways, those that fit first, the fastest of them first; of like speed the one with less memory.
 
@@ -83,14 +82,13 @@ def search(
     ways = candidates(task, recompute=recompute, zero=zero, tensor=tensor)
     room = with_margin(hardware, hardware.memory - hardware.reserved)
     each_once = (way for way in ways if way.recompute == recompute[0])  # mesh, strategy and stage
-    between = [new for way in each_once for new in of_first_layers(way, room, recompute, operators=operators)]
+    between = [new for way in each_once for new in of_first_layers(way, room, recompute)]
     for candidate in ways + between:
         spread = candidate.data, candidate.tensor, candidate.heads, candidate.outer
         if spread not in costs:  # neither recomputation nor ZeRO changes it
             costs[spread] = attention_cost(candidate, hardware)
-        time = step_time(candidate, hardware, attention=costs[spread], operators=operators)
-        memory = memory_of(candidate, hardware, operators=operators)
-        found.append(Prediction(candidate, hardware, time, memory))
+        time = step_time(candidate, hardware, attention=costs[spread])
+        found.append(Prediction(candidate, hardware, time, memory_of(candidate, hardware)))
     found.sort(key=lambda each: (not each.memory.fits, each.seconds if each.memory.fits else each.memory.total))
     return _frugal_first(found)
 

@@ -63,7 +63,6 @@ def step_time(
     *,
     attention: AttentionCost | None = None,
     operators: Operators = CURRENT,
-    is_cold: bool = False,
 ) -> StepTime:
     """Return the seconds of a step.
 
@@ -72,14 +71,12 @@ def step_time(
         hardware: On what.
         attention: One layer's attention where it is known already.
         operators: What stands between the matrices.
-        is_cold: Whether each pass of attention begins with nothing queued, as in a benchmark of it alone.
     """
     layers, passes = candidate.task.model.num_layers, candidate.micro_steps
     attention = attention or attention_cost(candidate, hardware)
-    start = 2 * hardware.call_start if is_cold else 0.0
     parts = _outside_layers(candidate, hardware, operators)
     for kind, count in candidate.kinds:
-        for name, seconds in _layer(kind, hardware, operators, attention, start).items():
+        for name, seconds in _layer(kind, hardware, operators, attention).items():
             parts[name] += count * seconds
     parts = {name: passes * seconds for name, seconds in parts.items()}
     parameters = candidate.task.model.num_parameters / _ranks(candidate)
@@ -94,9 +91,7 @@ def utilisation(candidate: Candidate, hardware: Hardware, seconds: float, *, att
     return flops / seconds / candidate.task.gpus / hardware.peak
 
 
-def _layer(
-    kind: Candidate, hardware: Hardware, operators: Operators, attention: AttentionCost, start: float
-) -> dict[str, float]:
+def _layer(kind: Candidate, hardware: Hardware, operators: Operators, attention: AttentionCost) -> dict[str, float]:
     """Return the seconds of one layer, forward and backward."""
     products, elements = _products(kind, hardware), _elements(kind, hardware, operators)
     again = _again(kind, hardware, operators, attention, products, elements)
@@ -105,7 +100,7 @@ def _layer(
         products.backward + elements.backward + attention.backward.total + again,
     )
     kernels = attention.forward.kernel + attention.backward.kernel
-    joining = attention.forward.joining + attention.backward.joining + start
+    joining = attention.forward.joining + attention.backward.joining
     bandwidth = hardware.host_bandwidth
     return {
         "attention": kernels + joining,

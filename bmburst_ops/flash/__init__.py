@@ -1,7 +1,7 @@
 """Attention of one tile on one device: one file a backend, and the table that picks."""
 
 from bmburst_ops.flash.ahead import queries_ahead
-from bmburst_ops.flash.kernel import Gradients, Kernel, Partial
+from bmburst_ops.flash.kernel import Given, Gradients, Kernel, Partial
 from bmburst_ops.flash.reference import ReferenceKernel
 from bmburst_ops.flash.select import KERNELS, NAMES, able_kernels, select_kernel
 from bmburst_ops.flash.triton import TritonKernel
@@ -14,6 +14,7 @@ __all__ = [
     "NAMES",
     "Band",
     "Cells",
+    "Given",
     "Gradients",
     "Kernel",
     "Need",

@@ -11,22 +11,10 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.bounded_cache import bounded_cache
-from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.memory import deliver, deliver_gradients
 from bmburst_ops.flash.vectors import Sent, send
 from bmburst_ops.pattern import Band, Rectangle, Segments, rectangles, rows_of, transposed
-
-
-class Given(NamedTuple):
-    """What `Kernel.backward` is given."""
-
-    grad_out: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lse: Tensor
-    delta: Tensor
-
 
 Shape = Band | Segments
 ForwardPart = Callable[[Tensor, Tensor, Tensor, Shape, Tensor | None], Partial]

@@ -44,8 +44,8 @@ class CpuKernel:
         if whole is not None:
             return _forward(q, k, v, whole, scale, out)
         dtype = accumulation_dtype(q.dtype)
-        result = torch.zeros(q.shape, dtype=dtype) if out is None or out.dtype != dtype else out.zero_()
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
+        result = q.new_zeros(q.shape, dtype=dtype) if out is None or out.dtype != dtype else out.zero_()
+        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
         for piece in _pieces(without_cells(pattern, self.name), q, k):
             rows, near = piece.queries, piece.keys
             part = _forward(q[:, rows], k[:, near], v[:, near], piece.sight, scale, result[:, rows])
@@ -71,7 +71,7 @@ class CpuKernel:
         result, whole = surrogate_out(grad_out, delta), _as_one_call(pattern, q, k)
         if whole is not None:
             return _backward(grad_out, q, k, v, result, lse, whole, scale, into)
-        sums = Gradients(*(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype)) for t in (q, k, v)))
+        sums = Gradients(*(t.new_zeros(t.shape, dtype=accumulation_dtype(t.dtype)) for t in (q, k, v)))
         for rows, keys, sight in _pieces(without_cells(pattern, self.name), q, k):
             near = (grad_out[:, rows], q[:, rows], k[:, keys], v[:, keys], result[:, rows], lse[:, :, rows])
             part = _backward(*near, sight, scale, None)
@@ -110,7 +110,7 @@ def _pieces(pattern: Band | Segments, q: Tensor, k: Tensor) -> Iterator[_Piece]:
         for first in range(queries.start, queries.stop, _ROWS):
             last = min(first + _ROWS, queries.stop)
             seen, mask = visible.block(slice(first - queries.start, last - queries.start))
-            sight = False if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+            sight = False if mask is None else q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
             yield _Piece(slice(first, last), slice(keys.start + seen.start, keys.start + seen.stop), sight)
 
 

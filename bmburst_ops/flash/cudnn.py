@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash import blind, top_left
-from bmburst_ops.flash.blind import Given
-from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.limits import (
     band_of,
     causal_or_full,

@@ -5,8 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from bmburst_ops.flash import blind
-from bmburst_ops.flash.blind import Given
-from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.limits import (
     PACKED,
     unless_able,

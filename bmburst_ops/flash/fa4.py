@@ -7,8 +7,7 @@ from torch import Tensor
 
 from bmburst_ops.constants import TILE_ROWS
 from bmburst_ops.flash import blind
-from bmburst_ops.flash.blind import Given
-from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.limits import PACKED, unless_able, unless_half_on_gpu, unless_head_dim, without_cells
 from bmburst_ops.flash.memory import aligned, gradient_memory, writable
 from bmburst_ops.flash.packages import load, version_of

@@ -22,6 +22,17 @@ class Gradients(NamedTuple):
     v: Tensor
 
 
+class Given(NamedTuple):
+    """What backward is given of a tile, or of more; see `Kernel.backward`."""
+
+    grad_out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
 class Kernel(Protocol):
     """Attention of one tile with its log-sum-exp, forward and backward.
 

@@ -39,7 +39,7 @@ def send(
     starts = [0]
     for array in arrays:
         starts.append(starts[-1] + -(-array.size // _ALIGNED) * _ALIGNED)
-    numbers = torch.zeros(starts[-1], dtype=dtype, pin_memory=device.type == "cuda")
+    numbers = torch.zeros(starts[-1], dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     for array, start in zip(arrays, starts, strict=False):
         numbers[start : start + array.size] = torch.from_numpy(array.ravel())
     memory = numbers.to(device, non_blocking=True)

@@ -94,6 +94,19 @@ def _over_processes():
             compare(comm, "balanced", MASKS[name](31), 31, 3, 3, {"strategy": strategy})
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_the_default_device_is_the_programs_own(name):
+    """What `torch.set_default_device` says is for its tensors: what is made here lies where the inputs do."""
+    mask = MASKS[name](37)
+    problem(37, 2, 1, mask, mask.blocks is None)  # made here, and kept
+
+    def body(comm):
+        with torch.device("meta"):
+            compare(comm, "zigzag", mask, 37, 2, 1, {"strategy": "kv"})
+
+    run_ranks(2, body)
+
+
 def test_names_and_values_are_the_same():
     def body(comm):
         whole = draw(2, 1, 24, 2, 2, 8)

@@ -106,6 +106,8 @@ def test_tables_and_pictures_come_from_a_file_alone(tmp_path, capsys):
     assert "## Runs" in capsys.readouterr().out
     assert bench("--table") == 2
     assert "--output names none" in capsys.readouterr().err
+    assert bench("--plot", "--output", str(tmp_path / "other.json")) == 2
+    assert "other.json: there is no such file" in capsys.readouterr().err
 
 
 def test_a_list_for_gpus_needs_none(capsys):
@@ -133,6 +135,7 @@ def test_list_says_what_cannot_run(capsys):
         (("--ranks", "2", "--kernel", "fa4"), "kernel 'fa4' runs on NVIDIA GPUs only, and the tensors are on cpu"),
         (("--ranks", "2", "--heads", "6", "--kv-heads", "4"), "--heads 6 --kv-heads 4"),
         (("--ranks", "0"), "--ranks 0"),
+        (("--ranks", "1,2"), "--ranks 1,2: attention is measured on one number of ranks"),
         (("--ranks", "2", "--gpus", "2"), "exclude each other"),
         (("--ranks", "2", "--budget", "-1"), "--budget -1"),
         (("--gpus", "2"), "there is no GPU here"),

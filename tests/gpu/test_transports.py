@@ -174,6 +174,35 @@ def compare(found, expected):
             assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("size", SIZES[:1])
+def test_nothing_that_came_home_is_filled_over(size):
+    run("torch.distributed", size, _nothing_is_filled_over)
+
+
+def _nothing_is_filled_over():
+    """torch's deterministic algorithms fill new memory with NaN on the stream of whoever asked for it, here late."""
+    q, k, v, grad = (torch.randn(1, 8192, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+
+    def attend():
+        out = bmburst.burst_attention(*inputs, strategy="heads", transport="peer", deterministic=True)
+        return [out, *torch.autograd.grad(out, inputs, grad)]
+
+    expected, empty_like = attend(), torch.empty_like
+
+    def late(*args, **options):
+        torch.cuda._sleep(50_000_000)
+        return empty_like(*args, **options)
+
+    torch.use_deterministic_algorithms(True)
+    torch.empty_like = late
+    try:
+        compare([attend()], [expected])
+    finally:
+        torch.empty_like = empty_like
+        torch.use_deterministic_algorithms(False)
+
+
 LEAVING = """
 import sys, torch, torch.distributed as dist, bmburst
 rank = int(sys.argv[1])

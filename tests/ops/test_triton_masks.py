@@ -9,6 +9,7 @@ import torch
 from bmburst_ops.flash import CAUSAL, FULL, Band, Cells, Gradients, Segments
 from bmburst_ops.flash.triton import TritonKernel
 from bmburst_ops.flash.triton_masks import mask_for, tile_lists
+from bmburst_ops.flash.vectors import send
 from bmburst_ops.flash.visible import cell_of
 from bmburst_ops.pattern import rows_of, transposed
 from tests.ops.masked import Masked
@@ -152,3 +153,9 @@ def hold_tiles(lists, whole, rows, columns):
             assert (first in opens) <= bool(tile.all() and tile.shape[1] == columns)
         opened += len(opens)
     assert opened or not whole.all()
+
+
+def test_vectors_begin_on_the_host_whatever_the_default_device():
+    with torch.device("meta"):
+        (vector,) = send([np.arange(5)], torch.device(DEVICE)).here()
+    assert vector.tolist() == [0, 1, 2, 3, 4]

@@ -15,7 +15,7 @@ from bmburst.errors import UserError
 from bmburst.layout import make_layout
 from bmburst.mesh_shape import MeshShape
 from bmburst.plan.attention import attention_cost
-from bmburst.plan.candidates import Candidate, candidates, divisors
+from bmburst.plan.candidates import Candidate, candidates
 from bmburst.plan.command import options
 from bmburst.plan.counts import attention_flops, model_flops
 from bmburst.plan.hardware import load_hardware, shipped
@@ -300,7 +300,6 @@ def test_bad_input_is_refused_in_a_few_lines(words, capsys, tmp_path, monkeypatc
 
 
 def test_any_number_of_gpus_has_a_way_that_leaves_none_without_a_token():
-    assert divisors(7) == [1, 7] and divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
     assert all(each.heads in (1, 7) for each in candidates(Task(model=ODD, sequence=4096, gpus=7)))
     with pytest.raises(UserError, match="without a token"):
         candidates(task(sequence=3, gpus=64, nodes=8))
