@@ -8,6 +8,8 @@ account and time does not.
 
 from dataclasses import dataclass, replace
 
+from bmburst_ops.constants import GATHERED_CHUNKS
+
 WIDE = 4  # bytes of what is fp32: inside operators, AdamW's state, log-sum-exp and delta, and what a ring adds up
 
 
@@ -25,6 +27,7 @@ class Operators:
         loss: Of the logits.
         wide_copies: Whether norm and activation make fp32 copies of what they work on.
         wide_loss: Whether the loss does.
+        gathered: Chunks of tokens whose gradients of logits a 16-bit model's loss keeps at once.
         repeats_last: Whether a block's recomputation forms its last product, of which backward reads nothing, again.
         swiglu_overwrites: Whether one gradient of the activation's inputs takes the place of its result's.
     """
@@ -38,6 +41,7 @@ class Operators:
     loss: float
     wide_copies: bool
     wide_loss: bool
+    gathered: int = 1
     repeats_last: bool = True
     swiglu_overwrites: bool = False
 
@@ -58,9 +62,18 @@ class Operators:
             return (1.0 if self.swiglu_overwrites else 2.0) * itemsize
         return 4.0 * WIDE + 2 * _copy(itemsize) + (itemsize if itemsize < WIDE else 0)
 
-    def loss_alive(self, itemsize: int) -> float:
-        """Return the bytes of a logit that live at once: itself, and its exponential inside of logsumexp."""
-        return 2.0 * WIDE if self.wide_loss else WIDE + itemsize
+    def gathered_chunks(self, itemsize: int) -> int:
+        """Return how many chunks' gradients of logits are multiplied with their states at once."""
+        return self.gathered if itemsize < WIDE else 1
+
+    def loss_alive(self, itemsize: int, chunk: float, rows: float) -> float:
+        """Return the bytes of each word that live at once: a chunk's logits, gradients of as many as are gathered.
+
+        In fp32 one is the other. Plain torch has a logit's exponential beside it, inside of logsumexp.
+        """
+        logits = chunk * (2.0 * WIDE if self.wide_loss else WIDE)
+        kept = min(rows, chunk * self.gathered_chunks(itemsize)) * itemsize
+        return logits if self.wide_loss or itemsize == WIDE else logits + kept
 
 
 def _copy(itemsize: int) -> int:
@@ -93,6 +106,7 @@ OURS = replace(
     FUSED,
     name="ours",
     norm_backward=6,  # gradient and input in, input's gradient out; the weight's shares are 0.3 % of 128K rows
+    gathered=GATHERED_CHUNKS,
     repeats_last=False,
     swiglu_overwrites=True,
 )

@@ -187,8 +187,9 @@ def _head(candidate: Candidate, hardware: Hardware) -> float:
 def _loss(candidate: Candidate, hardware: Hardware, operators: Operators) -> float:
     model, rows = candidate.task.model, candidate.rows / candidate.tensor
     norm = (operators.norm_forward + operators.norm_backward) * rows * model.hidden_size
-    chunks = math.ceil(rows / candidate.task.loss_chunk)  # each reads and writes the sums of the head's gradient
-    return hardware.memory_seconds(operators.loss * rows * model.vocab_size + norm + chunks * 2 * WIDE * table(model))
+    gathered = candidate.task.loss_chunk * operators.gathered_chunks(candidate.task.itemsize)
+    sums = math.ceil(rows / gathered) * 2 * WIDE * table(model)  # of the head's gradient, read and written
+    return hardware.memory_seconds(operators.loss * rows * model.vocab_size + norm + sums)
 
 
 def _zero(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
