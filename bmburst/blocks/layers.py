@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bmburst_ops.linears import linears
 from bmburst_ops.merge import accumulation_dtype
-from bmburst_ops.rms_norm import rms_norm
+from bmburst_ops.rms_norm import rms_norm, stream_norm
 
 NO_DECAY = "no_decay"
 """BMTrain's parameter group of everything that weight decay leaves alone: vectors."""
@@ -88,12 +88,18 @@ class RMSNorm(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         self.weight = parameter(features, dtype=dtype)
         self.eps, self.factor, self.kernel = eps, factor, kernel
 
+    def scale(self) -> Tensor:
+        """Return what the normalised rows are multiplied with, `[features]`."""
+        weight: Tensor = self.weight
+        return weight if self.factor == 1 else weight.to(accumulation_dtype(weight.dtype)) * self.factor
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised `[..., features]`."""
-        weight: Tensor = self.weight
-        if self.factor != 1:
-            weight = weight.to(accumulation_dtype(weight.dtype)) * self.factor
-        return rms_norm(x, weight, self.eps, self.kernel)
+        return rms_norm(x, self.scale(), self.eps, self.kernel)
+
+    def of_stream(self, x: Tensor, added: Tensor | None = None, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Return x + factor * added, and that normalised; see `bmburst_ops.rms_norm.stream_norm`."""
+        return stream_norm(x, added, self.scale(), self.eps, factor=factor, kernel=self.kernel)
 
 
 class Table(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types

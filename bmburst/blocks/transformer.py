@@ -166,11 +166,12 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         return result
 
     def _forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int | None, mask: MaskOption | None) -> Tensor:
+        hidden, normed = self.input_layernorm.of_stream(hidden)
         # No name for what attention gives: it would live until the MLP is done.
-        hidden = torch.add(
-            hidden, self.self_attn(self.input_layernorm(hidden), cos, sin, length, mask), alpha=self.factor
+        hidden, normed = self.post_attention_layernorm.of_stream(
+            hidden, self.self_attn(normed, cos, sin, length, mask), self.factor
         )
         # What follows is added up and returned, of which backward reads nothing.
         is_needed = not recompute.is_recomputing(self._forward)
-        mlp: Tensor = self.mlp(self.post_attention_layernorm(hidden), cos.shape[1], is_needed=is_needed)
+        mlp: Tensor = self.mlp(normed, cos.shape[1], is_needed=is_needed)
         return torch.add(hidden, mlp, alpha=self.factor)

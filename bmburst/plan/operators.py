@@ -25,6 +25,9 @@ class Operators:
         swiglu_backward: Likewise.
         rotary: Of queries and keys, either way.
         loss: Of the logits.
+        stream_forward: Of the hidden state: the two additions to the stream, beyond what norms read and write.
+        stream_backward: Likewise: the stream's gradient, to which each norm adds its own.
+        gradient_sums: Of the hidden state: gradients of what q, k, v and gate, up read, added.
         wide_copies: Whether norm and activation make fp32 copies of what they work on.
         wide_loss: Whether the loss does.
         gathered: Chunks of tokens whose gradients of logits a 16-bit model's loss keeps at once.
@@ -39,6 +42,9 @@ class Operators:
     swiglu_backward: float
     rotary: float
     loss: float
+    stream_forward: float
+    stream_backward: float
+    gradient_sums: float
     wide_copies: bool
     wide_loss: bool
     gathered: int = 1
@@ -88,6 +94,9 @@ PLAIN = Operators(
     swiglu_backward=126,  # convert 18, sigmoid 8, six products and sums 64, convert 12, two products 24
     rotary=48,  # convert 6, four products and two sums of halves 28, join 8, convert 6
     loss=54,  # logits 4, logsumexp 24, softmax 16, mask 4, convert 6
+    stream_forward=12,
+    stream_backward=12,
+    gradient_sums=18,
     wide_copies=True,
     wide_loss=True,
 )
@@ -99,6 +108,9 @@ FUSED = Operators(
     swiglu_backward=10,
     rotary=4,
     loss=14,  # written in fp32, read, written in 16 bits, read by two products
+    stream_forward=12,
+    stream_backward=12,
+    gradient_sums=18,
     wide_copies=False,
     wide_loss=False,
 )
@@ -106,6 +118,9 @@ OURS = replace(
     FUSED,
     name="ours",
     norm_backward=6,  # gradient and input in, input's gradient out; the weight's shares are 0.3 % of 128K rows
+    stream_forward=10,  # the norm reads both terms in place of their sum, and writes that too
+    stream_backward=4,  # each norm reads one gradient more
+    gradient_sums=6,  # each product but the first reads the sum so far
     gathered=GATHERED_CHUNKS,
     repeats_last=False,
     swiglu_overwrites=True,
@@ -113,7 +128,5 @@ OURS = replace(
 OPERATORS = {each.name: each for each in (PLAIN, FUSED, OURS)}
 CURRENT = OURS
 """What `bmburst train` runs on NVIDIA GPUs with Triton; elsewhere it runs `PLAIN`."""
-STREAM = 12  # bytes an element of the hidden state: two additions to the stream, either way
 SCALED = 8  # bytes an element of the hidden state, backward: the two factors, where what is added to the stream has one
-GRADIENT_SUMS = 18  # bytes an element of the hidden state: gradients of what q, k, v and gate, up read, added
 DELTA = 4  # bytes an element of attention's output: rowsum(dO * O)
