@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmburst_ops.linears import linears
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTHS = (6, 2, 2)
 ROWS = (slice(None), slice(1, 2), slice(0, 2))
 
@@ -15,12 +16,12 @@ def problem(dtype, features=5, shape=(3, 7), scale=1.0):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(*shape, features, generator=generator, dtype=torch.float64)
     weights = [torch.randn(width, features, generator=generator, dtype=torch.float64) * scale for width in WIDTHS]
-    return [t.to(dtype).requires_grad_() for t in (x, *weights)]
+    return [t.to(DEVICE, dtype).requires_grad_() for t in (x, *weights)]
 
 
 def gradients(results, leaves, seed=4):
     generator = torch.Generator().manual_seed(seed)
-    grads = [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype) for r in results]
+    grads = [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r) for r in results]
     return torch.autograd.grad(results, leaves, grads)
 
 
