@@ -21,7 +21,7 @@ from torch import Tensor
 from bmburst.blocks.presets import PRESETS
 from bmburst_ops import fused, rms_norm, rotary, swiglu
 
-_FLUSH = 1 << 29  # bytes, ten times the L2 of an H200
+FLUSH = 1 << 29  # bytes, ten times the L2 of an H200
 
 
 class Row(NamedTuple):
@@ -59,7 +59,7 @@ def main() -> int:
 
 def _measure(options: argparse.Namespace, tokens: int) -> dict[str, dict[str, float]]:
     dtype = getattr(torch, options.dtype)
-    scratch = torch.empty(_FLUSH, dtype=torch.uint8, device="cuda")
+    scratch = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
     found = {}
     for row in _rows(PRESETS[options.model], tokens, dtype):
         seconds = _seconds(row.call, scratch, options.repeats)
@@ -117,16 +117,18 @@ def _both(
 
 def _seconds(call: Callable[[], object], scratch: Tensor, repeats: int) -> float:
     """Return the median of the GPU's times."""
-    times = []
-    for _ in range(3 + repeats):
-        scratch.zero_()  # keeps the GPU busy while the call is launched, too
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[3:])
+    return statistics.median([gpu_seconds(call, scratch) for _ in range(3 + repeats)][3:])
+
+
+def gpu_seconds(call: Callable[[], object], scratch: Tensor) -> float:
+    """Return the GPU's time for a call, after its caches have been emptied."""
+    scratch.zero_()  # keeps the GPU busy while the call is launched, too
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def _show(found: dict[str, dict[str, dict[str, float]]]) -> None:

@@ -8,3 +8,7 @@ ATTENTION_BACKWARD = 2.5
 
 TILE_ROWS = 64
 """Every tile of FlashAttention-4 has a multiple of this many rows."""
+
+GATHERED_CHUNKS = 4
+"""Chunks of tokens of which the loss of a 16-bit model keeps the gradients of the logits, for one product with the
+head's states: `bmburst_ops.linear_cross_entropy` says why so many."""

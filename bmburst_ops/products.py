@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 
-def product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """Return a @ b accumulated in, and never rounded below, the wide dtype."""
+def product(a: Tensor, b: Tensor, wide: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+    """Return a @ b accumulated in, and never rounded below, the wide dtype; in `out`, if that is given."""
     if a.is_cuda and a.dtype != wide:
-        return torch.mm(a, b, out_dtype=wide)
-    return a.to(wide) @ b.to(wide)
+        return torch.mm(a, b, out_dtype=wide, out=out)
+    return torch.mm(a.to(wide), b.to(wide), out=out)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -1,4 +1,8 @@
-"""Root mean square normalisation (arXiv:1910.07467): plain torch, Triton where `fused` says so, or what is named."""
+"""Root mean square normalisation (arXiv:1910.07467): plain torch, Triton where `fused` says so, or what is named.
+
+`stream_norm` is the norm in front of attention or MLP together with the stream that goes past them: what is added to
+it before, and backward the gradient that it brings along. The norm reads and writes these numbers anyway.
+"""
 
 from typing import Any
 
@@ -28,12 +32,46 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inverse_rms = ctx.saved_tensors
-        if inverse_rms is None:
-            inverse_rms = _inverse_rms(x.to(torch.promote_types(x.dtype, torch.float32)), ctx.eps)
-        fused = None if ctx.is_plain else _fused(x, weight)
-        grad_x, grad_weight = (fused.backward if fused else _backward)(grad_output, x, weight, inverse_rms)
+        grad_x, grad_weight = _gradients(ctx, grad_output)
         return grad_x, grad_weight, None, None
+
+
+class _StreamNorm(torch.autograd.Function):
+    """Saves the stream that it returns, which what follows keeps as well, and one number a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, factor: float, weight: Tensor, eps: float, kernel: str
+    ) -> tuple[Tensor, Tensor]:
+        module = choose_norm(kernel, x, weight)
+        add_forward = getattr(module, "add_forward", None)  # Triton's kernels have it
+        if added is not None and add_forward:
+            stream, normed, inverse_rms = add_forward(x, added, factor, weight, eps)
+        else:
+            stream = x if added is None else torch.add(x, added, alpha=factor)
+            normed, inverse_rms = module.forward(stream, weight, eps) if module else _forward(stream, weight, eps)
+        ctx.save_for_backward(stream, weight, inverse_rms)
+        ctx.eps, ctx.is_plain, ctx.factor = eps, kernel == "torch", None if added is None else factor
+        return stream, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_stream: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight = _gradients(ctx, grad_normed, grad_stream)
+        grad_added = grad_x if ctx.factor in (None, 1) else grad_x * ctx.factor
+        return grad_x, None if ctx.factor is None else grad_added, None, grad_weight, None, None
+
+
+def _gradients(ctx: Any, grad_output: Tensor, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the norm's input, plus `beside`, and of the weight."""
+    x, weight, inverse_rms = ctx.saved_tensors
+    if inverse_rms is None:
+        inverse_rms = _inverse_rms(x.to(torch.promote_types(x.dtype, torch.float32)), ctx.eps)
+    fused = None if ctx.is_plain else _fused(x, weight)
+    result: tuple[Tensor, Tensor] = (fused.backward if fused else _backward)(
+        grad_output, x, weight, inverse_rms, beside
+    )
+    return result
 
 
 def _inverse_rms(x_wide: Tensor, eps: float) -> Tensor:
@@ -47,13 +85,17 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (x_wide * inverse_rms * weight.to(wide)).to(x.dtype), inverse_rms
 
 
-def _backward(grad_output: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
+def _backward(
+    grad_output: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, beside: Tensor | None
+) -> tuple[Tensor, Tensor]:
     grad = grad_output.to(inverse_rms.dtype)
     normed = x.to(inverse_rms.dtype) * inverse_rms
     grad_normed = grad * weight.to(grad.dtype)
     along = (grad_normed * normed).mean(dim=-1, keepdim=True)
-    grad_x = (inverse_rms * (grad_normed - normed * along)).to(x.dtype)
-    return grad_x, (grad * normed).flatten(0, -2).sum(dim=0).to(weight.dtype)
+    grad_x = inverse_rms * (grad_normed - normed * along)
+    if beside is not None:
+        grad_x += beside
+    return grad_x.to(x.dtype), (grad * normed).flatten(0, -2).sum(dim=0).to(weight.dtype)
 
 
 def _fused(x: Tensor, weight: Tensor) -> Any | None:
@@ -97,7 +139,44 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: str = "auto") -> Ten
         ValueError: weight is not one number a feature.
         KernelError: The kernel is unknown, or cannot take these tensors here.
     """
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"the weight of a norm over {x.shape[-1]} features has shape {tuple(weight.shape)}")
+    _require_weight(x, weight)
     result: Tensor = _RMSNorm.apply(x, weight, eps, kernel)  # type: ignore[no-untyped-call]
     return result
+
+
+def stream_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, factor: float = 1.0, kernel: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Return x + factor * added, or x, and its `rms_norm`: both as they are by themselves.
+
+    Backward adds the stream's gradient to the norm's before it rounds.
+
+    Args:
+        x: `[..., features]`, the stream.
+        added: In its shape and dtype. None: nothing is.
+        weight: `[features]`.
+        eps: See `rms_norm`.
+        factor: On what is added.
+        kernel: See `rms_norm`.
+
+    Returns:
+        The stream, rounded to x's dtype, and its norm, likewise.
+
+    Raises:
+        ValueError: weight is not one number a feature, or what is added is not like x.
+        KernelError: The kernel is unknown, or cannot take these tensors here.
+    """
+    _require_weight(x, weight)
+    if added is not None and (added.shape != x.shape or added.dtype != x.dtype):
+        raise ValueError(
+            f"to a stream {tuple(x.shape)} {x.dtype} the like is added, got {tuple(added.shape)} {added.dtype}"
+        )
+    result: tuple[Tensor, Tensor] = _StreamNorm.apply(  # type: ignore[no-untyped-call]
+        x, added, factor, weight, eps, kernel
+    )
+    return result
+
+
+def _require_weight(x: Tensor, weight: Tensor) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"the weight of a norm over {x.shape[-1]} features has shape {tuple(weight.shape)}")

@@ -13,22 +13,19 @@ from torch import Tensor
 _NUMBERS = 4096  # of a row, that a program holds
 
 
-def cross_entropy_(
-    logits: Tensor, labels: Tensor, ignore_index: int, grad_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
+def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient: Tensor | None) -> Tensor:
     """See `bmburst_ops.cross_entropy`."""
     rows, width = logits.shape
     losses = torch.empty(rows, dtype=logits.dtype, device=logits.device)
-    gradient = logits if grad_dtype in (None, logits.dtype) else torch.empty_like(logits, dtype=grad_dtype)
     if rows:
         with torch.cuda.device_of(logits):  # Triton launches on the current device, wherever the tensors are
             _kernel[(rows,)](
-                *(logits, labels, losses, gradient, width, ignore_index),
-                WITH_GRADIENT=grad_dtype is not None,
+                *(logits, labels, losses, logits if gradient is None else gradient, width, ignore_index),
+                WITH_GRADIENT=gradient is not None,
                 BLOCK=min(_NUMBERS, triton.next_power_of_2(width)),
                 num_warps=8,
             )
-    return losses, None if grad_dtype is None else gradient
+    return losses
 
 
 @triton.jit

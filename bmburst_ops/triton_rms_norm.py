@@ -22,37 +22,54 @@ _PROGRAMS = 1056  # backward: 8 for each multiprocessor of an H100 or H200; thei
 
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm of x, contiguous, and 1 / sqrt(mean(x^2) + eps), fp32 `[..., 1]`."""
+    return _run_forward(x, None, 0.0, weight, eps)[1:]
+
+
+def add_forward(x: Tensor, added: Tensor, factor: float, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x + factor * added, rounded to the dtype of x, contiguous, and what `forward` returns of it."""
+    return _run_forward(x, added, factor, weight, eps)
+
+
+def _run_forward(
+    x: Tensor, added: Tensor | None, factor: float, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.reshape(-1, x.shape[-1])
+    more = rows if added is None else added.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    stream = x if added is None else torch.empty_like(out)
     inverse_rms = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     tile = _tile(rows)
     programs = triton.cdiv(len(rows), tile["ROWS"])
-    arguments = (rows, weight, out, inverse_rms, *rows.stride(), weight.stride(0), len(rows), eps)
-    _launch(_forward_kernel, programs, arguments, tile)
-    return out, inverse_rms
+    strides = (*rows.stride(), *more.stride(), weight.stride(0))
+    arguments = (rows, more, weight, stream, out, inverse_rms, *strides, len(rows), eps, factor)
+    _launch(_forward_kernel, programs, arguments, tile | {"ADDS": added is not None})
+    return stream, out, inverse_rms
 
 
-def backward(grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x, contiguous, and of the weight, each in its dtype."""
+def backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x, contiguous, plus `beside`, and of the weight, each in its dtype."""
     rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
+    more = rows if beside is None else beside.reshape(-1, x.shape[-1])
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tile = _tile(rows)
     programs = min(_PROGRAMS, triton.cdiv(len(rows), tile["ROWS"]))
     shares = torch.empty(programs, rows.shape[1], dtype=torch.float32, device=x.device)
-    strides = (*grad_rows.stride(), *rows.stride(), weight.stride(0))
-    arguments = (grad_rows, rows, weight, inverse_rms.view(-1), grad_x, shares, *strides, len(rows))
-    _launch(_backward_kernel, programs, arguments, tile)
+    strides = (*grad_rows.stride(), *rows.stride(), *more.stride(), weight.stride(0))
+    arguments = (grad_rows, rows, more, weight, inverse_rms.view(-1), grad_x, shares, *strides, len(rows))
+    _launch(_backward_kernel, programs, arguments, tile | {"ADDS": beside is not None})
     return grad_x, shares.sum(0).to(weight.dtype)
 
 
-def _tile(rows: Tensor) -> dict[str, int]:
+def _tile(rows: Tensor) -> dict[str, Any]:
     block = triton.next_power_of_2(rows.shape[1])
     count = max(1, _NUMBERS // block)
     warps = min(32, count * block // _NUMBERS_OF_WARP)
     return {"FEATURES": rows.shape[1], "ROWS": count, "BLOCK": block, "num_warps": warps}
 
 
-def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], tile: dict[str, int]) -> None:
+def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], tile: dict[str, Any]) -> None:
     if not programs:
         return
     with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device, wherever the tensors are
@@ -61,12 +78,17 @@ def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], tile: dict[s
 
 @triton.jit(do_not_specialize=["count"])
 def _forward_kernel(
-    x, weight, out, inverse_rms, x_row, x_column, weight_step, count, eps,
-    FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, added, weight, stream, out, inverse_rms,
+    x_row, x_column, added_row, added_column, weight_step, count, eps, factor,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     numbers = _load(x, rows, columns, x_row, x_column, count, FEATURES).to(tl.float32)
+    if ADDS:
+        numbers += factor * _load(added, rows, columns, added_row, added_column, count, FEATURES).to(tl.float32)
+        numbers = numbers.to(stream.dtype.element_ty).to(tl.float32)  # the norm is that of what the stream holds
+        _store(stream, numbers, rows, columns, count, FEATURES)
     weights = tl.load(weight + columns * weight_step, mask=columns < FEATURES, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(numbers * numbers, 1) / FEATURES + eps)
     tl.store(inverse_rms + rows, inverse, mask=rows < count)
@@ -75,8 +97,9 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _backward_kernel(
-    grad, x, weight, inverse_rms, grad_x, shares, grad_row, grad_column, x_row, x_column, weight_step, count,
-    FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, x, beside, weight, inverse_rms, grad_x, shares,
+    grad_row, grad_column, x_row, x_column, beside_row, beside_column, weight_step, count,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     step = tl.num_programs(0) * ROWS
@@ -96,7 +119,10 @@ def _backward_kernel(
         next_inverse = tl.load(inverse_rms + rows, mask=rows < count, other=0.0)
         weighted = grads * weights[None, :]
         along = tl.sum(weighted * normed, 1) / FEATURES
-        _store(grad_x, inverse[:, None] * (weighted - normed * along[:, None]), own, columns, count, FEATURES)
+        result = inverse[:, None] * (weighted - normed * along[:, None])
+        if ADDS:
+            result += _load(beside, own, columns, beside_row, beside_column, count, FEATURES).to(tl.float32)
+        _store(grad_x, result, own, columns, count, FEATURES)
         share += grads * normed
     tl.store(shares + program.to(tl.int64) * FEATURES + columns, tl.sum(share, 0), mask=columns < FEATURES)
 

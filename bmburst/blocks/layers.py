@@ -1,14 +1,12 @@
 """The parameters of LLaMA as BMTrain modules: matrix, norm and embedding table."""
 
-from typing import Any
-
 import bmtrain as bmt
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from bmburst_ops.linears import linears
 from bmburst_ops.merge import accumulation_dtype
-from bmburst_ops.rms_norm import rms_norm
+from bmburst_ops.rms_norm import rms_norm, stream_norm
 
 NO_DECAY = "no_decay"
 """BMTrain's parameter group of everything that weight decay leaves alone: vectors."""
@@ -28,36 +26,6 @@ def parameter(*shape: int, dtype: torch.dtype, split: int | None = None) -> bmt.
     local = [size // degree if dim == split else size for dim, size in enumerate(shape)]
     # BMTrain calls the parameter group "tp", whatever it is told.
     return bmt.DistributedParameter(torch.empty(local, dtype=dtype), tp_mode=True, tp_split_dim=split)
-
-
-class _Linear(torch.autograd.Function):
-    """`F.linear`, with some rows of a weight, that keeps the parameter itself for its backward.
-
-    torch's own keeps the transpose, a view of the numbers gathered by ZeRO-3 for the forward pass: every layer's would
-    stay in memory until its backward pass. BMTrain gathers them again, into the same parameter, so nothing is lost.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: slice, is_needed: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.rows = rows
-        if not is_needed:
-            return x.new_empty((*x.shape[:-1], len(weight[rows])))
-        return torch.nn.functional.linear(x, weight[rows])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad_output @ weight[ctx.rows] if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return grad_x, None, None, None
-        grad_rows = grad_output.flatten(0, -2).t() @ x.flatten(0, -2)
-        if grad_rows.shape == weight.shape:
-            return grad_x, grad_rows, None, None
-        grad_weight = torch.zeros_like(weight)
-        grad_weight[ctx.rows] = grad_rows
-        return grad_x, grad_weight, None, None
 
 
 class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
@@ -91,8 +59,15 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
 
     def forward(self, x: Tensor, *, is_needed: bool = True) -> Tensor:
         """Return x @ weight[rows].T + bias; undefined if it is not needed, of a recomputation that goes no further."""
-        result: Tensor = _Linear.apply(x, self.weight, self.rows, is_needed)  # type: ignore[no-untyped-call]
-        return result + self.bias if self.has_bias else result
+        (result,) = project(x, self, is_needed=is_needed)
+        return result
+
+
+def project(x: Tensor, *matrices: Linear, is_needed: bool = True) -> tuple[Tensor, ...]:
+    """Return what each of some matrices makes of one input; its gradient is added up inside of their products."""
+    products = linears(x, [each.weight for each in matrices], [each.rows for each in matrices], is_needed=is_needed)
+    pairs = zip(products, matrices, strict=True)
+    return tuple(product + each.bias if each.has_bias else product for product, each in pairs)
 
 
 class RMSNorm(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
@@ -113,12 +88,18 @@ class RMSNorm(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         self.weight = parameter(features, dtype=dtype)
         self.eps, self.factor, self.kernel = eps, factor, kernel
 
+    def scale(self) -> Tensor:
+        """Return what the normalised rows are multiplied with, `[features]`."""
+        weight: Tensor = self.weight
+        return weight if self.factor == 1 else weight.to(accumulation_dtype(weight.dtype)) * self.factor
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised `[..., features]`."""
-        weight: Tensor = self.weight
-        if self.factor != 1:
-            weight = weight.to(accumulation_dtype(weight.dtype)) * self.factor
-        return rms_norm(x, weight, self.eps, self.kernel)
+        return rms_norm(x, self.scale(), self.eps, self.kernel)
+
+    def of_stream(self, x: Tensor, added: Tensor | None = None, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Return x + factor * added, and that normalised; see `bmburst_ops.rms_norm.stream_norm`."""
+        return stream_norm(x, added, self.scale(), self.eps, factor=factor, kernel=self.kernel)
 
 
 class Table(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types

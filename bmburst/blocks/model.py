@@ -211,6 +211,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         embedding = self.model.embed_tokens.weight
         hidden = self._hidden(tokens, positions, length, embedding, mask)
         head = self._head(embedding)
+        del embedding  # memory can be the fullest in the loss, which reads the head alone
         own = self.tensor.own(labels, pad_value=IGNORE_INDEX)
         return token_loss_sum(hidden, head, own, chunk=self.loss_chunk, check=first or not labels.is_cuda)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from bmburst import recompute
 from bmburst.attention.call import MaskOption
 from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.layers import Linear, RMSNorm
+from bmburst.blocks.layers import Linear, RMSNorm, project
 from bmburst.blocks.mlp_chunks import mlp_chunk as choose_chunk
 from bmburst.blocks.tensor_parallel import TensorGroup
 from bmburst.host_store import HostStore
@@ -67,15 +67,13 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
         """Return `[batch, own tokens, hidden_size]`; see `TransformerBlock.forward`."""
         gathered = self.tensor.gather(hidden, cos.shape[1])
 
-        def heads(projection: Linear) -> Tensor:
-            projected: Tensor = projection(gathered)
-            return projected.view(*gathered.shape[:2], -1, self.head_dim)
-
-        query, key = heads(self.q_proj), heads(self.k_proj)
+        projected = project(gathered, self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (each.view(*gathered.shape[:2], -1, self.head_dim) for each in projected)
+        del projected  # rotary embedding makes other tensors of two of them
         if self.has_norms:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        mixed: Tensor = self.attention(query, key, heads(self.v_proj), length, mask)
+        mixed: Tensor = self.attention(query, key, value, length, mask)
         return self.tensor.add_up(self.o_proj(mixed.flatten(-2)))
 
 
@@ -114,7 +112,7 @@ class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
             weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
             return self.tensor.add_up(gated_mlp(gathered, *weights, chunk=chunk, is_needed=is_needed))
         # Only down_proj reads the activation, and its backward makes a new gradient for it.
-        inner = swiglu(self.gate_proj(gathered), self.up_proj(gathered), overwrite_grad=True)
+        inner = swiglu(*project(gathered, self.gate_proj, self.up_proj), overwrite_grad=True)
         return self.tensor.add_up(self.down_proj(inner, is_needed=is_needed))
 
 
@@ -168,11 +166,12 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         return result
 
     def _forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int | None, mask: MaskOption | None) -> Tensor:
+        hidden, normed = self.input_layernorm.of_stream(hidden)
         # No name for what attention gives: it would live until the MLP is done.
-        hidden = torch.add(
-            hidden, self.self_attn(self.input_layernorm(hidden), cos, sin, length, mask), alpha=self.factor
+        hidden, normed = self.post_attention_layernorm.of_stream(
+            hidden, self.self_attn(normed, cos, sin, length, mask), self.factor
         )
         # What follows is added up and returned, of which backward reads nothing.
         is_needed = not recompute.is_recomputing(self._forward)
-        mlp: Tensor = self.mlp(self.post_attention_layernorm(hidden), cos.shape[1], is_needed=is_needed)
+        mlp: Tensor = self.mlp(normed, cos.shape[1], is_needed=is_needed)
         return torch.add(hidden, mlp, alpha=self.factor)

@@ -28,26 +28,42 @@ def with_margin(hardware: Hardware, free: float) -> Hardware:
 
 
 def of_first_layers(way: Candidate, room: Hardware, policies: Sequence[str]) -> list[Candidate]:
-    """Return the ways between two policies that are tried, "none" and one of `MIXED`; none where "none" itself fits.
+    """Return the ways between "none" and policies of `MIXED` that are tried too; none where "none" itself fits.
 
     Args:
         way: All but the policy.
         room: What it must fit: `with_margin`.
         policies: That are tried.
     """
-    layers = way.task.model.num_layers
-    named = [name for name in MIXED if name in policies]
-    if "none" not in policies or not named or layers == 1:
-        return []
     whole = replace(way, recompute="none")
-    memory, found = memory_of(whole, room), []
-    for name in () if memory.fits else named:
-        each = replace(way, recompute=name)
-        # The peak is where all layers are done with their forward: each that it names leaves it so much lower.
-        fewest = max(1, math.ceil((memory.total - room.memory) / (_kept(whole) - _kept(each))))
-        tried = (replace(way, recompute=f"{name}{FIRST}{count}") for count in range(fewest, min(fewest + 2, layers)))
-        found += [one for one in tried if memory_of(one, room).fits][:1]
+    if "none" not in policies or way.task.model.num_layers == 1:
+        return []
+    memory = memory_of(whole, room)
+    if memory.fits:
+        return []
+    found: list[Candidate] = []
+    for row in MIXED:
+        ways = [_fewest(whole, name, memory.total, room) if name in policies else None for name in row]
+        resident, *hosted = ways
+        found += [one for one in ([resident] if resident else hosted) if one]
     return found
+
+
+def _fewest(whole: Candidate, name: str, total: float, room: Hardware) -> Candidate | None:
+    """Return the way that computes the fewest layers again by a policy and fits; None: there is none.
+
+    Args:
+        whole: The way that computes none again.
+        name: The policy.
+        total: Bytes of the GPU that `whole` takes.
+        room: See `of_first_layers`.
+    """
+    each = replace(whole, recompute=name)
+    # The peak is where all layers are done with their forward: each that it names leaves it so much lower.
+    fewest = max(1, math.ceil((total - room.memory) / (_kept(whole) - _kept(each))))
+    counts = range(fewest, min(fewest + 2, whole.task.model.num_layers))
+    tried = (replace(whole, recompute=f"{name}{FIRST}{count}") for count in counts)
+    return next((one for one in tried if memory_of(one, room).fits), None)
 
 
 def _kept(way: Candidate) -> float:

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from bmburst.plan.buffers import attention_buffers, held_outside
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import adam_bytes, held_block, mlp_matrix, table, tables
+from bmburst.plan.counts import adam_bytes, held_block, mlp_matrix, table
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.operators import CURRENT, WIDE, Operators
 from bmburst.recompute_policy import BlockBytes
@@ -261,16 +261,20 @@ class _Parts:
         }
 
     def _loss(self) -> Lines:
-        """The last hidden state and the normed one, its gradient, the head, its gradient in fp32, one chunk."""
-        task, model = self.task, self.model
+        """The last hidden state and the normed one, its gradient, the head, its gradient in fp32, one chunk.
+
+        And the gathered gradients of logits, with the states that they will be multiplied with.
+        """
+        task, model, operators = self.task, self.model, self.operators
         chunk = min(task.loss_chunk, self.own_rows)
-        logits = chunk * model.vocab_size * self.operators.loss_alive(task.itemsize)
+        logits = model.vocab_size * operators.loss_alive(task.itemsize, chunk, self.own_rows)
+        states = min(self.own_rows, chunk * operators.gathered_chunks(task.itemsize)) * model.hidden_size
         return {
             "kept for backward": self._all_kept() + self.hidden + self.norm_statistic,
             "not yet let go to host memory": self._visiting(backward=False),
-            "embedding and head": tables(model) * self._table() + table(model) * float(WIDE),
+            "embedding and head": self._table() + table(model) * float(WIDE),
             "gradients in flight": 2 * self.hidden,
-            "loss chunk": logits + chunk * model.hidden_size * float(task.itemsize),
+            "loss chunk": logits + states * float(task.itemsize),
         }
 
     def _last_norm(self) -> Lines:

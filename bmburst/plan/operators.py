@@ -8,6 +8,8 @@ account and time does not.
 
 from dataclasses import dataclass, replace
 
+from bmburst_ops.constants import GATHERED_CHUNKS
+
 WIDE = 4  # bytes of what is fp32: inside operators, AdamW's state, log-sum-exp and delta, and what a ring adds up
 
 
@@ -23,8 +25,12 @@ class Operators:
         swiglu_backward: Likewise.
         rotary: Of queries and keys, either way.
         loss: Of the logits.
+        stream_forward: Of the hidden state: the two additions to the stream, beyond what norms read and write.
+        stream_backward: Likewise: the stream's gradient, to which each norm adds its own.
+        gradient_sums: Of the hidden state: gradients of what q, k, v and gate, up read, added.
         wide_copies: Whether norm and activation make fp32 copies of what they work on.
         wide_loss: Whether the loss does.
+        gathered: Chunks of tokens whose gradients of logits a 16-bit model's loss keeps at once.
         repeats_last: Whether a block's recomputation forms its last product, of which backward reads nothing, again.
         swiglu_overwrites: Whether one gradient of the activation's inputs takes the place of its result's.
     """
@@ -36,8 +42,12 @@ class Operators:
     swiglu_backward: float
     rotary: float
     loss: float
+    stream_forward: float
+    stream_backward: float
+    gradient_sums: float
     wide_copies: bool
     wide_loss: bool
+    gathered: int = 1
     repeats_last: bool = True
     swiglu_overwrites: bool = False
 
@@ -58,9 +68,18 @@ class Operators:
             return (1.0 if self.swiglu_overwrites else 2.0) * itemsize
         return 4.0 * WIDE + 2 * _copy(itemsize) + (itemsize if itemsize < WIDE else 0)
 
-    def loss_alive(self, itemsize: int) -> float:
-        """Return the bytes of a logit that live at once: itself, and its exponential inside of logsumexp."""
-        return 2.0 * WIDE if self.wide_loss else WIDE + itemsize
+    def gathered_chunks(self, itemsize: int) -> int:
+        """Return how many chunks' gradients of logits are multiplied with their states at once."""
+        return self.gathered if itemsize < WIDE else 1
+
+    def loss_alive(self, itemsize: int, chunk: float, rows: float) -> float:
+        """Return the bytes of each word that live at once: a chunk's logits, gradients of as many as are gathered.
+
+        In fp32 one is the other. Plain torch has a logit's exponential beside it, inside of logsumexp.
+        """
+        logits = chunk * (2.0 * WIDE if self.wide_loss else WIDE)
+        kept = min(rows, chunk * self.gathered_chunks(itemsize)) * itemsize
+        return logits if self.wide_loss or itemsize == WIDE else logits + kept
 
 
 def _copy(itemsize: int) -> int:
@@ -75,6 +94,9 @@ PLAIN = Operators(
     swiglu_backward=126,  # convert 18, sigmoid 8, six products and sums 64, convert 12, two products 24
     rotary=48,  # convert 6, four products and two sums of halves 28, join 8, convert 6
     loss=54,  # logits 4, logsumexp 24, softmax 16, mask 4, convert 6
+    stream_forward=12,
+    stream_backward=12,
+    gradient_sums=18,
     wide_copies=True,
     wide_loss=True,
 )
@@ -86,6 +108,9 @@ FUSED = Operators(
     swiglu_backward=10,
     rotary=4,
     loss=14,  # written in fp32, read, written in 16 bits, read by two products
+    stream_forward=12,
+    stream_backward=12,
+    gradient_sums=18,
     wide_copies=False,
     wide_loss=False,
 )
@@ -93,13 +118,15 @@ OURS = replace(
     FUSED,
     name="ours",
     norm_backward=6,  # gradient and input in, input's gradient out; the weight's shares are 0.3 % of 128K rows
+    stream_forward=10,  # the norm reads both terms in place of their sum, and writes that too
+    stream_backward=4,  # each norm reads one gradient more
+    gradient_sums=6,  # each product but the first reads the sum so far
+    gathered=GATHERED_CHUNKS,
     repeats_last=False,
     swiglu_overwrites=True,
 )
 OPERATORS = {each.name: each for each in (PLAIN, FUSED, OURS)}
 CURRENT = OURS
 """What `bmburst train` runs on NVIDIA GPUs with Triton; elsewhere it runs `PLAIN`."""
-STREAM = 12  # bytes an element of the hidden state: two additions to the stream, either way
 SCALED = 8  # bytes an element of the hidden state, backward: the two factors, where what is added to the stream has one
-GRADIENT_SUMS = 18  # bytes an element of the hidden state: gradients of what q, k, v and gate, up read, added
 DELTA = 4  # bytes an element of attention's output: rowsum(dO * O)

@@ -8,7 +8,7 @@ from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import BACKWARD, block_matrices, held_block, mlp_matrix, model_flops, table, tables
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.memory import block_bytes
-from bmburst.plan.operators import CURRENT, DELTA, GRADIENT_SUMS, SCALED, STREAM, WIDE, Operators
+from bmburst.plan.operators import CURRENT, DELTA, SCALED, WIDE, Operators
 from bmburst.plan.traffic import collective
 
 OUTSIDE_BLOCKS = 2  # what embedding, head and optimizer take of the host, in blocks
@@ -141,10 +141,10 @@ def _elements(candidate: Candidate, hardware: Hardware, operators: Operators) ->
     inner = rows * model.intermediate_size / candidate.tensor
     turned = rows * (candidate.own_heads + candidate.own_kv_heads) * model.head_dim
     attended = rows * candidate.own_heads * model.head_dim
-    forward = (2 * operators.norm_forward + STREAM) * hidden + operators.swiglu_forward * inner
-    backward = (2 * operators.norm_backward + STREAM) * hidden + operators.swiglu_backward * inner
+    forward = (2 * operators.norm_forward + operators.stream_forward) * hidden + operators.swiglu_forward * inner
+    backward = (2 * operators.norm_backward + operators.stream_backward) * hidden + operators.swiglu_backward * inner
     backward += 0 if model.residual_scale == 1 else SCALED * hidden
-    backward += GRADIENT_SUMS * rows * model.hidden_size + DELTA * attended
+    backward += operators.gradient_sums * rows * model.hidden_size + DELTA * attended
     if candidate.mlp_rows < rows:  # each chunk reads and writes the sums of the weights' gradients
         backward += 3 * 2 * WIDE * mlp_matrix(model, candidate.tensor) * -(-rows // candidate.mlp_rows)
     turning = operators.rotary * turned
@@ -182,8 +182,9 @@ def _head(candidate: Candidate, hardware: Hardware) -> float:
 def _loss(candidate: Candidate, hardware: Hardware, operators: Operators) -> float:
     model, rows = candidate.task.model, candidate.rows / candidate.tensor
     norm = (operators.norm_forward + operators.norm_backward) * rows * model.hidden_size
-    chunks = math.ceil(rows / candidate.task.loss_chunk)  # each reads and writes the sums of the head's gradient
-    return hardware.memory_seconds(operators.loss * rows * model.vocab_size + norm + chunks * 2 * WIDE * table(model))
+    gathered = candidate.task.loss_chunk * operators.gathered_chunks(candidate.task.itemsize)
+    sums = math.ceil(rows / gathered) * 2 * WIDE * table(model)  # of the head's gradient, read and written
+    return hardware.memory_seconds(operators.loss * rows * model.vocab_size + norm + sums)
 
 
 def _zero(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:

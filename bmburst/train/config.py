@@ -60,6 +60,9 @@ class OptimizerConfig:
         "a rank in bfloat16, 8 in float32.",
         default=False,
     )
+    kernel: Literal["auto", "bmtrain"] = field(
+        "What updates bfloat16 weights on a GPU: a Triton kernel where that runs, or BMTrain's.", default="auto"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -6,11 +6,13 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from bmburst.amounts import GIB
 from bmburst.errors import RunError, UserError
+from bmburst.plan.first_layers import of_first_layers
 from bmburst.plan.hardware import Hardware, hardware_like
 from bmburst.plan.memory import Memory, memory_of
 from bmburst.recompute_policy import POLICIES, Policy
@@ -23,7 +25,7 @@ _SMALL_CHUNK = 256  # tokens
 _MORE_RANKS = (2, 4, 8)
 _FRAGMENTS = 0.05  # of the GPU: reserved and not allocated
 _LESS = 0.95  # of what is predicted for the settings that did not fit
-_FRUGAL = "block"
+_FRUGAL, _DEFAULT = "block", "block-keep-attention"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +111,7 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
 def _settings(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, now: float) -> list[str]:
     fitting = []
     limit = min(hardware.memory, _LESS * now)  # where the prediction is too low, it is so for all
-    for words, changed, times in _changes(config):
+    for words, changed, times in chain(_first_layers(config, ranks, nodes, hardware, limit), _changes(config)):
         memory = _memory(changed, ranks * times, nodes * times, hardware)
         if memory is None or memory.total > limit or memory.in_host > memory.host_capacity:
             continue
@@ -119,6 +121,21 @@ def _settings(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, n
             "none of recompute, offload, loss chunk and up to 8 times the ranks would fit: shorten --sequence-length"
         ]
     return ["settings that would fit, as predicted (they need a few percent to spare):", *fitting[:_MOST]]
+
+
+def _first_layers(
+    config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, limit: float
+) -> Iterator[tuple[str, TrainConfig, int]]:
+    """Yield the default policy for the fewest first layers that take no more than a limit, as `_changes` does.
+
+    It computes less again than any policy that holds for all layers.
+    """
+    try:
+        way = planned(config, ranks, nodes, hardware)
+    except UserError:
+        return
+    for each in of_first_layers(way, dataclasses.replace(hardware, memory=limit), ("none", _DEFAULT)):
+        yield f"--recompute {each.recompute}", config.replace(recompute=each.recompute), 1
 
 
 def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:

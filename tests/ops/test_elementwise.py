@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from bmburst_ops.rms_norm import rms_norm
+from bmburst_ops.rms_norm import rms_norm, stream_norm
 from bmburst_ops.rotary import apply_rotary
 from bmburst_ops.swiglu import swiglu
 
@@ -31,6 +31,43 @@ def test_rms_norm_of_a_zero_row_is_zero() -> None:
     rms_norm(x, torch.ones(5), 1e-5).sum().backward()
     assert x.grad is not None
     assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 0.75])
+def test_the_norm_of_a_stream_is_sum_and_norm(factor: float | None) -> None:
+    """Two results that are used, or one of them; where nothing is added the stream is what was given."""
+    x, added = (_random(2, 3, 5, seed=seed).requires_grad_() for seed in range(2))
+    weight = _random(5, seed=2).requires_grad_()
+    leaves = (x, weight) if factor is None else (x, weight, added)
+
+    def ours(x: Tensor, weight: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return stream_norm(x, added, weight, 1e-2, factor=factor or 1.0)
+
+    stream = x if factor is None else x + factor * added
+    expected = stream, rms_norm(stream, weight, 1e-2)
+    results, grads = ours(*leaves), [_random(2, 3, 5, seed=seed) for seed in (3, 4)]
+    torch.testing.assert_close(results, expected)
+    for used in (slice(None), slice(1), slice(1, 2)):
+        found, wanted = (
+            torch.autograd.grad(of[used], leaves, grads[used], retain_graph=True, materialize_grads=True)
+            for of in (results, expected)
+        )
+        torch.testing.assert_close(found, wanted)
+    assert torch.autograd.gradcheck(ours, leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_a_stream_are_rounded_once(dtype: torch.dtype) -> None:
+    """The norm's and the stream's together: half a unit in the last place, where two roundings take more."""
+    x, weight, *grads = (
+        _random(*shape, seed=seed).to(dtype) for seed, shape in enumerate([(99, 24), (24,), (99, 24), (99, 24)])
+    )
+    leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    (found,) = torch.autograd.grad(stream_norm(leaf, None, weight, 1e-5), leaf, grads)
+    (wanted,) = torch.autograd.grad(
+        stream_norm(exact, None, weight.double(), 1e-5), exact, [grad.double() for grad in grads]
+    )
+    assert ((found.double() - wanted).abs() <= 0.501 * torch.finfo(dtype).eps * wanted.abs() + 1e-6).all()
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rotary", "swiglu"])
@@ -81,6 +118,10 @@ def test_rotary_is_hugging_faces() -> None:
 def test_like_shapes_are_required() -> None:
     with pytest.raises(ValueError, match="13 features"):
         rms_norm(torch.zeros(2, 13), torch.ones(1), 1e-5)
+    with pytest.raises(ValueError, match="13 features"):
+        stream_norm(torch.zeros(2, 13), None, torch.ones(1), 1e-5)
+    with pytest.raises(ValueError, match="the like is added"):
+        stream_norm(torch.zeros(2, 13), torch.zeros(1, 13), torch.ones(13), 1e-5)
     with pytest.raises(ValueError, match="even head_dim"):
         apply_rotary(torch.zeros(1, 2, 3, 5), torch.zeros(1, 2, 2), torch.zeros(1, 2, 2))
     with pytest.raises(ValueError, match="tokens"):

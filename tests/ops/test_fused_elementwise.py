@@ -65,6 +65,27 @@ def test_norm(triton, shape, layout, dtype):
 
 
 @every_dtype
+@pytest.mark.parametrize("factor", [None, 1.0, -0.375])
+@pytest.mark.parametrize(
+    ("shape", "layout"), [((2, 37, 40), "dense"), ((9, 13), "columns"), ((3, 5, 300), "slice"), ((1, 1), "dense")]
+)
+def test_norm_of_a_stream(triton, shape, layout, factor, dtype):
+    """Two results, with gradients of both; nothing is added where there is no factor."""
+    x, added, weight = laid_out(shape, layout, dtype), laid_out(shape, "slice", dtype, 3), random(shape[-1:], dtype, 1)
+    grads = [laid_out(shape, of, dtype, seed) for seed, of in ((4, "slice"), (5, "dense"))]
+
+    def function(x, weight, *added):
+        return rms_norm.stream_norm(x, *(added or [None]), weight, 1e-3, factor=1.0 if factor is None else factor)
+
+    # The stream is rounded before it is normalised, which fp64 knows nothing of.
+    check(function, [x, weight] if factor is None else [x, weight, added], grads, units=3 if factor else 1)
+    assert triton == {"triton_rms_norm"}
+    stream, normed = function(x, weight, *([] if factor is None else [added]))
+    torch.testing.assert_close(normed, rms_norm.rms_norm(stream, weight, 1e-3), rtol=0, atol=0)
+    assert factor is not None or stream.data_ptr() == x.data_ptr()
+
+
+@every_dtype
 @pytest.mark.parametrize(("rows", "words"), [(5, 41), (3, 4096), (2, 9001), (1, 1), (0, 7)])
 def test_cross_entropy(triton, rows, words, dtype):
     """Of fp32 logits, with the gradient in any dtype; a token without a label has none."""
@@ -74,12 +95,15 @@ def test_cross_entropy(triton, rows, words, dtype):
     exact = logits.double().requires_grad_()
     wanted = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
     (of_logits,) = torch.autograd.grad(wanted.sum(), exact)
-    losses, gradient = cross_entropy.cross_entropy_(logits.clone(), labels, -100, dtype)
-    assert losses.dtype == torch.float32 and gradient.dtype == dtype
+    gradient = torch.empty_like(logits, dtype=dtype)
+    losses = cross_entropy.cross_entropy_(logits.clone(), labels, -100, gradient)
+    assert losses.dtype == torch.float32
     torch.testing.assert_close(losses.double(), wanted.detach(), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(gradient.double(), of_logits, **TOLERANCE[dtype] | {"atol": 2e-6})
-    alone, none = cross_entropy.cross_entropy_(logits.clone(), labels, -100, None)
-    assert none is None and torch.equal(alone, losses)
+    assert torch.equal(cross_entropy.cross_entropy_(logits.clone(), labels, -100, None), losses)
+    in_place = logits.clone()
+    assert torch.equal(cross_entropy.cross_entropy_(in_place, labels, -100, in_place), losses)
+    torch.testing.assert_close(in_place.double(), of_logits, rtol=3e-6, atol=2e-6)
     assert triton == {"triton_cross_entropy"}
 
 
@@ -201,24 +225,32 @@ def laid_out(shape, layout, dtype, seed=0):
     return wide[..., 1::2, 1:-2].copy_(dense)
 
 
-def check(function, inputs, grad, *, sums=40):
+def check(function, inputs, grads, *, sums=40, units=1):
     """Compare results and gradients with those in fp64 of the same inputs, which plain torch computes.
 
     Args:
         function: Of the inputs.
-        inputs: Leaves; the last may be a weight, whose gradient is a sum over rows.
-        grad: Of the result; may be overwritten.
+        inputs: Leaves; the second may be a weight, whose gradient is a sum over rows.
+        grads: Of the result, or of each of several; may be overwritten.
         sums: How many numbers a gradient adds up.
+        units: How many times the error of one rounding a number may be off.
     """
-    exact_inputs, exact_grad = [x.double().requires_grad_() for x in inputs], grad.double()
-    exact = function(*exact_inputs)
-    wanted = [exact, *torch.autograd.grad(exact, exact_inputs, exact_grad)]
+    grads = grads if isinstance(grads, list) else [grads]
+    exact_inputs, exact_grads = [x.double().requires_grad_() for x in inputs], [g.double() for g in grads]
+    exact = listed(function(*exact_inputs))
+    wanted = [*exact, *torch.autograd.grad(exact, exact_inputs, exact_grads)]
     leaves = [x.detach().requires_grad_() for x in inputs]
-    result = function(*leaves)
-    assert result.is_contiguous()
-    found = [result, *torch.autograd.grad(result, leaves, grad)]
-    for ours, theirs, like in zip(found, wanted, [inputs[0], *inputs], strict=True):
+    results = listed(function(*leaves))
+    assert results[-1].is_contiguous()
+    found = [*results, *torch.autograd.grad(results, leaves, grads)]
+    for ours, theirs, like in zip(found, wanted, [inputs[0]] * len(results) + inputs, strict=True):
         assert ours.dtype is like.dtype
         tolerance = TOLERANCE[like.dtype]
-        atol = tolerance["atol"] * max(1.0, sums**0.5 / 4)
-        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance["rtol"], atol=atol)
+        atol = units * tolerance["atol"] * max(1.0, sums**0.5 / 4)
+        if units > 1:
+            atol = max(atol, tolerance["rtol"] * float(theirs.detach().abs().max()))
+        torch.testing.assert_close(ours.double(), theirs, rtol=units * tolerance["rtol"], atol=atol)
+
+
+def listed(results):
+    return list(results) if isinstance(results, tuple) else [results]

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy, num_chunks
+from tests.live_bytes import LiveBytes
 
 
 def _problem(tokens: int, features: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,11 +27,11 @@ def _reference(hidden: Tensor, weight: Tensor, labels: Tensor, factor: float) ->
     return loss.detach(), hidden.grad, weight.grad
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 13, 1000])
+@pytest.mark.parametrize(("chunk", "gathered"), [(1, 1), (1, 4), (4, 1), (4, 2), (3, 3), (13, 1), (1000, 7)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_equals_all_logits_at_once(dtype: torch.dtype, chunk: int) -> None:
+def test_equals_all_logits_at_once(dtype: torch.dtype, chunk: int, gathered: int) -> None:
     hidden, weight, labels = _problem(13, 5, 17, dtype)
-    loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk, gathered=gathered)
     (loss * 0.75).backward()
     expected = _reference(hidden, weight, labels, 0.75)
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
@@ -122,30 +122,51 @@ def test_two_backward_passes_give_the_same_gradient() -> None:
         torch.testing.assert_close(a, 2 * b)
 
 
-class _LargestResult(TorchDispatchMode):
+class _Products(LiveBytes):
+    """Counts them, and the bytes of the largest result."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.numel, self.products = 0, 0
+        self.largest, self.number = 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(result, Tensor):
-            self.numel = max(self.numel, result.numel())
-        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
+            self.largest = max(self.largest, result.nbytes)
+        self.number += func._schema.name in ("aten::mm", "aten::addmm_")
         return result
 
 
-def test_never_all_logits() -> None:
-    """Nothing larger than the weight or a chunk's logits, in both passes; three products a chunk, one without grad."""
-    hidden, weight, labels = _problem(64, 4, 50, torch.float32)
-    with _LargestResult() as seen:
-        linear_cross_entropy(hidden, weight, labels, chunk=8).backward()
-    assert seen.numel == 8 * 50
-    assert seen.products == 3 * num_chunks(64, 8)
-    with torch.no_grad(), _LargestResult() as seen:
-        linear_cross_entropy(hidden, weight, labels, chunk=8)
-    assert seen.numel == 8 * 50
-    assert seen.products == num_chunks(64, 8)
+@pytest.mark.parametrize("gathered", [None, 1, 3])
+def test_never_all_logits(gathered: int | None) -> None:
+    """Nothing larger than the gathered gradients of logits, or than the weight's own, is ever made."""
+    tokens, features, words, chunk = 64, 4, 50, 8
+    hidden, weight, labels = _problem(tokens, features, words, torch.float32)
+    with _Products() as seen:
+        linear_cross_entropy(hidden, weight, labels, chunk=chunk, gathered=gathered).backward()
+    groups = num_chunks(tokens, chunk * (gathered or 1))
+    assert seen.largest == 4 * chunk * words * (gathered or 1)
+    assert seen.number == num_chunks(tokens, chunk) + 2 * groups
+    with torch.no_grad(), _Products() as seen:
+        linear_cross_entropy(hidden, weight, labels, chunk=chunk, gathered=gathered)
+    assert seen.largest == 4 * chunk * words
+    assert seen.number == num_chunks(tokens, chunk)
+
+
+@pytest.mark.parametrize("gathered", [1, 3])
+def test_one_chunks_logits_live_at_a_time(gathered: int) -> None:
+    """With gradients, in the place of those that are gathered; without, one after another."""
+    words, chunk = 5000, 8
+    hidden, weight, labels = _problem(64, 4, words, torch.float64)
+    logits = 8 * chunk * words
+    with torch.no_grad(), LiveBytes() as seen:
+        linear_cross_entropy(hidden, weight, labels, chunk=chunk, gathered=gathered)
+    assert seen.peak == pytest.approx(logits, rel=0.02)
+    with LiveBytes() as seen:
+        loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk, gathered=gathered)
+    assert loss.requires_grad
+    assert seen.now == pytest.approx(weight.nbytes + hidden.nbytes, rel=0.02)  # the gradients
+    assert seen.peak == pytest.approx(seen.now + gathered * logits, rel=0.02)
 
 
 def test_number_of_chunks_depends_on_the_number_of_tokens() -> None:
@@ -164,3 +185,5 @@ def test_misfits_are_refused() -> None:
         linear_cross_entropy(hidden, weight, labels.int())
     with pytest.raises(ValueError, match="at least one token"):
         linear_cross_entropy(hidden, weight, labels, chunk=0)
+    with pytest.raises(ValueError, match="one is gathered"):
+        linear_cross_entropy(hidden, weight, labels, gathered=0)

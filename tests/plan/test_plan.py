@@ -183,7 +183,7 @@ def test_a_search_tries_first_layers_where_not_all_can_keep_everything():
     assert not any(each.candidate.policy.layers for each in short if each.candidate.zero == 3)
     with pytest.raises(UserError, match="names all of the model's 32 layers"):
         candidates(task(), recompute=["none", "block+first-32"])
-    asked = search(task(sequence=1 << 18), H200, recompute=["none", "block+offload"])
+    asked = search(task(sequence=1 << 18), H200, recompute=["none", "block-keep-attention:0.5"])
     assert not any(each.candidate.policy.layers for each in asked)
 
 

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
+import pytest
 import torch
 
 from tests.distributed.programs import run_program
@@ -42,6 +44,68 @@ def _equals_torch():
             assert optimizer.step(partial(_give, shards, whole), scale=4) == 7.0
         for shard in shards:
             torch.testing.assert_close(gather(shard), whole[shard.name].detach())
+
+
+def test_bf16_weights_take_the_fused_kernel_or_bmtrains():
+    """Under BMTrain's OptimManager, with a loss scale; either goes on with the state that the other left."""
+    run_program(1, _bf16_weights_take_the_fused_kernel_or_bmtrains)
+
+
+def _bf16_weights_take_the_fused_kernel_or_bmtrains():
+    import bmtrain as bmt
+
+    from bmburst import optim
+    from bmburst.errors import UserError
+
+    asked = []
+
+    def twin(name, *tensors):
+        asked.append(name)
+        return import_module(f"bmburst_ops.{name}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim, "triton_twin", twin)
+        made = {kernel: _managed(bmt, optim, kernel) for kernel in optim.KERNELS}
+        for step in range(4):
+            for kernel, (optimizer, manager, parameters) in made.items():
+                asked.clear()
+                generator = torch.Generator().manual_seed(step)
+                for parameter in parameters[:-1]:
+                    parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                manager.step()
+                assert asked == (["triton_adam"] if kernel == "auto" else [])
+                assert parameters[-1] not in optimizer.state
+            _assert_alike(*(optimizer for optimizer, *_ in made.values()))
+            if step == 1:
+                states = [optimizer.state_dict() for optimizer, *_ in made.values()]
+                for (optimizer, *_), state in zip(made.values(), reversed(states), strict=True):
+                    optimizer.load_state_dict(state)
+        for optimizer, _, parameters in made.values():
+            assert [optimizer.state[p]["step"] for p in parameters[:-1]] == [4, 4, 4]
+    with pytest.raises(UserError, match="unknown optimizer kernel 'triton'"):
+        optim.AdamW([torch.nn.Parameter(torch.zeros(1))], kernel="triton")
+
+
+def _managed(bmt, optim, kernel):
+    """Return an optimizer over weights of three kinds, BMTrain's manager around it, and the weights."""
+    generator = torch.Generator().manual_seed(9)
+    sizes = ((1025, torch.bfloat16), (3, torch.bfloat16), (5, torch.float32), (7, torch.bfloat16))
+    parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n, dtype in sizes]
+    narrow, wide = [p for p in parameters if p.dtype != torch.float32], [parameters[2]]
+    groups = [{"params": narrow, "weight_decay": 0.5}, {"params": wide}]
+    optimizer = optim.AdamW(groups, lr=0.02, betas=(0.9, 0.999), eps=1e-3, kernel=kernel)
+    manager = bmt.optim.OptimManager(loss_scale=8)
+    manager.add_optimizer(optimizer)
+    return optimizer, manager, parameters
+
+
+def _assert_alike(ours, theirs):
+    pairs = zip(ours._parameters(), theirs._parameters(), strict=True)
+    for p, like in (pair for pair in pairs if pair[0] in ours.state):
+        assert ours.state[p].keys() == theirs.state[like].keys()
+        torch.testing.assert_close(p.float(), like.float(), rtol=2**-7, atol=0)  # the interpreter cuts bf16 off
+        for name, value in ours.state[p].items():
+            torch.testing.assert_close(value, theirs.state[like][name], rtol=1e-6, atol=1e-7)
 
 
 def _give(shards, whole):

@@ -13,6 +13,7 @@ from bmburst.plan.memory import memory_of
 from bmburst.plan.task import Task
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
 from bmburst.train.out_of_memory import DeviceMemory, explain, explained
+from bmburst.train.planned import planned
 
 GIB = 2**30
 ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB"
@@ -84,6 +85,26 @@ def test_settings_that_would_fit_do_and_others_are_not_named():
     offloaded = config(2**21, optimizer=OptimizerConfig(offload=True))
     assert not any(words == "--optimizer.offload" for words in settings_of(said(offloaded)))
     assert " optimizer\n" in said(run) and " optimizer\n" not in said(offloaded)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block-keep-attention+first-3"])
+def test_the_fewest_first_layers_that_would_fit_come_first(recompute):
+    """Of what was too much 95 % at most: fewer layers would take more, and fewer still are not named."""
+    run = config(2**15, recompute=recompute)
+    now = memory_of(planned(run, 2, 1, load_hardware("h200")), load_hardware("h200")).total / GIB
+    fitting = settings_of(said(run, ranks=2, gib=now))
+    words = next(iter(fitting))
+    assert words.startswith("--recompute block-keep-attention+first-") and fitting[words] <= 0.95 * now
+    layers = int(words.rpartition("-")[2])
+    assert layers > 3 * recompute.endswith("first-3")
+    fewer = planned(config(2**15, recompute=f"block-keep-attention+first-{layers - 1}"), 2, 1, load_hardware("h200"))
+    assert memory_of(fewer, load_hardware("h200")).total / GIB > 0.95 * now
+    assert "--recompute block-keep-attention" in fitting
+
+
+def test_first_layers_that_would_not_help_are_not_named():
+    kept = settings_of(said(config(2**15), ranks=2, gib=70))
+    assert kept and not any("block-keep-attention+first" in words for words in kept)
 
 
 def test_settings_that_would_be_refused_are_not_named():

@@ -20,7 +20,6 @@ from bmburst.blocks.tensor_parallel import TensorGroup
 from bmburst.blocks.transformer import TransformerBlock
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator
-from bmburst_ops.rms_norm import rms_norm
 
 
 def replicate(model: Llama) -> None:
@@ -33,7 +32,7 @@ def replicate(model: Llama) -> None:
         block: TransformerBlock = wrapped._module  # a bmt.Block's `modules()` leaves it out
         block.self_attn.tensor = block.mlp.tensor = group
         for norm in (block.input_layernorm, block.post_attention_layernorm):
-            setattr(norm, "forward", _ReplicatedNorm(norm, comm.size))  # noqa: B010  # mypy: a method
+            setattr(norm, "scale", _SharedScale(norm, comm.size))  # noqa: B010  # mypy: a method
     model.model.layers = _Between(model.model.layers, comm)
 
 
@@ -56,15 +55,15 @@ class _Replicated(TensorGroup):
         return summed
 
 
-class _ReplicatedNorm:
-    """A norm whose tokens are on all ranks: ZeRO adds up its weight's gradient, of which each rank has all."""
+class _SharedScale:
+    """A norm's weight where its tokens are on all ranks: ZeRO adds up the gradient, of which each rank has all."""
 
     def __init__(self, norm: RMSNorm, ranks: int) -> None:
         self._norm, self._ranks = norm, ranks
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self) -> Tensor:
         weight: Tensor = _Share.apply(self._norm.weight, self._ranks)  # type: ignore[no-untyped-call]
-        return rms_norm(x, weight, self._norm.eps)
+        return weight
 
 
 class _Between(torch.nn.Module):

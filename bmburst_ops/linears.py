@@ -1,0 +1,82 @@
+"""Products of one input with several matrices: query, key and value, gate and up.
+
+As one operation they add their gradients of the input up inside of the products, each in fp32 on top of the sum so far.
+As several, each product is rounded by itself and autograd then adds the rounded ones, reading two tensors and writing
+one where a product that adds reads one more: 6 bytes an element in place of 18 for a LLaMA block in 16 bits. A sum in
+fp32 until the end would be rounded once, and would move as many bytes again as autograd does.
+
+The matrices stay apart. One product of all of them at once would need them side by side in memory, which is a copy of
+the weights for each use: they are parameters of their own, and ZeRO gathers them where it likes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _Linears(torch.autograd.Function):
+    """`F.linear` with some rows of each weight, that keeps the parameters themselves for its backward.
+
+    torch's own keeps the transpose, a view of the numbers gathered by ZeRO-3 for the forward pass: every layer's would
+    stay in memory until its backward pass. BMTrain gathers them again, into the same parameter, so nothing is lost.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Sequence[slice], is_needed: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.rows = rows
+        parts = [weight[own] for weight, own in zip(weights, rows, strict=True)]
+        if not is_needed:
+            return tuple(x.new_empty((*x.shape[:-1], len(part))) for part in parts)
+        return tuple(torch.nn.functional.linear(x, part) for part in parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        grads, states = [grad.flatten(0, -2) for grad in grad_outputs], x.flatten(0, -2)
+        parts = [weight[own] for weight, own in zip(weights, ctx.rows, strict=True)]
+        grad_x = _sum_of_products(grads, parts).view(x.shape) if ctx.needs_input_grad[0] else None
+        of_weights = (
+            _in_rows(grad.t() @ states, weight, own) if wanted else None
+            for grad, weight, own, wanted in zip(grads, weights, ctx.rows, ctx.needs_input_grad[3:], strict=True)
+        )
+        return grad_x, None, None, *of_weights
+
+
+def _sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    total = grads[0] @ weights[0]
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        total.addmm_(grad, weight)
+    return total
+
+
+def _in_rows(gradient: Tensor, weight: Tensor, rows: slice) -> Tensor:
+    """Return the gradient of all of a weight, of that of some rows."""
+    if gradient.shape == weight.shape:
+        return gradient
+    whole = torch.zeros_like(weight)
+    whole[rows] = gradient
+    return whole
+
+
+def linears(
+    x: Tensor, weights: Sequence[Tensor], rows: Sequence[slice] | None = None, *, is_needed: bool = True
+) -> tuple[Tensor, ...]:
+    """Return x @ weight[rows].T for each weight.
+
+    Args:
+        x: `[..., features]`.
+        weights: At least one, each `[width, features]` in the dtype of x.
+        rows: Of each weight, those that are used. Default: all of each.
+        is_needed: False leaves the results undefined, for a recomputation that goes no further; gradients are the same.
+
+    Returns:
+        For each weight `[..., width]` in x's dtype, its width that of its rows.
+    """
+    chosen = [slice(None)] * len(weights) if rows is None else rows
+    results: tuple[Tensor, ...] = _Linears.apply(x, chosen, is_needed, *weights)  # type: ignore[no-untyped-call]
+    return results

@@ -1,0 +1,45 @@
+"""What of the tables is there while the loss is formed, the fullest moment of many a step: the head alone."""
+
+import weakref
+from dataclasses import replace
+
+import pytest
+
+from bmburst.blocks.presets import PRESETS
+from tests.distributed.programs import run_program
+
+MODEL = replace(PRESETS["llama-tiny"], num_layers=1)
+
+
+def test_an_embedding_that_is_not_the_head_is_gone():
+    run_program(1, _an_embedding_that_is_not_the_head_is_gone)
+
+
+def _an_embedding_that_is_not_the_head_is_gone():
+    for tied in (False, True):
+        assert embedding_lives(tied) is tied
+
+
+def embedding_lives(tied):
+    import torch
+
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks import model as blocks
+
+    llama = blocks.Llama(replace(MODEL, tie_embeddings=tied), attention=BurstAttention)
+    run, loss_of, given, alive = llama.model.forward, blocks.token_loss_sum, [], []
+
+    def forward(tokens, positions, length, embedding, mask):
+        given.append(weakref.ref(embedding))
+        return run(tokens, positions, length, embedding, mask)
+
+    def token_loss_sum(*args, **options):
+        alive.append(given[0]() is not None)
+        return loss_of(*args, **options)
+
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama.model, "forward", forward)
+        patch.setattr(blocks, "token_loss_sum", token_loss_sum)
+        llama.loss(ids, torch.arange(8)[None], ids).backward()
+    return alive[0]

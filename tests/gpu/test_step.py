@@ -1,0 +1,104 @@
+"""On a real GPU: head and loss in groups of chunks, their memory, and AdamW's kernel beside BMTrain's own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bmburst.blocks.presets import PRESETS
+from bmburst.plan.candidates import Candidate
+from bmburst.plan.hardware import load_hardware
+from bmburst.plan.memory import memory_of
+from bmburst.plan.operators import CURRENT
+from bmburst.plan.task import Task
+from bmburst_ops.linear_cross_entropy import linear_cross_entropy
+from tests.distributed.programs import run_program
+from tests.gpu.test_recompute import make, use
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("gathered", [None, 1, 3])
+def test_groups_of_chunks_are_all_logits_at_once(gathered):
+    """bf16 on tensor cores, 1,001 tokens in chunks of 96: the last group and its last chunk are not full."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    hidden, weight = (torch.randn(n, 256, device="cuda", generator=generator).bfloat16() for n in (1001, 1003))
+    labels = torch.randint(1003, (1001,), device="cuda", generator=generator)
+    labels[::5], hidden[0] = -100, torch.nan
+    leaves = hidden.requires_grad_(), (weight / 16).requires_grad_()
+    exact = [leaf.detach().double().nan_to_num().requires_grad_() for leaf in leaves]
+    loss = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="sum")
+    ours = linear_cross_entropy(*leaves, labels, chunk=96, gathered=gathered)
+    torch.testing.assert_close(ours.double(), loss, rtol=1e-5, atol=0)
+    for found, wanted in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(loss, exact), strict=True):
+        # Gradients of logits are rounded to bf16 before they are multiplied, results once more.
+        assert (found.double() - wanted).norm() < 2**-8 * wanted.norm()
+
+
+def test_the_loss_takes_the_memory_of_its_formula():
+    tokens, words, features, chunk = 8192, 128256, 1024, 1024
+    hidden, weight = (torch.randn(n, features, device="cuda").bfloat16().requires_grad_() for n in (tokens, words))
+    labels = torch.randint(words, (tokens,), device="cuda")
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+        peak = torch.cuda.max_memory_allocated() - before
+        del loss
+    sums = 4 * weight.numel() + hidden.nbytes  # the gradients
+    group = chunk * CURRENT.gathered_chunks(2)
+    expected = sums + words * CURRENT.loss_alive(2, chunk, tokens) + group * features * hidden.itemsize
+    assert peak == pytest.approx(expected, rel=0.05)
+
+
+def test_peaks_that_are_the_losses():
+    run_program(1, _peaks_that_are_the_losses, on_gpus=True, seconds=300)
+
+
+def _peaks_that_are_the_losses():
+    tokens = 8192
+    config = replace(PRESETS["llama-3-8b"], num_layers=2, max_position_embeddings=tokens)
+    _, model = make(config)
+    ids = torch.randint(config.vocab_size, (1, tokens + 1)).cuda()
+    positions = torch.arange(tokens, device="cuda")[None]
+    for policy in ("none", "block-keep-attention"):
+        use(model, policy)
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            (model.loss(ids[:, :-1], positions, ids[:, 1:]) / tokens).backward()
+            torch.cuda.synchronize()
+        task = Task(model=config, sequence=tokens, gpus=1)
+        way = Candidate(task=task, data=1, tensor=1, heads=1, outer="none", recompute=policy)
+        predicted = memory_of(way, load_hardware("h200"))
+        assert predicted.moment == "loss"
+        without_optimizer = predicted.allocated - predicted.lines["optimizer"]
+        assert without_optimizer == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05), policy
+
+
+def test_adamws_kernel_is_bmtrains():
+    run_program(1, _adamws_kernel_is_bmtrains, on_gpus=True)
+
+
+def _adamws_kernel_is_bmtrains():
+    from bmburst import optim
+
+    made = {}
+    for kernel in optim.KERNELS:
+        generator = torch.Generator().manual_seed(2)
+        parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16().cuda()) for n in (1, 4099)]
+        rates = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.1}
+        made[kernel] = optim.AdamW(parameters, **rates, kernel=kernel), parameters
+    for step in range(5):
+        for optimizer, parameters in made.values():
+            generator = torch.Generator().manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16().cuda()
+            optimizer.step(scale=4)
+        (ours, parameters), (theirs, others) = made["auto"], made["bmtrain"]
+        for p, like in zip(parameters, others, strict=True):
+            for name in ("exp_avg", "exp_avg_sq", "_param_fp32"):
+                torch.testing.assert_close(ours.state[p][name], theirs.state[like][name], rtol=1e-6, atol=1e-7)
+            assert ours.state[p]["step"] == theirs.state[like]["step"] == step + 1
+            assert torch.equal(p.detach(), ours.state[p]["_param_fp32"].bfloat16())

@@ -1,0 +1,88 @@
+"""Products of one input with several matrices against as many of torch's, in fp64 and in 16 bits."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bmburst_ops.linears import linears
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDTHS = (6, 2, 2)
+ROWS = (slice(None), slice(1, 2), slice(0, 2))
+
+
+def problem(dtype, features=5, shape=(3, 7), scale=1.0):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(*shape, features, generator=generator, dtype=torch.float64)
+    weights = [torch.randn(width, features, generator=generator, dtype=torch.float64) * scale for width in WIDTHS]
+    return [t.to(DEVICE, dtype).requires_grad_() for t in (x, *weights)]
+
+
+def gradients(results, leaves, seed=4):
+    generator = torch.Generator().manual_seed(seed)
+    grads = [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r) for r in results]
+    return torch.autograd.grad(results, leaves, grads)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("rows", [None, ROWS])
+def test_equals_products_one_by_one(count, rows):
+    x, *weights = leaves = problem(torch.float64)[: count + 1]
+    parts = rows[:count] if rows else [slice(None)] * count
+    results = linears(x, weights, rows and parts)
+    expected = [linear(x, weight[own]) for weight, own in zip(weights, parts, strict=True)]
+    torch.testing.assert_close(results, tuple(expected))
+    for ours, theirs in zip(gradients(results, leaves), gradients(expected, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert torch.autograd.gradcheck(lambda x, *w: linears(x, w, rows and parts), leaves)
+
+
+def test_results_that_are_not_needed_leave_gradients_alone():
+    x, *weights = leaves = problem(torch.float64)
+    results, undefined = linears(x, weights), linears(x, weights, is_needed=False)
+    assert [u.shape for u in undefined] == [r.shape for r in results]
+    for ours, theirs in zip(gradients(undefined, leaves), gradients(results, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("frozen", range(4))
+def test_frozen_ones_get_no_gradient(frozen):
+    leaves = problem(torch.float64)
+    wanted = gradients(linears(leaves[0], leaves[1:]), leaves)
+    leaves[frozen].requires_grad_(False)
+    moving = [number for number in range(4) if number != frozen]
+    found = gradients(linears(leaves[0], leaves[1:]), [leaves[number] for number in moving])
+    for number, ours in zip(moving, found, strict=True):
+        torch.testing.assert_close(ours, wanted[number], rtol=0, atol=0)
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_of_the_input_are_added_inside_of_products():
+    x, *weights = leaves = problem(torch.bfloat16)
+    with _Names() as names:
+        gradients(linears(x, weights), leaves)
+    assert names.seen.count("aten::addmm_") == 2
+    assert not {"aten::add", "aten::add_"} & set(names.seen)
+
+
+def test_sums_in_16_bits_are_no_worse_than_autograds():
+    """A product that is added to the sum is not rounded before."""
+    x, *weights = leaves = problem(torch.bfloat16, features=64, shape=(501,))
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    (wanted,) = gradients(linears(exact[0], exact[1:]), exact[:1])
+    (ours,) = gradients(linears(x, weights), leaves[:1])
+    (theirs,) = gradients([linear(x, weight) for weight in weights], leaves[:1])
+    errors = [(found.double() - wanted).square().mean().sqrt() for found in (ours, theirs)]
+    assert errors[0] <= errors[1]
+    # Three sums are rounded, half a unit of the largest each.
+    assert (ours.double() - wanted).abs().max() <= 3 * 2**-9 * 2 * wanted.abs().max()
