@@ -1,11 +1,12 @@
 """Documents packed one after another, as their lengths: from what users give, and where each starts and ends."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from bmburst.errors import UserError
-from bmburst.numbers import digest, whole_number, whole_numbers
+from bmburst.numbers import brief, digest, whole_numbers
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import IntArray
 
@@ -16,9 +17,11 @@ def document_lengths(values: Any) -> tuple[int, ...]:
     Raises:
         UserError: There is no document, or one has no token.
     """
-    lengths = tuple(whole_number("document", n, 1) for n in whole_numbers("lengths of documents", values))
+    lengths = tuple(whole_numbers("lengths of documents", values))
     if not lengths:
         raise UserError("documents need at least one length, got none")
+    if (first := next((i for i, n in enumerate(lengths) if n < 1), None)) is not None:
+        raise UserError(f"document {first} has {lengths[first]} tokens\nleave documents without a token out")
     return lengths
 
 
@@ -28,10 +31,13 @@ def lengths_between(cu_seqlens: Any) -> tuple[int, ...]:
     Raises:
         UserError: It does not start at 0, or does not ascend.
     """
-    edges = np.asarray([whole_number("entry of cu_seqlens", n, 0) for n in whole_numbers("cu_seqlens", cu_seqlens)])
-    if len(edges) < 2 or edges[0] != 0 or (np.diff(edges) < 1).any():
-        raise UserError("cu_seqlens must start at 0 and ascend, with the total at its end: [0, 5, 12] for 5 and 7")
-    return tuple(np.diff(edges).tolist())
+    edges = whole_numbers("cu_seqlens", cu_seqlens)
+    if len(edges) < 2 or edges[0] != 0:
+        raise UserError(
+            f"cu_seqlens must start at 0 and end with the total, got {brief(edges)}\n"
+            "for example [0, 5, 12] for documents of 5 and 7 tokens"
+        )
+    return document_lengths([after - before for before, after in pairwise(edges)])
 
 
 @bounded_cache(maxsize=16)

@@ -263,7 +263,9 @@ def real_length(size: int, tokens: int, length: int | None) -> int:
     try:
         number = operator.index(length)
     except TypeError:
-        raise UserError(f"length must be a whole number, got {length!r}") from None
+        number = None
+    if number is None or isinstance(length, bool):
+        raise UserError(f"length must be a whole number, got {length!r}")
     if not 1 <= number <= most:
         raise UserError(
             f"length is {number}, but {size} ranks x {tokens} local tokens hold 1 to {most}\n"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bmburst.document_lengths import described, document_lengths, documents_at, edges_of, lengths_between, starts_of
 from bmburst.errors import UserError, require_known
-from bmburst.numbers import array_of, digest, whole_number, whole_numbers
+from bmburst.numbers import array_of, digest, require_flag, whole_number, whole_numbers
 from bmburst_ops.pattern import IntArray, Need, Rows
 
 NAMES = ("causal", "full")
@@ -67,9 +67,10 @@ class Mask(ABC):
             UserError: It is made for another number of tokens.
         """
         if self.length is not None and self.length != length:
+            shorter = f", or pass length={self.length}: the tokens behind are padding" if self.length < length else ""
             raise UserError(
                 f"the mask is made for {self.length} tokens, but the sequence has {length} real ones\n"
-                f"make it for {length} tokens, or pass length={self.length}: the tokens behind are padding"
+                f"make it for {length} tokens{shorter}"
             )
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -114,7 +115,7 @@ class SlidingWindow(Mask):
     """A query sees the `tokens` last keys up to itself; if not causal, as many from itself on too.
 
     Raises:
-        UserError: `tokens` is no whole number above 0.
+        UserError: `tokens` is no whole number above 0, or `causal` neither true nor false.
     """
 
     tokens: int
@@ -122,6 +123,7 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", whole_number("tokens of a sliding window", self.tokens, 1))
+        require_flag("causal", self.causal)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -130,8 +132,9 @@ class SlidingWindow(Mask):
 
     def rows(self, positions: IntArray, length: int) -> Rows:
         """See `Mask.rows`."""
-        stop = positions + 1 if self.causal else np.minimum(positions + self.tokens, length)
-        return Rows(np.maximum(positions - self.tokens + 1, 0), stop)
+        tokens = min(self.tokens, length)  # a window may be wider than 64 bits, a sequence is not
+        stop = positions + 1 if self.causal else np.minimum(positions + tokens, length)
+        return Rows(np.maximum(positions - tokens + 1, 0), stop)
 
     def __str__(self) -> str:
         return f"window of {self.tokens}{', causal' if self.causal else ''}"
@@ -146,7 +149,7 @@ class Documents(Mask):
         causal: Whether a query sees only itself and what is before it.
 
     Raises:
-        UserError: There is no document, or one has no token.
+        UserError: There is no document, one has no token, or `causal` is neither true nor false.
     """
 
     lengths: tuple[int, ...]
@@ -154,6 +157,7 @@ class Documents(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", document_lengths(self.lengths))
+        require_flag("causal", self.causal)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, causal: bool = True) -> "Documents":
@@ -239,7 +243,8 @@ class PrefixLM(Mask):
         lengths = (length,) if self.lengths is None else self.lengths
         edges, document = edges_of(lengths), documents_at(lengths, positions)
         start, stop = edges[document], edges[document + 1]
-        prefix = np.minimum(start + np.asarray(self.prefix_lengths)[document], stop)
+        prefixes = self.prefix_lengths if self.lengths is not None else (min(self.prefix_lengths[0], length),)
+        prefix = np.minimum(start + np.asarray(prefixes)[document], stop)
         return Rows(start, np.minimum(np.maximum(positions + 1, prefix), stop))
 
     def __str__(self) -> str:
@@ -257,7 +262,7 @@ class BlockSparse(Mask):
         causal: Whether a query sees only itself and what is before it.
 
     Raises:
-        UserError: The map is no square matrix, or the size is no whole number above 0.
+        UserError: The map is no square matrix, the size no whole number above 0, or `causal` neither true nor false.
     """
 
     block_size: int
@@ -271,9 +276,10 @@ class BlockSparse(Mask):
             raise UserError(
                 f"block_map must be [blocks, blocks], one row and one column for each block, got {list(cells.shape)}"
             )
+        require_flag("causal", causal)
         cells.setflags(write=False)
         object.__setattr__(self, "block_size", whole_number("block_size", block_size, 1))
-        object.__setattr__(self, "causal", bool(causal))
+        object.__setattr__(self, "causal", causal)
         object.__setattr__(self, "digest", digest(cells))
         object.__setattr__(self, "block_map", cells)
 
@@ -355,7 +361,8 @@ def make_mask(mask: "Mask | str") -> Mask:
         return mask
     if not isinstance(mask, str):
         values = "causal, full, or a value such as bmburst.Documents(lengths); never a matrix"
-        raise UserError(f"mask must be a mask of bmburst or its name, got {type(mask).__name__}\nallowed: {values}")
+        got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
+        raise UserError(f"mask must be a mask of bmburst or its name, got {got}\nallowed: {values}")
     require_known("mask", mask, NAMES)
     return Full() if mask == "full" else Causal()
 

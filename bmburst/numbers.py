@@ -24,7 +24,7 @@ def array_of(what: str, values: Any) -> NDArray[Any]:
     try:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (ValueError, TypeError):
-        raise UserError(f"{what} must be an array of numbers, got {_brief(values)}") from None
+        raise UserError(f"{what} must be an array of numbers, got {brief(values)}") from None
 
 
 def whole_numbers(what: str, values: Any) -> list[Any]:
@@ -35,12 +35,13 @@ def whole_numbers(what: str, values: Any) -> list[Any]:
     """
     array = np.atleast_1d(array_of(what, values))
     if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
-        raise UserError(f"{what} must be whole numbers, one after another, got {_brief(values)}")
+        raise UserError(f"{what} must be whole numbers, one after another, got {brief(values)}")
     found: list[Any] = array.tolist()
     return found
 
 
-def _brief(values: Any) -> str:
+def brief(values: Any) -> str:
+    """Return values on one line, of long ones the beginning."""
     text = " ".join(repr(values).split())
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -55,6 +56,16 @@ def whole_number(what: str, value: object, least: int) -> int:
         number = operator.index(value)  # type: ignore[arg-type]  # what is none raises
     except TypeError:
         number = least - 1
-    if number < least:
+    if number < least or isinstance(value, bool):
         raise UserError(f"{what} must be a whole number of at least {least}, got {value!r}")
     return number
+
+
+def require_flag(what: str, value: object) -> None:
+    """Refuse what is neither true nor false.
+
+    Raises:
+        UserError: It is not.
+    """
+    if not isinstance(value, bool):
+        raise UserError(f"{what} must be a bool, got {value!r}\nallowed: True or False")

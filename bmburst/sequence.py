@@ -15,7 +15,7 @@ from bmburst.comm.checks import Checked, describe
 from bmburst.errors import UserError
 from bmburst.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.mask import Mask, make_mask
-from bmburst.numbers import whole_number
+from bmburst.numbers import brief, whole_number
 from bmburst_ops.constants import IGNORE_INDEX
 
 Ids = npt.NDArray[np.int64]
@@ -202,6 +202,8 @@ class SequenceShard:
         """Return one mask for all samples, one for each, or none."""
         if documents is None or isinstance(documents, Mask):
             return () if documents is None else (documents,)
+        if isinstance(documents, str) or not all(isinstance(mask, Mask) for mask in documents):
+            raise UserError(f"documents must be masks, got {brief(documents)}\nfix: bmburst.Documents(lengths)")
         if len(documents) != batch:
             raise UserError(
                 f"got documents of {len(documents)} samples for a batch of {batch}\n"
@@ -245,13 +247,14 @@ def shard(
 
     Raises:
         UserError: The layout is unknown, there are fewer tokens than ranks, the mask is missing or for another number
-            of tokens, or the ranks of the group disagree.
+            of tokens, `x` cannot hold the padding's value, or the ranks of the group disagree.
     """
     comm = resolve_group(group)
 
     def decide() -> tuple[tuple[SequenceShard, int], str]:
         along = _dimension(x, dim)
         cut = SequenceShard.cut(x.shape[along], layout=layout, size=comm.size, rank=comm.rank, mask=mask)
+        _require_value(x, pad_value)
         return (cut, along), f"shard\n{describe(x)}\ndim={along}\nlayout={layout}\nmask={mask}"
 
     cut, along = comm.decided(decide)
@@ -354,11 +357,18 @@ def _without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
 def _dimension(x: Tensor, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise UserError(f"a sequence is cut as a torch tensor, got {type(x).__name__}\nfix: torch.as_tensor")
-    if not -x.dim() <= dim < x.dim():
+    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise UserError(
-            f"dim {dim} is not a dimension of a tensor of shape {list(x.shape)}\nallowed: {-x.dim()} to {x.dim() - 1}"
+            f"dim {dim!r} is not a dimension of a tensor of shape {list(x.shape)}\nallowed: {-x.dim()} to {x.dim() - 1}"
         )
     return dim % x.dim()
+
+
+def _require_value(x: Tensor, pad_value: float) -> None:
+    try:
+        x.new_full((), pad_value)
+    except (TypeError, RuntimeError):  # of the ranks, some may have no padding to find it out by
+        raise UserError(f"pad_value {pad_value!r} is no value of {x.dtype}\nfix: a number that it can hold") from None
 
 
 def _take(x: Tensor, layout: Layout, rank: int, dim: int, pad_value: float) -> Tensor:
@@ -384,8 +394,7 @@ def _put(whole: Tensor, part: Tensor, layout: Layout, rank: int, dim: int) -> Te
 
 
 def _join(parts: Tensor, layout: Layout, length: int, dim: int) -> Tensor:
-    shape = parts.shape[1:]
-    whole = parts.new_empty((*shape[:dim], length, *shape[dim + 1 :]))
+    whole = parts.new_empty((*parts.shape[1 : dim + 1], length, *parts.shape[dim + 2 :]))
     for rank, part in enumerate(parts):
         _put(whole, part, layout, rank, dim)
     return whole

@@ -1,6 +1,7 @@
 """`functools.lru_cache` for plans made of masks, of which some are a few bytes and some many megabytes."""
 
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, update_wrapper
@@ -23,8 +24,9 @@ _NUMBER, _HEADER = 32, 64  # bytes of a Python number, and of an object
 def bounded_cache(maxsize: int, nbytes: int = NBYTES) -> Callable[[Callable[P, T]], "BoundedCache[P, T]"]:
     """Return a decorator: results are kept by arguments, at most `maxsize` and about `nbytes` with their arguments.
 
-    Arrays, tensors, tuples, lists, mappings and dataclasses of them are weighed. When there are too many bytes all are
-    let go, the newest aside; four entries like the newest may be kept in any case.
+    Arrays, tensors, tuples, lists, mappings and dataclasses of them are weighed, others have the bytes that they say
+    (`__sizeof__`). When there are too many bytes all are let go, the newest aside; four entries like the newest may be
+    kept in any case.
     """
     return lambda function: BoundedCache(function, maxsize, nbytes)
 
@@ -103,3 +105,5 @@ def _parts(value: object) -> Iterator[tuple[object, int]]:
         elif dataclasses.is_dataclass(part) and not isinstance(part, type):
             yield part, _HEADER
             rest += [getattr(part, field.name) for field in dataclasses.fields(part)]
+        else:
+            yield part, sys.getsizeof(part)

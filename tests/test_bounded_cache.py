@@ -72,16 +72,24 @@ def test_entries_are_bounded_as_in_lru_cache():
     assert calls == [1, 2, 3, 2]
 
 
-@pytest.mark.parametrize("where", ["result", "argument", "tensor", "inside"])
+class Opaque:
+    def __init__(self, number):
+        self.number = number
+
+    def __sizeof__(self):
+        return 40 * KIB
+
+
+@pytest.mark.parametrize("where", ["result", "argument", "tensor", "inside", "opaque"])
 def test_bytes_are_bounded_wherever_they_are(where):
     alive = weakref.WeakSet()
 
     def tracked(number):
-        heavy = Heavy(number, tuple(range(1000)))
+        heavy = Opaque(number) if where == "opaque" else Heavy(number, tuple(range(1000)))
         alive.add(heavy)
         return heavy
 
-    if where == "result":
+    if where in ("result", "opaque"):
         function, _ = counting(make=tracked)
     elif where == "inside":
         function, _ = counting(make=lambda number: {"a": [(tracked(number),)]})

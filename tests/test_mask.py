@@ -60,6 +60,16 @@ def test_what_a_few_masks_show():
     assert drawing(PrefixLM(3) & SlidingWindow(2, causal=False), 4) == ["xx..", "xxx.", ".xx.", "..xx"]
 
 
+@pytest.mark.parametrize("tokens", [10, 10**12, 2**63 - 5, 2**63, 10**30])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_wider_than_the_sequence_hides_nothing(tokens, causal):
+    every, wide = np.arange(10), Causal() if causal else Full()
+    for shown, wanted in zip(SlidingWindow(tokens, causal).rows(every, 10), wide.rows(every, 10), strict=True):
+        assert (shown == wanted).all()
+    for shown, wanted in zip(PrefixLM(min(tokens, 2**63)).rows(every, 10), Full().rows(every, 10), strict=True):
+        assert (shown == wanted).all()
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_both_show_what_each_shows(seed):
     one, length = drawn(seed)
@@ -176,19 +186,22 @@ REFUSED = [
     (lambda: SlidingWindow(2.5), "tokens of a sliding window must be a whole number of at least 1, got 2.5"),
     (lambda: SlidingWindow(None), "tokens of a sliding window must be a whole number of at least 1, got None"),
     (lambda: Documents([]), "documents need at least one length, got none"),
-    (lambda: Documents([3, 0]), "document must be a whole number of at least 1, got 0"),
-    (lambda: Documents([3, -2]), "document must be a whole number of at least 1, got -2"),
+    (lambda: SlidingWindow(True), "tokens of a sliding window must be a whole number of at least 1, got True"),
+    (lambda: SlidingWindow(4, "no"), "causal must be a bool, got 'no'\nallowed: True or False"),
+    (lambda: Documents([3, 0]), "document 1 has 0 tokens\nleave documents without a token out"),
+    (lambda: Documents([3, -2]), "document 1 has -2 tokens\nleave documents without a token out"),
+    (lambda: Documents([3, 2], 4), "causal must be a bool, got 4"),
     (lambda: Documents([3, 2.0]), "lengths of documents must be whole numbers, one after another, got [3, 2.0]"),
     (lambda: Documents([[3, 2]]), "lengths of documents must be whole numbers, one after another, got [[3, 2]]"),
     (lambda: Documents([[3], [2, 1]]), "lengths of documents must be an array of numbers, got [[3], [2, 1]]"),
     (lambda: Documents("causal"), "lengths of documents must be whole numbers, one after another, got 'causal'"),
     (lambda: Documents(None), "lengths of documents must be whole numbers, one after another, got None"),
     (lambda: Documents([True]), "lengths of documents must be whole numbers, one after another, got [True]"),
-    (lambda: Documents.from_cu_seqlens([1, 3]), "cu_seqlens must start at 0 and ascend"),
-    (lambda: Documents.from_cu_seqlens([0, 3, 3]), "cu_seqlens must start at 0 and ascend"),
-    (lambda: Documents.from_cu_seqlens([0]), "cu_seqlens must start at 0 and ascend"),
-    (lambda: Documents.from_cu_seqlens([]), "cu_seqlens must start at 0 and ascend"),
-    (lambda: Documents.from_cu_seqlens([0, -1]), "entry of cu_seqlens must be a whole number of at least 0, got -1"),
+    (lambda: Documents.from_cu_seqlens([1, 3]), "cu_seqlens must start at 0 and end with the total, got [1, 3]\nfor"),
+    (lambda: Documents.from_cu_seqlens([0, 3, 3]), "document 1 has 0 tokens\nleave documents without a token out"),
+    (lambda: Documents.from_cu_seqlens([0]), "cu_seqlens must start at 0 and end with the total, got [0]"),
+    (lambda: Documents.from_cu_seqlens([]), "cu_seqlens must start at 0 and end with the total, got []"),
+    (lambda: Documents.from_cu_seqlens([0, -1]), "document 0 has -1 tokens"),
     (lambda: PrefixLM(-1), "prefix must be a whole number of at least 0, got -1"),
     (lambda: PrefixLM([1, 2]), "got 2 prefix lengths for one document (no lengths given)\ngive one to each document"),
     (lambda: PrefixLM([1], [2, 3]), "got 1 prefix lengths for 2 documents\ngive one to each document, 0 for none"),
@@ -200,6 +213,7 @@ REFUSED = [
     ),
     (lambda: BlockSparse([], 4), "block_map must be [blocks, blocks], one row and one column for each block, got [0]"),
     (lambda: BlockSparse([[1], [0, 1]], 4), "block_map must be an array of numbers, got [[1], [0, 1]]"),
+    (lambda: BlockSparse(MAP, 3, 1), "causal must be a bool, got 1"),
     (lambda: BlockSparse(MAP, 0), "block_size must be a whole number of at least 1, got 0"),
     (lambda: DOCUMENTS & Documents([3, 6]), "masks for 8 and 9 tokens cannot be joined"),
     (lambda: BLOCKS & BlockSparse(MAP, 4), "maps of blocks can be joined only if they have blocks of one size and as"),
@@ -208,12 +222,17 @@ REFUSED = [
         "maps of blocks can be joined only if they have blocks of one size and as",
     ),
     (lambda: make_mask("causl"), "unknown mask 'causl'; did you mean 'causal'?\nknown: causal, full"),
+    (lambda: make_mask(Causal), "mask must be a mask of bmburst or its name, got the class Causal"),
     (lambda: make_mask(None), "mask must be a mask of bmburst or its name, got NoneType"),
     (lambda: make_mask(torch.ones(9, 9)), "mask must be a mask of bmburst or its name, got Tensor"),
     (
         lambda: DOCUMENTS.require(9),
         "the mask is made for 8 tokens, but the sequence has 9 real ones\n"
         "make it for 9 tokens, or pass length=8: the tokens behind are padding",
+    ),
+    (
+        lambda: DOCUMENTS.require(7),
+        "the mask is made for 8 tokens, but the sequence has 7 real ones\nmake it for 7 tokens",
     ),
     (lambda: (PREFIXES & BLOCKS).require(9), "the mask is made for 8 tokens, but the sequence has 9 real ones"),
     (

@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +30,9 @@ from bmburst.comm.objects import gather_objects
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError
 from bmburst.errors import UserError
+from bmburst_ops.bounded_cache import bounded_cache
 from tests.attention.oracle import draw, reference
-from tests.stand_in_driver import as_tensor, install
+from tests.stand_in_driver import BATCHED_COPY, as_tensor, install
 from tests.test_comm import random_exchanges, verbs
 
 CPU = torch.device("cpu")
@@ -66,6 +69,29 @@ def test_copies_are_the_rectangles_that_were_asked_for(driver):
                 wanted[target][there : there + copy.width] = held[source][here : here + copy.width]
         prepared.enqueue(7, [a.ctypes.data + shift for a in into], [a.ctypes.data + shift for a in held])
         assert all(np.array_equal(a, b) for a, b in zip(into, wanted, strict=True))
+
+
+def test_prepared_copies_say_their_bytes(driver):
+    copies = [Copy(i, i, 1) for i in range(1000)]
+    prepared = Copies(copies, [0] * 1000, [0] * 1000)
+    assert sys.getsizeof(prepared) >= 1000 * (BATCHED_COPY.size + 4 * 8)  # a buffer and an offset on either side
+
+
+def test_exchanges_that_are_seen_once_do_not_pile_up(driver, monkeypatch):
+    monkeypatch.setattr(peer, "bounded_cache", partial(bounded_cache, nbytes=1 << 20))
+    route = [Move(Block(i, 1), Block(i, 1)) for i in range(500)]
+
+    def body(comm):
+        moved, alive = PeerCommunicator(comm, CPU), []
+        for _ in range(40):
+            exchange = make_exchange(comm.rank, 2, 500, lambda *_: route)
+            calls = moved._prepared(exchange, pulled=True)
+            assert calls is moved._prepared(exchange, pulled=True)
+            alive.append(weakref.ref(calls.kept))
+            del calls
+        return sum(reference() is not None for reference in alive)
+
+    assert max(run_ranks(2, body)) < 10
 
 
 def test_nothing_to_copy_calls_nothing(driver):

@@ -135,10 +135,10 @@ def attend(
     What is decided and moved here is no graph.
     """
     if torch.compiler.is_compiling():
-        from bmburst.attention.uncompiled import attend as run
-    else:
-        run = eager.attend
-    return run(q, k, v, length, resolve_group(group), options)
+        from bmburst.attention.uncompiled import attend as uncompiled
+
+        return uncompiled(q, k, v, length, group, options)
+    return eager.attend(q, k, v, length, resolve_group(group), options)
 
 
 def resolve_group(group: object) -> Checked:

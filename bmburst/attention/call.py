@@ -21,6 +21,7 @@ from bmburst.double_schedule import DoubleSchedule, make_double_schedule
 from bmburst.errors import UserError, require_known
 from bmburst.layout import LAYOUTS, Layout, make_layout, real_length
 from bmburst.mask import Mask, make_mask
+from bmburst.numbers import require_flag
 from bmburst.schedule import Schedule, Travellers, make_schedule, tiles
 from bmburst.tiles import Tile
 from bmburst_ops.bounded_cache import bounded_cache
@@ -59,8 +60,7 @@ class AttentionOptions:
         require_known("strategy", self.strategy, STRATEGIES)
         require_known("transport", self.transport, TRANSPORTS)
         require_scale(self.scale)
-        if not isinstance(self.deterministic, bool):
-            raise UserError(f"deterministic must be a bool, got {self.deterministic!r}\nallowed: True or False")
+        require_flag("deterministic", self.deterministic)
 
 
 def require_scale(scale: float | None) -> None:
@@ -69,7 +69,8 @@ def require_scale(scale: float | None) -> None:
     Raises:
         UserError: It is.
     """
-    if scale is not None and not (isinstance(scale, Real) and 0 < scale < math.inf):
+    is_number = isinstance(scale, Real) and not isinstance(scale, bool)
+    if scale is not None and not (is_number and 0 < scale < math.inf):
         raise UserError(f"scale must be a positive number, got {scale!r}\nNone means 1 / sqrt(head_dim)")
 
 
@@ -269,7 +270,8 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.is_floating_point() or q.element_size() < 2 or not q.dtype == k.dtype == v.dtype:
         raise UserError(
             "q, k and v must share one floating-point dtype of at least 16 bits, "
-            f"got {q.dtype}, {k.dtype} and {v.dtype}"
+            f"got {q.dtype}, {k.dtype} and {v.dtype}\n"
+            "convert them before the call; inside autocast too they are taken as they are"
         )
     if not q.device == k.device == v.device:
         raise UserError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bmburst.attention.api import attend as _attend
 from bmburst.attention.biased import attend as _attend_biased
-from bmburst.attention.eager import attend as _attend
 
 attend: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_attend)
 

@@ -55,10 +55,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=_DTYPES, help="of inputs or weights (default: bfloat16 on GPUs, float32 on CPUs)")
     add("--kernel", metavar="NAME", default="auto", help="kernel under test, for all methods (default: auto)")
     add("--repeats", type=int, metavar="N", help="pairs of calls a direction (default: 9); train: steps (default: 5)")
-    add("--cell-seconds", type=float, metavar="S", help="fewer, 3 or 2 at least, beyond (default: 10; train: 30)")
-    add("--cell-timeout", type=float, metavar="S", help="give a cell up that stands (default: 300; train: 600)")
+    add(
+        "--cell-seconds",
+        type=float,
+        metavar="S",
+        help="fewer calls (3) or steps (2) where more take longer (default: 10; train: 30)",
+    )
+    add("--cell-timeout", type=float, metavar="S", help="end a cell that stands for so long (default: 300; train: 600)")
     add("--budget", type=float, metavar="SECONDS", help="begin no cell that would end later than this from now")
-    add("--output", type=Path, metavar="FILE", help="JSON file of results, continued if it exists")
+    add("--output", type=Path, metavar="FILE", help="results as a .json file, continued if it exists")
     add("--again", action="store_true", help="measure also what the file has")
     add("--trace", type=Path, metavar="DIR", help="write a profiler timeline of one call or step of each cell")
     add("--list", action="store_true", help="print the cells and run nothing")
@@ -113,6 +118,8 @@ def _settle(args: argparse.Namespace, kind: Kind) -> None:
     if args.list:
         return
     if args.output is not None:
+        if args.output.suffix != ".json":  # tables and pictures get the same name with other endings
+            raise UserError(f"--output {args.output}\nallowed: a .json file")
         require_file("--output", args.output)
     if args.trace is not None:
         require_folder("--trace", args.trace)

@@ -230,6 +230,10 @@ class Copies:
     def __len__(self) -> int:
         return len(self._batch)
 
+    def __sizeof__(self) -> int:
+        buffers = (vector.nbytes for _, *vectors in self._addresses for vector in vectors)
+        return super().__sizeof__() + ctypes.sizeof(self._batch) + sum(buffers)
+
     def enqueue(self, stream: int, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Enqueue them on a stream that is not the default one, given by its handle; buffers are addresses."""
         count = len(self._batch)

@@ -45,8 +45,10 @@ def communicator(group: object) -> Checked:
         return _over_bmtrain(group)
     if isinstance(group, Communicator):
         return _checked(group)
+    got = type(group).__name__
     raise UserError(
-        f"group must be a torch.distributed process group, a bmt.nccl communicator or None, got {type(group).__name__}"
+        f"group must be a torch.distributed process group, a bmt.nccl communicator or None, got {got}\n"
+        "of a bmburst.Mesh pass mesh.sequence, of a torch DeviceMesh mesh.get_group(dimension)"
     )
 
 

@@ -29,6 +29,7 @@ from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, agreed, 
 from bmburst.comm.side_stream import SideStreamTransfer
 from bmburst.comm.streams import FIRST, On, Order, current_stream
 from bmburst.errors import UserError
+from bmburst_ops.bounded_cache import bounded_cache
 
 LANES = 4
 _OUTBOXES = 2
@@ -95,7 +96,7 @@ class PeerCommunicator:
         self._lanes = [_Lane(streams[2 * lane], streams[2 * lane + 1]) for lane in range(LANES)]
         self._local, self._index = streams[-1], streams[-1].device_index
         self._order = Order()
-        self._prepared = lru_cache(maxsize=1024)(self._prepare)
+        self._prepared = bounded_cache(maxsize=1024)(self._prepare)
         self._signals = lru_cache(maxsize=256)(self._make_signals)
         self._others = tuple(p for p in range(self.size) if p != self.rank)
         self._try()

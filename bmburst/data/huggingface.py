@@ -112,12 +112,20 @@ def _from_file(name: str, file: Path) -> HuggingFaceTokenizer:
 
 def _from_hub(name: str) -> HuggingFaceTokenizer:
     """Load from the local cache of the hub, or fetch into it."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
     def fetch(file: str) -> Path:
         cached = try_to_load_from_cache(name, file)
-        return Path(cached if isinstance(cached, str) else hf_hub_download(name, file))
+        if isinstance(cached, str):
+            return Path(cached)
+        try:  # once: hf_hub_download asks again and again for half a minute where there is no network
+            get_hf_file_metadata(hf_hub_url(name, file))
+        except (HfHubHTTPError, ValueError):
+            raise
+        except Exception as error:  # those of whichever HTTP package the hub's uses
+            raise LocalEntryNotFoundError(f"it cannot be reached: {_first_line(error)}") from error
+        return Path(hf_hub_download(name, file))
 
     try:
         with _quiet("huggingface_hub"):

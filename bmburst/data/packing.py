@@ -75,7 +75,7 @@ class PackedSequences:
         if split == "train" and not len(self):
             raise UserError(
                 f"the corpus has {self.label_count} tokens to train on, less than one sequence of {sequence_length}\n"
-                f"give more text ('{token_file.path}' has {token_file.text_bytes} bytes) or a shorter sequence_length"
+                f"'{token_file.path}' has {token_file.text_bytes} bytes of text: give more or a shorter sequence_length"
             )
 
     def __len__(self) -> int:

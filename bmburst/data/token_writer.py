@@ -36,6 +36,8 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
     path = Path(path)
     if path.is_dir():
         raise UserError(f"'{path}' is a directory\nname the file to write in it")
+    if path.exists() and not path.is_file():  # the finished file takes the place of what is there
+        raise UserError(f"'{path}' is a device or a pipe\nname a file of its own")
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -225,7 +225,8 @@ class TrainConfig:
                 "with --model.rope_scaling.* for weights trained on shorter ones"
             )
         check_packing(self.pack, self.model)
-        profiled_steps(self.profile)
+        if profiled_steps(self.profile).stop > self.steps + 1:
+            raise UserError(f"profile '{self.profile}' is beyond the last of {self.steps} steps\nfix: earlier steps")
         if self.pack == "documents" and self.parallel.layout == "balanced" and self.micro_batch_size > 1:
             raise UserError(
                 f"layout balanced is another one for each sequence of documents, but micro_batch_size "

@@ -1,5 +1,7 @@
 """What attention refuses: on every rank, in one clear message, before any work starts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -35,6 +37,9 @@ from tests.attention.test_burst_attention import zeros
         ({"length": 0}, "length is 0"),
         ({"length": 8.0}, "length must be a whole number, got 8.0"),
         ({"length": "8"}, "length must be a whole number, got '8'"),
+        ({"length": True}, "length must be a whole number, got True"),
+        ({"scale": True}, "scale must be a positive number, got True"),
+        ({"deterministic": 1}, "deterministic must be a bool, got 1\nallowed: True or False"),
         ({"scale": 0.0}, "scale must be a positive number"),
         ({"scale": -0.5}, "scale must be a positive number, got -0.5"),
         ({"scale": float("nan")}, "scale must be a positive number"),
@@ -79,6 +84,14 @@ def test_bad_tensors_are_refused_on_every_rank(change, message, wrong_ranks):
         assert len(str(caught.value).splitlines()) <= 3
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("group", [2, "world", SimpleNamespace(sequence=None)])
+def test_what_is_no_group_is_refused(group):
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(UserError, match=r"(?s)process group.*mesh.sequence.*DeviceMesh mesh.get_group") as caught:
+        bmburst.burst_attention(q, q, q, group=group)
+    assert len(str(caught.value).splitlines()) == 2
 
 
 def test_ranks_that_disagree_are_refused_on_every_rank():

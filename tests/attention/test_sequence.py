@@ -143,6 +143,32 @@ def test_bad_input():
             bmburst.SequenceShard.cut(length, layout="striped", size=size, rank=rank)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pad_value": "x"}, "pad_value 'x' is no value of torch.int64"),
+        ({"pad_value": float("nan")}, "pad_value nan is no value of torch.int64"),
+        ({"dim": "1"}, "dim '1' is not a dimension"),
+        ({"dim": 1.0}, "dim 1.0 is not a dimension"),
+    ],
+)
+def test_what_only_some_ranks_would_find_out_is_refused_on_all(options, message):
+    def body(comm):
+        assert bmburst.SequenceShard.cut(9, layout="contiguous", size=2, rank=0).real_tokens == 5  # without padding
+        with pytest.raises(UserError, match=message) as caught:
+            bmburst.shard(torch.zeros(1, 9, dtype=torch.int64), layout="contiguous", group=comm, **options)
+        assert len(str(caught.value).splitlines()) == 2
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("documents", ["causal", (4, 5), [[4, 5]]])
+def test_documents_are_masks(documents):
+    cut = bmburst.SequenceShard.cut(9, layout="zigzag", size=2, rank=0)
+    with pytest.raises(UserError, match=r"documents must be masks, got .*\nfix: bmburst.Documents"):
+        cut.batch(torch.zeros(2, 9, dtype=torch.int64), documents=documents)
+
+
 def test_second_derivatives():
     """Through shard they are right; through unshard, which communicates, they are refused."""
 

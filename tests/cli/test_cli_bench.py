@@ -140,6 +140,7 @@ def test_list_says_what_cannot_run(capsys):
         (("--ranks", "2", "--budget", "-1"), "--budget -1"),
         (("--gpus", "2"), "there is no GPU here"),
         (("--ranks", "2", "--output", "no/such/r.json"), "there is no such folder"),
+        (("--ranks", "2", "--output", "r.md"), "--output r.md\nallowed: a .json file"),
         (("--rank", "2"), "did you mean '--ranks'?"),
     ],
 )

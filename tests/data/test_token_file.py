@@ -1,6 +1,7 @@
 """A token file holds exactly the documents it was given, and a damaged one is refused."""
 
 import json
+import os
 import re
 import tracemalloc
 from itertools import pairwise
@@ -233,3 +234,12 @@ def test_fingerprint_is_of_tokens_and_documents(tmp_path):
     # The same name and texts but other tokens; and other texts, which are held out otherwise, but the same tokens.
     assert fingerprint(["ab", "c"], OtherLibrary()) != first
     assert fingerprint(["ab", "c"], WordTokenizer()) != fingerprint(["xy", "z"], WordTokenizer())
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    """By its owner a device or a pipe could be: the finished file is renamed to the name that was given."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="is a device or a pipe\nname a file of its own"):
+        write_token_file(pipe, documents("text"), ByteTokenizer())
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]

@@ -134,14 +134,29 @@ def test_refuses_what_is_no_tokenizer(tmp_path):
 
 def test_hub_without_network_is_one_message(monkeypatch, tmp_path):
     import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def unreachable(name, file):
-        raise LocalEntryNotFoundError(f"no connection for {file}\nsecond line")
+    def unreachable(url):
+        assert url.startswith("https://huggingface.co/someone/model/") and url.endswith("/tokenizer.json")
+        raise RuntimeError("no connection\nsecond line")  # as the HTTP package's, which derive from Exception
+
+    def again_and_again(name, file):
+        raise AssertionError("the package tries for half a minute")
 
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    refuse("someone/model", "someone/model", "no connection", "without a network")
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", again_and_again)
+    refuse("someone/model", "someone/model", "cannot be reached: no connection", "without a network")
+
+
+def test_what_the_hub_answers_is_said(monkeypatch):
+    import huggingface_hub
+
+    def answers(url):
+        raise huggingface_hub.errors.OfflineModeIsEnabled("offline mode is on")
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answers)
+    refuse("someone/model", "offline mode is on")
 
 
 def test_hub_uses_the_local_cache(monkeypatch, bpe_file):
@@ -150,11 +165,11 @@ def test_hub_uses_the_local_cache(monkeypatch, bpe_file):
     def cached(name, file):
         return str(bpe_file.parent / file) if file == "tokenizer.json" else None
 
-    def missing(name, file):
-        raise huggingface_hub.errors.EntryNotFoundError(file)
+    def unreachable(url):
+        raise RuntimeError("no connection")
 
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
     tokenizer = load_tokenizer("someone/model")
     assert tokenizer.name == "someone/model"
     assert tokenizer.identity == load_tokenizer(str(bpe_file)).identity

@@ -167,3 +167,10 @@ def test_links_lead_to_where_files_are_in_the_site() -> None:
     assert led("```text\n[a](../README.md)\n```\n", "plan.md") == "```text\n[a](../README.md)\n```\n"
     record = led("<!-- tables of ../benchmarks/results/train_2xh200_202611.md -->", "performance.md")
     assert f"](repository/{curve})" in record  # the record's own link is to its neighbour
+
+
+def test_search_needs_no_server(site: Path) -> None:
+    """Opened from a folder, a page may neither read the index as data nor start a worker: both are scripts then."""
+    assert (site / "search/search_index.js").read_text().startswith("var __index = {")
+    for name, up in (("index.html", ""), ("api/attention.html", "../")):
+        assert f"{up}assets/iframe-worker.js" in Page(site / name).fetched

@@ -1,6 +1,7 @@
 """Hardware files, recorded runs beside predictions, and calibration."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -63,6 +64,15 @@ def test_files_are_read_and_text_is_not_taken_for_numbers(tmp_path):
     assert tomllib.loads(file.read_text())["peak"]["kind"] == "assumed"
     with pytest.raises(UserError, match="cannot be written"):
         write("x", tmp_path / "gone" / "mine.toml")
+
+
+def test_a_pipe_is_written_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    write("x", pipe)
+    assert pipe.is_fifo() and os.read(reader, 2) == b"x"
+    os.close(reader)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from bmburst.errors import UserError
 from bmburst.plan.counts import causal_pairs, hardware_flops, step_flops
 from bmburst.plan.hardware import hardware_of
 from bmburst.train.clock import Timing
+from bmburst.train.config import TrainConfig
 from bmburst.train.lag import LagWatch
 from bmburst.train.metrics import StepMetrics
 from bmburst.train.summary import Summary
@@ -90,6 +91,13 @@ def test_profiled_steps(text, steps):
 def test_profiled_steps_that_are_none(text):
     with pytest.raises(UserError, match="for example 3 or 3-5"):
         profiled_steps(text)
+
+
+def test_steps_that_a_run_never_comes_to_are_not_profiled():
+    assert TrainConfig(steps=5, profile="3-5").profile == "3-5"
+    for beyond in ("6", "5-6"):
+        with pytest.raises(UserError, match=f"profile '{beyond}' is beyond the last of 5 steps"):
+            TrainConfig(steps=5, profile=beyond)
 
 
 def timings(ranks, **of_rank_2):

@@ -64,6 +64,9 @@ def write(text: str, path: Path) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device, which a file must not take the place of
+            path.write_text(text, encoding="utf-8")
+            return
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:

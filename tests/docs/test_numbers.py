@@ -1,0 +1,71 @@
+"""Numbers that the README and the documentation repeat are those of the recorded runs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+RECOMPUTE = " ".join((ROOT / "docs/recompute.md").read_text().split())
+ATTENTION, MASKS = "attention_4xh200_202611", "attention_masks_4xh200_202611"
+TABLE = [
+    ("64K, 32 heads", ATTENTION, ["sequence/65536/mha/causal"]),
+    ("128K, 256K, 512K, 32 heads", ATTENTION, [f"sequence/{1 << n}/mha/causal" for n in (17, 18, 19)]),
+    ("64K, 128K, 32 query / 8 KV heads", ATTENTION, ["sequence/65536/gqa/causal", "sequence/131072/gqa/causal"]),
+    ("64K, 32 / 8 heads, with projections and rotary around it", ATTENTION, ["block/65536/gqa/causal"]),
+    ("128K, 512K of packed documents, 32 heads", MASKS, ["documents/131072/mha", "documents/524288/mha"]),
+]
+
+
+def rows(record):
+    return json.loads((ROOT / f"benchmarks/results/{record}.json").read_text())["rows"]
+
+
+def ratio(row):
+    """Return the time of one GPU's kernel over a method's, forward and backward, as it is shown."""
+    return f"{row['forward_backward']['ratio']:.2f}" if row is not None and row["status"] == "ok" else "-"
+
+
+@pytest.mark.parametrize(("label", "record", "cells"), TABLE, ids=[label for label, *_ in TABLE])
+def test_the_table_of_attention(label, record, cells):
+    found = rows(record)
+    shown = [
+        [ratio(found.get(f"{cell}/{name}@4")) for cell in cells] for name in ("ours", "ulysses", "ring-flash-attn")
+    ]
+    assert f"| {label} | {' | '.join(', '.join(ratios) for ratios in shown)} |" in README
+
+
+def test_attention_on_two_gpus():
+    found = rows("attention_2xh200_202611")
+    ours, ulysses, ring = (
+        [ratio(found.get(f"sequence/{1 << n}/mha/causal/{name}@2")) for n in (16, 17, 18)]
+        for name in ("ours", "ulysses", "ring-flash-attn")
+    )
+    said = (
+        f"{ours[0]} at 64K tokens, {ours[1]} at 128K, {ours[2]} at 256K, ahead of Ulysses ({ulysses[0]}, {ulysses[1]}) "
+        f"and of ring-flash-attn ({ring[0]}, {ring[1]}) at 64K and 128K"
+    )
+    assert said in " ".join(README.split())
+
+
+def test_training_steps():
+    two, four = rows("train_2xh200_202611"), rows("train_4xh200_202611")
+    words = " ".join(README.split())
+    long, short = four["step/llama-3-8b-x1/1048576/ours@4"], two["step/llama-2-7b-x2/262144/ours@2"]
+    assert re.search(rf"1M tokens, one layer of it, takes {long['ratio']:.2f} times .* on 4 GPUs", words)
+    assert f"256K tokens, two layers, {short['ratio']:.2f} times on 2" in words
+    whole = [found[f"step/llama-3-8b/32768/ours@{ranks}"]["ratio"] for ranks, found in ((2, two), (4, four))]
+    assert f"32K tokens, all layers, {whole[0]:.2f} times on 2 GPUs and {whole[1]:.2f} on 4" in words
+
+
+def test_what_policies_keep():
+    found = rows("train_2xh200_202611")
+    some, none, half = (
+        f"{row['peak_memory_gib']:.1f} GiB and {row['milliseconds']['median'] / 1000:.2f} s"
+        for row in (
+            found[f"step/llama-3-8b/32768/ours@2{policy}"] for policy in ("", "-none", "-block-keep-attention+first-16")
+        )
+    )
+    assert f"{some} a step, or {none}; with 16 of its 32 layers computed again, {half}" in RECOMPUTE
