@@ -52,7 +52,9 @@ def hold(pattern, queries, keys, heads=2, kv_heads=1, head_dim=16, dtype=torch.f
     torch.testing.assert_close(lse.double().cpu(), tile.lse, rtol=1e-5, atol=1e-5)
     gradients = tile.backward(KERNEL)
     for name, ours, wanted in zip("oqkv", (out, *gradients), (tile.out, *tile.gradients), strict=True):
-        assert (not wanted.any() and not ours.any()) or error(ours, wanted) < ERRORS[dtype], name
+        # Where every query sees one key at most, queries have no gradient: in fp64 what is left is its rounding.
+        is_nothing = wanted.abs().max() < 1e-12
+        assert (ours.abs().max() if is_nothing else error(ours, wanted)) < ERRORS[dtype], name
     tile.hold_blind_rows(out, lse, gradients)
     return tile
 
