@@ -44,7 +44,7 @@ def adamw_(
         eps: Added to the root of the second moment.
         weight_decay: Per unit of `lr`.
         step: Steps taken, with this one.
-        scale: The gradient is divided by it.
+        scale: The gradient is divided by it: exactly, if it is a power of 2.
     """
     tensors = master, weights, gradient, mean, square
     assert all(t.is_contiguous() and t.numel() == master.numel() for t in tensors)
@@ -53,7 +53,7 @@ def adamw_(
     kept = [_in_fp32(beta) for beta in betas]
     added = [_in_fp32(1 - beta) for beta in kept]  # as C subtracts floats: of 0.999 that is off by 1e-5
     corrections = [1 - beta**step for beta in betas]
-    numbers = (*kept, *added, eps, lr / corrections[0], 1 / corrections[1], lr * weight_decay, float(scale))
+    numbers = (*kept, *added, eps, lr / corrections[0], 1 / corrections[1], lr * weight_decay, 1 / scale)
     with torch.cuda.device_of(master):  # Triton launches on the current device, wherever the tensors are
         _kernel[(triton.cdiv(master.numel(), _BLOCK),)](*tensors, master.numel(), *numbers, BLOCK=_BLOCK, num_warps=4)
 
@@ -65,11 +65,11 @@ def _in_fp32(value: float) -> float:
 @triton.jit
 def _kernel(
     master, weights, gradient, mean, square, count,
-    kept1, kept2, added1, added2, eps, rate, square_factor, decay, scale, BLOCK: tl.constexpr,
+    kept1, kept2, added1, added2, eps, rate, square_factor, decay, unscale, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    g = tl.div_rn(tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32), scale)
+    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * unscale
     m = kept1 * tl.load(mean + at, mask=inside, other=0.0) + added1 * g
     v = kept2 * tl.load(square + at, mask=inside, other=0.0) + added2 * g * g
     p = tl.load(master + at, mask=inside, other=0.0)
