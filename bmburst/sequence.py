@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bmburst.attention.api import resolve_group
-from bmburst.comm.checks import Checked, describe
+from bmburst.comm.checks import Checked, describe, require_own_memory
 from bmburst.errors import UserError
 from bmburst.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.mask import Mask, make_mask
@@ -189,7 +189,11 @@ class SequenceShard:
             parts: `[size, ...]`, every rank's tensor in rank order; `dim` counts without the first dimension.
             dim: The dimension of `local_tokens` in each part.
         """
-        return _join(parts, self.layout, self.length, _dimension(parts[0], dim))
+        dim = _dimension(parts[0], dim)
+        whole = parts.new_empty((*parts.shape[1 : dim + 1], self.length, *parts.shape[dim + 2 :]))
+        for rank, part in enumerate(parts):
+            _put(whole, part, self.layout, rank, dim)
+        return whole
 
     def _real(self, mask: Mask) -> int:
         """Return how many tokens a mask is for: the sequence's, or the fewer that it was made for."""
@@ -357,6 +361,7 @@ def _without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
 def _dimension(x: Tensor, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise UserError(f"a sequence is cut as a torch tensor, got {type(x).__name__}\nfix: torch.as_tensor")
+    require_own_memory("a sequence that is cut", x)
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise UserError(
             f"dim {dim!r} is not a dimension of a tensor of shape {list(x.shape)}\nallowed: {-x.dim()} to {x.dim() - 1}"
@@ -390,11 +395,4 @@ def _put(whole: Tensor, part: Tensor, layout: Layout, rank: int, dim: int) -> Te
         if real:
             places = slice(run.start, run.start + run.stride * real, run.stride)
             whole[(*before, places)] = part[(*before, slice(run.offset, run.offset + real))]
-    return whole
-
-
-def _join(parts: Tensor, layout: Layout, length: int, dim: int) -> Tensor:
-    whole = parts.new_empty((*parts.shape[1 : dim + 1], length, *parts.shape[dim + 2 :]))
-    for rank, part in enumerate(parts):
-        _put(whole, part, layout, rank, dim)
     return whole

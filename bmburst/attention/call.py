@@ -12,7 +12,7 @@ from torch import Tensor
 from bmburst.attention.differentiable import gradient_signature
 from bmburst.attention.heads_plan import HeadShapes, HeadsPlan, Strides, make_heads_plan
 from bmburst.attention.strategy import STRATEGIES, Strategy, choose_strategy
-from bmburst.comm.checks import Checked, describe
+from bmburst.comm.checks import Checked, describe, require_own_memory
 from bmburst.comm.levels import Levels, find_nodes, over_levels
 from bmburst.comm.members import EveryNth
 from bmburst.comm.protocol import BlockMover
@@ -265,6 +265,7 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise UserError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
         if tensor.layout != torch.strided or tensor.is_nested:
             raise UserError(f"{name} must be a dense tensor, got a nested or sparse one\npass a padded, dense tensor")
+        require_own_memory(name, tensor)
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise UserError(f"{name} must be [batch, local_tokens, heads, head_dim], got shape {list(tensor.shape)}")
     if not q.is_floating_point() or q.element_size() < 2 or not q.dtype == k.dtype == v.dtype:

@@ -33,6 +33,19 @@ def describe(*tensors: Tensor) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
 
 
+def require_own_memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that only stands for others, as torch's DTensor does: there is nothing at its address.
+
+    Raises:
+        UserError: It is one.
+    """
+    if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+        raise UserError(
+            f"{name} must be a plain tensor, got a {type(tensor).__name__}\n"
+            "pass the tensor that this rank holds, of a DTensor its to_local()"
+        )
+
+
 @dataclass(slots=True)
 class _Switch:
     on: bool

@@ -11,6 +11,13 @@ from bmburst.errors import UserError
 from tests.attention.test_burst_attention import zeros
 
 
+class Standing(torch.Tensor):
+    """As torch's DTensor, what other tensors are hidden in."""
+
+    def __tensor_flatten__(self):
+        return [], None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -73,6 +80,7 @@ def test_unknown_values_are_refused_on_every_rank(options, message, wrong_ranks)
         (lambda q, k, v: (q[:, :, :1], k, v), "1 query heads cannot share 2 key/value heads"),
         (lambda q, k, v: (q[:, :3], k[:, :3], v[:, :3]), "needs a multiple of 2 tokens a rank, got 3"),
         (lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), "got shape"),
+        (lambda q, k, v: (q, k.as_subclass(Standing), v), "k must be a plain tensor, got a Standing"),
     ],
 )
 @pytest.mark.parametrize("wrong_ranks", [(0, 1), (1,)])
@@ -92,6 +100,12 @@ def test_what_is_no_group_is_refused(group):
     with pytest.raises(UserError, match=r"(?s)process group.*mesh.sequence.*DeviceMesh mesh.get_group") as caught:
         bmburst.burst_attention(q, q, q, group=group)
     assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize("function", [bmburst.shard, bmburst.unshard])
+def test_what_only_stands_for_tensors_is_not_cut(function):
+    with pytest.raises(UserError, match=r"must be a plain tensor, got a Standing\n.* its to_local\(\)"):
+        function(torch.zeros(1, 8, 2).as_subclass(Standing))
 
 
 def test_ranks_that_disagree_are_refused_on_every_rank():
