@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from bmburst.layout import Layout, real_positions
 from bmburst.mask import Mask
 from bmburst.tiles import Span, Tile, make_tiles, seen_by
