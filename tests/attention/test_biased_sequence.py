@@ -200,7 +200,7 @@ def test_ranks_that_do_not_share_alike_are_told():
         biased_attention(*leaves, sequence)
         if comm.rank:
             sequence = replace(sequence)
-        with pytest.raises(UserError, match="a call with a (new|known) sequence"):
+        with pytest.raises(UserError, match=r"a call with a (new|known) sequence"):
             biased_attention(*leaves, sequence)
 
     run_ranks(2, body)
