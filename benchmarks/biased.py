@@ -6,15 +6,22 @@ given ones, and the predicted ones see what is before them. Heads, buckets and d
 matrices of all tokens by all tokens, the bias and the mask made before, since all layers share them. `flash` is torch's
 attention without bias or mask, all pairs: what is possible at all.
 
-Milliseconds are medians by CUDA events; TFLOP/s count the pairs that see each other, 4 FLOPs for each of their
-features forward and 10 backward; memory is torch's peak, inputs, bias and gradients included.
+A row of `layers` above 1 is a model's way: so many calls one after another on one batch, new to it each time, and then
+their backward, the times divided by the layers. The matrices are made once for the batch outside of the time; what the
+kernel finds of the batch's tokens is within it. `host` is how long the host is busy with it, forward and backward: what
+bounds short sequences.
+
+Milliseconds are medians, by CUDA events and of the host by its clock; TFLOP/s count the pairs that see each other, 4
+FLOPs for each of their features forward and 10 backward; memory is torch's peak, inputs, bias and gradients included.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,12 +40,18 @@ FORMULA = bee_bias(num_buckets=256, num_segment_buckets=32, max_distance=2048)
 _WARM_UP = 2
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Method = tuple[Callable[[], Attention], list[Tensor], int]
+"""What returns attention to a batch that nothing is known of, what it learns, and the pairs that see each other."""
 
 
 def main() -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="2048,8192,32768,131072", help="of the sample (default: %(default)s)")
+    parser.add_argument("--tokens", default="2048,4096,8192,32768,131072", help="of the sample (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="of a batch, beside a single call (default: 4)")
+    parser.add_argument(
+        "--most-layered", type=int, default=8192, help="tokens of the longest such batch (default: 8192)"
+    )
     parser.add_argument("--most-matrix", type=int, default=8192, help="tokens of the largest matrix (default: 8192)")
     parser.add_argument("--repeats", type=int, default=5, help="calls that are measured (default: 5)")
     parser.add_argument("--output", type=Path, help="JSON file of the results")
@@ -46,16 +59,17 @@ def main() -> int:
     if not torch.cuda.is_available():
         sys.exit("benchmarks.biased needs a GPU, and torch finds none\nfix: run it on a machine with CUDA")
     rows = []
-    print("| tokens | attention | forward | TFLOP/s | with backward | TFLOP/s | memory |")
-    print("|---|---|---|---|---|---|---|")
-    for length in map(int, options.tokens.split(",")):
+    print("| tokens | layers | attention | forward | TFLOP/s | with backward | TFLOP/s | host | memory |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for length, layers in _cells(options):
         for name in ("kernel", "matrix", "flash"):
             if name == "matrix" and length > options.most_matrix:
                 continue
-            rows.append(row := _measure(name, length, options.repeats))
+            rows.append(row := _measure(name, length, layers, options.repeats))
             print(
-                f"| {length} | {name} | {row['forward_ms']:.2f} ms | {row['forward_tflops']:.0f} "
-                f"| {row['both_ms']:.2f} ms | {row['both_tflops']:.0f} | {row['gib']:.2f} GiB |",
+                f"| {length} | {layers} | {name} | {row['forward_ms']:.2f} ms | {row['forward_tflops']:.0f} "
+                f"| {row['both_ms']:.2f} ms | {row['both_tflops']:.0f} | {row['host_ms']:.2f} ms "
+                f"| {row['gib']:.2f} GiB |",
                 flush=True,
             )
     if options.output:
@@ -64,27 +78,42 @@ def main() -> int:
     return 0
 
 
-def _measure(name: str, length: int, repeats: int) -> dict[str, str | float]:
+def _cells(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """Return tokens and layers of what is measured."""
+    lengths = [int(length) for length in options.tokens.split(",")]
+    layered = options.layers > 1
+    return [
+        (length, layers)
+        for length in lengths
+        for layers in (1, options.layers)[: 1 + (layered and length <= options.most_layered)]
+    ]
+
+
+def _measure(name: str, length: int, layers: int, repeats: int) -> dict[str, str | float]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    q, k, v, grad = (torch.randn(1, length, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(4))
-    inputs = [t.requires_grad_() for t in (q, k, v)]
+    *whole, grad = (torch.randn(1, length, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    inputs = [[t.detach().requires_grad_() for t in whole] for _ in range(layers)]  # whose gradients are their own
     table = torch.randn(FORMULA.rows, HEADS, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    attention, learned, pairs = _METHODS[name](table, _tokens(length))
+    new_batch, learned, pairs = _METHODS[name](table, _tokens(length))
 
     def both() -> None:
-        torch.autograd.grad(attention(q, k, v), [*inputs, *learned], grad)
+        attention = new_batch()
+        outs = [attention(*matrices) for matrices in inputs]
+        torch.autograd.grad(outs, [*itertools.chain(*inputs), *learned], [grad] * layers)
 
     def forward() -> None:
+        attention = new_batch()
         with torch.no_grad():
-            attention(q, k, v)
+            for matrices in inputs:
+                attention(*matrices)
 
     flops = 4 * pairs * HEADS * HEAD_DIM
     found = {"forward": (forward, flops), "both": (both, (1 + ATTENTION_BACKWARD) * flops)}
-    row: dict[str, str | float] = {"name": name, "tokens": length, "pairs": pairs}
+    row: dict[str, str | float] = {"name": name, "tokens": length, "layers": layers, "pairs": pairs}
     for direction, (call, work) in found.items():
-        seconds = _seconds(call, repeats)
-        row |= {f"{direction}_ms": 1e3 * seconds, f"{direction}_tflops": work / seconds / 1e12}
+        seconds, host = (spent / layers for spent in _seconds(call, repeats))
+        row |= {f"{direction}_ms": 1e3 * seconds, f"{direction}_tflops": work / seconds / 1e12, "host_ms": 1e3 * host}
     return row | {"gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
@@ -107,12 +136,17 @@ def _relations() -> Tensor:
     return relations[None]
 
 
-def _by_kernel(table: Tensor, tokens: Tokens) -> tuple[Attention, list[Tensor], int]:
-    sequence = BiasedSequence(formula=FORMULA, relations=_relations(), tokens=tokens, group=communicator(None))
-    return lambda q, k, v: biased_attention(q, k, v, table, sequence)[0], [table], _pairs(tokens)
+def _by_kernel(table: Tensor, tokens: Tokens) -> Method:
+    relations, group = _relations(), communicator(None)
+
+    def new_batch() -> Attention:
+        sequence = BiasedSequence(formula=FORMULA, relations=relations, tokens=tokens, group=group)
+        return lambda q, k, v: biased_attention(q, k, v, table, sequence)[0]
+
+    return new_batch, [table], _pairs(tokens)
 
 
-def _by_matrix(table: Tensor, tokens: Tokens) -> tuple[Attention, list[Tensor], int]:
+def _by_matrix(table: Tensor, tokens: Tokens) -> Method:
     with torch.no_grad():
         bias = F.embedding(FORMULA.buckets(tokens, tokens, _relations()), table).permute(0, 3, 1, 2).contiguous()
     hidden = ~visible(tokens, tokens)[:, None]
@@ -123,15 +157,15 @@ def _by_matrix(table: Tensor, tokens: Tokens) -> tuple[Attention, list[Tensor], 
         weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1).masked_fill(hidden, 0)
         return (weights @ value).transpose(1, 2)
 
-    return attention, [bias.requires_grad_()], _pairs(tokens)
+    return lambda: attention, [bias.requires_grad_()], _pairs(tokens)
 
 
-def _by_flash(_: Tensor, tokens: Tokens) -> tuple[Attention, list[Tensor], int]:
+def _by_flash(_: Tensor, tokens: Tokens) -> Method:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         query, key, value = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
-    return attention, [], tokens.shape[1] ** 2
+    return lambda: attention, [], tokens.shape[1] ** 2
 
 
 _METHODS = {"kernel": _by_kernel, "matrix": _by_matrix, "flash": _by_flash}
@@ -143,18 +177,21 @@ def _pairs(tokens: Tokens) -> int:
     return given * tokens.shape[1] + predicted * (predicted + 1) // 2
 
 
-def _seconds(call: Callable[[], None], repeats: int) -> float:
-    """Return the median of the GPU's times."""
-    times: list[float] = []
+def _seconds(call: Callable[[], None], repeats: int) -> tuple[float, float]:
+    """Return the medians of the GPU's times and the host's."""
+    times: list[tuple[float, float]] = []
     for _ in range(_WARM_UP + repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
+        start = time.perf_counter()
         begin.record()
         call()
         end.record()
+        busy = time.perf_counter() - start
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[_WARM_UP:])
+        times.append((begin.elapsed_time(end) / 1e3, busy))
+    on_gpu, on_host = zip(*times[_WARM_UP:], strict=True)
+    return statistics.median(on_gpu), statistics.median(on_host)
 
 
 if __name__ == "__main__":

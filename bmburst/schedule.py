@@ -5,9 +5,8 @@ obey it; tests count every (query, key) pair of it by brute force.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
-
-import numpy as np
 
 from bmburst.layout import Layout, real_positions
 from bmburst.mask import Mask
@@ -52,8 +51,8 @@ class Schedule:
     @property
     def hops(self) -> tuple[int, ...]:
         """How far blocks move behind each step; behind the last one, to be home."""
-        distances = [step.distance for step in self.steps]
-        return tuple(np.diff([*distances, self.size]).tolist())
+        distances = [*(step.distance for step in self.steps), self.size]
+        return tuple(after - before for before, after in pairwise(distances))
 
 
 @bounded_cache(maxsize=128)

@@ -20,6 +20,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.whole = Once()
+        self.versions: tuple[int, ...] | None = None
         self.pairs: tuple[Pairs, ...] | None = None
         self.decided: dict[Hashable, Any] = {}
 
@@ -54,14 +55,13 @@ class BiasedSequence:
     kernel: str = "auto"
     transport: str = "auto"
     _shared: _Shared = field(default_factory=_Shared, init=False, repr=False)
-    _versions: tuple[int, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         kinds = {"formula": RelativeBias, "relations": Tensor, "tokens": Tokens, "group": Checked}
         for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise UserError(f"{name} must be a {kind.__name__}, got {type(value).__name__}\n{_MADE}")
-        object.__setattr__(self, "_versions", self._versions_now())
+        self.require_unchanged()
 
     @property
     def is_new(self) -> bool:
@@ -69,14 +69,18 @@ class BiasedSequence:
         return self._shared.pairs is None
 
     def require_unchanged(self) -> None:
-        """Check that nothing was written into the tensors since this was made.
+        """Check that nothing was written into the tensors since this was made, or a copy of it first used.
 
         What was made under `torch.inference_mode` has no count of that.
 
         Raises:
             UserError: Something was.
         """
-        if self._versions_now() != self._versions:
+        vectors = (getattr(self.tokens, f.name) for f in fields(self.tokens))
+        versions = tuple(0 if t.is_inference() else t._version for t in (self.relations, *vectors))
+        if self._shared.versions is None:
+            self._shared.versions = versions
+        if versions != self._shared.versions:
             raise UserError(
                 "relations or tokens of a BiasedSequence were changed in place, and layers share what was found of them"
                 "\nfix: make new ones for each batch"
@@ -105,7 +109,3 @@ class BiasedSequence:
         """Return relations, and all ranks' tokens, `[ranks, 6, batch, local_tokens]`, in memory of their own."""
         (whole,) = comm.all_gather(self.tokens.packed()).wait()
         return self.relations.clone(), whole
-
-    def _versions_now(self) -> tuple[int, ...]:
-        vectors = (getattr(self.tokens, f.name) for f in fields(self.tokens))
-        return tuple(0 if t.is_inference() else t._version for t in (self.relations, *vectors))
