@@ -35,8 +35,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--hardware", metavar="NAME|FILE", default="h200", help="machine, or a file of --calibrate (default: h200)")
     add("--batch", type=int, metavar="N", default=1, help="sequences of a step, over all GPUs (default: 1)")
     add("--micro-batch", type=int, metavar="N", default=1, help="sequences a data rank computes at once (default: 1)")
-    add("--dtype", default="bfloat16", metavar="bfloat16|float32", help="of weights and activations")
-    add("--loss-chunk", type=int, metavar="TOKENS", default=1024, help="tokens whose logits exist at once")
+    add(
+        "--dtype", default="bfloat16", metavar="bfloat16|float32", help="of weights and activations (default: bfloat16)"
+    )
+    add(
+        "--loss-chunk",
+        type=int,
+        metavar="TOKENS",
+        default=1024,
+        help="tokens whose logits exist at once (default: 1024)",
+    )
     add("--mlp-chunk", type=int, metavar="TOKENS", help="tokens in an MLP at once; 0: all (default: as bmburst train)")
     add("--recompute", metavar="POLICY,...", help="to try, and +first-N between (default: those of docs/recompute.md)")
     add("--zero", metavar="STAGE,...", help="stages to try (default: 2,3)")
