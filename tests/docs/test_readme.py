@@ -19,12 +19,16 @@ import yaml
 from bmburst.cli import COMMANDS
 from tests.docs.blocks import read_blocks
 from tests.docs.commands import exists
+from tests.docs.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 README = read_blocks(ROOT / "README.md")
 DOCUMENTS = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
 NOT_RUN = [block for name in DOCUMENTS for block in read_blocks(ROOT / name) if block.needs]
 PROGRAMS = {"bmburst": "-m bmburst", "torchrun": "-m torch.distributed.run", "python": ""}
+SCRIPT = re.compile(
+    r"(?P<launcher>torchrun --nproc-per-node|bmburst launch --nproc) (?P<ranks>\d) (-- )?(?P<file>\w+\.py)"
+)
 SECONDS = 600  # for one block, on a machine that others load: more than that is a hang
 
 
@@ -72,10 +76,22 @@ def run(folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def shell(run):
-    """Run the shell blocks, and return what they printed."""
-    blocks = [block for block in README if block.language == "bash" and not block.needs]
-    return "\n".join([run("bash", "-euo", "pipefail", "-c", block.text) for block in blocks])
+def shell(run, folder):
+    """Run the shell blocks, and return what they printed.
+
+    A script is started once by each of the launchers; the others start on processes that have imported torch already.
+    """
+    printed, started = [], set()
+    for block in (block for block in README if block.language == "bash" and not block.needs):
+        if (script := SCRIPT.fullmatch(block.text.strip())) and script["launcher"] in started:
+            by_us = script["launcher"].startswith("bmburst")
+            printed.append(run_script(folder, int(script["ranks"]), [script["file"]], host=by_us))
+            continue
+        if script:
+            started.add(script["launcher"])
+        printed.append(run("bash", "-euo", "pipefail", "-c", block.text))
+    assert started == {"torchrun --nproc-per-node", "bmburst launch --nproc"}
+    return "\n".join(printed)
 
 
 def test_shell_blocks_run_in_order(shell, folder):
