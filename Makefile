@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 # Processes that run tests, each a file at a time; 0: this one. Many tests have several ranks themselves.
-WORKERS ?= 0
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 BMTRAIN := bmtrain==1.0.1

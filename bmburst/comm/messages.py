@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class MessageMover(ABC):
         outgoing, incoming, places = [], [], []
         for peer, (sent, received) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
             is_own = peer == exchange.rank
-            views = [] if is_own else [to_bytes[move.target.buffer].view(move.target) for move in received]
+            views = [] if is_own else _views(to_bytes, [move.target for move in received])
             places.append(views)
             outgoing.append(nothing if is_own else _message(from_bytes, sent, nothing))
             incoming.append(_buffer(views, nothing))
@@ -73,9 +74,10 @@ class _Memory(NamedTuple):
     data: Tensor
     start: int
 
-    def view(self, block: Block) -> Tensor:
-        """Return the block's bytes as uint8 `[rows, width]`."""
-        return self.data.as_strided(*shape_of(block, 1), self.start + block.offset)
+    def view(self, block: Block, count: int = 1, distance: int = 0) -> Tensor:
+        """Return the bytes of `count` such blocks, `distance` bytes apart, as uint8 `[count, rows, width]`."""
+        size, strides = shape_of(block, 1)
+        return self.data.as_strided((count, *size), (distance, *strides), self.start + block.offset)
 
 
 _Pair = tuple[Tensor, Tensor]  # where to, and what
@@ -83,6 +85,22 @@ _Pair = tuple[Tensor, Tensor]  # where to, and what
 
 def _memories(tensors: Iterable[Tensor]) -> list[_Memory]:
     return [_Memory(*whole_memory(t, 1)) for t in tensors]
+
+
+def _views(memories: Sequence[_Memory], blocks: Sequence[Block]) -> list[Tensor]:
+    """Return the blocks in order: like ones at equal distances, as those of a batch's samples are, as one view."""
+    views, first = [], 0
+    while first < len(blocks):
+        block, count, distance = blocks[first], 1, 0
+        for after in islice(blocks, first + 1, None):
+            away = after.offset - block.offset
+            distance = distance or away
+            if distance <= 0 or away != count * distance or after[1:] != block[1:]:
+                break
+            count += 1
+        views.append(memories[block.buffer].view(block, count, distance if count > 1 else 0))
+        first += count
+    return views
 
 
 def _along(message: Tensor, views: Iterable[Tensor]) -> Iterator[_Pair]:
@@ -101,7 +119,7 @@ def _copy(pairs: Sequence[_Pair]) -> None:
 
 
 def _widened(into: Tensor, what: Tensor) -> tuple[Tensor, Tensor]:
-    numbers = (n for v in (into, what) for n in (v.data_ptr(), v.storage_offset(), v.shape[1], v.stride(0)))
+    numbers = (n for v in (into, what) for n in (v.data_ptr(), v.storage_offset(), v.shape[-1], *v.stride()[:-1]))
     dtype = WIDE[math.gcd(max(WIDE), *numbers)]
     return into.view(dtype), what.view(dtype)
 
@@ -146,6 +164,5 @@ def _message(sources: Sequence[_Memory], moves: Sequence[Move], nothing: Tensor)
     if all(block.dense for block in blocks) and starts[1:] == ends[:-1]:
         return sources[blocks[0].buffer].view(Block(blocks[0].offset, total)).view(-1)
     message = nothing.new_empty(total)
-    views = [sources[block.buffer].view(block) for block in blocks]
-    _copy([(part, view) for view, part in _along(message, views)])
+    _copy([(part, view) for view, part in _along(message, _views(sources, blocks))])
     return message

@@ -59,10 +59,11 @@ def polite(signums: Sequence[signal.Signals], handler: Callable[[int, FrameType 
     folder, local_rank = os.environ.get("BMBURST_LAUNCH_FOLDER"), os.environ.get("LOCAL_RANK")
     stood = None if folder is None else os.open(Path(folder) / f"stood.{local_rank}", _FLAGS, 0o600)
     sign = None if folder is None else Path(folder) / f"polite.{local_rank}"
-    faulthandler.unregister(signal.SIGTERM)
-    before = {signum: signal.signal(signum, handler) for signum in signums}
-    if stood is not None:
-        faulthandler.register(signal.SIGTERM, file=stood, chain=True)
+    with _held_back(signal.SIGTERM):  # one in between would be taken, but not written down
+        faulthandler.unregister(signal.SIGTERM)
+        before = {signum: signal.signal(signum, handler) for signum in signums}
+        if stood is not None:
+            faulthandler.register(signal.SIGTERM, file=stood, chain=True)
     if sign is not None:
         sign.touch()
     try:
@@ -75,6 +76,16 @@ def polite(signums: Sequence[signal.Signals], handler: Callable[[int, FrameType 
             signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
         if stood is not None:
             faulthandler.register(signal.SIGTERM, file=stood, chain=True)
+
+
+@contextlib.contextmanager
+def _held_back(signum: signal.Signals) -> Iterator[None]:
+    """Let a signal to this thread wait until the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signum])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def beat_with_optimizers() -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,10 +44,7 @@ def texts_of(file):
 
 
 def test_standard_library_is_the_default(tmp_path):
-    began = time.monotonic()
     file = open_corpus(None, None, tmp_path)
-    seconds = time.monotonic() - began
-    assert seconds < 20  # it takes about one second; the bound is for a busy machine
     assert file.text_bytes > 5_000_000
     found = set(texts_of(file))
     root = Path(sysconfig.get_paths()["stdlib"])

@@ -1,13 +1,13 @@
 """Run one function on every rank of a fresh BMTrain job in processes of its own."""
 
 import os
-import socket
 import time
 from collections.abc import Callable
 
 import torch
 
 from tests.distributed.forked import start_ranks
+from tests.distributed.ports import held_port
 
 
 def run_program(
@@ -23,18 +23,16 @@ def run_program(
     The first failure fails the caller, and so does a job that is not over in time; none is left running. CUDA is hidden
     from the processes unless `on_gpus`. `tensor` ranks share each matrix.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = start_ranks(size, _enter, (size, port, on_gpus, tensor, body, args), fresh=on_gpus)
-    deadline = time.monotonic() + seconds
-    try:
-        while not job.join(timeout=1):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{body.__name__} on {size} ranks was not over after {seconds:g} s")
-    finally:
-        for process in job.processes:
-            process.kill()
+    with held_port() as port:
+        job = start_ranks(size, _enter, (size, port, on_gpus, tensor, body, args), fresh=on_gpus)
+        deadline = time.monotonic() + seconds
+        try:
+            while not job.join(timeout=1):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{body.__name__} on {size} ranks was not over after {seconds:g} s")
+        finally:
+            for process in job.processes:
+                process.kill()
 
 
 def _enter(

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import runpy
-import socket
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from unittest import mock
 import torch
 
 from tests.distributed.forked import start_ranks
+from tests.distributed.ports import held_port
 
 SECONDS = 300  # on a machine that others load: more than that is a hang
 
@@ -22,18 +22,16 @@ def run_script(folder: Path, size: int, words: list[str], *, host: bool = True) 
     The first failure fails the caller; none is left running. `-m` and a module may take the script's place. Without
     `host` the ranks are as torchrun starts them: the host runtime is put in place by nobody but the script.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = start_ranks(size, _enter, (size, port, str(folder), words, host))
-    deadline = time.monotonic() + SECONDS
-    try:
-        while not job.join(timeout=1):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{words} on {size} ranks was not over after {SECONDS} s")
-    finally:
-        for process in job.processes:
-            process.kill()
+    with held_port() as port:
+        job = start_ranks(size, _enter, (size, port, str(folder), words, host))
+        deadline = time.monotonic() + SECONDS
+        try:
+            while not job.join(timeout=1):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{words} on {size} ranks was not over after {SECONDS} s")
+        finally:
+            for process in job.processes:
+                process.kill()
     return (folder / "printed-0").read_text()
 
 

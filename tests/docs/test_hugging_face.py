@@ -1,22 +1,17 @@
 """docs/hugging_face.md does what it says: its scripts run as they stand, and its tables are what the code does."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bmburst.integrations.transformers import SplitSequences
 from tests.docs.blocks import read_blocks
+from tests.docs.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "hugging_face.md"
 BLOCKS = read_blocks(PAGE)
-# FSDP2 keeps gloo's threads alive past destroy_process_group. One that frees a tensor while Python < 3.14 ends is ended
-# inside C++ that may not be left so, and the process aborts, after all is done: python/cpython#87135.
-ABORTED_AT_EXIT = "terminate called without an active exception" if sys.version_info < (3, 14) else None
 
 
 @pytest.fixture(scope="module")
@@ -26,21 +21,14 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     for block in BLOCKS:
         if block.file:
             (folder / block.file).write_text(block.text)
-    ours = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     lines = []
     for block in BLOCKS:
         if block.language != "bash" or block.needs:
             continue
         for command in block.commands():
-            program, *words = command.split()
-            assert program == "torchrun"
-            run = [sys.executable, "-m", "torch.distributed.run", *words]
-            done = subprocess.run(
-                run, cwd=folder, env=os.environ | ours, capture_output=True, text=True, timeout=300, check=False
-            )
-            aborted_at_exit = ABORTED_AT_EXIT is not None and ABORTED_AT_EXIT in done.stderr
-            assert done.returncode == 0 or aborted_at_exit, f"{command}\n{done.stdout}{done.stderr}"
-            lines.append(done.stdout)
+            launcher, option, ranks, script = command.split()
+            assert (launcher, option) == ("torchrun", "--nproc-per-node")
+            lines.append(run_script(folder, int(ranks), [script], host=False))
     return "".join(lines)
 
 

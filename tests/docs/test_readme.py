@@ -19,12 +19,16 @@ import yaml
 from bmburst.cli import COMMANDS
 from tests.docs.blocks import read_blocks
 from tests.docs.commands import exists
+from tests.docs.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 README = read_blocks(ROOT / "README.md")
 DOCUMENTS = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
 NOT_RUN = [block for name in DOCUMENTS for block in read_blocks(ROOT / name) if block.needs]
 PROGRAMS = {"bmburst": "-m bmburst", "torchrun": "-m torch.distributed.run", "python": ""}
+SCRIPT = re.compile(
+    r"(?P<launcher>torchrun --nproc-per-node|bmburst launch --nproc) (?P<ranks>\d) (-- )?(?P<file>\w+\.py)"
+)
 SECONDS = 600  # for one block, on a machine that others load: more than that is a hang
 
 
@@ -72,10 +76,22 @@ def run(folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def shell(run):
-    """Run the shell blocks, and return what they printed."""
-    blocks = [block for block in README if block.language == "bash" and not block.needs]
-    return "\n".join([run("bash", "-euo", "pipefail", "-c", block.text) for block in blocks])
+def shell(run, folder):
+    """Run the shell blocks, and return what they printed.
+
+    A script is started once by each of the launchers; the others start on processes that have imported torch already.
+    """
+    printed, started = [], set()
+    for block in (block for block in README if block.language == "bash" and not block.needs):
+        if (script := SCRIPT.fullmatch(block.text.strip())) and script["launcher"] in started:
+            by_us = script["launcher"].startswith("bmburst")
+            printed.append(run_script(folder, int(script["ranks"]), [script["file"]], host=by_us))
+            continue
+        if script:
+            started.add(script["launcher"])
+        printed.append(run("bash", "-euo", "pipefail", "-c", block.text))
+    assert started == {"torchrun --nproc-per-node", "bmburst launch --nproc"}
+    return "\n".join(printed)
 
 
 def test_shell_blocks_run_in_order(shell, folder):
@@ -166,17 +182,15 @@ def test_fields_that_the_text_names_are_written():
     assert listed["evals.jsonl"].split(", ") == list(EvalMetrics.__dataclass_fields__)
 
 
-def test_the_run_folder_is_as_shown(run, folder):
+def test_the_run_folder_is_as_shown(shell, folder):
     text = next(block.text for block in README if block.text.startswith("config.json"))
     names = [line.split()[0] for line in text.splitlines()]
-    short = "--steps 1 --sequence-length 512 --eval-sequences 1 --sample-tokens 1"
-    run("bmburst", "train", "--data", "bmburst", *short.split(), "--output", "runs/shown")
-    written = {p.name for p in (folder / "runs/shown").iterdir()}
+    written = {p.name for p in (folder / "runs/small").iterdir()}
     assert written == {
         name.split("/")[0] for name, line in zip(names, text.splitlines(), strict=True) if line[0] != " "
     }
     inside = {name for name, line in zip(names, text.splitlines(), strict=True) if line[0] == " "}
-    assert {p.name for p in (folder / "runs/shown/checkpoints/step-000001").iterdir()} == inside
+    assert {p.name for p in (folder / "runs/small/checkpoints/step-000008").iterdir()} == inside
 
 
 def test_pre_commit_runs_what_make_check_runs():

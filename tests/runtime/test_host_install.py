@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.ports import held_port
+
 ROOT = Path(__file__).parents[2]
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -120,24 +122,20 @@ else:
 
 def leave(sender: str, receiver: str, last_words: bool = False) -> list[tuple[int, str]]:
     """Run two ranks of which the first sends 8 MB; return exit status and standard error of each."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     program = LEAVE.format(sender=sender, receiver=receiver, last_words=last_words)
     ranks = []
-    for rank in ("0", "1"):
-        environment = os.environ | dict(zip(LAUNCHED, (rank, "2", rank, "2", "localhost", port), strict=True))
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-        ranks.append(
-            subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True)
-        )
-    try:
-        said = [process.communicate(timeout=60)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    with held_port() as port:
+        for rank in ("0", "1"):
+            environment = os.environ | dict(zip(LAUNCHED, (rank, "2", rank, "2", "localhost", str(port)), strict=True))
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+            ranks.append(
+                subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True)
+            )
+        try:
+            said = [process.communicate(timeout=60)[1] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
     return [(process.returncode, text) for process, text in zip(ranks, said, strict=True)]
 
 

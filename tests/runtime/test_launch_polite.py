@@ -5,13 +5,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from bmburst.config import to_dict, write_json
-from tests.runtime.test_launch import ROOT, alive, assert_gone, ended, lines_of, start
+from tests.runtime.test_launch import ROOT, alive, assert_gone, ended, lines_of, start, wait_until
 from tests.train import run_program as program
 
 __all__ = ["start"]  # the fixture
@@ -25,40 +24,46 @@ POLITE = """
         print(os.getpid())
         {body}
     """
-SAVING = """
+PATIENCE = 1.0  # seconds
+SAVING = f"""
         while not asked: time.sleep(0.01)
-        time.sleep(5.5)  # longer than the launcher's patience with others
+        time.sleep(2 * {PATIENCE})  # longer than the launcher's patience with others
         open("saved" + rank, "w").write(str(asked))
         if rank == "1" and len(sys.argv) > 1: raise KeyError("in the end")
+    """
+STAYING = """
+        while not asked: time.sleep(0.01)
+        print("asked")
+        time.sleep(600)
     """
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_ranks_that_end_in_order_are_waited_for(start, tmp_path, signum):
-    process = start(POLITE.format(body=SAVING.strip()))
+    process = start(POLITE.format(body=SAVING.strip()), grace=PATIENCE)
     lines_of(process, 2)
     process.send_signal(signum)
-    assert ended(process, timeout=30) == (0, "", "")
+    assert ended(process) == (0, "", "")
     assert all((tmp_path / f"saved{rank}").read_text() == f"[{int(signum)}]" for rank in range(2))
 
 
 def test_an_error_in_the_end_is_shown(start):
-    process = start(POLITE.format(body=SAVING.strip()), args=("fail",))
+    process = start(POLITE.format(body=SAVING.strip()), args=("fail",), grace=PATIENCE)
     lines_of(process, 2)
     process.terminate()
-    status, _, err = ended(process, timeout=30)
+    status, _, err = ended(process)
     assert status == 1 and err.startswith("bmburst: rank 1 failed\n") and err.endswith("KeyError: 'in the end'\n")
 
 
 def test_a_second_signal_does_not_wait(start):
-    process = start(POLITE.format(body="time.sleep(600) or time.sleep(600)"))
+    process = start(POLITE.format(body=STAYING.strip()))
     pids = [int(line) for line in lines_of(process, 2)]
     process.terminate()
-    time.sleep(1)
+    assert lines_of(process, 2) == ["asked", "asked"]
     assert all(map(alive, pids))
     process.terminate()
-    assert ended(process, timeout=5) == (143, "", "bmburst: ended by SIGTERM\n")
-    assert_gone(pids, 1)
+    assert ended(process) == (143, "", "bmburst: ended by SIGTERM\n")
+    assert_gone(pids)
 
 
 @pytest.mark.parametrize("how", ["kill", "raise", "kill after SIGTERM"])
@@ -72,7 +77,8 @@ def test_a_lost_rank_ends_those_that_wait_for_it(start, how):
             os.kill(os.getpid(), signal.SIGKILL)
         while True: time.sleep(1)
     """
-    process = start(POLITE.format(body=textwrap.indent(textwrap.dedent(body), " " * 8).strip()), nproc=3)
+    body = textwrap.indent(textwrap.dedent(body), " " * 8).strip()
+    process = start(POLITE.format(body=body), nproc=3, grace=PATIENCE)
     pids = [int(line) for line in lines_of(process, 3) if line.strip()]  # one may be ended before it says its own
     if how.endswith("SIGTERM"):
         process.terminate()
@@ -82,7 +88,7 @@ def test_a_lost_rank_ends_those_that_wait_for_it(start, how):
         assert err.startswith("bmburst: rank 1 failed\n") and err.endswith("KeyError: 'lost'\n"), err
     elif how == "kill":
         assert err.startswith("bmburst: rank 1 was killed by SIGKILL") and len(err.splitlines()) == 1, err
-    assert_gone(pids, 1)
+    assert_gone(pids)
 
 
 @pytest.mark.parametrize("end", ["kill -9 of a rank", "SIGTERM to the launcher"])
@@ -98,10 +104,12 @@ def test_a_training_run(end, tmp_path):
     )
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 100
-        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.05)
+
+        def trains_or_ended():
+            return process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2)
+
+        wait_until(trains_or_ended, seconds=300)
+        assert process.poll() is None, process.communicate()
         if end.startswith("kill"):
             os.kill(rank_of(process.pid, 1), signal.SIGKILL)
         else:

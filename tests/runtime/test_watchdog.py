@@ -52,9 +52,9 @@ def test_it_fires_while_the_global_lock_is_held(tmp_path):
 
 def test_beats_hold_it_off(tmp_path):
     text = """
-        watchdog.arm(1.0, folder, 0)
-        for _ in range(40):
-            time.sleep(0.05)
+        watchdog.arm(2.0, folder, 0)
+        for _ in range(30):
+            time.sleep(0.1)
             watchdog.beat()
         """
     assert run(tmp_path, text).returncode == 0
@@ -98,6 +98,26 @@ def test_sigterm_still_ends_the_process_and_says_where_it_stood(tmp_path):
         """
     assert run(tmp_path, text).returncode == -signal.SIGTERM
     assert "in waiting" in (tmp_path / "stood.3").read_text()
+
+
+def test_a_sigterm_while_the_handler_changes_is_written_down(tmp_path):
+    # The launcher takes a rank for one that waits for a lost one only if it is.
+    text = """
+        os.environ |= {"BMBURST_LAUNCH_FOLDER": str(folder), "LOCAL_RANK": "3"}
+        change, asked = signal.signal, []
+        def interrupted(signum, handler):
+            before = change(signum, handler)
+            os.kill(os.getpid(), signum)
+            return before
+        watchdog.arm(30, folder, 3)
+        signal.signal = interrupted
+        with watchdog.polite([signal.SIGTERM], lambda signum, frame: asked.append(signum)):
+            print(len(asked))
+            signal.signal = change
+        """
+    done = run(tmp_path, text)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert "in polite" in (tmp_path / "stood.3").read_text()
 
 
 @pytest.mark.parametrize("imported", ["", "import torch"], ids=["before-torch", "after-torch"])

@@ -10,7 +10,7 @@ from bmburst.sequence import IGNORE_INDEX
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from tests.train.given import local
 
-STEPS, TOKENS, SEQUENCES = 8, 37, 8  # 37 tokens: padded on 2 and 4 ranks; 2 sequences for each of 4 ranks
+STEPS, TOKENS, SEQUENCES = 4, 37, 8  # 37 tokens: padded on 2 and 4 ranks; 2 sequences for each of 4 ranks
 LONG, FEW_STEPS = 20, 3
 LR, DECAY = 1e-3, 0.1
 SHAPE = {
