@@ -75,7 +75,11 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
         ),
         (("plan", "--model", "llama-tiny", "--seq", "1e6"), "--seq 1e6\nallowed: a whole number\n"),
         (("check", "--json", "/proc/none"), "--json /proc/none: cannot be written"),
-        (("bench", "attention", "--ranks", "2", "--output", "folder"), "--output folder: cannot be written: Is a dir"),
+        (("bench", "attention", "--ranks", "2", "--output", "folder"), "--output folder\nallowed: a .json file"),
+        (
+            ("bench", "attention", "--ranks", "2", "--output", "/proc/n.json"),
+            "--output /proc/n.json: cannot be written",
+        ),
         (("bench", "attention", "--ranks", "2", "--trace", "file"), "--trace file: no file can be written there: File"),
         (("bench", "train", "--ranks", "2", "--cell-seconds", "x"), "--cell-seconds x\nallowed: a number\n"),
         (("bench", "train", "--ranks", "2", "--text", "latin"), "'latin' is not a text file: byte 4 is not UTF-8"),
