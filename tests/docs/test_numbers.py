@@ -13,7 +13,7 @@ ATTENTION, MASKS = "attention_4xh200_202611", "attention_masks_4xh200_202611"
 TABLE = [
     ("64K, 32 heads", ATTENTION, ["sequence/65536/mha/causal"]),
     ("128K, 256K, 512K, 32 heads", ATTENTION, [f"sequence/{1 << n}/mha/causal" for n in (17, 18, 19)]),
-    ("64K, 128K, 32 query / 8 KV heads", ATTENTION, ["sequence/65536/gqa/causal", "sequence/131072/gqa/causal"]),
+    ("64K, 128K, 256K, 32 query / 8 KV heads", ATTENTION, [f"sequence/{1 << n}/gqa/causal" for n in (16, 17, 18)]),
     ("64K, 32 / 8 heads, with projections and rotary around it", ATTENTION, ["block/65536/gqa/causal"]),
     ("128K, 512K of packed documents, 32 heads", MASKS, ["documents/131072/mha", "documents/524288/mha"]),
 ]
