@@ -4,7 +4,8 @@ Where there is no GPU, Triton's kernels run in its interpreter. It decides when 
 or newer the interpreter needs Triton 3.7 (triton-lang/triton#9171).
 
 Torch computes in one thread, as in ranks that are processes: ranks that are threads would get as many more each, which
-wait for each other on processors that are taken.
+wait for each other on processors that are taken. Where a program that a test starts has more, as BMTrain makes it, its
+idle ones sleep: by default they spin on processors that other ranks need, which doubles what a small model takes.
 """
 
 import os
@@ -14,4 +15,5 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 torch.set_num_threads(1)

@@ -182,15 +182,17 @@ def test_fields_that_the_text_names_are_written():
     assert listed["evals.jsonl"].split(", ") == list(EvalMetrics.__dataclass_fields__)
 
 
-def test_the_run_folder_is_as_shown(shell, folder):
+def test_the_run_folder_is_as_shown(folder):
     text = next(block.text for block in README if block.text.startswith("config.json"))
     names = [line.split()[0] for line in text.splitlines()]
-    written = {p.name for p in (folder / "runs/small").iterdir()}
+    short = "--steps 1 --sequence-length 512 --eval-sequences 1 --sample-tokens 1"
+    run_script(folder, 2, ["-m", "bmburst", "train", "--data", "bmburst", *short.split(), "--output", "runs/shown"])
+    written = {p.name for p in (folder / "runs/shown").iterdir()}
     assert written == {
         name.split("/")[0] for name, line in zip(names, text.splitlines(), strict=True) if line[0] != " "
     }
     inside = {name for name, line in zip(names, text.splitlines(), strict=True) if line[0] == " "}
-    assert {p.name for p in (folder / "runs/small/checkpoints/step-000008").iterdir()} == inside
+    assert {p.name for p in (folder / "runs/shown/checkpoints/step-000001").iterdir()} == inside
 
 
 def test_pre_commit_runs_what_make_check_runs():

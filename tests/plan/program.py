@@ -1,12 +1,9 @@
-"""One step of the real model on the host runtime, and the most bytes of activations alive in it: run as a program.
-
-Prints a JSON line for each of the cases given as a JSON list.
-"""
+"""One step of the real model on the host runtime, and the most bytes of activations alive in it."""
 
 import gc
 import json
-import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +11,6 @@ import torch
 from bmburst.blocks.config import LlamaConfig
 from bmburst.loss import global_mean
 from bmburst.mesh import Mesh
-from bmburst.runtime import start
 from tests.live_bytes import LiveBytes
 
 
@@ -72,8 +68,6 @@ def links() -> None:
     assert all(fact.value > 0 and fact.kind == "measured" and "gloo, 2 ranks" in fact.source for fact in found.values())
 
 
-if __name__ == "__main__":
-    start()
-    for case in json.loads(sys.argv[1]):
-        sys.stdout.write(json.dumps(measure(case)) + "\n")
-        sys.stdout.flush()
+def measure_all(cases: list[dict[str, Any]], file: Path) -> None:
+    """Write what is measured of each case, in order, as JSON."""
+    file.write_text(json.dumps([measure(case) for case in cases]))

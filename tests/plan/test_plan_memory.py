@@ -1,9 +1,6 @@
 """Predicted memory against the bytes that the real model holds, and against the plans that the executors obey."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +16,9 @@ from bmburst.plan.memory import memory_of
 from bmburst.plan.operators import PLAIN
 from bmburst.plan.sizes import sizes
 from bmburst.plan.task import Task
+from tests.distributed.programs import run_program
+from tests.plan.program import measure_all
 
-ROOT = Path(__file__).parents[2]
 HARDWARE = load_hardware("h200")
 SHAPE = {
     "vocab_size": 64,
@@ -69,11 +67,10 @@ def way(model, tokens, gpus=1, *, heads=1, outer="none", dtype="bfloat16", **mor
 
 
 @pytest.fixture(scope="module")
-def measured():
-    command = [sys.executable, "-m", "tests.plan.program", json.dumps(CASES)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def measured(tmp_path_factory):
+    file = tmp_path_factory.mktemp("measured") / "bytes.json"
+    run_program(1, measure_all, CASES, file, seconds=300)
+    return json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i]['recompute']}-{CASES[i]['dtype']}-{i}")

@@ -13,11 +13,13 @@ import pytest
 from tests.distributed.ports import held_port
 
 ROOT = Path(__file__).parents[2]
-# `bmburst` with another patience with ranks that do not end.
+# `bmburst` with another patience with ranks that do not end, and torchrun's own (30 s) out of its way.
 PATIENT_FOR = """
 import sys
+from torch.distributed.elastic.multiprocessing.api import PContext
 from bmburst.runtime.launch import processes, run
 processes.GRACE = run.GRACE = {seconds}
+PContext.close.__defaults__ = (None, 600)
 from bmburst.cli import main
 sys.exit(main())
 """
