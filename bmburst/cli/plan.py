@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     for name, what in (("check", "predicts recorded runs"), ("calibrate", "measures this machine")):
         if getattr(args, name) and (args.model is not None or args.seq is not None):
             raise UserError(f"--{name} {what}, of no --model and --seq\nfix: leave them out, or --{name}")
+        if getattr(args, name) and args.json:
+            raise UserError(f"--json prints planned ways, and --{name} {what}\nfix: leave one of them out")
     if args.ranks is not None and not args.calibrate:
         raise UserError(f"--ranks {args.ranks} is an option of --calibrate\nfix: --gpus says how many GPUs to plan for")
     if args.output is not None and (args.calibrate or args.output.suffix == ".png"):

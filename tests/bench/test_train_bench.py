@@ -312,6 +312,7 @@ def test_the_same_command_starts_nothing_more(run, monkeypatch):
         (("--ranks", "2", "--preset", "llama-3-9b"), "did you mean 'llama-3-8b'?"),
         (("--ranks", "2", "--methods", "ulises"), "did you mean 'ulysses'?"),
         (("--ranks", "2", "--layers", "0"), "--layers 0"),
+        (("--ranks", "2", "--preset", "llama-3-8b", "--layers", "33"), "allowed: 1 to 32, the layers of the model"),
         (("--ranks", "2", "--heads", "4"), "--heads is an option of bench attention"),
         (("--ranks", "2", "--recompute", "all"), "unknown recompute policy 'all'"),
         (("--ranks", "2", "--recompute", "block+first-x"), "the first 'x' layers"),

@@ -63,6 +63,10 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
         (("plan", "--calibrate", "--output", "folder"), "--output folder: cannot be written: Is a directory"),
         (("plan", *PLAN, "--ranks", "3"), "--ranks 3 is an option of --calibrate\nfix: --gpus"),
         (("plan", "--check", *PLAN), "--check predicts recorded runs, of no --model and --seq\nfix: leave them out"),
+        (
+            ("plan", "--check", "--json"),
+            "--json prints planned ways, and --check predicts recorded runs\nfix: leave one",
+        ),
         (("plan", "--calibrate", *PLAN), "--calibrate measures this machine, of no --model and --seq\nfix: leave them"),
         (("plan", "--check", "--calibrate"), "exclude each other\nfix: a command for each"),
         (

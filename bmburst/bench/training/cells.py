@@ -88,7 +88,7 @@ class Choice:
         globs: Patterns for `TrainCell.name` or `TrainCell.key`; a cell is listed if one fits.
 
     Raises:
-        UserError: A preset is unknown, there is no layer, or a length does not divide.
+        UserError: A preset is unknown, it has not so many layers, or a length does not divide.
     """
 
     ranks: tuple[int, ...]
@@ -104,9 +104,10 @@ class Choice:
     def __post_init__(self) -> None:
         for name in self.presets or ():
             require_known("preset", name, SHAPES)
+        most = max(SHAPES[name].num_layers for name in self.presets or STEP_PRESETS)
         for layers in self.layers or ():
-            if layers < 1:
-                raise UserError(f"--layers {layers}\nallowed: 1 and more")
+            if not 1 <= layers <= most:
+                raise UserError(f"--layers {layers}\nallowed: 1 to {most}, the layers of the model")
         for ranks in self.ranks:
             bad = [n for n in self.tokens or () if n < 1 or n % (2 * ranks)]
             if bad:
