@@ -1,0 +1,135 @@
+"""Whether peers' memory can be had, and what becomes of a rank whose peers die: without a GPU."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from bmburst.comm import liveness, transports
+from bmburst.comm.checks import Checked
+from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.shared_memory import SharedMemoryError
+from bmburst.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fresh():
+    transports._over_peers.cache_clear()
+    yield
+    transports._over_peers.cache_clear()
+
+
+def group(rank, transport="nccl", size=2):
+    inner = LocalCommunicator(rank, [[Wire() for _ in range(size)] for _ in range(size)])
+    inner.transport = transport
+    return Checked(inner, CPU, always=False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_access_to_a_peer(monkeypatch, fresh, rank):
+    def refuse(inner, device):
+        made.append(inner)
+        raise SharedMemoryError("rank 1 cannot read the memory of rank 0")
+
+    made, comm = [], group(rank)
+    monkeypatch.setattr(transports, "PeerCommunicator", refuse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert transports.over_transport(comm, "nccl") is comm and not made
+        assert transports.over_transport(comm, "auto") is comm
+        assert transports.over_transport(comm, "auto") is comm
+    assert made == [comm.inner]  # asked once: asking is collective
+    said = ["bmburst: blocks move by NCCL, because rank 1 cannot read the memory of rank 0"]
+    assert [str(each.message) for each in caught] == (said if rank == 0 else [])
+    with pytest.raises(UserError, match="'peer' cannot work here: rank 1 cannot read") as refused:
+        transports.over_transport(comm, "peer")
+    assert len(str(refused.value).splitlines()) <= 3
+
+
+def test_with_access_to_all_peers(monkeypatch, fresh):
+    monkeypatch.setattr(transports, "PeerCommunicator", lambda *_: group(0, "peer").inner)
+    comm, other = group(0), group(0)
+    moved = transports.over_transport(comm, "auto")
+    assert moved.transport == "peer" and transports.over_transport(comm, "peer") is moved
+    assert transports.over_transport(other, "peer") is not moved
+    assert transports.over_transport(moved, "auto") is moved
+    comm.active = True
+    assert moved.active and not other.active
+    for alone in (group(0, size=1), group(0, "gloo"), group(0, "threads")):
+        assert transports.over_transport(alone, "auto") is alone
+
+
+RENAMED = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) Z (1 2'); print(1, flush=True); time.sleep(60)"
+
+
+def test_birth_of_real_processes():
+    ours = liveness.birth(os.getpid())
+    assert ours is not None and ours == liveness.birth(os.getpid())
+    time.sleep(0.05)  # some clock ticks
+    other = subprocess.Popen([sys.executable, "-c", RENAMED], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline()  # its name is "a) Z (1 2" now
+        born = liveness.birth(other.pid)
+        assert born is not None and int(born) > int(ours)
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        assert 0 <= uptime - int(born) / os.sysconf("SC_CLK_TCK") < 60
+        other.send_signal(signal.SIGKILL)
+        end = time.monotonic() + 30
+        while liveness.birth(other.pid) is not None:  # a zombie until somebody waits for it
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert Path(f"/proc/{other.pid}").exists()
+    finally:
+        other.kill()
+        other.wait()
+        other.stdout.close()
+    assert liveness.birth(other.pid) is None
+
+
+WATCHING = """
+import sys, time, torch
+from types import SimpleNamespace
+from bmburst.comm import liveness
+pid, is_done = int(sys.argv[1]), sys.argv[2] == "done"
+liveness._LOOK_EVERY, liveness._PATIENCE = 0.02, 0.1
+elsewhere = ["pid:[1]", 2**22 + 1, "1"]  # in a namespace of its own: not watched
+liveness.gather_objects = lambda inner, mine: [[mine[0], pid, liveness.birth(pid)], mine, elsewhere]
+torch.cuda.set_device = lambda device: None
+liveness.cuda_driver.look_during_captures = lambda: None
+watch = liveness.PeerWatch(SimpleNamespace(rank=1), None)
+watch.expect(SimpleNamespace(query=lambda: is_done))
+print(1, flush=True)
+sys.stdin.readline()
+time.sleep(1.0 if is_done else 60)
+watch.close()
+assert not watch._thread.is_alive()
+"""
+
+
+@pytest.mark.parametrize("state", ["done", "waiting"])
+def test_a_rank_that_waits_for_the_dead_ends(state):
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    root = Path(__file__).parents[1]
+    watching = subprocess.Popen([sys.executable, "-c", WATCHING, str(other.pid), state], cwd=root, **pipes)
+    try:
+        assert watching.stdout.readline()
+        time.sleep(0.5)
+        assert watching.poll() is None  # its peer lives
+        other.kill()
+        _, told = watching.communicate("go\n", timeout=60)
+    finally:
+        for process in (other, watching):
+            process.kill()
+            process.wait()
+    assert watching.returncode == (0 if state == "done" else 1), told
+    line = f"bmburst: rank 0 (process {other.pid}) of this host has ended"
+    assert (line in told) == (state == "waiting")
