@@ -58,6 +58,8 @@ def test_training_steps():
     assert f"256K tokens, two layers, {short['ratio']:.2f} times on 2" in words
     whole = [found[f"step/llama-3-8b/32768/ours@{ranks}"]["ratio"] for ranks, found in ((2, two), (4, four))]
     assert f"32K tokens, all layers, {whole[0]:.2f} times on 2 GPUs and {whole[1]:.2f} on 4" in words
+    kept = two["step/llama-3-8b/32768/ours@2-none"]["ratio"]
+    assert f"on 2 GPUs that have the memory to compute nothing again, {kept:.2f} times" in words
 
 
 def test_what_policies_keep():
