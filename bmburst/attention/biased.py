@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bmburst.attention.biased_sequence import BiasedSequence
+from bmburst.attention.biased_sequence import HOW_MADE, BiasedSequence
 from bmburst.attention.call import require_scale, require_transport, scale_of
 from bmburst.attention.differentiable import gradient_signature, no_autocast, output_gradients
 from bmburst.attention.ring import carry_home, visits
@@ -41,8 +41,6 @@ from bmburst_ops.flash import Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 __all__ = ["BiasedSequence", "biased_attention"]
-
-_MADE = "fix: take what a position bias of bmburst.integrations.cpm_live returns"
 
 
 def biased_attention(
@@ -82,7 +80,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp as it runs; see `biased_attention`."""
     if not isinstance(sequence, BiasedSequence):
-        raise UserError(f"sequence must be a BiasedSequence, got {type(sequence).__name__}\n{_MADE}")
+        raise UserError(f"sequence must be a BiasedSequence, got {type(sequence).__name__}\n{HOW_MADE}")
     call = _decide(q, k, v, table, sequence, scale)
     out, lse = _BiasedAttention.apply(q, k, v, table, call)  # type: ignore[no-untyped-call]
     return out, lse

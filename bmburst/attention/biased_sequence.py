@@ -12,7 +12,7 @@ from bmburst.errors import UserError
 from bmburst_ops.biased import Pairs, RelativeBias, Tokens
 from bmburst_ops.biased.once import Once
 
-_MADE = "fix: take what a position bias of bmburst.integrations.cpm_live returns"
+HOW_MADE = "fix: take what a position bias of bmburst.integrations.cpm_live returns"
 
 
 class _Shared:
@@ -60,7 +60,7 @@ class BiasedSequence:
         kinds = {"formula": RelativeBias, "relations": Tensor, "tokens": Tokens, "group": Checked}
         for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
-                raise UserError(f"{name} must be a {kind.__name__}, got {type(value).__name__}\n{_MADE}")
+                raise UserError(f"{name} must be a {kind.__name__}, got {type(value).__name__}\n{HOW_MADE}")
         self.require_unchanged()
 
     @property

@@ -1,8 +1,6 @@
 """Sums of floating-point numbers that do not depend on their order, on the host: `triton_fixed_point` says how."""
 
 import math
-from functools import cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,35 +26,24 @@ def no_sums(grad_out: Tensor, v: Tensor, delta: Tensor, rows: int) -> tuple[Tens
     Returns:
         int64 `[heads * rows + PEAKS]`, which ends with what the unit follows from.
     """
+    from bmburst_ops.biased.triton_fixed_point import FREE_BITS, PEAKS, peaks_kernel
+
     batch, queries, heads, head_dim = grad_out.shape
-    kernels, dim, keys = _kernels(), padded(head_dim), v.shape[1]
-    sums = torch.zeros(heads * rows + kernels.room, dtype=torch.int64, device=v.device)
+    dim, keys = padded(head_dim), v.shape[1]
+    sums = torch.zeros(heads * rows + PEAKS, dtype=torch.int64, device=v.device)
     tokens = _NUMBERS // dim
     strides = map(strides_of, (grad_out, v, delta.transpose(1, 2)))
     with torch.cuda.device_of(v):
-        kernels.peaks[(-(-max(queries, keys) // tokens), heads, batch)](
+        peaks_kernel[(-(-max(queries, keys) // tokens), heads, batch)](
             *(grad_out, v, delta, sums, *strides, queries, keys, rows), HEAD_DIM=head_dim, DIM=dim, TOKENS=tokens
         )
-    return sums, kernels.bits - math.ceil(math.log2(batch * queries))
+    return sums, FREE_BITS - math.ceil(math.log2(batch * queries))
 
 
 def as_numbers(sums: Tensor, bits: int, numbers: Tensor) -> None:
     """Write the numbers that the sums are, `[rows, heads]`, dense, at least one."""
-    kernels, programs = _kernels(), -(-numbers.numel() // _AT_ONCE)
+    from bmburst_ops.biased.triton_fixed_point import numbers_kernel
+
+    programs = -(-numbers.numel() // _AT_ONCE)
     with torch.cuda.device_of(sums):
-        kernels.numbers[(programs,)](sums, bits, numbers, *numbers.shape, AT_ONCE=_AT_ONCE)
-
-
-class _Kernels(NamedTuple):
-    peaks: Any
-    numbers: Any
-    room: int
-    bits: int
-
-
-@cache
-def _kernels() -> _Kernels:
-    """Import Triton, and the kernels, where they are first needed."""
-    from bmburst_ops.biased.triton_fixed_point import FREE_BITS, PEAKS, numbers_kernel, peaks_kernel
-
-    return _Kernels(peaks_kernel, numbers_kernel, PEAKS, FREE_BITS)
+        numbers_kernel[(programs,)](sums, bits, numbers, *numbers.shape, AT_ONCE=_AT_ONCE)

@@ -3,8 +3,8 @@
 Memory is linear in the tokens, and the host waits for nothing.
 """
 
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +76,8 @@ def extents(pairs: Pairs, side: Side, size: int) -> Tensor:
 
 
 def _make_lines(pairs: Pairs, cut: Cut, most: int) -> tuple[Tensor, ...]:
+    from bmburst_ops.biased.triton_runs import lines_kernel
+
     own = extents(pairs, *cut[:2])
     other = extents(pairs, "keys" if cut[0] == "queries" else "queries", cut[2])
     of_queries = cut[0] == "queries"
@@ -85,7 +87,7 @@ def _make_lines(pairs: Pairs, cut: Cut, most: int) -> tuple[Tensor, ...]:
         runs.counts.zero_()
     elif own.shape[1] and own.shape[0]:
         with torch.cuda.device_of(own):
-            _kernels().lines[(own.shape[1], own.shape[0])](
+            lines_kernel[(own.shape[1], own.shape[0])](
                 query_extents,
                 key_extents,
                 *runs,
@@ -101,11 +103,13 @@ def _make_lines(pairs: Pairs, cut: Cut, most: int) -> tuple[Tensor, ...]:
 
 
 def _make_diagonals(pairs: Pairs, cut: Cut, most: int) -> tuple[Tensor, ...]:
+    from bmburst_ops.biased.triton_runs import diagonals_kernel
+
     lines = line_runs(pairs, cut, most)
     query_blocks, key_blocks, ratio = lines.query_extents.shape[1], lines.key_extents.shape[1], cut[1] // cut[2]
     runs = _room(lines.query_extents, ratio * (query_blocks - 1) + key_blocks, most)
     with torch.cuda.device_of(runs.runs):
-        _kernels().diagonals[(runs.runs.shape[1], runs.runs.shape[0])](
+        diagonals_kernel[(runs.runs.shape[1], runs.runs.shape[0])](
             *lines[1:],
             *lines.runs,
             *runs,
@@ -121,13 +125,15 @@ def _make_diagonals(pairs: Pairs, cut: Cut, most: int) -> tuple[Tensor, ...]:
 
 
 def _make_extents(pairs: Pairs, side: Side, size: int) -> tuple[Tensor, ...]:
+    from bmburst_ops.biased.triton_extents import NUMBERS, extents_kernel
+
     packed = pairs.packed()[side == "keys"]
     _, batch, tokens = packed.shape
     blocks = -(-tokens // size)
-    found = packed.new_empty(batch, blocks, _kernels().numbers)
+    found = packed.new_empty(batch, blocks, NUMBERS)
     if found.numel():
         with torch.cuda.device_of(found):
-            _kernels().extents[(blocks, batch)](packed, found, tokens, SIZE=size, num_warps=1)
+            extents_kernel[(blocks, batch)](packed, found, tokens, SIZE=size, num_warps=1)
     return (found,)
 
 
@@ -135,19 +141,3 @@ def _room(like: Tensor, lines: int, most: int) -> Runs:
     """Return room for the runs of so many lines a batch."""
     batch = like.shape[0]
     return Runs(like.new_empty(batch, lines, most, 3), like.new_empty(batch, lines))
-
-
-class _Kernels(NamedTuple):
-    extents: Any
-    lines: Any
-    diagonals: Any
-    numbers: int
-
-
-@cache
-def _kernels() -> _Kernels:
-    """Import Triton, and the kernels, where they are first needed."""
-    from bmburst_ops.biased.triton_extents import NUMBERS, extents_kernel
-    from bmburst_ops.biased.triton_runs import diagonals_kernel, lines_kernel
-
-    return _Kernels(extents_kernel, lines_kernel, diagonals_kernel, NUMBERS)

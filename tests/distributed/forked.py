@@ -3,6 +3,7 @@
 import atexit
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,22 @@ def start_ranks(size: int, body: Callable[..., None], args: tuple[object, ...], 
     here = dict(os.environ)  # the server has the environment of its own beginning
     ours = (here, bmburst.__file__, body, args)
     return mp.start_processes(_enter, args=ours, nprocs=size, join=False, start_method="forkserver")
+
+
+def join_ranks(job: Any, what: str, seconds: float) -> None:
+    """Wait for the ranks of a job; the first failure fails the caller, and none is left running.
+
+    Raises:
+        TimeoutError: It is not over in time.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        while not job.join(timeout=1):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what} on {len(job.processes)} ranks was not over after {seconds:g} s")
+    finally:
+        for process in job.processes:
+            process.kill()
 
 
 def _enter(

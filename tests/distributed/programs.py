@@ -1,12 +1,11 @@
 """Run one function on every rank of a fresh BMTrain job in processes of its own."""
 
 import os
-import time
 from collections.abc import Callable
 
 import torch
 
-from tests.distributed.forked import start_ranks
+from tests.distributed.forked import join_ranks, start_ranks
 from tests.distributed.ports import held_port
 
 
@@ -25,14 +24,7 @@ def run_program(
     """
     with held_port() as port:
         job = start_ranks(size, _enter, (size, port, on_gpus, tensor, body, args), fresh=on_gpus)
-        deadline = time.monotonic() + seconds
-        try:
-            while not job.join(timeout=1):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{body.__name__} on {size} ranks was not over after {seconds:g} s")
-        finally:
-            for process in job.processes:
-                process.kill()
+        join_ranks(job, body.__name__, seconds)
 
 
 def _enter(

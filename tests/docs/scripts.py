@@ -4,13 +4,12 @@ import contextlib
 import os
 import runpy
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from tests.distributed.forked import start_ranks
+from tests.distributed.forked import join_ranks, start_ranks
 from tests.distributed.ports import held_port
 
 SECONDS = 300  # on a machine that others load: more than that is a hang
@@ -24,14 +23,7 @@ def run_script(folder: Path, size: int, words: list[str], *, host: bool = True) 
     """
     with held_port() as port:
         job = start_ranks(size, _enter, (size, port, str(folder), words, host))
-        deadline = time.monotonic() + SECONDS
-        try:
-            while not job.join(timeout=1):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{words} on {size} ranks was not over after {SECONDS} s")
-        finally:
-            for process in job.processes:
-                process.kill()
+        join_ranks(job, str(words), SECONDS)
     return (folder / "printed-0").read_text()
 
 
