@@ -18,7 +18,7 @@ from bmburst.cli.outputs import require_file
 from bmburst.config import given_options, to_dict
 from bmburst.errors import UserError
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import check_paths, check_tokenizer, resolve, write_run_config
+from bmburst.train.resolve import check_run, check_tokenizer, resolve, write_run_config
 
 if TYPE_CHECKING:
     from bmburst.train.check import Deviation, Report, StepReport, TensorReport
@@ -116,11 +116,7 @@ def plan(config: TrainConfig, nproc: int) -> tuple[_Phase, ...]:
     Raises:
         UserError: There is one rank only, or the configuration does not fit the ranks.
     """
-    from bmburst.train.machine import require_machine
-
-    config.validate(nproc)
-    require_machine(config, nproc)
-    check_paths(config)
+    check_run(config, nproc)
     check_tokenizer(config.data.tokenizer)
     if nproc == 1:
         raise UserError(

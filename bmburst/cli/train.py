@@ -13,7 +13,7 @@ from pathlib import Path
 from bmburst.config import add_options, given_options
 from bmburst.errors import RunError, UserError
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import CONFIG_FILE, check_paths, check_resumable, check_tokenizer, resolve, write_run_config
+from bmburst.train.resolve import CONFIG_FILE, check_resumable, check_run, check_tokenizer, resolve, write_run_config
 
 HELP = (
     "Train a LLaMA on long sequences. Values come from the preset, then --config, then the options below; every field "
@@ -61,13 +61,9 @@ def run(args: argparse.Namespace) -> int:
     """
     if "RANK" in os.environ:
         return _run_rank(args)
-    from bmburst.train.machine import require_machine
-
     config = settle(args)
     nproc = ranks_to_start(config)
-    config.validate(nproc)
-    require_machine(config, nproc)
-    check_paths(config)
+    check_run(config, nproc)
     check_tokenizer(config.data.tokenizer)
     if config.resume and config.output is not None:
         done = steps_done(config.output)
@@ -185,12 +181,7 @@ def _settle_in_rank(args: argparse.Namespace) -> TrainConfig:
             "started as a rank without a run folder: ranks cannot agree on a new name\n"
             "fix: --output DIR, or let bmburst train start the ranks (--nproc)"
         )
-    from bmburst.train.machine import require_machine
-
-    world_size = int(os.environ["WORLD_SIZE"])
-    config.validate(world_size)
-    require_machine(config, world_size, int(os.environ.get("LOCAL_RANK", "0")))
-    check_paths(config)
+    check_run(config, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
     return config
 
 

@@ -48,6 +48,25 @@ def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = No
     return build(TrainConfig, overlay({"model": _base_model(given)}, given))
 
 
+def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
+    """Check what can be known before any work: that the ranks fit, that this machine serves them, and `check_paths`.
+
+    Args:
+        config: The run.
+        world_size: Its ranks.
+        local_rank: Whose GPU is asked, where there are any.
+
+    Raises:
+        UserError: Something cannot work.
+    """
+    # It imports torch, which the command line's help does without.
+    from bmburst.train.machine import require_machine
+
+    config.validate(world_size)
+    require_machine(config, world_size, local_rank)
+    check_paths(config)
+
+
 def check_paths(config: TrainConfig) -> None:
     """Check that the files a fresh run reads are there, and that `init_from` holds the configured model.
 
