@@ -4,92 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
-import time
-from pathlib import Path
 
 import pytest
 
-from tests.distributed.ports import held_port
+from tests.runtime.launcher import PATIENT_FOR, ROOT, alive, assert_gone, ended, lines_of, start, wait_until
 
-ROOT = Path(__file__).parents[2]
-# `bmburst` with another patience with ranks that do not end, and torchrun's own (30 s) out of its way.
-PATIENT_FOR = """
-import sys
-from torch.distributed.elastic.multiprocessing.api import PContext
-from bmburst.runtime.launch import processes, run
-processes.GRACE = run.GRACE = {seconds}
-PContext.close.__defaults__ = (None, 600)
-from bmburst.cli import main
-sys.exit(main())
-"""
-NOISE = ("ChildFailedError", "torch.distributed", "elastic", "Root Cause", "runpy", "rank.py", "W1", "E1")
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Start `bmburst launch` on a script's text; whatever is left of it at the end of the test is killed."""
-    started = []
-
-    def start(text, *options, nproc=2, args=(), target=None, grace=None):
-        script = tmp_path / "script.py"
-        script.write_text(textwrap.dedent(text))
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "BMBURST"))}
-        scratch = tmp_path / "scratch"
-        scratch.mkdir(exist_ok=True)
-        environ |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
-        environ["PYTHONPATH"] = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
-        program = ("-m", "bmburst") if grace is None else ("-c", PATIENT_FOR.format(seconds=grace))
-        command = [sys.executable, *program, "launch", f"--nproc={nproc}", "--no-host-runtime", *options]
-        command += ["--", *(target or (str(script),)), *args]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=environ
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
-
-
-def ended(process, timeout=60):
-    out, err = process.communicate(timeout=timeout)
-    for word in NOISE:
-        assert word not in err, err
-    return process.returncode, out, err
-
-
-def lines_of(process, count):
-    return [process.stdout.readline().strip() for _ in range(count)]
-
-
-def wait_until(condition, seconds=60):
-    """Wait for what will be so, on a machine that others load too; at most this long."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not so after {seconds} s"
-        time.sleep(0.02)
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def assert_gone(pids):
-    """Processes that were killed are gone, or soon will be."""
-    try:
-        wait_until(lambda: not any(map(alive, pids)), seconds=15)
-    finally:
-        for pid in filter(alive, pids):
-            os.kill(pid, signal.SIGKILL)
+__all__ = ["start"]  # the fixture
 
 
 def test_ranks_get_the_environment_and_arguments_of_a_script(start, tmp_path):
@@ -214,7 +134,7 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_listen(start, tmp_path):
         print(os.getpid())
         time.sleep(600)
         """
-    process = start(text, grace=600)
+    process = start(text, first=PATIENT_FOR.format(seconds=600))
     pids = [int(line) for line in lines_of(process, 2)]
     process.send_signal(signal.SIGINT)
     wait_until(lambda: list((tmp_path / "scratch").glob("*/stop")))  # the launcher has taken it
@@ -277,33 +197,3 @@ def test_a_hang_is_ended_and_located(start):
     assert 'script.py", line 4 in stuck' in lines[2], err
     assert any(line.startswith("rank 1 stood at ") and line.endswith(" in step") for line in lines), err
     assert "--hang-timeout" in lines[-1]
-
-
-def test_two_nodes_run_and_fail_together(start, tmp_path):
-    text = """
-        import os, sys, time
-        from pathlib import Path
-        e = os.environ
-        print(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["MASTER_ADDR"], flush=True)
-        if len(sys.argv) > 1:
-            here = Path(sys.argv[1])
-            (here / e["RANK"]).touch()
-            while e["RANK"] == "2" and len(list(here.iterdir())) < 4: time.sleep(0.01)
-            if e["RANK"] == "2": raise RuntimeError("gone")
-            time.sleep(600)
-        """
-    (said := tmp_path / "said").mkdir()
-    for failing in (False, True):
-        args = (str(said),) if failing else ()
-        with held_port() as port:
-            address = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
-            both = [start(text, f"--node-rank={rank}", *address, args=args) for rank in range(2)]
-            results = [ended(process) for process in both]
-        seen = sorted(line for _, out, _ in results for line in out.splitlines())
-        assert seen == [f"{rank} {rank % 2} 4 127.0.0.1" for rank in range(4)]
-        if not failing:
-            assert [(status, err) for status, _, err in results] == [(0, ""), (0, "")]
-        else:
-            assert [status for status, _, _ in results] == [1, 1]
-            assert results[0][2] == "bmburst: the run was ended: node 1 ended with status 1\n"
-            assert results[1][2].startswith("bmburst: rank 2 failed\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bmburst.config import to_dict, write_json
-from tests.runtime.test_launch import ROOT, alive, assert_gone, ended, lines_of, start, wait_until
+from tests.runtime.launcher import PATIENT_FOR, ROOT, alive, assert_gone, ended, lines_of, start, wait_until
 from tests.train import run_program as program
 
 __all__ = ["start"]  # the fixture
@@ -40,7 +40,7 @@ STAYING = """
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_ranks_that_end_in_order_are_waited_for(start, tmp_path, signum):
-    process = start(POLITE.format(body=SAVING.strip()), grace=PATIENCE)
+    process = start(POLITE.format(body=SAVING.strip()), first=PATIENT_FOR.format(seconds=PATIENCE))
     lines_of(process, 2)
     process.send_signal(signum)
     assert ended(process) == (0, "", "")
@@ -48,7 +48,7 @@ def test_ranks_that_end_in_order_are_waited_for(start, tmp_path, signum):
 
 
 def test_an_error_in_the_end_is_shown(start):
-    process = start(POLITE.format(body=SAVING.strip()), args=("fail",), grace=PATIENCE)
+    process = start(POLITE.format(body=SAVING.strip()), args=("fail",), first=PATIENT_FOR.format(seconds=PATIENCE))
     lines_of(process, 2)
     process.terminate()
     status, _, err = ended(process)
@@ -78,7 +78,7 @@ def test_a_lost_rank_ends_those_that_wait_for_it(start, how):
         while True: time.sleep(1)
     """
     body = textwrap.indent(textwrap.dedent(body), " " * 8).strip()
-    process = start(POLITE.format(body=body), nproc=3, grace=PATIENCE)
+    process = start(POLITE.format(body=body), nproc=3, first=PATIENT_FOR.format(seconds=PATIENCE))
     pids = [int(line) for line in lines_of(process, 3) if line.strip()]  # one may be ended before it says its own
     if how.endswith("SIGTERM"):
         process.terminate()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bmburst.runtime.launch.nodes import NodeWatch
 from bmburst.runtime.launch.spec import LaunchSpec
 
 RANK_SCRIPT = Path(__file__).parents[1] / "rank.py"
@@ -61,12 +62,18 @@ class AgentThread(threading.Thread):
 
     The kernel's "kill me when my parent dies" is tied to the thread that started the ranks, so this thread lives
     exactly as long as they do; the process's death ends it as well.
+
+    Args:
+        spec: How many ranks, where.
+        command: What each rank runs.
+        folder: The run's folder.
+        nodes: This node's line to the others, if there are any: ranks start when it stands.
     """
 
-    def __init__(self, spec: LaunchSpec, command: Sequence[str], folder: Path) -> None:
+    def __init__(self, spec: LaunchSpec, command: Sequence[str], folder: Path, nodes: NodeWatch | None) -> None:
         super().__init__(name="bmburst-agent", daemon=True)
         self.outcome = Outcome()
-        self._spec, self._command, self._folder = spec, rank_command(command), folder
+        self._spec, self._command, self._folder, self._nodes = spec, rank_command(command), folder, nodes
 
     def run(self) -> None:
         """Start the ranks and wait for them. Never raises."""
@@ -74,6 +81,11 @@ class AgentThread(threading.Thread):
         from torch.distributed.launcher.api import launch_agent
 
         _silence_torchrun()
+        if self._nodes is not None:
+            self._nodes.connected.wait()
+            if self._nodes.error is not None:
+                self.outcome.error = self._nodes.error
+                return
         try:
             launch_agent(self._config(), self._command[0], self._command[1:])
         except ChildFailedError as error:

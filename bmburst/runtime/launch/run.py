@@ -103,15 +103,15 @@ def launch(spec: LaunchSpec, command: Sequence[str]) -> int:
 
 
 def _run(checked: Plan, folder: Path) -> Verdict:
-    agent = AgentThread(checked.spec, checked.command, folder)
     nodes = NodeWatch(checked.spec) if checked.spec.nnodes > 1 else None
+    agent = AgentThread(checked.spec, checked.command, folder, nodes)
     with _caught_signals() as caught:
-        agent.start()
         if nodes is not None:
             nodes.start()
+        agent.start()
         verdict = _wait(agent, nodes, caught, folder) or judge(checked.spec, agent.outcome, folder)
     if nodes is not None:
-        nodes.tell(verdict.status) if verdict.status else nodes.close()
+        nodes.leave(verdict.status)
     if verdict.status:
         _end_leftovers(agent, folder)
     return verdict

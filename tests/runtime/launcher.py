@@ -1,0 +1,92 @@
+"""A launcher that a test starts on a script's text, and what the test sees of it and of its ranks."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# `bmburst` with another patience with ranks that do not end, and torchrun's own (30 s) out of its way.
+PATIENT_FOR = """
+from torch.distributed.elastic.multiprocessing.api import PContext
+from bmburst.runtime.launch import processes, run
+processes.GRACE = run.GRACE = {seconds}
+PContext.close.__defaults__ = (None, 600)
+"""
+# Names of what works underneath, and the first words of lines that torch logs: [W1122 06:10:16.460 store.cpp:125].
+NOISE = re.compile(r"ChildFailedError|torch\.distributed|elastic|Root Cause|runpy|rank\.py|^\[?[IWE]\d{4} \d\d:", re.M)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start `bmburst launch` on a script's text; whatever is left of it at the end of the test is killed.
+
+    `first` is Python that the launcher's process runs before it launches.
+    """
+    started = []
+
+    def start(text, *options, nproc=2, args=(), target=None, first=""):
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(text))
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "BMBURST"))}
+        scratch = tmp_path / "scratch"
+        scratch.mkdir(exist_ok=True)
+        environ |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
+        environ["PYTHONPATH"] = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
+        changed = f"{first}\nimport sys\nfrom bmburst.cli import main\nsys.exit(main())\n"
+        program = ("-c", changed) if first else ("-m", "bmburst")
+        command = [sys.executable, *program, "launch", f"--nproc={nproc}", "--no-host-runtime", *options]
+        command += ["--", *(target or (str(script),)), *args]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=environ
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def ended(process, timeout=60):
+    out, err = process.communicate(timeout=timeout)
+    assert not NOISE.search(err), err
+    return process.returncode, out, err
+
+
+def lines_of(process, count):
+    return [process.stdout.readline().strip() for _ in range(count)]
+
+
+def wait_until(condition, seconds=60):
+    """Wait for what will be so, on a machine that others load too; at most this long."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not so after {seconds} s"
+        time.sleep(0.02)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def assert_gone(pids):
+    """Processes that were killed are gone, or soon will be."""
+    try:
+        wait_until(lambda: not any(map(alive, pids)), seconds=15)
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)

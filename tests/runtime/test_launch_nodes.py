@@ -1,0 +1,136 @@
+"""Launchers of several nodes, here of one host: they end together, quietly, and a lost one is missed."""
+
+import signal
+from contextlib import contextmanager
+from threading import Timer
+
+import pytest
+
+from bmburst.runtime.launch.pulses import LEFT, SILENT, Pulses
+from tests.distributed.ports import held_port
+from tests.runtime.launcher import assert_gone, ended, lines_of, start
+
+__all__ = ["start"]  # the fixture
+
+HELLO = """
+    import os
+    e = os.environ
+    print(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["MASTER_ADDR"], flush=True)
+    """
+# All have said hello before the named rank does what ends the run.
+FAILING = (
+    HELLO
+    + """
+    import sys, time
+    from pathlib import Path
+    rank, fails = e["RANK"], sys.argv[1]
+    Path("hello" + rank).touch()
+    while rank == fails and len(list(Path().glob("hello*"))) < 4: time.sleep(0.01)
+    if rank == fails: raise RuntimeError("gone")
+    time.sleep(600)
+    """
+)
+# A machine so busy that this node's agent reads the word that all have ended long after the others have.
+SLOW_TO_HEAR = """
+import time
+from torch.distributed.elastic.utils import store
+check_in = store._barrier_nonblocking
+def slow(*args, **kwargs):
+    key = check_in(*args, **kwargs)
+    time.sleep(1.5)
+    return key
+store._barrier_nonblocking = slow
+"""
+SHORT_SILENCE = """
+from bmburst.runtime.launch import nodes, pulses
+nodes.SILENT = pulses.SILENT = 2.0
+"""
+SOON_LATE = """
+from bmburst.runtime.launch import nodes
+nodes._LATE = 0.5
+"""
+SLEEP = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+
+
+@contextmanager
+def node_options():
+    """Yield the options of each of two nodes that meet at a port of this host."""
+    with held_port() as port:
+        address = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+        yield [(f"--node-rank={node}", *address) for node in range(2)]
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_two_nodes_run_and_say_nothing(start, slow):
+    with node_options() as nodes:
+        both = [start(HELLO, *options, first=SLOW_TO_HEAR * (n == slow)) for n, options in enumerate(nodes)]
+        results = [ended(process) for process in both]
+    assert [(status, err) for status, _, err in results] == [(0, ""), (0, "")]
+    assert [out.split()[2:4] for _, out, _ in results] == [["4", "127.0.0.1"]] * 2
+    seen = sorted(line for _, out, _ in results for line in out.splitlines())
+    assert seen == [f"{rank} {rank % 2} 4 127.0.0.1" for rank in range(4)]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_two_nodes_fail_together(start, rank):
+    fails, other = rank // 2, 1 - rank // 2
+    with node_options() as nodes:
+        both = [start(FAILING, *options, args=(str(rank),)) for options in nodes]
+        results = [ended(process) for process in both]
+    assert [status for status, _, _ in results] == [1, 1]
+    assert results[other][2] == f"bmburst: the run was ended: node {fails} ended with status 1\n"
+    assert results[fails][2].startswith(f"bmburst: rank {rank} failed\n")
+    assert results[fails][2].endswith("RuntimeError: gone\n")
+
+
+@pytest.mark.parametrize(
+    ("lost", "signum", "reason"),
+    [
+        (0, signal.SIGKILL, "the launcher of node 0 is gone"),
+        (0, signal.SIGSTOP, "node 0 is lost, its launcher gave no answer for 2 s"),  # as when its host has no power
+        (1, signal.SIGKILL, "node 1 is lost, nothing was heard of its launcher for 2 s"),
+    ],
+)
+def test_a_lost_node_ends_the_others(start, lost, signum, reason):
+    with node_options() as nodes:
+        both = [start(SLEEP, *options, nproc=1, first=SHORT_SILENCE) for options in nodes]
+        pids = [int(line) for process in both for line in lines_of(process, 1)]
+        both[lost].send_signal(signum)
+        _, err = both[1 - lost].communicate(timeout=60)  # when the store is lost, torch has something to say as well
+    assert both[1 - lost].returncode == 1
+    assert err.splitlines()[-1] == f"bmburst: the run was ended: {reason}"
+    both[lost].kill()
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_node_that_waits_for_others_says_so(start, first):
+    with node_options() as nodes:
+        process = start(SLEEP, *nodes[first], first=SOON_LATE)
+        (end := Timer(30, process.kill)).start()  # a silent one leaves an empty line
+        said = process.stderr.readline()
+        process.kill()
+        end.cancel()
+    missing = "node 1 of 2 to start" if first == 0 else f"node 0 at 127.0.0.1:{nodes[1][-1].rpartition('=')[2]}"
+    assert said == f"bmburst: node {first} waits for {missing}\n"
+
+
+def test_pulses_tell_who_is_missing_there_or_lost():
+    pulses = Pulses(range(1, 4))
+    assert (pulses.missing, pulses.staying, pulses.lost(1e9)) == ([1, 2, 3], [], [])
+    for node, count in ((1, 5), (2, 1), (3, 0)):
+        pulses.hear(node, count, now=100.0)
+    assert (pulses.missing, pulses.staying) == ([3], [1, 2])
+    pulses.hear(1, 6, now=100.0 + SILENT)
+    pulses.hear(2, 1, now=100.0 + SILENT)  # the same pulse again
+    assert pulses.lost(100.0 + SILENT) == []
+    assert pulses.lost(100.1 + SILENT) == [2]
+    pulses.hear(2, LEFT, now=100.1 + SILENT)
+    assert (pulses.staying, pulses.lost(1e9)) == ([1], [1])
+
+
+def test_one_that_listens_again_after_minutes_finds_the_others_alive():
+    pulses = Pulses([1])
+    pulses.hear(1, 1, now=0.0)
+    pulses.hear(1, 900, now=10 * SILENT)
+    assert pulses.lost(10 * SILENT) == []
