@@ -103,16 +103,26 @@ def test_a_lost_node_ends_the_others(start, lost, signum, reason):
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_node_that_waits_for_others_says_so(start, first):
-    with node_options() as nodes:
-        process = start(SLEEP, *nodes[first], first=SOON_LATE)
+@pytest.mark.parametrize(
+    ("node", "host", "awaited"),
+    [
+        (0, "127.0.0.1", "node 1 of 2 to start"),
+        (1, "127.0.0.1", "node 0 at 127.0.0.1:{port}"),
+        (0, "no.such.host.invalid", "no.such.host.invalid to be known here as a host ("),
+        (1, "no.such.host.invalid", "no.such.host.invalid to be known here as a host ("),
+    ],
+)
+def test_a_node_that_waits_says_for_whom(start, node, host, awaited):
+    with held_port() as port:
+        options = ("--nnodes=2", f"--node-rank={node}", f"--master-addr={host}", f"--master-port={port}")
+        process = start(SLEEP, *options, first=SOON_LATE)
         (end := Timer(30, process.kill)).start()  # a silent one leaves an empty line
         said = process.stderr.readline()
-        process.kill()
+        process.send_signal(signal.SIGINT)
+        err = process.communicate(timeout=60)[1]
         end.cancel()
-    missing = "node 1 of 2 to start" if first == 0 else f"node 0 at 127.0.0.1:{nodes[1][-1].rpartition('=')[2]}"
-    assert said == f"bmburst: node {first} waits for {missing}\n"
+    assert said.startswith(f"bmburst: node {node} waits for {awaited.format(port=port)}")
+    assert err.splitlines()[-1] == "bmburst: ended by SIGINT"
 
 
 def test_pulses_tell_who_is_missing_there_or_lost():

@@ -7,6 +7,7 @@ answer, and torch writes a stack for each connection that breaks.
 """
 
 import math
+import socket
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ _POLL = 0.5  # seconds
 _LEAVE = 15.0  # seconds that node 0, after a failure, lets the others take to end their ranks
 _ANSWER = 2.0  # seconds for the store to take a node's last word
 _LATE = 10.0  # seconds after which a node that waits for others to start says so
-_CONNECT = timedelta(seconds=900)  # as long as the agents wait for each other
+_CONNECT = 900.0  # seconds; as long as the agents wait for each other
 
 
 class NodeWatch(threading.Thread):
@@ -39,6 +40,7 @@ class NodeWatch(threading.Thread):
         self.connected = threading.Event()
         self.error: RuntimeError | None = None
         self._spec = spec
+        self._unknown = ""
         self._others = Pulses(range(1, spec.nnodes) if spec.node_rank == 0 else ())
         self._rounds = 0
         self._over = threading.Event()
@@ -46,11 +48,16 @@ class NodeWatch(threading.Thread):
 
     def run(self) -> None:
         """Connect, listen until this node's part is over, and leave."""
+        late = threading.Timer(_LATE, self._say_who_is_waited_for)
+        late.daemon = True
+        late.start()
         try:
+            self._resolve()
             store = self._connect()
             store.add(_pulse(self._spec.node_rank), 1)  # before ranks start: node 0 waits for whoever it has heard of
         except RuntimeError as error:  # what all of torch's store errors are
             self.error = error
+            late.cancel()
             return
         finally:
             self.connected.set()
@@ -73,25 +80,38 @@ class NodeWatch(threading.Thread):
         if self.connected.is_set():
             self.join(_ANSWER if self._spec.node_rank else _LEAVE if status else None)
 
+    def _resolve(self) -> None:
+        """Wait until the name of node 0 is known here: where nodes start together it may become so a little later."""
+        (host, port), until = self._spec.endpoint, time.monotonic() + _CONNECT
+        while True:
+            try:
+                socket.getaddrinfo(host, port)
+                self._unknown = ""
+                return
+            except OSError as error:
+                self._unknown = f"{host} to be known here as a host ({error.strerror})"
+            if self._over.wait(1.0) or time.monotonic() > until:
+                raise RuntimeError(f"waited for {self._unknown}")
+
     def _connect(self) -> Any:
         """Return a client of node 0's store; on node 0 it is also a share in the store, which lives as long as any."""
         import torch.distributed as dist
 
         stores: Any = dist  # torch does not list TCPStore among the names it exports
-        (host, port), owner = self._spec.endpoint, self._spec.node_rank == 0
-        say = threading.Timer(_LATE, _say, [f"node {self._spec.node_rank} waits for node 0 at {host}:{port}"])
-        say.daemon = True
-        say.start()
-        try:
-            store = stores.TCPStore(
-                host, port, is_master=owner, timeout=_CONNECT, wait_for_workers=False, multi_tenant=True
-            )
-        finally:
-            say.cancel()
+        (host, port), owner, timeout = self._spec.endpoint, self._spec.node_rank == 0, timedelta(seconds=_CONNECT)
+        store = stores.TCPStore(host, port, is_master=owner, timeout=timeout, wait_for_workers=False, multi_tenant=True)
         return stores.PrefixStore(f"bmburst/{self._spec.job}", store)
 
+    def _say_who_is_waited_for(self) -> None:
+        host, port = self._spec.endpoint
+        awaited = "" if self.connected.is_set() else self._unknown or f"node 0 at {host}:{port}"
+        if not awaited and self._others.missing:
+            awaited = f"node {_names(self._others.missing)} of {self._spec.nnodes} to start"
+        if awaited and not self._over.is_set():
+            sys.stderr.write(f"bmburst: node {self._spec.node_rank} waits for {awaited}\n")
+            sys.stderr.flush()
+
     def _listen(self, store: Any) -> None:
-        late = time.monotonic() + _LATE
         while True:
             store.add(_pulse(self._spec.node_rank), 1)
             self._hear(store)
@@ -101,9 +121,6 @@ class NodeWatch(threading.Thread):
             if lost and not self.ended:
                 self.ended = f"node {_names(lost)} is lost, nothing was heard of its launcher for {SILENT:g} s"
                 store.set(_FAILED, self.ended)
-            if self._others.missing and time.monotonic() > late:
-                late = math.inf
-                _say(f"node 0 waits for node {_names(self._others.missing)} of {self._spec.nnodes} to start")
             self._rounds += 1
             if self._over.wait(_POLL):
                 return
@@ -140,8 +157,3 @@ def _pulse(node: int) -> str:
 
 def _names(nodes: list[int]) -> str:
     return ", ".join(map(str, nodes))
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"bmburst: {text}\n")
-    sys.stderr.flush()

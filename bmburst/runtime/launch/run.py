@@ -17,7 +17,7 @@ from types import FrameType, MappingProxyType
 
 from bmburst.runtime.launch import settings
 from bmburst.runtime.launch.agent import AgentThread, Outcome, rank_command, torchrun_arguments
-from bmburst.runtime.launch.guard import kill_groups
+from bmburst.runtime.launch.guard import kill_groups, rank_pids
 from bmburst.runtime.launch.nodes import NodeWatch
 from bmburst.runtime.launch.processes import GRACE, LostRank, Stop, all_polite, start_guard
 from bmburst.runtime.launch.spec import LaunchSpec, require_command, require_devices
@@ -132,6 +132,8 @@ def _wait(agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signa
     patient = bool(caught) and caught[0] in _IN_ORDER and all_polite(folder)
     stop = Stop(folder, caught[0] if caught else signal.SIGTERM, patient)
     gone = others_gone = float("inf")
+    if nodes is not None and not rank_pids(folder):
+        gone = 0.0  # the agent waits for other nodes, and there is nothing here to end
     while agent.is_alive() and time.monotonic() < gone:
         if nodes is not None and nodes.ended:
             others_gone = min(others_gone, time.monotonic())
@@ -151,8 +153,9 @@ def _wait(agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signa
 
 def _end_leftovers(agent: AgentThread, folder: Path) -> None:
     """End what failed ranks started and left running, for example data loaders of a killed rank."""
-    kill_groups(folder)
-    agent.join(_AFTER_KILL)
+    if rank_pids(folder):
+        kill_groups(folder)
+        agent.join(_AFTER_KILL)
 
 
 @contextlib.contextmanager
