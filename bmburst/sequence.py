@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bmburst.attention.api import resolve_group
+from bmburst.attention.differentiable import no_autocast
 from bmburst.comm.checks import Checked, describe, require_own_memory
 from bmburst.errors import UserError
 from bmburst.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
@@ -320,16 +321,16 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, cut: SequenceShard, dim: int, comm: Checked) -> Tensor:
         ctx.cut, ctx.dim, ctx.comm = cut, dim, comm
-        (parts,) = comm.all_gather(x_local).wait()
-        return cut.join(parts, dim)
+        with no_autocast(x_local.device.type):
+            return cut.join(comm.all_gather(x_local).wait()[0], dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layout: Layout = ctx.cut.layout
-        parts = torch.stack([_take(grad, layout, rank, ctx.dim, 0) for rank in range(layout.size)])
-        (summed,) = ctx.comm.reduce_scatter(parts).wait()
-        return summed, None, None, None
+        with no_autocast(grad.device.type):
+            parts = torch.stack([_take(grad, layout, rank, ctx.dim, 0) for rank in range(layout.size)])
+            return ctx.comm.reduce_scatter(parts).wait()[0], None, None, None
 
 
 def _fitting(mask: Mask | str | None, length: int) -> Mask | None:
@@ -384,7 +385,8 @@ def _take(x: Tensor, layout: Layout, rank: int, dim: int, pad_value: float) -> T
         parts.append(x[(slice(None),) * dim + (indices,)])
         if real < run.tokens:
             parts.append(x.new_full((*x.shape[:dim], run.tokens - real, *x.shape[dim + 1 :]), pad_value))
-    return torch.cat(parts, dim)
+    with no_autocast(x.device.type):  # in which torch joins no 16-bit tensors but those of its own dtype
+        return torch.cat(parts, dim)
 
 
 def _put(whole: Tensor, part: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionOptions, decide
+from bmburst.attention.differentiable import no_autocast
 from bmburst.attention.function import SequenceAttention
 from bmburst.comm.checks import Checked
 from bmburst.errors import UserError
@@ -42,4 +43,5 @@ def _sample_by_sample(
         for i, mask in enumerate(masks)
     ]
     outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs), torch.cat(lses)
+    with no_autocast(q.device.type):  # in which torch joins no 16-bit tensors but those of its own dtype
+        return torch.cat(outs), torch.cat(lses)

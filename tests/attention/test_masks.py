@@ -142,6 +142,24 @@ def test_each_sample_may_have_its_own_mask():
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_samples_are_joined_in_any_dtype_under_autocast(low):
+    """torch's own joining takes there, of 16-bit tensors, those of autocast's dtype alone."""
+
+    def body(comm):
+        masks = (Documents([5, 3]), SlidingWindow(5))
+        for dtype in (torch.float64, torch.bfloat16, torch.float16):
+            q = torch.randn(2, 8 // comm.size, 2, 8).to(dtype).requires_grad_()
+            runs = []
+            for is_on in (False, True):
+                with torch.autocast("cpu", low, enabled=is_on):
+                    out = bmburst.burst_attention(q, q, q, mask=masks, group=comm)
+                runs.append((out, *torch.autograd.grad(out.sum(), q)))
+            assert all(a.equal(b) and a.dtype == dtype for a, b in zip(*runs, strict=True))
+
+    run_ranks(2, body)
+
+
 def split_attention_of_samples(comm, whole, masks):
     q, k, v, grad = (bmburst.shard(t, group=comm) for t in whole[:4])
     q, k, v = (t.clone().requires_grad_() for t in (q, k, v))

@@ -56,6 +56,24 @@ def test_gradients_of_the_sum_of_the_ranks_losses(layout):
     run_ranks(3, body)
 
 
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_autocast_changes_nothing(layout, low):
+    """Nor refuses a dtype: torch's own joining takes there, of 16-bit tensors, those of autocast's dtype alone."""
+
+    def body(comm):
+        for dtype in (torch.float64, torch.bfloat16, torch.float16):
+            x = torch.arange(42.0).view(2, 7, 3).to(dtype).requires_grad_()
+            with torch.autocast("cpu", low):
+                whole = bmburst.unshard(bmburst.shard(x, layout=layout, group=comm), 1, layout, comm, 7)
+                whole.sum().backward()
+            assert torch.equal(whole, x) and whole.dtype == dtype
+            (total,) = comm.all_reduce(x.grad).wait()
+            assert (total == comm.size).all()
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_batch_shifts_labels_before_the_cut(layout, size):
