@@ -19,6 +19,7 @@ from bmburst.numbers import array_of, digest, require_flag, whole_number, whole_
 from bmburst_ops.pattern import IntArray, Need, Rows
 
 NAMES = ("causal", "full")
+_WIDEST = 1 << 62  # a block may be wider than 64 bits, a sequence is not
 
 
 class Blocks(NamedTuple):
@@ -286,7 +287,7 @@ class BlockSparse(Mask):
     @property
     def blocks(self) -> Blocks:
         """See `Mask.blocks`."""
-        return Blocks(self.block_size, self.block_map)
+        return Blocks(min(self.block_size, _WIDEST), self.block_map)
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -182,6 +182,16 @@ def test_plain_masks_are_a_call_of_the_simplest_kind():
     assert patterns(make_tiles(BlockSparse([[1, 1], [1, 1]], 32), 64, every, every)) == [FULL]
 
 
+@pytest.mark.parametrize("size", [10, 2**62, 2**63, 10**30])
+def test_a_block_wider_than_the_sequence_is_one_cell(size):
+    mask, every = BlockSparse([[True]], size, causal=True), np.arange(10)
+    mask.require(10)
+    assert visible_area(mask, 10, every) == 55
+    assert seen_by(mask, 10, 2, 4) == [Span(0, 5)]
+    (tile,) = make_tiles(mask, 10, every, every)
+    assert tile.area == 55 and (shown(tile.pattern, 10, 10).numpy() == visible(Causal(), 10)).all()
+
+
 def test_a_window_is_one_call():
     every = np.arange(1000)
     for mask, band in (
