@@ -21,7 +21,7 @@ from bmburst.double_schedule import DoubleSchedule, make_double_schedule
 from bmburst.errors import UserError, require_known
 from bmburst.layout import LAYOUTS, Layout, make_layout, real_length
 from bmburst.mask import Mask, make_mask
-from bmburst.numbers import require_flag
+from bmburst.numbers import brief, require_flag
 from bmburst.schedule import Schedule, Travellers, make_schedule, tiles
 from bmburst.tiles import Tile
 from bmburst_ops.bounded_cache import bounded_cache
@@ -70,8 +70,12 @@ def require_scale(scale: float | None) -> None:
         UserError: It is.
     """
     is_number = isinstance(scale, Real) and not isinstance(scale, bool)
-    if scale is not None and not (is_number and 0 < scale < math.inf):
-        raise UserError(f"scale must be a positive number, got {scale!r}\nNone means 1 / sqrt(head_dim)")
+    try:
+        factor = float(scale) if is_number and scale is not None else math.nan
+    except OverflowError:  # a whole number may be larger than any float
+        factor = math.inf
+    if scale is not None and not 0 < factor < math.inf:
+        raise UserError(f"scale must be a positive number, got {brief(scale)}\nNone means 1 / sqrt(head_dim)")
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
@@ -157,7 +161,7 @@ def decide(
     """
     if comm.active or not isinstance(length, int | None):
         return _decide(comm, q, k, v, length, options)
-    _require_tensors(q, k, v)
+    require_tensors(q, k, v)
     try:
         decision = _decision(comm, length, options, *((t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)))
     except TypeError:  # an option that cannot be hashed, a list, is refused
@@ -186,7 +190,7 @@ def _decide(
 
     def here() -> tuple[AttentionCall, str]:
         options.validate()
-        _require_tensors(q, k, v)
+        require_tensors(q, k, v)
         require_transport(comm, q, options.transport)
         assert not isinstance(options.mask, tuple)  # one call for each sample
         mask = make_mask(options.mask)
@@ -259,7 +263,12 @@ def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: At
     return "\n".join(["burst_attention", *named, gradient_signature(q, k, v)])
 
 
-def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check types, shapes, dtypes and devices of one rank's inputs.
+
+    Raises:
+        UserError: They cannot be attended with.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise UserError(f"{name} must be a torch tensor, got {type(tensor).__name__}")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from bmburst.attention.api import burst_attention
+from bmburst.attention.api import burst_attention, resolve_group
 from bmburst.errors import unknown
 
 _FLASH = ("cuda", "triton")
@@ -80,9 +80,9 @@ def _attention(
     order: str,
 ) -> Tensor:
     if flash is not None and flash not in _FLASH:
-        raise unknown("flash", flash, _FLASH)
-    if flash is None:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        resolve_group(process_group).refuse(str(unknown("flash", flash, _FLASH)))
+    if flash is None:  # what has no heads to put first is refused behind this, on every rank
+        q, k, v = (t.transpose(1, 2) if isinstance(t, Tensor) and t.dim() == 4 else t for t in (q, k, v))
     out = burst_attention(
         q,
         k,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bmburst.attention.call import AttentionOptions, decide
+from bmburst.attention.call import AttentionOptions, decide, require_tensors
 from bmburst.attention.differentiable import no_autocast
 from bmburst.attention.function import SequenceAttention
 from bmburst.comm.checks import Checked
@@ -31,6 +31,8 @@ def _sample_by_sample(
     assert isinstance(masks, tuple)
 
     def check() -> tuple[None, str]:
+        options.validate()
+        require_tensors(q, k, v)  # whole: of a sample's own slices nobody could tell that there were others
         if not masks or len(masks) != len(q):
             raise UserError(f"got {len(masks)} masks for a batch of {len(q)}\ngive one mask, or one to each sample")
         if options.layout == "balanced" and comm.size > 1 and len(set(map(make_mask, masks))) > 1:

@@ -81,3 +81,23 @@ def test_by_keyword_and_unknown_flash():
             burst_attn_func(q, q, q, flash="cudaa", process_group=comm)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("wrong_ranks", [(0, 1), (1,)])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flash": "cudaa"}, "unknown flash 'cudaa'; did you mean 'cuda'"),
+        ({"q": [1.0], "flash": None}, "q must be a torch tensor, got list"),
+        ({"v": torch.ones(3), "flash": None}, r"v must be \[batch, local_tokens, heads, head_dim\], got shape \[3\]"),
+    ],
+)
+def test_refuses_on_every_rank(change, message, wrong_ranks):
+    def body(comm):
+        q = torch.ones(1, 4, 4, 8)
+        given = {"q": q, "k": q, "v": q} | (change if comm.rank in wrong_ranks else {})
+        with pytest.raises(UserError, match=message) as caught:
+            burst_attn_func(**given, process_group=comm)
+        assert len(str(caught.value).splitlines()) <= 3
+
+    run_ranks(2, body)

@@ -1,5 +1,6 @@
 """What attention refuses: on every rank, in one clear message, before any work starts."""
 
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +53,8 @@ class Standing(torch.Tensor):
         ({"scale": float("nan")}, "scale must be a positive number"),
         ({"scale": float("inf")}, "scale must be a positive number"),
         ({"scale": "0.5"}, "scale must be a positive number, got '0.5'"),
+        ({"scale": 10**400}, "scale must be a positive number, got 1000"),
+        ({"scale": Fraction(1, 10**400)}, r"scale must be a positive number, got Fraction\(1, 1000"),
     ],
 )
 @pytest.mark.parametrize("wrong_ranks", [(0, 1), (1,)])
@@ -89,6 +92,30 @@ def test_bad_tensors_are_refused_on_every_rank(change, message, wrong_ranks):
         tensors = zeros(comm)
         with pytest.raises(UserError, match=message) as caught:
             bmburst.burst_attention(*(change(*tensors) if comm.rank in wrong_ranks else tensors), group=comm)
+        assert len(str(caught.value).splitlines()) <= 3
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _, k, v: (None, k, v), "q must be a torch tensor, got NoneType"),
+        (lambda q, k, v: (q.sum(), k, v), r"got shape \[\]"),
+        (lambda q, _, v: (q, None, v), "k must be a torch tensor, got NoneType"),
+        (lambda q, k, v: (q, *(torch.cat((t, t)) for t in (k, v))), r"k is \[4, 4, 2, 8\] but q is \[2, 4, 2, 8\]"),
+        (lambda q, k, v: (q, k[:1], v[:1]), r"k is \[1, 4, 2, 8\] but q is \[2, 4, 2, 8\]"),
+    ],
+)
+@pytest.mark.parametrize("wrong_ranks", [(0, 1), (1,)])
+def test_bad_tensors_are_refused_before_samples_are_parted(change, message, wrong_ranks):
+    """With a mask for each sample: the inputs as they were given, not what becomes of a sample's part."""
+
+    def body(comm):
+        tensors = [torch.cat((t, t)) for t in zeros(comm)]
+        given = change(*tensors) if comm.rank in wrong_ranks else tensors
+        with pytest.raises(UserError, match=message) as caught:
+            bmburst.burst_attention(*given, mask=("causal", "full"), group=comm)
         assert len(str(caught.value).splitlines()) <= 3
 
     run_ranks(2, body)
