@@ -12,11 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from bmburst.attention.api import resolve_group
 from bmburst.attention.differentiable import no_autocast
-from bmburst.comm.checks import Checked, describe, require_own_memory
+from bmburst.comm.checks import Checked, describe
 from bmburst.errors import UserError
 from bmburst.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.mask import Mask, make_mask
 from bmburst.numbers import brief, whole_number
+from bmburst.sequence_parts import dimension_of, put, require_value, take
 from bmburst_ops.constants import IGNORE_INDEX
 
 Ids = npt.NDArray[np.int64]
@@ -115,10 +116,10 @@ class SequenceShard:
         Raises:
             UserError: The dimension is missing or of another length.
         """
-        dim = _dimension(x, dim)
+        dim = dimension_of(x, dim)
         if x.shape[dim] != self.length:
             raise UserError(f"dimension {dim} must hold the sequence's {self.length} tokens, got shape {list(x.shape)}")
-        return _take(x, self.layout, self.rank, dim, pad_value)
+        return take(x, self.layout, self.rank, dim, pad_value)
 
     def batch(
         self, tokens: Tensor, labels: Tensor | None = None, documents: Mask | Sequence[Mask] | None = None
@@ -190,10 +191,10 @@ class SequenceShard:
             parts: `[size, ...]`, every rank's tensor in rank order; `dim` counts without the first dimension.
             dim: The dimension of `local_tokens` in each part.
         """
-        dim = _dimension(parts[0], dim)
+        dim = dimension_of(parts[0], dim)
         whole = parts.new_empty((*parts.shape[1 : dim + 1], self.length, *parts.shape[dim + 2 :]))
         for rank, part in enumerate(parts):
-            _put(whole, part, self.layout, rank, dim)
+            put(whole, part, self.layout, rank, dim)
         return whole
 
     def _real(self, mask: Mask) -> int:
@@ -234,7 +235,7 @@ def shard(
     pad_value: float = 0,
     mask: Mask | str | None = None,
 ) -> Tensor:
-    """Return this rank's part of a tensor that every rank holds whole.
+    """Return this rank's part of a tensor that every rank holds whole. A compiled caller's graph ends before it.
 
     Args:
         x: Any dtype; dimension `dim` is the sequence, of any length of at least one token a rank.
@@ -254,12 +255,16 @@ def shard(
         UserError: The layout is unknown, there are fewer tokens than ranks, the mask is missing or for another number
             of tokens, `x` cannot hold the padding's value, or the ranks of the group disagree.
     """
+    if torch.compiler.is_compiling():
+        from bmburst.uncompiled import shard as run
+
+        return run(x, dim, layout, group, pad_value, mask)
     comm = resolve_group(group)
 
     def decide() -> tuple[tuple[SequenceShard, int], str]:
-        along = _dimension(x, dim)
+        along = dimension_of(x, dim)
         cut = SequenceShard.cut(x.shape[along], layout=layout, size=comm.size, rank=comm.rank, mask=mask)
-        _require_value(x, pad_value)
+        require_value(x, pad_value)
         return (cut, along), f"shard\n{describe(x)}\ndim={along}\nlayout={layout}\nmask={mask}"
 
     cut, along = comm.decided(decide)
@@ -275,7 +280,7 @@ def unshard(
     length: int | None = None,
     mask: Mask | str | None = None,
 ) -> Tensor:
-    """Return the whole tensor on every rank: the exact inverse of `shard`.
+    """Return the whole tensor on every rank: the exact inverse of `shard`. A compiled caller's graph ends before it.
 
     Args:
         x_local: This rank's part, of equal shape on all ranks.
@@ -292,10 +297,14 @@ def unshard(
     Raises:
         UserError: The layout is unknown, the length or the mask does not fit the local tokens, or the ranks disagree.
     """
+    if torch.compiler.is_compiling():
+        from bmburst.uncompiled import unshard as run
+
+        return run(x_local, dim, layout, group, length, mask)
     comm = resolve_group(group)
 
     def decide() -> tuple[tuple[SequenceShard, int], str]:
-        along = _dimension(x_local, dim)
+        along = dimension_of(x_local, dim)
         size, tokens = comm.size, x_local.shape[along]
         real = real_length(size, tokens, length)
         cut = SequenceShard(real, make_layout(layout, size, tokens, _fitting(mask, real), real), comm.rank)
@@ -314,7 +323,7 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _put(grad.new_zeros(ctx.shape), grad, ctx.cut.layout, ctx.cut.rank, ctx.dim), None, None, None
+        return put(grad.new_zeros(ctx.shape), grad, ctx.cut.layout, ctx.cut.rank, ctx.dim), None, None, None
 
 
 class _Unshard(torch.autograd.Function):
@@ -329,7 +338,7 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layout: Layout = ctx.cut.layout
         with no_autocast(grad.device.type):
-            parts = torch.stack([_take(grad, layout, rank, ctx.dim, 0) for rank in range(layout.size)])
+            parts = torch.stack([take(grad, layout, rank, ctx.dim, 0) for rank in range(layout.size)])
             return ctx.comm.reduce_scatter(parts).wait()[0], None, None, None
 
 
@@ -357,44 +366,3 @@ def _without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
         return labels
     column = torch.tensor(lengths, device=labels.device)[:, None]
     return labels.masked_fill(torch.arange(labels.shape[1], device=labels.device) >= column, IGNORE_INDEX)
-
-
-def _dimension(x: Tensor, dim: int) -> int:
-    if not isinstance(x, Tensor):
-        raise UserError(f"a sequence is cut as a torch tensor, got {type(x).__name__}\nfix: torch.as_tensor")
-    require_own_memory("a sequence that is cut", x)
-    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
-        raise UserError(
-            f"dim {dim!r} is not a dimension of a tensor of shape {list(x.shape)}\nallowed: {-x.dim()} to {x.dim() - 1}"
-        )
-    return dim % x.dim()
-
-
-def _require_value(x: Tensor, pad_value: float) -> None:
-    try:
-        x.new_full((), pad_value)
-    except (TypeError, RuntimeError):  # of the ranks, some may have no padding to find it out by
-        raise UserError(f"pad_value {pad_value!r} is no value of {x.dtype}\nfix: a number that it can hold") from None
-
-
-def _take(x: Tensor, layout: Layout, rank: int, dim: int, pad_value: float) -> Tensor:
-    length, parts = x.shape[dim], []
-    for run in layout.runs(rank):
-        real = run.real(length)
-        indices = slice(run.start, run.start + run.stride * real, run.stride) if real else slice(0, 0)
-        parts.append(x[(slice(None),) * dim + (indices,)])
-        if real < run.tokens:
-            parts.append(x.new_full((*x.shape[:dim], run.tokens - real, *x.shape[dim + 1 :]), pad_value))
-    with no_autocast(x.device.type):  # in which torch joins no 16-bit tensors but those of its own dtype
-        return torch.cat(parts, dim)
-
-
-def _put(whole: Tensor, part: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    """Write a rank's real tokens to their places in `whole`."""
-    before, length = (slice(None),) * dim, whole.shape[dim]
-    for run in layout.runs(rank):
-        real = run.real(length)
-        if real:
-            places = slice(run.start, run.start + run.stride * real, run.stride)
-            whole[(*before, places)] = part[(*before, slice(run.offset, run.offset + real))]
-    return whole

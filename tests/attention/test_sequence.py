@@ -1,5 +1,6 @@
 """shard and unshard are exact inverses, and transposes of each other, for any length."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import bmburst
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst_ops.constants import IGNORE_INDEX
+from tests.distributed.processes import run_processes
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
 
@@ -199,3 +201,25 @@ def test_second_derivatives():
             torch.autograd.grad(whole.square().sum(), x, create_graph=True)[0].sum().backward()
 
     run_ranks(1, body)
+
+
+def test_a_compiled_caller():
+    """The graph ends before a sequence is cut or joined and goes on after it; results are those of an eager caller."""
+    run_processes(2, _compiled_caller)
+
+
+def _compiled_caller():
+    warnings.filterwarnings("error", message="(?s).*bmburst")  # the compiler looks into what it cannot keep
+    x = torch.arange(36.0, dtype=torch.float64).view(2, 9, 2).requires_grad_()
+
+    def caller(x):
+        part = bmburst.shard(x * 2, layout="contiguous").sin()
+        return (bmburst.unshard(part, 1, "contiguous", length=9) * 3).square()
+
+    expected = caller(x)
+    (wanted,) = torch.autograd.grad(expected.sum(), x)
+    compiled = torch.compile(caller, backend="aot_eager")
+    for _ in range(2):
+        got = compiled(x)
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(*torch.autograd.grad(got.sum(), x), wanted)
