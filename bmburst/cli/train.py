@@ -71,15 +71,12 @@ def run(args: argparse.Namespace) -> int:
             print(f"{config.output}: finished with {done} steps; a larger --steps goes on", file=sys.stderr)
             return 0
     folder = _make_folder(config)
-    with _refusing(folder):
-        settled = write_run_config(config, folder)
-    command = ["-m", "bmburst", "train", "--config", str(settled), "--output", str(folder)]
-    if config.resume:
-        command.append("--resume")
+    words = _resumed(args, folder) if config.resume else _begun(config, folder)
 
     from bmburst.runtime.launch import LaunchSpec, launch
 
-    return launch(LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout), command)
+    spec = LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout)
+    return launch(spec, ["-m", "bmburst", "train", *words])
 
 
 def settle(args: argparse.Namespace, *, as_rank: bool = False) -> TrainConfig:
@@ -151,6 +148,23 @@ def steps_done(folder: Path) -> int:
     return read_progress(newest).step
 
 
+def _begun(config: TrainConfig, folder: Path) -> list[str]:
+    """Return the options of a fresh run's ranks, having written what was settled."""
+    with _refusing(folder):
+        return ["--config", str(write_run_config(config, folder)), "--output", str(folder)]
+
+
+def _resumed(args: argparse.Namespace, folder: Path) -> list[str]:
+    """Return the options of a resumed run's ranks: what was given, once more.
+
+    The folder's own configuration stays as it is until a rank goes on from a checkpoint: a change that is refused must
+    not be there at the next attempt.
+    """
+    given = given_options(args, TrainConfig)
+    options = [f"--{name}={value}" for name, value in given.items() if name not in ("output", "resume")]
+    return [*([] if args.config is None else ["--config", args.config]), *options, "--output", str(folder), "--resume"]
+
+
 def _run_rank(args: argparse.Namespace) -> int:
     try:
         config = _settle_in_rank(args)
@@ -159,8 +173,6 @@ def _run_rank(args: argparse.Namespace) -> int:
         if os.environ["RANK"] != "0" and "BMBURST_LAUNCH_FOLDER" not in os.environ:
             return 2
         raise
-    if os.environ["RANK"] == "0" and config.output is not None:
-        write_run_config(config, config.output)
 
     from bmburst.train.trainer import run as train
 

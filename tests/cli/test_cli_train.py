@@ -223,9 +223,12 @@ def test_a_finished_run_says_so_and_a_larger_number_of_steps_goes_on(launches, t
 def test_resume_lays_another_file_over_the_runs_own(launches, tmp_path):
     checkpoint(started(tmp_path, steps="9", seed="5"), 4)
     (tmp_path / "more.yaml").write_text("steps: 11\noutput: run\n")
+    before = (tmp_path / "run" / "config.json").read_bytes()
     assert main(["train", "--resume", "--config", "more.yaml", "--optimizer.lr", "0.5"]) == 0
     values = launches.config()
     assert (values["steps"], values["seed"], values["optimizer"]["lr"]) == (11, 5, 0.5)
+    # A rank may refuse it yet, and the next --resume begins from the run's own again.
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
 
 
 def test_resume_that_cannot_work(launches, tmp_path, capsys):
