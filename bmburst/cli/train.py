@@ -157,8 +157,8 @@ def _begun(config: TrainConfig, folder: Path) -> list[str]:
 def _resumed(args: argparse.Namespace, folder: Path) -> list[str]:
     """Return the options of a resumed run's ranks: what was given, once more.
 
-    The folder's own configuration stays as it is until a rank goes on from a checkpoint: a change that is refused must
-    not be there at the next attempt.
+    The folder's own configuration stays as it is until the ranks have done a step: a change that is refused must not be
+    there at the next attempt.
     """
     given = given_options(args, TrainConfig)
     options = [f"--{name}={value}" for name, value in given.items() if name not in ("output", "resume")]

@@ -185,8 +185,8 @@ class Trainer:
         with self._stop.listening(), contextlib.ExitStack() as stack:
             if self.is_main:
                 stack.enter_context(checkpoint.alone_in(self.folder))
-                write_run_config(self._asked, self.folder)
-            report = stack.enter_context(Report(config, self.steps_done + 1, is_main=self.is_main))
+            first = self.steps_done + 1
+            report = stack.enter_context(Report(config, first, is_main=self.is_main))
             report.note(self._no_peak)
             steps, on_gpu = profiled_steps(config.profile), not self.runtime.on_host
             timeline = Timeline(steps, self.folder, self.runtime.rank, on_gpu=on_gpu)
@@ -195,6 +195,8 @@ class Trainer:
             while self.steps_done < total and not stopped:
                 with timeline.step(self.steps_done + 1):
                     metrics = self.step()
+                if self.is_main and self.steps_done == first:  # now it is known to work: --resume begins from it
+                    write_run_config(self._asked, self.folder)
                 stopped = stopped_by(self._facts, self._hosts, self.steps_done)
                 report.step(metrics)
                 report.note(self._skips.said)
