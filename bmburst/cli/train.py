@@ -13,7 +13,7 @@ from pathlib import Path
 from bmburst.config import add_options, given_options
 from bmburst.errors import RunError, UserError
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import CONFIG_FILE, check_resumable, check_run, check_tokenizer, resolve, write_run_config
+from bmburst.train.resolve import CONFIG_FILE, check_resumable, check_run, resolve, write_run_config
 
 HELP = (
     "Train a LLaMA on long sequences. Values come from the preset, then --config, then the options below; every field "
@@ -64,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
     config = settle(args)
     nproc = ranks_to_start(config)
     check_run(config, nproc)
-    check_tokenizer(config.data.tokenizer)
+    # numpy comes with it, and the command line's help does without.
+    from bmburst.train.text import check_text
+
+    check_text(config)
     if config.resume and config.output is not None:
         done = steps_done(config.output)
         if done >= config.steps:
@@ -242,7 +245,7 @@ def _check_fresh(folder: Path, *, as_rank: bool) -> None:
 
 
 def _is_run_config(path: Path) -> bool:
-    # All that a run leaves which was refused in its ranks, for example for too short a text.
+    # All that a run leaves which was refused in its ranks, for example for a line of JSONL that is none.
     try:
         resolve((path,))
     except UserError:

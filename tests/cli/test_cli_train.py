@@ -71,7 +71,7 @@ def test_two_runs_of_the_same_second_get_folders_of_their_own(launches, monkeypa
 
 
 def test_options_short_dotted_and_in_either_spelling(launches, tmp_path):
-    (tmp_path / "x.txt").write_text("text")
+    (tmp_path / "x.txt").write_text("text" * 20)
     (tmp_path / "c.yaml").write_text("steps: 5\nseed: 3\n")
     assert (
         main(
