@@ -246,7 +246,7 @@ def _nodes(comm: Checked, moved: Checked, strategy: str) -> int | None:
 
 
 def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
-    """Return what must be equal on every rank."""
+    """Return what must be equal on every rank, in names that a user knows: a pace follows from the rest."""
     facts = {
         "q": describe(q),
         "k": describe(k),
@@ -257,7 +257,7 @@ def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: At
         "scale": call.scale,
         "kernel": call.kernel.name,
         "transport": options.transport,
-        **{f"strategy.{name}": value for name, value in asdict(call.strategy).items()},
+        **{f"strategy.{name}": value for name, value in asdict(call.strategy).items() if name != "pace"},
     }
     named = (f"{name} {value}" for name, value in facts.items())
     return "\n".join(["burst_attention", *named, gradient_signature(q, k, v)])

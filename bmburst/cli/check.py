@@ -18,7 +18,7 @@ from bmburst.cli.outputs import require_file
 from bmburst.config import given_options, to_dict
 from bmburst.errors import UserError
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import check_run, check_tokenizer, resolve, write_run_config
+from bmburst.train.resolve import check_run, resolve, write_run_config
 
 if TYPE_CHECKING:
     from bmburst.train.check import Deviation, Report, StepReport, TensorReport
@@ -117,7 +117,10 @@ def plan(config: TrainConfig, nproc: int) -> tuple[_Phase, ...]:
         UserError: There is one rank only, or the configuration does not fit the ranks.
     """
     check_run(config, nproc)
-    check_tokenizer(config.data.tokenizer)
+    # numpy comes with it, and the command line's help does without.
+    from bmburst.train.text import check_text
+
+    check_text(config)
     if nproc == 1:
         raise UserError(
             "check compares several ranks with one, but there is 1\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 from bmburst.config import add_options, given_options
 from bmburst.errors import RunError, UserError
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import CONFIG_FILE, check_resumable, check_run, check_tokenizer, resolve, write_run_config
+from bmburst.train.resolve import CONFIG_FILE, check_resumable, check_run, resolve, write_run_config
 
 HELP = (
     "Train a LLaMA on long sequences. Values come from the preset, then --config, then the options below; every field "
@@ -64,22 +64,22 @@ def run(args: argparse.Namespace) -> int:
     config = settle(args)
     nproc = ranks_to_start(config)
     check_run(config, nproc)
-    check_tokenizer(config.data.tokenizer)
+    # numpy comes with it, and the command line's help does without.
+    from bmburst.train.text import check_text
+
+    check_text(config)
     if config.resume and config.output is not None:
         done = steps_done(config.output)
         if done >= config.steps:
             print(f"{config.output}: finished with {done} steps; a larger --steps goes on", file=sys.stderr)
             return 0
     folder = _make_folder(config)
-    with _refusing(folder):
-        settled = write_run_config(config, folder)
-    command = ["-m", "bmburst", "train", "--config", str(settled), "--output", str(folder)]
-    if config.resume:
-        command.append("--resume")
+    words = _resumed(args, folder) if config.resume else _begun(config, folder)
 
     from bmburst.runtime.launch import LaunchSpec, launch
 
-    return launch(LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout), command)
+    spec = LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout)
+    return launch(spec, ["-m", "bmburst", "train", *words])
 
 
 def settle(args: argparse.Namespace, *, as_rank: bool = False) -> TrainConfig:
@@ -151,6 +151,23 @@ def steps_done(folder: Path) -> int:
     return read_progress(newest).step
 
 
+def _begun(config: TrainConfig, folder: Path) -> list[str]:
+    """Return the options of a fresh run's ranks, having written what was settled."""
+    with _refusing(folder):
+        return ["--config", str(write_run_config(config, folder)), "--output", str(folder)]
+
+
+def _resumed(args: argparse.Namespace, folder: Path) -> list[str]:
+    """Return the options of a resumed run's ranks: what was given, once more.
+
+    The folder's own configuration stays as it is until the ranks have done a step: a change that is refused must not be
+    there at the next attempt.
+    """
+    given = given_options(args, TrainConfig)
+    options = [f"--{name}={value}" for name, value in given.items() if name not in ("output", "resume")]
+    return [*([] if args.config is None else ["--config", args.config]), *options, "--output", str(folder), "--resume"]
+
+
 def _run_rank(args: argparse.Namespace) -> int:
     try:
         config = _settle_in_rank(args)
@@ -159,8 +176,6 @@ def _run_rank(args: argparse.Namespace) -> int:
         if os.environ["RANK"] != "0" and "BMBURST_LAUNCH_FOLDER" not in os.environ:
             return 2
         raise
-    if os.environ["RANK"] == "0" and config.output is not None:
-        write_run_config(config, config.output)
 
     from bmburst.train.trainer import run as train
 
@@ -230,7 +245,7 @@ def _check_fresh(folder: Path, *, as_rank: bool) -> None:
 
 
 def _is_run_config(path: Path) -> bool:
-    # All that a run leaves which was refused in its ranks, for example for too short a text.
+    # All that a run leaves which was refused in its ranks, for example for a line of JSONL that is none.
     try:
         resolve((path,))
     except UserError:

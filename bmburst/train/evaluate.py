@@ -92,14 +92,16 @@ def run(config: EvalConfig) -> Measurement:
     )
     hugging_face.load(model, directory)
     model.eval()
+    # What is longer than the text would be padded, and padding takes time and memory. Each rank has a token at least.
+    length = max(min(config.sequence_length, corpus.token_count), runtime.world_size)
     cut = SequenceShard.cut(
-        config.sequence_length,
+        length,
         layout=config.layout,
         size=mesh.shape.sequence,
         rank=mesh.sequence_rank,
         mask="causal",
     )
-    sequences = PackedSequences(corpus, split="all", sequence_length=config.sequence_length, pack=config.pack)
+    sequences = PackedSequences(corpus, split="all", sequence_length=length, pack=config.pack)
     batches = evaluation_batches(sequences, limit=config.max_sequences)
     return measure(model, mesh, cut, batches, runtime.device)
 

@@ -1,15 +1,23 @@
-"""Whether this machine has what a configuration asks for by name: a kernel, a transport. No rank is needed to know."""
+"""Whether this machine has what a run asks for by name: kernel, transport, strategy. No rank is needed to know."""
+
+import os
 
 import torch
 
+from bmburst.attention.heads_plan import HeadShapes
+from bmburst.attention.strategy import choose_strategy
+from bmburst.comm.levels import NODE_SWITCH
 from bmburst.errors import UserError
+from bmburst.mask import Causal
+from bmburst.sequence import SequenceShard
 from bmburst.train.config import TrainConfig
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import Need, able_kernels, queries_ahead, select_kernel
+from bmburst_ops.merge import accumulation_dtype
 
 
 def require_machine(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
-    """Check that ranks on this machine can use the kernel and the transport of a configuration.
+    """Check that ranks on this machine can use the kernel, the transport and the strategy of a configuration.
 
     Args:
         config: What is to be trained, valid for so many ranks.
@@ -20,9 +28,37 @@ def require_machine(config: TrainConfig, world_size: int, local_rank: int = 0) -
         UserError: They cannot.
     """
     has_gpus = torch.cuda.is_available()
+    if config.parallel.strategy != "auto":  # which finds one
+        _require_strategy(config, world_size)
     _require_transport(config.parallel.transport, config.mesh_shape(world_size).sequence, has_gpus)
     if config.parallel.kernel != "auto":  # which finds one; a GPU is not asked needlessly
         _require_kernel(config, torch.device("cuda", local_rank) if has_gpus else torch.device("cpu"))
+
+
+def _require_strategy(config: TrainConfig, world_size: int) -> None:
+    """Refuse what attention would in the first step, once ranks have started and the text is read."""
+    shape, model, parallel = config.mesh_shape(world_size), config.model, config.parallel
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0" if "RANK" in os.environ else str(world_size)))
+    on_one_node = here == world_size and NODE_SWITCH not in os.environ
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    shapes = HeadShapes(
+        layout=SequenceShard.cut(
+            config.sequence_length, layout=parallel.layout, size=shape.sequence, rank=0, mask="causal"
+        ).layout,
+        degree=1,
+        batch=config.micro_batch_size,
+        heads=model.num_heads // shape.tensor,
+        kv_heads=max(1, model.num_kv_heads // shape.tensor),
+        head_dim=model.head_dim,
+        itemsize=dtype.itemsize,
+        statistics_itemsize=accumulation_dtype(dtype).itemsize,
+    )
+    wide, nodes = shapes.statistics_itemsize, 1 if on_one_node else None
+    try:  # which transport does not matter to whether a strategy works
+        choose_strategy(parallel.strategy, shapes, config.sequence_length, Causal(), "gloo", wide, nodes)
+    except UserError as error:
+        reason, *_ = str(error).splitlines()
+        raise UserError(f"{reason}\nfix: --strategy auto") from None
 
 
 def _require_transport(transport: str, sequence: int, has_gpus: bool) -> None:

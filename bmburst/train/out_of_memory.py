@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ _SMALL_CHUNK = 256  # tokens
 _MORE_RANKS = (2, 4, 8)
 _FRAGMENTS = 0.05  # of the GPU: reserved and not allocated
 _LESS = 0.95  # of what is predicted for the settings that did not fit
+_HOST_IS_FULL = re.compile(r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (\d+) bytes")
 _FRUGAL, _DEFAULT = "block", "block-keep-attention"
 
 
@@ -65,7 +67,7 @@ class DeviceMemory:
 
 @contextlib.contextmanager
 def explained(config: TrainConfig) -> Iterator[None]:
-    """Turn torch's error of a GPU whose memory is over into one that says what uses it.
+    """Turn torch's error of a GPU whose memory is over into one that says what uses it, of a host's into a short one.
 
     Raises:
         RunError: The memory was not enough.
@@ -74,9 +76,21 @@ def explained(config: TrainConfig) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        where = f"rank {os.environ.get('RANK', '0')} (host {socket.gethostname()})"
-        text = explain(config, ranks, max(1, ranks // max(here, 1)), DeviceMemory.now(), where, str(error))
+        text = explain(config, ranks, max(1, ranks // max(here, 1)), DeviceMemory.now(), _here(), str(error))
         raise RunError(text, on_all_ranks=False) from error
+    except RuntimeError as error:
+        asked = _HOST_IS_FULL.search(str(error))
+        if asked is None:
+            raise
+        raise RunError(
+            f"{_here()} ran out of the host's memory: {_gib(int(asked[1]))} more were asked for at once\n"
+            "fix: a smaller model or batch, a shorter --sequence-length, or fewer ranks on this host",
+            on_all_ranks=False,
+        ) from error
+
+
+def _here() -> str:
+    return f"rank {os.environ.get('RANK', '0')} (host {socket.gethostname()})"
 
 
 def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, where: str, error: str) -> str:

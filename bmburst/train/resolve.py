@@ -18,8 +18,8 @@ from bmburst.train.wandb import require_wandb
 CONFIG_FILE = "config.json"
 # They say where a run lies and how it was called, not what it computes: a run's config.json serves another run.
 _OF_ONE_CALL = ("output", "resume")
-# What the data's order, the weights' shapes or their meaning hang on.
-_FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed")
+# What the data's order, the weights' shapes or their meaning, or what the optimizer keeps of them hang on.
+_FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed", "dtype")
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
@@ -176,7 +176,7 @@ def check_resumable(before: TrainConfig, now: TrainConfig, folder: Path) -> None
     """Check that a run is continued as what it was; steps, ranks, rates and intervals may change.
 
     Raises:
-        UserError: The model, data, sequence length, packing or seed differ from the run's own.
+        UserError: The model, data, sequence length, packing, seed or dtype differ from the run's own.
     """
     was, wanted = to_dict(before), to_dict(now)
     for leaf in leaves(before):

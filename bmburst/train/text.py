@@ -1,11 +1,70 @@
-"""The text of a run: tokenized once a host, and cut into sequences to train on and sequences held out."""
+"""The text of a run: tokenized once a host, and cut into sequences to train on and sequences held out.
+
+A short one is looked at before ranks start, since it may be too short.
+"""
 
 import sys
+import tempfile
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 from bmburst import data
+from bmburst.data.sources import find_sources
+from bmburst.data.split import split_documents
+from bmburst.data.token_file import is_token_file
+from bmburst.errors import UserError
 from bmburst.runtime import Runtime
 from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
+
+_PLENTY = 16  # bytes of text, or tokens, for each token of a sequence: so many are enough without a look
+_QUICK = 8 << 20  # bytes of text that are tokenized in a second or two
+
+
+def check_text(config: TrainConfig) -> None:
+    """Check, before ranks start, that the text has a sequence to train on, where that is in doubt and seen quickly.
+
+    A text is tokenized for it in a temporary folder, as it will be by the ranks; a long one is left to them.
+
+    Raises:
+        UserError: The tokenizer cannot be had; or the text is too short, cannot be read, or has tokens that the model
+            does not know.
+    """
+    source, tokenizer = config.data.source, config.data.tokenizer
+    if tokenizer is not None:
+        data.load_tokenizer(tokenizer)
+    if is_token_file(Path(source)):
+        _require_sequence(data.TokenFile.open(source), config)
+        return
+    files = find_sources([source])
+    enough = min(_QUICK, _PLENTY * config.sequence_length / (1 - config.data.held_out_fraction))
+    if any(size > enough for size in accumulate(file.path.stat().st_size for file in files)):
+        return
+    left_out: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
+        try:
+            field = config.data.text_field
+            corpus = data.open_corpus(source, tokenizer, folder, text_field=field, on_skip=left_out.append)
+            named = replace(corpus, path=Path(source))  # the folder is gone when a message is read
+            named.require_vocab(config.model.vocab_size)
+            _require_sequence(named, config)
+        except UserError:
+            for line in left_out:  # else the ranks say so
+                _say_left_out(line)
+            raise
+
+
+def _require_sequence(corpus: data.TokenFile, config: TrainConfig) -> None:
+    fraction, length, tokens = config.data.held_out_fraction, config.sequence_length, corpus.token_count
+    if tokens * (1 - fraction) > _PLENTY * length:  # documents need not be counted
+        return
+    spans = split_documents(corpus, fraction).train if tokens > 3 else ()  # of fewer none can be held out
+    trained = sum(int(stop - start) for start, stop in spans)
+    if trained < length:
+        raise UserError(
+            f"data {config.data.source}: has {trained} tokens to train on, less than one sequence of {length}\n"
+            f"fix: more text (it has {corpus.text_bytes} bytes), or a smaller --sequence-length"
+        )
 
 
 def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:

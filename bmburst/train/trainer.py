@@ -37,6 +37,7 @@ from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_by
 from bmburst.train.out_of_memory import explained
 from bmburst.train.recompute_choice import recompute_for
 from bmburst.train.report import Report
+from bmburst.train.resolve import write_run_config
 from bmburst.train.sample import generate
 from bmburst.train.skips import Skips
 from bmburst.train.stop import StopRequest, stopped_by
@@ -87,7 +88,7 @@ class Trainer:
     def __init__(self, config: TrainConfig) -> None:
         if config.output is None:
             raise UserError("output is not set\nfix: give the run folder, TrainConfig(output=...)")
-        self.config = config
+        self.config = self._asked = config
         self.folder: Path = config.output
         self.runtime = start(seed=config.seed, tensor=config.parallel.tensor_parallel)
         config.validate(self.runtime.world_size)
@@ -184,7 +185,8 @@ class Trainer:
         with self._stop.listening(), contextlib.ExitStack() as stack:
             if self.is_main:
                 stack.enter_context(checkpoint.alone_in(self.folder))
-            report = stack.enter_context(Report(config, self.steps_done + 1, is_main=self.is_main))
+            first = self.steps_done + 1
+            report = stack.enter_context(Report(config, first, is_main=self.is_main))
             report.note(self._no_peak)
             steps, on_gpu = profiled_steps(config.profile), not self.runtime.on_host
             timeline = Timeline(steps, self.folder, self.runtime.rank, on_gpu=on_gpu)
@@ -193,6 +195,8 @@ class Trainer:
             while self.steps_done < total and not stopped:
                 with timeline.step(self.steps_done + 1):
                     metrics = self.step()
+                if self.is_main and self.steps_done == first:  # now it is known to work: --resume begins from it
+                    write_run_config(self._asked, self.folder)
                 stopped = stopped_by(self._facts, self._hosts, self.steps_done)
                 report.step(metrics)
                 report.note(self._skips.said)

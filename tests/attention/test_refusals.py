@@ -135,6 +135,17 @@ def test_what_only_stands_for_tensors_is_not_cut(function):
         function(torch.zeros(1, 8, 2).as_subclass(Standing))
 
 
+def test_ranks_that_disagree_are_not_shown_what_nobody_set():
+    def body(comm):
+        q = torch.zeros(1, 64, 4, 32)
+        with pytest.raises(UserError) as caught:  # an exchange of heads, whose pace hangs on the length
+            bmburst.burst_attention(q, q, q, group=comm, strategy="heads", length=128 - comm.rank)
+        told = [f"rank {rank}: burst_attention length {length}" for rank, length in enumerate((128, 127))]
+        assert str(caught.value).splitlines() == ["the ranks of the group disagree", *told]
+
+    run_ranks(2, body)
+
+
 def test_ranks_that_disagree_are_refused_on_every_rank():
     def body(comm):
         for name, values in (

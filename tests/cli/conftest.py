@@ -1,11 +1,13 @@
 """Stand-ins for the launcher, the trainer and the place of a rank."""
 
-import json
 import sys
 import types
 from pathlib import Path
 
 import pytest
+
+from bmburst.cli import CommandParser, train
+from bmburst.config import to_dict
 
 
 class Launches(list):
@@ -20,9 +22,12 @@ class Launches(list):
         return self[-1][0]
 
     def config(self):
+        """Return what the ranks settle on."""
         words = self.command
         assert words[:3] == ["-m", "bmburst", "train"]
-        return json.loads(Path(words[words.index("--config") + 1]).read_text())
+        parser = CommandParser(prog="bmburst train", description="")
+        train.configure(parser)
+        return to_dict(train.settle(parser.read(words[3:]), as_rank=True))
 
     def output(self):
         return Path(self.command[self.command.index("--output") + 1])

@@ -370,9 +370,9 @@ def test_two_ranks_train_as_one_does(here, argv, mesh, against):
 
 
 def test_what_only_ranks_can_know_is_one_message(here):
-    (here / "text.txt").write_text("short\n")
-    done = check_for_real(here)
+    (here / "long.jsonl").write_text('{"text": "long enough to be read by ranks"}\n' * 2000 + "{")
+    done = check_for_real(here, "--data", "long.jsonl")
     assert (done.returncode, done.stdout) == (2, "")
-    message = done.stderr.partition("bmburst: the corpus has")[2]
+    message = done.stderr.partition("bmburst: long.jsonl:2001: not a line of JSON")[2]
     assert message and len(message.splitlines()) <= 3 and "Traceback" not in done.stderr
-    assert left(here) == set()
+    assert left(here) == {"long.jsonl"}

@@ -77,6 +77,35 @@ def test_what_needs_a_gpu_is_refused_without_one(no_gpu, tmp_path, capsys, comma
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--strategy", "double-ring"], "2 ranks on 1 node are no 2 nodes or more"),
+        (["--strategy", "heads+ring"], "2 ranks form no smaller groups"),
+        (["--strategy", "gather", "--layout", "striped"], "layout 'striped' has no run of neighbouring tokens"),
+    ],
+)
+def test_a_strategy_that_cannot_work_is_refused(no_gpu, tmp_path, capsys, argv, reason):
+    first, fix = refused(capsys, "train", *argv).splitlines()
+    assert first.startswith(f"bmburst train: strategy '{argv[1]}' cannot work: {reason}")
+    assert fix == "fix: --strategy auto"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_double_ring_may_be_over_nodes_that_are_not_known_yet(no_gpu, as_rank, trained, monkeypatch):
+    argv = ["train", "--strategy", "double-ring", "--output", "run", "--nproc", "4"]
+    monkeypatch.setenv("BMBURST_NODE", "a")
+    assert main(argv) == 0
+    monkeypatch.delenv("BMBURST_NODE")
+    as_rank(0, 4, launched=True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert main(argv) == 0
+    assert len(trained) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="4 ranks on 1 node"):
+        main(argv)
+
+
 def test_a_rank_refuses_too(no_gpu, as_rank, trained, capsys):
     as_rank(0, 2)
     assert ON_CPU in refused(capsys, "train", "--kernel", "fa3", "--output", "run")
@@ -90,6 +119,9 @@ def test_a_rank_refuses_too(no_gpu, as_rank, trained, capsys):
         ["--kernel", "reference"],
         ["--transport", "gloo"],
         ["--transport", "peer", "--nproc", "1"],
+        ["--strategy", "double-ring", "--nproc", "1"],
+        ["--strategy", "heads+gather", "--nproc", "4", "--model.num_heads", "6", "--model.hidden_size", "192"],
+        ["--strategy", "heads", "--nproc", "4", "--tensor-parallel", "4", "--model.num_kv_heads", "2"],
     ],
 )
 def test_what_is_there_may_be_asked_for(no_gpu, argv):

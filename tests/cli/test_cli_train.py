@@ -71,7 +71,7 @@ def test_two_runs_of_the_same_second_get_folders_of_their_own(launches, monkeypa
 
 
 def test_options_short_dotted_and_in_either_spelling(launches, tmp_path):
-    (tmp_path / "x.txt").write_text("text")
+    (tmp_path / "x.txt").write_text("text" * 20)
     (tmp_path / "c.yaml").write_text("steps: 5\nseed: 3\n")
     assert (
         main(
@@ -223,9 +223,12 @@ def test_a_finished_run_says_so_and_a_larger_number_of_steps_goes_on(launches, t
 def test_resume_lays_another_file_over_the_runs_own(launches, tmp_path):
     checkpoint(started(tmp_path, steps="9", seed="5"), 4)
     (tmp_path / "more.yaml").write_text("steps: 11\noutput: run\n")
+    before = (tmp_path / "run" / "config.json").read_bytes()
     assert main(["train", "--resume", "--config", "more.yaml", "--optimizer.lr", "0.5"]) == 0
     values = launches.config()
     assert (values["steps"], values["seed"], values["optimizer"]["lr"]) == (11, 5, 0.5)
+    # A rank may refuse it yet, and the next --resume begins from the run's own again.
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
 
 
 def test_resume_that_cannot_work(launches, tmp_path, capsys):

@@ -142,10 +142,10 @@ def test_bad_input_is_said_once_and_ends_with_2(words, message, tmp_path, monkey
 
 
 def test_bad_input_that_ranks_find_is_said_once_and_ends_with_2(tmp_path):
-    (tmp_path / "short.txt").write_text("too short\n" * 20)
-    done = bmburst("train", "--data", "short.txt", "--output", tmp_path / "run", cwd=tmp_path)
+    (tmp_path / "long.jsonl").write_text('{"text": "too long to be read before"}\n' * 4000 + "{")
+    done = bmburst("train", "--data", "long.jsonl", "--output", tmp_path / "run", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    require_said_once(done.stderr, "less than one sequence of 4096")
+    require_said_once(done.stderr, "long.jsonl:4001: not a line of JSON")
 
 
 def require_said_once(stderr, message):

@@ -321,6 +321,7 @@ def test_what_may_and_may_not_change_on_resume(tmp_path):
     for name, value in [
         ("seed", "1"),
         ("sequence_length", "64"),
+        ("dtype", "bfloat16"),
         ("data.source", "x.txt"),
         ("data.held_out_fraction", "0.5"),
         ("model.num_layers", "2"),

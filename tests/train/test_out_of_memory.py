@@ -137,3 +137,13 @@ def test_torchs_error_becomes_ours(monkeypatch):
     ):
         raise torch.OutOfMemoryError("Tried to allocate 5.00 GiB. GPU 0 has")
     assert not caught.value.on_all_ranks
+
+
+def test_a_host_whose_memory_is_over_is_no_traceback(monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    said = r"rank 5 \(host .*\) ran out of the host's memory: 1048576.00 GiB more were asked for at once\nfix: "
+    with pytest.raises(RunError, match=said) as caught, explained(config(2**17)):
+        torch.empty(2**50, dtype=torch.uint8)
+    assert not caught.value.on_all_ranks
+    with pytest.raises(RuntimeError, match=r"shape '\[3\]' is invalid"), explained(config(2**17)):
+        torch.zeros(4).view(3)

@@ -11,6 +11,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from bmburst.errors import UserError
 from bmburst.train import checkpoint
 from bmburst.train.config import DataConfig, ParallelConfig
+from bmburst.train.resolve import resolve
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 
@@ -35,6 +36,7 @@ def folder(tmp_path_factory):
 
 def test_a_run_leaves_what_it_should(folder):
     run = folder / "whole"
+    assert resolve((run / "config.json",)).replace(output=run) == program.config(folder, "whole")
     assert sorted(losses(folder, "whole")) == list(range(1, program.STEPS + 1))
     for loss, bits, _, _ in losses(folder, "whole").values():
         assert bits == pytest.approx(loss / math.log(2), rel=0.02)  # a token is a byte, but for the end of the text

@@ -1,6 +1,7 @@
 """What a trainer says of its model on several ranks, a sample and an evaluation, is what transformers makes of it."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -48,3 +49,25 @@ def _equal_transformers(folder):
     assert measured.loss == pytest.approx(nats / labels.numel(), rel=1e-5)
     assert measured.perplexity == pytest.approx(math.exp(nats / labels.numel()), rel=1e-4)
     assert measured.bits_per_byte == pytest.approx(nats / math.log(2) / int((labels < 256).sum()), rel=1e-5)
+
+
+def test_a_sequence_longer_than_the_text_is_as_long_as_the_text(tmp_path):
+    run_program(3, _longer_than_the_text, tmp_path)
+
+
+def _longer_than_the_text(folder):
+    from bmburst.train import evaluate
+    from bmburst.train.eval_config import EvalConfig
+    from bmburst.train.trainer import Trainer
+
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    saved = Trainer(program.config(folder, "run")).save()
+    for text, whole in (("the quick brown fox", 20), ("x", 3)):  # 20 and 2 tokens, on 3 ranks
+        source = folder / "text.md"
+        source.write_text(text)
+        expected, measured = (
+            evaluate.run(EvalConfig(checkpoint=saved, data=str(source), sequence_length=length))
+            for length in (whole, 10**12)  # of which no part could be held
+        )
+        assert measured == expected
+        assert measured.tokens == len(text) + 1

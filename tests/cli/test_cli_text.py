@@ -1,0 +1,89 @@
+"""Whether a text has a sequence to train on is known before ranks start, where that is in doubt."""
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from bmburst.data.corpus import tokenize
+from bmburst.data.packing import PackedSequences
+from bmburst.data.sources import find_sources
+from bmburst.data.tokenizer import ByteTokenizer
+from bmburst.errors import UserError
+from bmburst.train.resolve import resolve
+from bmburst.train.text import check_text
+from tests.cli.commands import refused
+
+
+def config(source, length=64, **options):
+    named = {name.replace("__", "."): value for name, value in options.items()}
+    return resolve((), {"data.source": str(source), "sequence_length": length, **named})
+
+
+def refusal(source, length=64, **options):
+    with pytest.raises(UserError) as caught:
+        check_text(config(source, length, **options))
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 300])
+@pytest.mark.parametrize("fraction", [0.05, 0.9])
+@pytest.mark.parametrize("made", [True, False])
+def test_the_longest_sequence_that_a_text_has_is_taken_and_no_longer_one(tmp_path, size, fraction, made):
+    source = tmp_path / "a.txt"
+    source.write_text("x" * size)
+    corpus = tokenize(find_sources([source]), ByteTokenizer(), tmp_path / "a.tokens")
+    if made:
+        source = corpus.path
+    taken = 0
+    for length in range(1, size + 2):
+        try:
+            PackedSequences(corpus, split="train", sequence_length=length, held_out_fraction=fraction)
+        except UserError:
+            break
+        check_text(config(source, length, data__held_out_fraction=fraction))
+        taken = length
+    assert refusal(source, taken + 1, data__held_out_fraction=fraction) == [
+        f"data {source}: has {taken} tokens to train on, less than one sequence of {taken + 1}",
+        f"fix: more text (it has {size} bytes), or a smaller --sequence-length",
+    ]
+
+
+def test_no_text_at_all_and_what_was_left_out(tmp_path, capsys):
+    (tmp_path / "blank.jsonl").write_text("\n" * 9)
+    assert refusal(tmp_path / "blank.jsonl")[0] == "the corpus is empty: no document has any text"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_bytes(b"\xff")
+    assert refusal(tmp_path / "folder")[0] == "the corpus is empty: no document has any text"
+    assert "folder/a.txt' is not a text file" in capsys.readouterr().err
+    (tmp_path / "folder" / "b.txt").write_text("b" * 200)
+    check_text(config(tmp_path / "folder"))
+    assert capsys.readouterr().err == "", "the ranks say what they leave out"
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "a": 319, "b": 320}, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    source = tmp_path / "a.txt"
+    source.write_text("a " * 200)
+    check_text(config(source, data__tokenizer=str(tmp_path / "tokenizer.json"), model__vocab_size=400))
+    source.write_text("a " * 200 + "b")
+    first, _ = refusal(source, data__tokenizer=str(tmp_path / "tokenizer.json"), model__vocab_size=320)
+    assert first.startswith(f"'{source}' holds token id 32")
+    assert first.endswith("but the model's vocabulary is 0..319")
+
+
+def test_a_long_text_is_left_to_the_ranks(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("a" * 5000)
+    monkeypatch.setattr("bmburst.data.open_corpus", None)
+    check_text(config(tmp_path / "a.txt"))
+    check_text(config("stdlib", 4096))
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_commands_refuse_before_ranks_start(tmp_path, launches, capsys, command):
+    (tmp_path / "a.txt").write_text("too short")
+    text = refused(capsys, command, "--data", "a.txt", "--sequence-length", "64")
+    assert f"bmburst {command}: data a.txt: has 9 tokens to train on, less than one sequence of 64\n" in text
+    assert not launches
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
