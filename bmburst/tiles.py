@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmburst.mask import Blocks, Mask
-from bmburst_ops.pattern import FULL, Band, Cells, IntArray, Pattern, Rows, Segments
+from bmburst_ops.pattern import FULL, Band, Cells, IntArray, Pattern, Rows, Segments, transposed
 
 
 class Span(NamedTuple):
@@ -75,7 +75,7 @@ def make_tiles(
         return _cells(mask.blocks, rows, queries, keys)
     starts = np.asarray(mask.starts, dtype=np.int64)
     if by == "keys":
-        pieces = [_turned(piece) for piece in _pieces(_transposed(rows, len(keys)), np.searchsorted(keys, starts))]
+        pieces = [_turned(piece) for piece in _pieces(transposed(rows, len(keys)), np.searchsorted(keys, starts))]
     else:
         pieces = list(_pieces(rows, np.searchsorted(queries, starts)))
     if mask.starts:
@@ -113,13 +113,6 @@ def _index_of(ascending: IntArray, values: IntArray) -> IntArray:
     if len(ascending) and int(ascending[-1] - ascending[0]) + 1 == len(ascending):  # neighbours: no search
         return np.clip(values - int(ascending[0]), 0, len(ascending))
     return np.searchsorted(ascending, values)
-
-
-def _transposed(rows: Rows, keys: int) -> Rows:
-    """Return, for each key, the interval of queries that see it."""
-    index = np.arange(keys)
-    start = np.searchsorted(rows.stop, index, side="right")  # the first whose interval ends behind the key
-    return Rows(start, np.maximum(start, np.searchsorted(rows.start, index, side="right")))
 
 
 class _Piece(NamedTuple):

@@ -128,5 +128,5 @@ def rectangles(pattern: Band | Segments, queries: int, keys: int) -> Iterator[Re
 def transposed(rows: Rows, keys: int) -> Rows:
     """Return which queries see each key, cells aside: an interval each, and neither end of it decreases."""
     every = np.arange(keys)
-    first = np.searchsorted(rows.stop, every, side="right")
+    first = np.searchsorted(rows.stop, every, side="right")  # the first whose interval ends behind the key
     return Rows(first, np.maximum(first, np.searchsorted(rows.start, every, side="right")))
