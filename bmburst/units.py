@@ -1,4 +1,4 @@
-"""Which heads a kernel attends with at once while others are exchanged."""
+"""Which heads a kernel attends with at once while others are exchanged or gathered."""
 
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -57,6 +57,18 @@ def make_units(heads: int, kv_heads: int, *, most: int, pace: float = 0.0, backw
     return tuple(units)
 
 
+def even_units(heads: int, kv_heads: int, most: int) -> tuple[Unit, ...]:
+    """Return the heads of a gather in as few units of at most `most` KV heads (0: no bound) as there can be, and even.
+
+    None is small: a rank has few queries, and a kernel of few heads would leave most of the GPU idle. What hides the
+    first unit's way in is the attention to own keys.
+    """
+    count = -(-kv_heads // most) if most else 1
+    spans = [Span(a, b) for a, b in pairwise(i * kv_heads // count for i in range(count + 1))]
+    group = heads // kv_heads
+    return tuple(Unit(Span(span.start * group, span.stop * group), span, span) for span in spans)
+
+
 def hides_transfers(transport: str, work: float) -> bool:
     """Return whether moving some heads beside attending with others pays.
 
@@ -92,7 +104,7 @@ def most_gathered(kv_heads: int, head_bytes: int, *, hides: bool) -> int:
         head_bytes: Of one head of a tensor, of the whole sequence.
         hides: See `hides_transfers`.
     """
-    bound = _GATHERED_BYTES // (12 * head_bytes)
+    bound = _GATHERED_BYTES // (12 * head_bytes)  # backward's formula in `bmburst.attention.gather`, of many ranks
     return _bounded(min(-(-kv_heads // 2), bound) if hides else bound, kv_heads, hides=hides)
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from bmburst.tiles import Span
-from bmburst.units import make_units
+from bmburst.units import even_units, make_units, most_exchanged, most_gathered
 
 SHARES = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 8), (9, 3), (16, 1), (32, 8)]
 
@@ -56,3 +56,30 @@ def test_units_come_in_while_those_before_them_are_attended_with():
                 done += len(unit.heads)
                 is_in_time = ratio * (done - 1) <= done - len(unit.heads)
                 assert is_in_time or len(unit.heads) <= 2 * len(before.heads)
+
+
+@pytest.mark.parametrize("kv_heads", range(1, 9))
+@pytest.mark.parametrize("most", range(10))
+def test_units_of_a_gather_are_few_and_even(kv_heads, most):
+    units = even_units(3 * kv_heads, kv_heads, most)
+    assert [h for unit in units for h in range(*unit.kv_heads)] == list(range(kv_heads))
+    assert [h for unit in units for h in range(*unit.heads)] == list(range(3 * kv_heads))
+    assert all(len(unit.heads) == 3 * len(unit.kv_heads) for unit in units)
+    sizes = [len(unit.kv_heads) for unit in units]
+    assert max(sizes) <= (most or kv_heads)
+    assert max(sizes) - min(sizes) <= 1
+    assert len(units) == (-(-kv_heads // most) if most else 1)
+
+
+def test_units_of_backward_are_as_large_as_come_in():
+    """A KV head of 4 query heads brings 10 tensors of a head, and is attended with for 10 heads' forward."""
+    assert [len(u.kv_heads) for u in make_units(32, 8, most=8, pace=0.1, backward=True)] == [1, 6, 1]
+    assert [len(u.kv_heads) for u in make_units(32, 8, most=8, pace=0.3, backward=True)] == [1, 3, 3, 1]
+
+
+def test_what_moves_in_one_step_is_bounded_by_memory():
+    mib = 1 << 20
+    assert [most_exchanged(32, 8, n * mib, hides=True) for n in (20, 24, 100, 4096)] == [8, 7, 1, 1]  # of 6 n MiB each
+    assert [most_exchanged(32, 8, n * mib, hides=False) for n in (20, 24, 100, 4096)] == [0, 7, 1, 1]
+    assert [most_gathered(8, n * mib, hides=True) for n in (1, 100, 170, 4096)] == [4, 3, 2, 1]  # of 12 n MiB each
+    assert [most_gathered(8, n * mib, hides=False) for n in (42, 43, 170, 4096)] == [0, 7, 2, 1]

@@ -16,6 +16,7 @@ from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.layout import Layout, Run, real_positions, real_tokens
 from bmburst.mask import Full, Mask
 from bmburst.tiles import Span, Tile, make_tiles, seen_by
+from bmburst.units import Unit, even_units
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import FULL, IntArray
 
@@ -47,13 +48,6 @@ class Piece(NamedTuple):
     owner: int
     tokens: Span
     start: int
-
-
-class Unit(NamedTuple):
-    """Heads that are attended together: KV heads, and all query heads that attend to them."""
-
-    heads: Span
-    kv_heads: Span
 
 
 class Rows(NamedTuple):
@@ -120,7 +114,7 @@ def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
         most: KV heads a unit may have; 0 for a single unit.
     """
     sight = shapes.sight
-    units = make_units(shapes.heads, shapes.kv_heads, most)
+    units = even_units(shapes.heads, shapes.kv_heads, most)
     sizes = [len(unit.kv_heads) for unit in units]
     inbound = {heads: _inbound(shapes, rank, heads) for heads in set(sizes)}
     outbound = {heads: _outbound(shapes, rank, heads) for heads in set(sizes)}
@@ -145,18 +139,6 @@ def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
         inbound=tuple(inbound[heads] for heads in sizes),
         outbound=tuple(outbound[heads] for heads in sizes),
     )
-
-
-def make_units(heads: int, kv_heads: int, most: int) -> tuple[Unit, ...]:
-    """Return the heads in as few units of at most `most` KV heads (0: no bound) as there can be, as even as they get.
-
-    None is small: a rank has few queries, and a kernel of few heads would leave most of the GPU idle. What hides the
-    first unit's way in is the attention to own keys.
-    """
-    count = -(-kv_heads // most) if most else 1
-    edges = [i * kv_heads // count for i in range(count + 1)]
-    group = heads // kv_heads
-    return tuple(Unit(Span(a * group, b * group), Span(a, b)) for a, b in pairwise(edges))
 
 
 @bounded_cache(maxsize=4096)

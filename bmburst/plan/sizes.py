@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.operators import WIDE
-from bmburst.units import hides_transfers, make_units, most_exchanged, most_gathered
+from bmburst.units import even_units, hides_transfers, make_units, most_exchanged, most_gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Sizes:
     @property
     def gather_units(self) -> int:
         """Units that a gather is cut into."""
-        return -(-self.kv_heads // self.most_kv_heads) if self.most_kv_heads else 1
+        return len(even_units(self.heads, self.kv_heads, self.most_kv_heads))
 
     @property
     def most_kv_heads(self) -> int:

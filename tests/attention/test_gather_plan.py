@@ -13,7 +13,6 @@ from bmburst.attention.gather_plan import (
     Sight,
     Sums,
     make_gather_plan,
-    make_units,
     most_seen,
     pulled,
 )
@@ -334,16 +333,3 @@ def test_documents_are_a_call_of_segments():
         for plan in plans_of(sight(name, Documents(lengths, causal), 4, total // 4)):
             assert [type(tile.pattern) for tile in plan.own] == [Segments]
             assert len(plan.forward) <= 2 and len(plan.backward) <= 2
-
-
-@pytest.mark.parametrize("kv_heads", range(1, 9))
-@pytest.mark.parametrize("most", range(10))
-def test_units(kv_heads, most):
-    units = make_units(3 * kv_heads, kv_heads, most)
-    assert [h for unit in units for h in range(*unit.kv_heads)] == list(range(kv_heads))
-    assert [h for unit in units for h in range(*unit.heads)] == list(range(3 * kv_heads))
-    assert all(len(unit.heads) == 3 * len(unit.kv_heads) for unit in units)
-    sizes = [len(unit.kv_heads) for unit in units]
-    assert max(sizes) <= (most or kv_heads)
-    assert max(sizes) - min(sizes) <= 1
-    assert len(units) == (-(-kv_heads // most) if most else 1)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from bmburst.attention.gather_plan import make_units as gather_units
 from bmburst.attention.heads_plan import HeadShapes, Strides, make_heads_plan
 from bmburst.blocks.config import LlamaConfig
 from bmburst.layout import make_layout
@@ -131,12 +130,6 @@ def test_heads_take_the_boxes_of_their_plan(heads, kv_heads, size, backward):
     assert attention_buffers(candidate, backward=backward).boxes == pytest.approx(
         plan.nbytes + turns * max(boxes), rel=1e-2
     )
-
-
-@pytest.mark.parametrize(("kv_heads", "tokens"), [(8, 65536), (32, 65536), (32, 1 << 20)])
-def test_a_gather_has_as_many_units_as_its_plan(kv_heads, tokens):
-    own = sizes(way(attention_model(32, kv_heads), tokens, 4, outer="gather"))
-    assert own.gather_units == len(gather_units(32, kv_heads, own.most_kv_heads))
 
 
 def test_boxes_lie_outside_only_where_copy_engines_move_blocks():
