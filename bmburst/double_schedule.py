@@ -88,21 +88,12 @@ class DoubleSchedule:
     """What one rank does, step by step.
 
     Attributes:
-        rank: The rank.
-        travellers: What visits.
         itinerary: How blocks travel.
         steps: What to compute at each stop.
     """
 
-    rank: int
-    travellers: Travellers
     itinerary: Itinerary
     steps: tuple[Step, ...]
-
-    @property
-    def area(self) -> int:
-        """Visible (query, key) pairs that this rank computes."""
-        return sum(step.area for step in self.steps)
 
 
 @bounded_cache(maxsize=128)
@@ -122,7 +113,7 @@ def make_double_schedule(
     """
     itinerary = layout_itinerary(layout, length, mask, travellers, nodes, returning=returning)
     steps = (make_step(layout, length, mask, rank, owner, travellers) for owner in itinerary.owners(rank))
-    return DoubleSchedule(rank, travellers, itinerary, tuple(steps))
+    return DoubleSchedule(itinerary, tuple(steps))
 
 
 @bounded_cache(maxsize=128)

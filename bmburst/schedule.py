@@ -24,11 +24,6 @@ class Step(NamedTuple):
     owner: int
     tiles: tuple[Tile, ...]
 
-    @property
-    def area(self) -> int:
-        """Visible (query, key) pairs of this step."""
-        return sum(tile.area for tile in self.tiles)
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -38,15 +33,8 @@ class Schedule:
     next at once, and after the last one what must return goes the rest of the way home.
     """
 
-    rank: int
     size: int
-    travellers: Travellers
     steps: tuple[Step, ...]
-
-    @property
-    def area(self) -> int:
-        """Visible (query, key) pairs that this rank computes."""
-        return sum(step.area for step in self.steps)
 
     @property
     def hops(self) -> tuple[int, ...]:
@@ -68,7 +56,7 @@ def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, travellers
     """
     owners = [(rank - distance) % layout.size for distance in distances(layout, length, mask, travellers)]
     steps = tuple(make_step(layout, length, mask, rank, owner, travellers) for owner in owners)
-    return Schedule(rank, layout.size, travellers, steps)
+    return Schedule(layout.size, steps)
 
 
 def make_step(layout: Layout, length: int, mask: Mask, rank: int, owner: int, travellers: Travellers) -> Step:

@@ -38,21 +38,18 @@ def check_every_pair(layout, length, mask, travellers):
     tokens = [held(layout, rank, length) for rank in range(size)]
     for rank in range(size):
         schedule = make_schedule(layout, length, mask, rank, travellers)
-        assert (schedule.rank, schedule.size, schedule.travellers) == (rank, size, travellers)
+        assert schedule.size == size
         assert [(step.distance, step.owner) for step in schedule.steps] == [(d, (rank - d) % size) for d in steps]
         check_hops(schedule)
-        before = seen.sum()
         for step in schedule.steps:
             query_rank, key_rank = (rank, step.owner) if travellers == "kv" else (step.owner, rank)
             worked |= {step.distance} if step.tiles else set()
-            assert step.area == sum(tile.area for tile in step.tiles)
             for tile in step.tiles:
                 pairs = shown(tile.pattern, len(tile.queries), len(tile.keys)).numpy()
                 assert tile.area == pairs.sum() > 0
                 check_needs(tile.pattern.needs, mask)
                 queries, keys = tokens[query_rank][tile.queries.slice], tokens[key_rank][tile.keys.slice]
                 seen[np.ix_(queries, keys)] += pairs
-        assert schedule.area == seen.sum() - before
     assert (seen == visible(mask, length)).all()
     return worked
 
@@ -148,7 +145,7 @@ def test_blocks_decide_who_meets():
     assert met == {(0, 3), (1, 1)}
     assert distances(layout, 40, mask, "kv") == (0, 1)
     assert distances(layout, 40, mask & Causal(), "kv") == (0,)
-    assert [step.area for step in make_schedule(layout, 40, mask, 0, "kv").steps] == [0, 25]
+    assert [[tile.area for tile in step.tiles] for step in make_schedule(layout, 40, mask, 0, "kv").steps] == [[], [25]]
 
 
 @pytest.mark.parametrize("size", [3, 8])
@@ -185,7 +182,8 @@ def test_documents_that_live_on_one_rank_move_nothing():
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_causal_work_is_balanced_to_a_diagonal(name, size):
     layout = make_layout(name, size, tokens=32)
-    areas = [make_schedule(layout, 32 * size, Causal(), rank, "kv").area for rank in range(size)]
+    schedules = (make_schedule(layout, 32 * size, Causal(), rank, "kv") for rank in range(size))
+    areas = [sum(tile.area for step in schedule.steps for tile in step.tiles) for schedule in schedules]
     assert max(areas) - min(areas) <= size * 32
     assert rank_areas(layout, 32 * size, Causal()) == tuple(areas)
 

@@ -130,8 +130,7 @@ def _decide(q: Tensor, k: Tensor, v: Tensor, table: Tensor, sequence: BiasedSequ
         kernel = sequence.group.decided(here)
         comm = over_transport(sequence.group, sequence.transport)
         steps = tuple(Step(distance, (comm.rank - distance) % comm.size, ()) for distance in range(comm.size))
-        schedule = Schedule(comm.rank, comm.size, "kv", steps)
-        return _Call(comm, kernel, sequence.pairs(comm), scale_of(q, scale), schedule)
+        return _Call(comm, kernel, sequence.pairs(comm), scale_of(q, scale), Schedule(comm.size, steps))
 
     tensors = (q, k, v, table)
     if sequence.group.active or not all(isinstance(t, Tensor) for t in tensors) or not isinstance(scale, float | None):

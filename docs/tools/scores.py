@@ -53,7 +53,8 @@ def ring() -> Drawing:
         for before in steps[:step]:
             _cells(drawing, before, x, y, side, " faint")
         _cells(drawing, cells, x, y, side, "")
-        areas = {make_schedule(layout, TOKENS, mask, rank, "kv").steps[step].area for rank in range(RANKS)}
+        work = (make_schedule(layout, TOKENS, mask, rank, "kv").steps[step].tiles for rank in range(RANKS))
+        areas = {sum(tile.area for tile in tiles) for tiles in work}
         whose = "own keys" if step == 0 else f"keys of rank r - {step}"
         drawing.text(x + side / 2, y + side + 20, f"step {step}: {whose}", "strong", anchor="middle")
         drawing.text(x + side / 2, y + side + 37, f"{_numbers(areas)} scores on every rank", "soft", anchor="middle")
