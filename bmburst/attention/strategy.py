@@ -21,6 +21,7 @@ from bmburst.schedule import (
 )
 from bmburst.units import hides_transfers, most_exchanged, most_gathered
 from bmburst_ops.bounded_cache import bounded_cache
+from bmburst_ops.constants import ATTENTION_BACKWARD
 
 STRATEGIES = ("auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather", "double-ring")
 Outer = Literal["ring", "gather", "double-ring"]
@@ -73,7 +74,8 @@ BETWEEN_NODES = {"nccl": Link(4.5e10, 5e-5, 0.5)}
 """The same between nodes, where it differs; a guess for a port of 400 Gb/s a GPU."""
 
 _MEMORY_BANDWIDTH = 3.5e12  # bytes a second, for merging partial results
-_KERNEL_RATE = {"peer": 6e14, "nccl": 6e14}  # FLOP/s; on CPUs 2e11
+_KERNEL_RATE = {"peer": 6e14, "nccl": 6e14}  # FLOP/s
+_CPU_KERNEL_RATE = 2e11
 _CUT_LOSS = 0.03  # a kernel's share lost when the scores are cut into rectangles
 
 
@@ -130,17 +132,17 @@ def cost(
     transport's share is exposed; a latency a step; merging at memory speed. Links inside nodes and between them are
     busy at the same time in a double ring only.
     """
-    link = LINKS.get(transport, LINKS["gloo"])  # a communicator of the user's own
+    link = _link(transport)
     far = BETWEEN_NODES.get(transport, link)
     within = replace(shapes, degree=strategy.heads)
     outer = within.outer
     bytes_moved, across, steps, merged = 0.0, 0.0, 0, 0
     if strategy.heads > 1:
-        # q, k, v, out and lse forward; q, k, v, dO, lse, delta, dQ, dK and dV backward
-        row = shapes.batch * shapes.layout.tokens * shapes.head_dim
-        numbers = row * (5 * shapes.heads + 6 * max(shapes.kv_heads, strategy.heads))
-        bytes_moved += numbers * shapes.itemsize * (strategy.heads - 1) / strategy.heads
-        across += numbers * shapes.itemsize * max(0, strategy.heads - shapes.layout.size // nodes) / strategy.heads
+        # q, k, v and out forward; q, k, v, dO, dQ, dK and dV backward; statistics, one number a vector, are left out
+        vectors = shapes.batch * shapes.layout.tokens * (5 * shapes.heads + 6 * max(shapes.kv_heads, strategy.heads))
+        to_each = vectors * shapes.head_dim * shapes.itemsize / strategy.heads
+        bytes_moved += to_each * (strategy.heads - 1)
+        across += to_each * max(0, strategy.heads - shapes.layout.size // nodes)
         steps += 2
     inner = _attention_shape(within, wide)
     if outer.size > 1:
@@ -149,8 +151,7 @@ def cost(
         across += slow
         steps += 2 * hops
         merged = hops * 6 * inner.batch * inner.tokens * inner.heads
-    flops = 14.0 * shapes.batch * max(rank_areas(outer, length, mask)) * inner.heads * shapes.head_dim
-    compute = flops / _KERNEL_RATE.get(transport, 2e11)
+    compute = (1 + ATTENTION_BACKWARD) * inner.heads * _head_seconds(within, length, mask, transport)
     compute *= 1 + (_CUT_LOSS if merged else 0)
     if strategy.outer == "double-ring" and transport == "nccl":
         link = LINKS["peer"]  # inside nodes
@@ -255,14 +256,24 @@ def _attention_shape(shapes: HeadShapes, wide: int) -> AttentionShape:
     )
 
 
+def _link(transport: str) -> Link:
+    """Return what moves blocks; a communicator of the user's own is taken for gloo."""
+    return LINKS.get(transport, LINKS["gloo"])
+
+
+def _head_seconds(shapes: HeadShapes, length: int, mask: Mask, transport: str) -> float:
+    """Return how long the rank with most to see attends with a head forward."""
+    flops = 4.0 * shapes.batch * max(rank_areas(shapes.outer, length, mask)) * shapes.head_dim
+    return flops / _KERNEL_RATE.get(transport, _CPU_KERNEL_RATE)
+
+
 def _pace(shapes: HeadShapes, length: int, mask: Mask, transport: str) -> float:
     """Return how long one tensor's part of a head moves, over how long the head is attended with forward."""
     if shapes.degree == 1:
         return 0.0
     moved = shapes.batch * shapes.tokens * (1 - 1 / shapes.degree) * shapes.head_dim * shapes.itemsize
-    moving = moved / LINKS.get(transport, LINKS["gloo"]).bandwidth
-    flops = 4.0 * shapes.batch * max(rank_areas(shapes.outer, length, mask)) * shapes.head_dim
-    return moving / max(flops / _KERNEL_RATE.get(transport, 2e11), moving / shapes.own_heads)
+    moving = moved / _link(transport).bandwidth
+    return moving / max(_head_seconds(shapes, length, mask, transport), moving / shapes.own_heads)
 
 
 def _most_kv_heads(strategy: Strategy, shapes: HeadShapes, length: int, mask: Mask, transport: str) -> int:

@@ -1,10 +1,11 @@
 """The cost model chooses what was measured to be fastest, and only what can work."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from bmburst.attention.heads_plan import HeadShapes
+from bmburst.attention.heads_plan import HeadShapes, Strides, make_heads_plan
 from bmburst.attention.strategy import LINKS, STRATEGIES, Strategy, choose_strategy, cost, gather_refusal
 from bmburst.errors import UserError
 from bmburst.layout import LAYOUTS, make_layout, rank_areas
@@ -99,6 +100,31 @@ def test_the_rank_with_most_to_see_decides():
         most = {name: max(rank_areas(s.layout, 1 << 18, mask)) for name, s in sizes.items()}
         assert sorted(took, key=took.get) == sorted(most, key=most.get) == ["balanced", "zigzag", "contiguous"]
     assert len({seconds(Strategy(8, "ring", "q"), s, mask) for s in sizes.values()}) == 1
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 16), (4, 4), (8, 2)])
+def test_an_exchange_of_heads_costs_the_bytes_of_its_plan(size, kv_heads):
+    """But for log-sum-exp and delta. Between threads nothing is hidden, so that bytes can be read off the seconds."""
+    sizes = replace(shapes(size, 64 * size, 16, kv_heads), batch=3)
+    alone = replace(shapes(1, 64 * size, 16 // size, 1), batch=3)  # a rank computes as much as this one
+    link, one = LINKS["threads"], Strategy(1, "ring", "kv")
+    taken = seconds(Strategy(size, "ring", "kv"), sizes, CAUSAL, "threads") - seconds(one, alone, CAUSAL, "threads")
+    moved = 0
+    for backward in (False, True):
+        q, k, statistic = (Strides(64 * h * item, h * item, item) for h, item in ((16, 256), (kv_heads, 256), (16, 4)))
+        sources = (q, k, k, q, statistic, statistic) if backward else (q, k, k)
+        plan = make_heads_plan(replace(sizes, degree=size), 0, sources, backward=backward, most=0)
+        moved += sum(exchange.bytes_sent for exchange in (*plan.inbound, *(home.exchange for home in plan.outbound)))
+    statistics = 3 * 4 * 3 * 64 * 16 * (size - 1) / size
+    assert (taken - 2 * link.latency) * link.bandwidth == pytest.approx(moved - statistics, rel=1e-6)
+
+
+@pytest.mark.parametrize(("size", "transport", "rate"), [(4, "peer", 6e14), (8, "gloo", 2e11)])
+def test_pace_is_a_transfer_over_a_head(size, transport, rate):
+    """A part of q, k or v of a head, of all but this rank's tokens, over forward's 4 FLOPs a score and feature."""
+    moving = (1 - 1 / size) * 65536 * 256 / LINKS[transport].bandwidth
+    attending = 4 * 128 * (65536 * 65537 / 2) / rate
+    assert choose("heads", shapes(size, 65536), transport).pace == pytest.approx(moving / attending)
 
 
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
