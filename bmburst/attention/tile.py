@@ -27,12 +27,11 @@ def tile_backward(
 ) -> Gradients:
     """Return a tile's gradients; what is given holds all tokens, `into` the tile's."""
     (grad_out, q, k, v, lse, delta), rows, columns = given, tile.queries, tile.keys
+    part = Given(
+        *(cut(grad_out, rows), cut(q, rows), cut(k, columns), cut(v, columns)),
+        *(cut(lse, rows, 2), cut(delta, rows, 2)),
+    )
     with traced("attention tile backward"):
         return kernel.backward(
-            *(cut(grad_out, rows), cut(q, rows), cut(k, columns), cut(v, columns)),
-            *(cut(lse, rows, 2), cut(delta, rows, 2)),
-            pattern=tile.pattern,
-            scale=call.scale,
-            deterministic=call.deterministic,
-            into=into,
+            part, pattern=tile.pattern, scale=call.scale, deterministic=call.deterministic, into=into
         )

@@ -14,7 +14,7 @@ from bmburst.bench.inputs import both, forward
 from bmburst.bench.methods import Method, Setting
 from bmburst.bench.party import Party
 from bmburst.bench.patterns import pattern_of
-from bmburst_ops.flash import ReferenceKernel
+from bmburst_ops.flash import Given, ReferenceKernel
 from bmburst_ops.merge import row_dots
 
 NAMES = ("o", "dq", "dk", "dv")
@@ -78,10 +78,6 @@ def _whole(
     kernel, pattern, scale = ReferenceKernel(), pattern_of(mask, tokens), head_dim**-0.5
     wide_q, wide_k, wide_v, wide_grad = (t.double() for t in (q, k, v, grad))
     out, lse = kernel.forward(wide_q, wide_k, wide_v, pattern=pattern, scale=scale)
-    grads = kernel.backward(
-        *(wide_grad, wide_q, wide_k, wide_v, lse, row_dots(wide_grad, out)),
-        pattern=pattern,
-        scale=scale,
-        deterministic=True,
-    )
+    given = Given(wide_grad, wide_q, wide_k, wide_v, lse, row_dots(wide_grad, out))
+    grads = kernel.backward(given, pattern=pattern, scale=scale, deterministic=True)
     return Whole((q, k, v, grad), (out, *grads))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash import top_left
-from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.limits import PACKED, unless_able, without_cells
 from bmburst_ops.flash.memory import deliver, deliver_gradients
 from bmburst_ops.flash.visible import Visibility
@@ -53,21 +53,11 @@ class CpuKernel:
         return Partial(deliver(result, out), lse)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        into: Gradients | None = None,
+        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`."""
         del deterministic  # always: each (batch, head) is one thread's
+        grad_out, q, k, v, lse, delta = given
         result, whole = surrogate_out(grad_out, delta), _as_one_call(pattern, q, k)
         if whole is not None:
             return _backward(grad_out, q, k, v, result, lse, whole, scale, into)

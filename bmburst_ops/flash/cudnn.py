@@ -72,26 +72,14 @@ class CudnnKernel:
         return blind.forward(rectangle, q, k, v, band_of(pattern, self.name), out)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        into: Gradients | None = None,
+        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`."""
-        unless_repeating(deterministic, self.name, self.nondeterminism(q))
+        unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
 
         def rectangle(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
             return _rectangle_backward(given, causal_or_full(seen, self.name), scale, into)
 
-        given = Given(grad_out, q, k, v, lse, delta)
         return blind.backward(rectangle, given, band_of(pattern, self.name), into)
 
 
@@ -104,9 +92,8 @@ def _rectangle_backward(given: Given, causal: bool, scale: float, into: Gradient
     def part(k: Tensor, v: Tensor, causal: bool) -> Gradients:
         if _is_single(q, k):
             pattern = CAUSAL if causal else FULL
-            return ReferenceKernel().backward(
-                grad_out, q, k, v, lse, delta, pattern=pattern, scale=scale, deterministic=False
-            )
+            tile = given._replace(k=k, v=v)
+            return ReferenceKernel().backward(tile, pattern=pattern, scale=scale, deterministic=False)
         keys, values = (_heads_first(_expanded(t, q.shape[2])) for t in (k, v))
         lengths = q.shape[1], k.shape[1]
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

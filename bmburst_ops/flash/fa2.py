@@ -60,18 +60,7 @@ class FlashAttention2Kernel:
         return blind.forward(part, q, k, v, without_cells(pattern, self.name), out)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        into: Gradients | None = None,
+        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`."""
         package = load(_MODULE, self.name)
@@ -94,7 +83,6 @@ class FlashAttention2Kernel:
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        given = Given(grad_out, q, k, v, lse, delta)
         return blind.backward(part, given, without_cells(pattern, self.name), into)
 
 

@@ -76,21 +76,10 @@ class FlashAttention3Kernel:
         return blind.forward(part, q, k, v, without_cells(pattern, self.name), out)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        into: Gradients | None = None,
+        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`."""
-        unless_repeating(deterministic, self.name, self.nondeterminism(q))
+        unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
         function = load(_MODULE, self.name)._flash_attn_backward
 
         def part(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
@@ -113,7 +102,6 @@ class FlashAttention3Kernel:
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        given = Given(grad_out, q, k, v, lse, delta)
         return blind.backward(part, given, without_cells(pattern, self.name), into)
 
 

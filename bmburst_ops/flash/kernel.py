@@ -23,7 +23,16 @@ class Gradients(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What backward is given of a tile, or of more; see `Kernel.backward`."""
+    """What backward is given of a tile, or of more.
+
+    Attributes:
+        grad_out: dO of the whole attention, shaped as q.
+        q: Queries.
+        k: Keys.
+        v: Values, shaped as k.
+        lse: Global log-sum-exp `[batch, heads, queries]`, over all keys and not only the tile's.
+        delta: Global rowsum(dO * O), shaped as lse.
+    """
 
     grad_out: Tensor
     q: Tensor
@@ -71,28 +80,12 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        into: Gradients | None = None,
+        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """Return the tile's gradients.
 
         Args:
-            grad_out: dO of the whole attention, shaped as q.
-            q: Queries.
-            k: Keys.
-            v: Values.
-            lse: Global log-sum-exp, over all keys and not only the tile's.
-            delta: Global rowsum(dO * O), shaped as lse.
+            given: The tile's inputs, and what the whole attention gave for its queries.
             pattern: Which keys each query sees.
             scale: Factor on the scores.
             deterministic: Whether repeated calls must give the same bits.

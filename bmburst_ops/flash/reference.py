@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.memory import deliver, deliver_gradients
 from bmburst_ops.flash.visible import Visibility
 from bmburst_ops.merge import accumulation_dtype
@@ -41,21 +41,11 @@ class ReferenceKernel:
         return Partial(deliver(torch.cat(outs, 1), out), torch.cat(lses, 2))
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        into: Gradients | None = None,
+        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`. P = exp(S - lse), dS = P * (dO V^T - delta) * scale (arXiv:2307.08691, alg. 2)."""
         del deterministic  # always
+        grad_out, q, k, v, lse, delta = given
         dtype, kv_heads = accumulation_dtype(q.dtype), k.shape[2]
         keys, values = k.to(dtype), v.to(dtype)
         grad_q = []

@@ -51,21 +51,10 @@ class TorchKernel:
         return blind.forward(part, q, k, v, without_cells(pattern, self.name), out)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        into: Gradients | None = None,
+        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`."""
-        unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state of a dropout that is zero
+        unused = torch.empty(0, dtype=torch.int64, device=given.q.device)  # random state of a dropout that is zero
 
         def part(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
             call = told_flash_attention_2(seen, given.q, given.k)
@@ -81,7 +70,6 @@ class TorchKernel:
                 )
             return call.gradients(Gradients(*gradients), given.q.shape[0], into)
 
-        given = Given(grad_out, q, k, v, lse, delta)
         return blind.backward(part, given, without_cells(pattern, self.name), into)
 
 

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash.kernel import Gradients, Partial
+from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.limits import unless_ampere
 from bmburst_ops.flash.packages import is_there
 from bmburst_ops.flash.triton_launch import Blocks, Kernels, Plan, Table, blocks_of, is_interpreted, launch, plan_for
@@ -78,22 +78,11 @@ class TritonKernel:
         return Partial(out, lse)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        *,
-        pattern: Pattern,
-        scale: float,
-        deterministic: bool,
-        into: Gradients | None = None,
+        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
     ) -> Gradients:
         """See `Kernel.backward`. A query that saw no key, whose log-sum-exp is `-inf`, gives nothing."""
         del deterministic  # always
-        grad_out, q, k, v = (near_rows(t) for t in (grad_out, q, k, v))
+        (grad_out, q, k, v), (lse, delta) = map(near_rows, given[:4]), given[4:]
         grads = into or Gradients(*(torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v)))
         inputs = (grad_out, q, k, v, lse, delta)
         strides = tuple(map(strides_of, (grad_out, q, k, v, lse.transpose(1, 2), delta.transpose(1, 2))))

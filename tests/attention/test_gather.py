@@ -206,8 +206,8 @@ class Idle:
         out = torch.empty_like(q) if out is None else out
         return Partial(out.zero_(), torch.zeros(q.shape[0], q.shape[2], q.shape[1]))
 
-    def backward(self, _, q, k, *__, pattern, into, **___):
-        self.note(q, k, pattern)
+    def backward(self, given, *, pattern, into, **_):
+        self.note(given.q, given.k, pattern)
         for gradient in into:
             gradient.zero_()
 

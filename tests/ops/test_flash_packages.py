@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, Gradients, ReferenceKernel, packages, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, Given, Gradients, ReferenceKernel, packages, select_kernel
 from bmburst_ops.flash.cudnn import CudnnKernel
 from bmburst_ops.flash.fa2 import FlashAttention2Kernel
 from bmburst_ops.flash.fa3 import FlashAttention3Kernel
@@ -44,7 +44,7 @@ def differentiate(dout, q, k, v, lse, delta, scale, causal, into):
     assert lse.shape == delta.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert lse.dtype is delta.dtype is torch.float32
     options = {"pattern": pattern_of(causal), "scale": scale, "deterministic": True, "into": Gradients(*into)}
-    ReferenceKernel().backward(dout, q, k, v, lse, delta, **options)
+    ReferenceKernel().backward(Given(dout, q, k, v, lse, delta), **options)
 
 
 def fa2(seen):
@@ -186,7 +186,8 @@ def test_torch_gives_results_where_asked(monkeypatch):
     kernel, options = TorchKernel(), {"pattern": CAUSAL, "scale": 1.0}
     assert kernel.forward(q, q, q, **options, out=out).out is out and torch.equal(out, q)
     statistic = torch.zeros(1, 2, 5)
-    gradients = kernel.backward(q, q, q, q, statistic, statistic, **options, deterministic=False, into=Gradients(*into))
+    given = Given(q, q, q, q, statistic, statistic)
+    gradients = kernel.backward(given, **options, deterministic=False, into=Gradients(*into))
     assert all(a is b for a, b in zip(gradients, into, strict=True))
     assert all(torch.equal(t, n * q) for n, t in enumerate(into, 3))
 
@@ -350,7 +351,7 @@ def test_a_kernel_asked_for_says_why_not(gpu, name, capability, installed, optio
 def test_backward_never_breaks_the_promise_of_equal_bits(kernel):
     q, lse = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
     with pytest.raises(KernelError, match=f"kernel '{kernel.name}' .*deterministic backward"):
-        kernel.backward(q, q, q, q, lse, lse, pattern=CAUSAL, scale=1.0, deterministic=True)
+        kernel.backward(Given(q, q, q, q, lse, lse), pattern=CAUSAL, scale=1.0, deterministic=True)
 
 
 @pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn", "fa2"])

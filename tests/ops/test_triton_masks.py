@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, Band, Cells, Gradients, Segments
+from bmburst_ops.flash import CAUSAL, FULL, Band, Cells, Given, Gradients, Segments
 from bmburst_ops.flash.triton import TritonKernel
 from bmburst_ops.flash.triton_masks import mask_for, tile_lists
 from bmburst_ops.flash.vectors import send
@@ -88,7 +88,7 @@ def test_empty_sides(queries, keys, pattern):
     q, k = (torch.ones(1, n, 1, 16, device=DEVICE) for n in (queries, keys))
     out, lse = KERNEL.forward(q, k, k, pattern=pattern, scale=1.0)
     assert out.shape == q.shape and not out.any() and (lse == -torch.inf).all()
-    gradients = KERNEL.backward(q, q, k, k, lse, lse, pattern=pattern, scale=1.0, deterministic=True)
+    gradients = KERNEL.backward(Given(q, q, k, k, lse, lse), pattern=pattern, scale=1.0, deterministic=True)
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape] and not any(g.any() for g in gradients)
 
 

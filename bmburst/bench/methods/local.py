@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash import Band, Gradients, Segments, select_kernel
+from bmburst_ops.flash import Band, Given, Gradients, Segments, select_kernel
 from bmburst_ops.flash.fa4 import fa4_options
 from bmburst_ops.flash.memory import aligned, gradient_memory
 from bmburst_ops.flash.varlen import told, told_flash_attention_2
@@ -59,9 +59,8 @@ class LocalKernel:
         if own is not None:
             return own(q, k, v, results, pattern, scale)
         grad, out, lse, into = results
-        grads = kernel.backward(
-            *(grad, q, k, v, lse, row_dots(grad, out)), pattern=pattern, scale=scale, deterministic=False, into=into
-        )
+        given = Given(grad, q, k, v, lse, row_dots(grad, out))
+        grads = kernel.backward(given, pattern=pattern, scale=scale, deterministic=False, into=into)
         return Gradients(*(g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)))
 
 
