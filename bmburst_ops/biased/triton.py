@@ -13,7 +13,7 @@ from bmburst_ops.biased.pairs import Pairs
 from bmburst_ops.biased.runs import diagonal_runs, line_runs
 from bmburst_ops.flash.kernel import Partial
 from bmburst_ops.flash.triton import TritonKernel, near_rows, strides_of
-from bmburst_ops.flash.triton_launch import Blocks, blocks_of, is_interpreted, launch, padded
+from bmburst_ops.flash.triton_launch import Blocks, Table, blocks_of, launch, plan_for
 
 
 class Plan(NamedTuple):
@@ -27,28 +27,25 @@ class Plan(NamedTuple):
     table: Blocks
 
 
-_Table = tuple[tuple[int, Plan], ...]  # by the largest padded head dim that a plan is for
-
 # Of head dim 128 the fastest on an H200; of the others compiled only, for sm_90 and sm_80, where no thread of the first
 # three spills a byte, and the table's do where a run ends.
-_HOPPER: _Table = (  # up to 192 KiB of shared memory
+_HOPPER: Table[Plan] = (
     (64, Plan(Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2))),
     (128, Plan(Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 2))),
     (256, Plan(Blocks(128, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 1))),
 )
-_SMALL: _Table = (  # up to 72 KiB: any card from Ampere on
+_SMALL: Table[Plan] = (
     (64, Plan(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 1))),
     (128, Plan(Blocks(128, 32, 8, 2), Blocks(32, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 1))),
     (256, Plan(Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 1))),
 )
-_FP32: _Table = (
+_FP32: Table[Plan] = (
     (64, Plan(*[Blocks(32, 32, 8, 1)] * 4)),
     (128, Plan(*[Blocks(32, 16, 8, 1)] * 4)),
     (256, Plan(*[Blocks(16, 16, 8, 1)] * 4)),
 )
-_INTERPRETED: _Table = ((256, Plan(*[Blocks(32, 16, 4, 1)] * 4)),)  # uneven, so that small tensors meet every path
-
-
+# Uneven, so that small tensors meet every path.
+_INTERPRETED: Table[Plan] = ((256, Plan(*[Blocks(32, 16, 4, 1)] * 4)),)
 _AT_ONCE = 256  # numbers of a table that a program writes
 
 
@@ -147,11 +144,7 @@ def _kernels() -> _Kernels:
 
 def _plan(q: Tensor) -> Plan:
     """Return how each kernel is cut for these queries on this device."""
-    table = _INTERPRETED
-    if not is_interpreted(_kernels().forward):
-        has_much = torch.cuda.get_device_capability(q.device)[0] in (9, 10)
-        table = _FP32 if q.dtype == torch.float32 else _HOPPER if has_much else _SMALL
-    return next(plan for largest, plan in table if padded(q.shape[-1]) <= largest)
+    return plan_for(q, _kernels().forward, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED)
 
 
 def _biases(table: Tensor, pairs: Pairs) -> Tensor:

@@ -17,23 +17,22 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 _MAX_ROW_STRIDE = 2**31 // 256  # offsets inside a block of up to 256 rows are 32 bits wide
 
-
-_HOPPER: Table = (  # up to 192 KiB of shared memory; compiled for sm_90 none spills 100 bytes a thread
+_HOPPER: Table[Plan] = (  # compiled for sm_90 none spills 100 bytes a thread
     (64, Plan(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3))),
     (128, Plan(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 3), Blocks(128, 64, 8, 2))),
     (256, Plan(Blocks(128, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(64, 64, 8, 2))),
 )
-_SMALL: Table = (  # up to 72 KiB of shared memory: any card from Ampere on
+_SMALL: Table[Plan] = (
     (64, Plan(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 2))),
     (128, Plan(Blocks(128, 32, 8, 2), Blocks(32, 64, 8, 2), Blocks(64, 32, 4, 2))),
     (256, Plan(Blocks(64, 32, 8, 2), Blocks(16, 32, 4, 1), Blocks(32, 32, 4, 1))),
 )
-_FP32: Table = (  # no tensor cores: what a product takes is in registers
+_FP32: Table[Plan] = (
     (64, Plan(*[Blocks(32, 32, 4, 1)] * 3)),
     (256, Plan(*[Blocks(16, 16, 4, 1)] * 3)),
 )
 # Small and uneven, so that small tensors meet every path.
-_INTERPRETED: Table = ((256, Plan(Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1))),)
+_INTERPRETED: Table[Plan] = ((256, Plan(Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1))),)
 
 
 class TritonKernel:
@@ -101,11 +100,7 @@ class TritonKernel:
 
 def _plan(q: Tensor) -> Plan:
     """Return how each kernel is cut for these inputs on this device."""
-    table = _INTERPRETED
-    if not is_interpreted(_kernels().forward):
-        has_much = torch.cuda.get_device_capability(q.device)[0] in (9, 10)  # and 12 has little again
-        table = _FP32 if q.dtype == torch.float32 else _HOPPER if has_much else _SMALL
-    return plan_for(q, table)
+    return plan_for(q, _kernels().forward, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED)
 
 
 @cache

@@ -1,6 +1,6 @@
 """How Triton's attention kernels are cut into programs, and launched. Importing this file needs no Triton."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,12 +35,26 @@ class Plan(NamedTuple):
     queries: Blocks
 
 
-Table = tuple[tuple[int, Plan], ...]
+P = TypeVar("P")
+Table = tuple[tuple[int, P], ...]
 """Plans by the largest padded head dim that each is for."""
 
 
-def plan_for(q: Tensor, table: Table) -> Plan:
-    """Return the plan of queries `[batch, queries, heads, head_dim]`."""
+def plan_for(q: Tensor, kernel: Any, *, hopper: Table[P], small: Table[P], fp32: Table[P], interpreted: Table[P]) -> P:
+    """Return how kernels are cut for queries `[batch, queries, heads, head_dim]` on their device.
+
+    Args:
+        q: The queries.
+        kernel: One of the kernels, as Triton made it.
+        hopper: For 16 bits, up to 192 KiB of shared memory.
+        small: Likewise, up to 72 KiB: any card from Ampere on.
+        fp32: Without tensor cores: what a product takes is in registers.
+        interpreted: For Triton's interpreter.
+    """
+    table = interpreted
+    if not is_interpreted(kernel):
+        has_much = torch.cuda.get_device_capability(q.device)[0] in (9, 10)  # and 12 has little again
+        table = fp32 if q.dtype == torch.float32 else hopper if has_much else small
     return next(plan for largest, plan in table if padded(q.shape[-1]) <= largest)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, Given, Gradients, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, Given, Gradients, queries_ahead, select_kernel, triton_launch
 from bmburst_ops.flash.triton import TritonKernel
 from tests.attention.oracle import draw
 from tests.ops.masks import attention
@@ -165,3 +165,18 @@ def error(ours, wanted):
     """Relative error of the whole tensor."""
     assert ours.shape == wanted.shape
     return ((ours.double().cpu() - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "named"),
+    [((8, 0), "bfloat16", "small"), ((9, 0), "float16", "hopper"), ((10, 3), "bfloat16", "hopper"),
+     ((12, 0), "bfloat16", "small"), ((9, 0), "float32", "fp32")],
+)  # fmt: skip
+def test_kernels_are_cut_for_the_device(monkeypatch, capability, dtype, named):
+    """By shared memory, and by the power of two that the head dim is padded to."""
+    monkeypatch.setattr(triton_launch, "is_interpreted", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    tables = {name: ((64, f"{name} 64"), (128, f"{name} 128")) for name in ("hopper", "small", "fp32", "interpreted")}
+    for head_dim, padded in ((1, 64), (64, 64), (65, 128), (128, 128)):
+        q = queries_ahead(torch.device("cuda"), getattr(torch, dtype), head_dim)
+        assert triton_launch.plan_for(q, None, **tables) == f"{named} {padded}"
