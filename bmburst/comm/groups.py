@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.objects import device_of
 from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import Communicator
 from bmburst.errors import UserError
@@ -135,7 +136,7 @@ def _world() -> object:
         return config["comm"]
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
-    return LocalCommunicator(0, [[Wire()]])
+    return alone()
 
 
 def _bmtrain_config() -> dict[str, Any] | None:
@@ -160,6 +161,5 @@ def _over_bmtrain(handle: object) -> Checked:
 
 
 def _checked(inner: Communicator) -> Checked:
-    on_gpu = inner.transport == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    return Checked(inner, device, always=not on_gpu)
+    device = device_of(inner)
+    return Checked(inner, device, always=device.type == "cpu")

@@ -22,7 +22,7 @@ def gather_objects(comm: Communicator, value: Any) -> list[Any]:
     data = json.dumps(value).encode()
     if len(data) > _BYTES:
         raise ValueError(f"{len(data)} bytes are too many for one object, at most {_BYTES}")
-    mine = torch.frombuffer(bytearray(data.ljust(_BYTES)), dtype=torch.uint8).to(_device(comm))
+    mine = torch.frombuffer(bytearray(data.ljust(_BYTES)), dtype=torch.uint8).to(device_of(comm))
     (gathered,) = comm.all_gather(mine).wait()
     return [json.loads(bytes(row)) for row in gathered.tolist()]
 
@@ -43,9 +43,9 @@ def broadcast_object(comm: Communicator, value: Any) -> Any:
     if comm.size == 1:
         return value
     data = _pickled(value) if comm.rank == 0 else b""
-    (size,) = comm.all_reduce(torch.tensor([len(data)], device=_device(comm))).wait()
+    (size,) = comm.all_reduce(torch.tensor([len(data)], device=device_of(comm))).wait()
     nbytes = int(size.item())
-    mine = torch.frombuffer(bytearray(data.ljust(-(-nbytes // 8) * 8, b"\0")), dtype=torch.int64).to(_device(comm))
+    mine = torch.frombuffer(bytearray(data.ljust(-(-nbytes // 8) * 8, b"\0")), dtype=torch.int64).to(device_of(comm))
     (sent,) = comm.all_reduce(mine).wait()
     problem, found = pickle.loads(sent.cpu().numpy().tobytes()[:nbytes])
     if problem is not None:
@@ -62,5 +62,6 @@ def _pickled(value: Any) -> bytes:
         return pickle.dumps((f"rank 0's {type(value).__name__} cannot be sent: {reason}\nfix: arrays by name", None))
 
 
-def _device(comm: Communicator) -> torch.device:
+def device_of(comm: Communicator) -> torch.device:
+    """Return where the tensors are that a group moves: on this rank's current GPU, or on CPUs."""
     return torch.device("cuda", torch.cuda.current_device()) if comm.transport == "nccl" else torch.device("cpu")

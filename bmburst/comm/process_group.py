@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bmburst.comm.flat import bytes_of, contiguous
 from bmburst.comm.messages import MessageMover
+from bmburst.comm.objects import device_of
 from bmburst.comm.protocol import Transfer
 from bmburst.errors import UserError
 
@@ -49,8 +50,7 @@ class ProcessGroupCommunicator(MessageMover):
         # A group has a backend for each type of device, for example "cpu:gloo,cuda:nccl".
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self.transport: str = backends.get("cuda" if torch.cuda.is_available() else "cpu", dist.get_backend(group))
-        on_gpu = self.transport == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._device = device_of(self)
 
     @property
     def _group(self) -> dist.ProcessGroup:
