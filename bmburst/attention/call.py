@@ -276,7 +276,10 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise UserError(f"{name} must be a dense tensor, got a nested or sparse one\npass a padded, dense tensor")
         require_own_memory(name, tensor)
         if tensor.dim() != 4 or 0 in tensor.shape:
-            raise UserError(f"{name} must be [batch, local_tokens, heads, head_dim], got shape {list(tensor.shape)}")
+            raise UserError(
+                f"{name} must be [batch, local_tokens, heads, head_dim], got shape {list(tensor.shape)}\n"
+                "fix: at least 1 of each; x.unflatten(-1, (heads, head_dim)) where heads are flat, x[None] of a sample"
+            )
     if not q.is_floating_point() or q.element_size() < 2 or not q.dtype == k.dtype == v.dtype:
         raise UserError(
             "q, k and v must share one floating-point dtype of at least 16 bits, "
@@ -284,9 +287,14 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             "convert them before the call; inside autocast too they are taken as they are"
         )
     if not q.device == k.device == v.device:
-        raise UserError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+        raise UserError(
+            f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}\nfix: move all to this rank's"
+        )
     if k.shape != v.shape:
-        raise UserError(f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}")
+        raise UserError(
+            f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}\n"
+            "fix: as many tokens and heads of both; pad a smaller head_dim of v with zeros, and cut the output"
+        )
     batch, tokens, heads, head_dim = q.shape
     if (k.shape[0], k.shape[1], k.shape[3]) != (batch, tokens, head_dim):
         raise UserError(
