@@ -2,9 +2,8 @@
 
 A checkpoint is a folder `checkpoints/step-000050` of the run folder. `model.safetensors` and `config.json` are a
 Hugging Face LLaMA; `optimizer.safetensors` holds AdamW's state by parameter name (of large models both are in parts,
-with an index); `random.safetensors` the state of
-torch's random number generators; `state.json` the rest, with the size of every file. The learning rate is a function
-of the step and needs no state.
+with an index); `random.safetensors` the state of torch's random number generators; `state.json` the rest, with the size
+of every file. The learning rate is a function of the step and needs no state.
 """
 
 import contextlib

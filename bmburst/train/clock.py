@@ -71,8 +71,8 @@ class StepClock:
         with self._optimizer.measured():
             yield
 
-    def settle(self) -> Timing:
-        """Return the step's timing. The host must have waited for what `work` launched.
+    def settle(self) -> None:
+        """Make this step the `last` one. The host must have waited for what `work` launched.
 
         It asks for two events of each wait, milliseconds in all: call it once the optimizer keeps the GPU busy.
         """
@@ -83,7 +83,6 @@ class StepClock:
             waits=waits,
             optimizer=self._last_optimizer,
         )
-        return self.last
 
 
 def measure_waits(meter: WaitMeter, mesh: Mesh, *, on_host: bool) -> None:

@@ -1,6 +1,5 @@
 """Which rank holds up the others, and by what: told once it has done so for a while."""
 
-from collections import deque
 from collections.abc import Sequence
 from statistics import fmean, median
 
@@ -24,7 +23,8 @@ class LagWatch:
 
     def __init__(self, hosts: Sequence[str], window: int = WINDOW) -> None:
         self._hosts = tuple(hosts)
-        self._steps: deque[tuple[Timing, ...]] = deque(maxlen=window)
+        self._window = window
+        self._steps: list[tuple[Timing, ...]] = []
         self._cold = _COLD
 
     def add(self, timings: Sequence[Timing]) -> str | None:
@@ -33,13 +33,13 @@ class LagWatch:
             self._cold -= 1
             return None
         self._steps.append(tuple(timings))
-        if len(self._steps) < (self._steps.maxlen or 1):
+        if len(self._steps) < self._window:
             return None
-        said = self._judge(len(self._steps))
+        said = self._judge()
         self._steps.clear()
         return said
 
-    def _judge(self, steps: int) -> str | None:
+    def _judge(self) -> str | None:
         means = {
             part: [fmean(getattr(step[rank], part) for step in self._steps) for rank in range(len(self._hosts))]
             for part, _ in _CAUSES
@@ -51,6 +51,6 @@ class LagWatch:
         part, cause = max(_CAUSES, key=lambda each: means[each[0]][slowest] - median(means[each[0]]))
         return (
             f"rank {slowest} (host {self._hosts[slowest]}) was {totals[slowest] / max(middle, 1e-9):.1f} times slower "
-            f"than the median over the last {steps} steps: its {cause} took {means[part][slowest]:.3g} s a step, the "
-            f"median rank's {median(means[part]):.3g} s"
+            f"than the median over the last {self._window} steps: its {cause} took {means[part][slowest]:.3g} s a "
+            f"step, the median rank's {median(means[part]):.3g} s"
         )

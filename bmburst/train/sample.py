@@ -11,6 +11,8 @@ from bmburst.sequence import SequenceShard
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
 
+_TEMPERATURE = 0.7  # divides the logits
+
 
 def generate(
     model: "Llama",
@@ -21,8 +23,7 @@ def generate(
     layout: str,
     device: torch.device,
     allowed: int,
-    temperature: float = 0.7,
-    seed: int = 0,
+    seed: int,
 ) -> list[int]:
     """Return `count` token ids that follow `prompt`; every rank calls it and gets the same ones.
 
@@ -34,7 +35,6 @@ def generate(
         layout: The one the model attends in.
         device: Of the model.
         allowed: Only ids below this are drawn: a model may have more rows than its tokenizer has tokens.
-        temperature: Divides the logits, above 0.
         seed: Of the draw.
     """
     ids = list(prompt)
@@ -56,7 +56,7 @@ def generate(
             (last,) = mesh.sequence.all_reduce(last).wait()  # one rank has it, the others add zeros
             # A model that has diverged gives NaN, which cannot be drawn from: it then draws at random.
             logits = model.project(last)[:allowed].float().cpu().nan_to_num()
-            drawn = torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)
+            drawn = torch.multinomial(torch.softmax(logits / _TEMPERATURE, 0), 1, generator=generator)
             ids.append(int(drawn.item()))
             beat()
     return ids[len(prompt) :]
