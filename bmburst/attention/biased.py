@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from bmburst.attention.biased_sequence import HOW_MADE, BiasedSequence
 from bmburst.attention.call import require_scale, require_transport, scale_of
 from bmburst.attention.differentiable import gradient_signature, no_autocast, output_gradients
-from bmburst.attention.ring import carry_home, visits
+from bmburst.attention.single_ring import carry_home, visits
 from bmburst.comm.checks import Checked, describe
 from bmburst.comm.transports import TRANSPORTS, over_transport
 from bmburst.errors import UserError, require_known

@@ -11,12 +11,10 @@ from itertools import zip_longest
 
 from torch import Tensor
 
+from bmburst.attention.single_ring import Blocks, add_blocks, collect_shares
 from bmburst.comm.levels import Levels
 from bmburst.comm.protocol import Arrived, BlockMover, Transfer
-from bmburst.double_schedule import Itinerary, Window
-from bmburst_ops.merge import add_
-
-Blocks = tuple[Tensor, ...]
+from bmburst.double_schedule import Itinerary
 
 
 def visits(levels: Levels, itinerary: Itinerary, *own: Tensor) -> Iterator[Blocks]:
@@ -57,7 +55,7 @@ def carry_home(levels: Levels, itinerary: Itinerary, guests: Blocks, work: Calla
     far: Transfer | None = None
     kept: Transfer | None = None
     for window, following in zip_longest(windows, windows[1:]):
-        shares = _gather(levels.inner, window, visiting, work)
+        shares = collect_shares(levels.inner, window.hops, visiting, work)
         place = window.stops[-1]
         if following is not None and not window.nodes:  # this node's own: they are home but for the place
             kept = _hop(levels.inner, shares, -place)
@@ -66,33 +64,15 @@ def carry_home(levels: Levels, itinerary: Itinerary, guests: Blocks, work: Calla
             kept.wait()  # it has long arrived: what was sent is freed
         shares = _hop(levels.inner, shares, itinerary.exit - place).wait()  # at once, unless a mask leaves out stops
         if far is not None:
-            _add(shares, far.wait())
+            add_blocks(shares, far.wait())
         far = _hop(levels.outer, shares, (0 if following is None else following.nodes) - window.nodes)
         del shares
     assert far is not None  # the last window sent it
     home = _hop(levels.inner, far.wait(), -itinerary.exit).wait()
     if kept is not None:
-        _add(home, kept.wait())
+        add_blocks(home, kept.wait())
     return home
-
-
-def _gather(inner: BlockMover, window: Window, visiting: Iterator[Blocks], work: Callable[[Blocks], Blocks]) -> Blocks:
-    """Return what a window's hosts give for a guest, at the last of them."""
-    near: Transfer | None = None
-    for hop in (*window.hops, None):
-        shares = work(next(visiting))
-        if near is not None:
-            _add(shares, near.wait())
-            near = None  # what it brought is not needed while the next hop takes memory
-        if hop is not None:
-            near = _hop(inner, shares, hop)
-    return shares
 
 
 def _hop(mover: BlockMover, blocks: Blocks, shift: int) -> Transfer:
     return mover.ring(*blocks, shift=shift) if shift % mover.size else Arrived(blocks)
-
-
-def _add(shares: Blocks, carried: Blocks) -> None:
-    for share, brought in zip(shares, carried, strict=True):
-        add_(share, brought)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from bmburst.attention import double_ring
+from bmburst.attention import double_ring, single_ring
 from bmburst.attention.call import AttentionCall
+from bmburst.attention.single_ring import Blocks
 from bmburst.attention.tile import tile_backward, tile_forward
-from bmburst.comm.protocol import BlockMover, Transfer
-from bmburst.schedule import Schedule, Step
+from bmburst.schedule import Step
 from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
@@ -22,7 +22,7 @@ def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partia
     dtype = accumulation_dtype(q.dtype)
     out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype, device=q.device)
-    for step, (keys, values) in _visits(call, k, v):
+    for step, (keys, values) in _visiting(call, k, v):
         for tile in step.tiles:
             rows = tile.queries.slice
             part = tile_forward(call, tile, q, keys, values)
@@ -44,7 +44,7 @@ def ring_backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradient
 
     grad_q, grad_k, grad_v = zeros(q), zeros(k), zeros(v)
 
-    def keys_visit(step: Step, guests: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def keys_visit(step: Step, guests: Blocks) -> Blocks:
         guest_grads = zeros(k), zeros(v)
         keys, values = guests
         for tile in step.tiles:
@@ -54,7 +54,7 @@ def ring_backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradient
             add_(guest_grads[1][:, tile.keys.slice], grads.v)
         return guest_grads
 
-    def queries_visit(step: Step, guests: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def queries_visit(step: Step, guests: Blocks) -> Blocks:
         guest_grad = zeros(q)
         queries, grad_outs, statistic, deltas = guests
         for tile in step.tiles:
@@ -71,61 +71,18 @@ def ring_backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradient
     return Gradients(grad_q, grad_k, grad_v)
 
 
-def _visits(call: AttentionCall, k: Tensor, v: Tensor) -> Iterator[tuple[Step, tuple[Tensor, ...]]]:
+def _visiting(call: AttentionCall, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Blocks]]:
     """Yield each step with the keys and values that visit."""
     if call.levels is None:
-        return visits(call.comm, call.schedule("kv"), k, v)
+        return single_ring.visits(call.comm, call.schedule("kv"), k, v)
     schedule = call.double_schedule("kv", returning=False)
     return zip(schedule.steps, double_ring.visits(call.levels, schedule.itinerary, k, v), strict=True)
 
 
-def _carry_home(
-    call: AttentionCall,
-    guests: tuple[Tensor, ...],
-    work: Callable[[Step, tuple[Tensor, ...]], tuple[Tensor, ...]],
-) -> tuple[Tensor, ...]:
+def _carry_home(call: AttentionCall, guests: Blocks, work: Callable[[Step, Blocks], Blocks]) -> Blocks:
     """Let guests visit, and bring home what `work` gives for them."""
     if call.levels is None:
-        return carry_home(call.comm, call.schedule(call.strategy.travellers), guests, work)
+        return single_ring.carry_home(call.comm, call.schedule(call.strategy.travellers), guests, work)
     schedule = call.double_schedule(call.strategy.travellers, returning=True)
     steps = iter(schedule.steps)
     return double_ring.carry_home(call.levels, schedule.itinerary, guests, lambda held: work(next(steps), held))
-
-
-def visits(comm: BlockMover, schedule: Schedule, *held: Tensor) -> Iterator[tuple[Step, tuple[Tensor, ...]]]:
-    """Yield each step with its owner's tensors as they pass by, our own first.
-
-    The next hop is under way while the caller works on this one.
-    """
-    for step, hop in zip(schedule.steps, schedule.hops, strict=True):
-        is_last = step is schedule.steps[-1]
-        arriving = None if is_last else comm.ring(*held, shift=hop)
-        yield step, held
-        if arriving is not None:
-            held = arriving.wait()
-
-
-def carry_home(
-    comm: BlockMover,
-    schedule: Schedule,
-    guests: tuple[Tensor, ...],
-    work: Callable[[Step, tuple[Tensor, ...]], tuple[Tensor, ...]],
-) -> tuple[Tensor, ...]:
-    """Let guests visit; send what `work` gives for them after them, one step behind, until it is home.
-
-    A guest's gradients leave a rank as its next host still computes; when they arrive, the host's share is added.
-    """
-    returning: Transfer | None = None
-    for (step, held), hop in zip(visits(comm, schedule, *guests), schedule.hops, strict=True):
-        shares = work(step, held)
-        if returning is not None:
-            _add(shares, returning.wait())
-            returning = None  # what it brought is not needed while the next hop takes memory
-        returning = comm.ring(*shares, shift=hop)
-    assert returning is not None  # a schedule has at least one step
-    return returning.wait()
-
-
-def _add(shares: tuple[Tensor, ...], carried: tuple[Tensor, ...]) -> None:
-    for share, brought in zip(shares, carried, strict=True):
-        add_(share, brought)
