@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.attention.tile import cut, tile_backward, tile_forward
+from bmburst.attention.tile import add_tiles, cut, tile_backward, tile_forward
 from bmburst.tiles import Tile
 from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 from bmburst_ops.flash.memory import deliver_gradients
-from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
+from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
 
 def forward_by_tiles(
@@ -28,7 +28,6 @@ def forward_by_tiles(
     """
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-
     if len(tiles) == 1 and len(tiles[0].queries) == q.shape[1]:
         return Partial(out, tile_forward(call, tiles[0], q, k, v, out).lse)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=accumulation_dtype(q.dtype))
@@ -54,7 +53,6 @@ def backward_by_tiles(
     inputs = given.q, given.k, given.v
     if into is None:
         into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs))
-
     if len(tiles) == 1:
         (tile,) = tiles
         spans = (tile.queries, tile.keys, tile.keys)
@@ -66,8 +64,5 @@ def backward_by_tiles(
                 gradient[:, span.stop :] = 0
         return into
     sums = Gradients(*(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in inputs))
-    for tile in tiles:
-        shares = tile_backward(call, kernel, tile, given)
-        for total, span, share in zip(sums, (tile.queries, tile.keys, tile.keys), shares, strict=True):
-            add_(total[:, span.slice], share)
+    add_tiles(call, kernel, tiles, given, sums)
     return deliver_gradients(sums, into)

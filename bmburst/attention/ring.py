@@ -8,10 +8,10 @@ from torch import Tensor
 from bmburst.attention import double_ring, single_ring
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.single_ring import Blocks
-from bmburst.attention.tile import tile_backward, tile_forward
+from bmburst.attention.tile import add_tiles, tile_forward
 from bmburst.schedule import Step
 from bmburst_ops.flash import Given, Gradients, Kernel, Partial
-from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
+from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
 
 def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
@@ -36,38 +36,30 @@ def ring_backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradient
     What travels is decided by bytes: K and V with dK and dV behind them, or Q, dO, log-sum-exp and delta with dQ behind
     them (BurstAttention, arXiv:2403.09347, algorithm 2).
     """
-    grad_out, q, k, v, lse, delta = given
-    dtype = accumulation_dtype(q.dtype)
+    q, k, v = given.q, given.k, given.v
 
     def zeros(like: Tensor) -> Tensor:
-        return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-
-    grad_q, grad_k, grad_v = zeros(q), zeros(k), zeros(v)
-
-    def keys_visit(step: Step, guests: Blocks) -> Blocks:
-        guest_grads = zeros(k), zeros(v)
-        keys, values = guests
-        for tile in step.tiles:
-            grads = tile_backward(call, kernel, tile, Given(grad_out, q, keys, values, lse, delta))
-            add_(grad_q[:, tile.queries.slice], grads.q)
-            add_(guest_grads[0][:, tile.keys.slice], grads.k)
-            add_(guest_grads[1][:, tile.keys.slice], grads.v)
-        return guest_grads
-
-    def queries_visit(step: Step, guests: Blocks) -> Blocks:
-        guest_grad = zeros(q)
-        queries, grad_outs, statistic, deltas = guests
-        for tile in step.tiles:
-            grads = tile_backward(call, kernel, tile, Given(grad_outs, queries, k, v, statistic, deltas))
-            add_(guest_grad[:, tile.queries.slice], grads.q)
-            add_(grad_k[:, tile.keys.slice], grads.k)
-            add_(grad_v[:, tile.keys.slice], grads.v)
-        return (guest_grad,)
+        return torch.zeros_like(like, dtype=accumulation_dtype(q.dtype), memory_format=torch.contiguous_format)
 
     if call.strategy.travellers == "kv":
-        grad_k, grad_v = _carry_home(call, (k, v), keys_visit)
-    else:
-        (grad_q,) = _carry_home(call, (q, grad_out, lse, delta), queries_visit)
+        grad_q = zeros(q)
+
+        def keys_visit(step: Step, guests: Blocks) -> Blocks:
+            sums = Gradients(grad_q, zeros(k), zeros(v))
+            add_tiles(call, kernel, step.tiles, given._replace(k=guests[0], v=guests[1]), sums)
+            return sums.k, sums.v
+
+        return Gradients(grad_q, *_carry_home(call, (k, v), keys_visit))
+
+    grad_k, grad_v = zeros(k), zeros(v)
+
+    def queries_visit(step: Step, guests: Blocks) -> Blocks:
+        queries, grad_out, lse, delta = guests
+        sums = Gradients(zeros(q), grad_k, grad_v)
+        add_tiles(call, kernel, step.tiles, Given(grad_out, queries, k, v, lse, delta), sums)
+        return (sums.q,)
+
+    (grad_q,) = _carry_home(call, (q, given.grad_out, given.lse, given.delta), queries_visit)
     return Gradients(grad_q, grad_k, grad_v)
 
 

@@ -1,11 +1,14 @@
 """One tile of a rank's queries and some keys: the kernel call that it is."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
 from bmburst.tiles import Span, Tile
 from bmburst.trace import traced
 from bmburst_ops.flash import Given, Gradients, Kernel, Partial
+from bmburst_ops.merge import add_
 
 
 def cut(tensor: Tensor, span: Span, dim: int = 1) -> Tensor:
@@ -35,3 +38,11 @@ def tile_backward(
         return kernel.backward(
             part, pattern=tile.pattern, scale=call.scale, deterministic=call.deterministic, into=into
         )
+
+
+def add_tiles(call: AttentionCall, kernel: Kernel, tiles: Sequence[Tile], given: Given, sums: Gradients) -> None:
+    """Add the gradients of tiles to running ones, fp32 or wider, which hold all tokens as what is given does."""
+    for tile in tiles:
+        shares = tile_backward(call, kernel, tile, given)
+        for total, span, share in zip(sums, (tile.queries, tile.keys, tile.keys), shares, strict=True):
+            add_(total[:, span.slice], share)

@@ -145,5 +145,5 @@ def test_memory_grows_with_the_local_tokens_only(layout, strategy):
         assert all(peak <= small for peak in larger), (small, larger)
         assert all(a <= b for a, b in zip(peaks((2 - 1) * last, 2, 64), small, strict=True))
     inputs = 4 * 64 * 32 * (4 + 2 + 2)  # bytes of q, k and v
-    assert small[0] <= 3 * inputs
-    assert small[1] <= 8 * inputs
+    assert small[0] <= 2.6 * inputs
+    assert small[1] <= 6.6 * inputs  # sums of what travels are made for a step, not kept beside those of what stays
