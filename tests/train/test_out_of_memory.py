@@ -107,6 +107,15 @@ def test_first_layers_that_would_not_help_are_not_named():
     assert kept and not any("block-keep-attention+first" in words for words in kept)
 
 
+def test_weights_that_are_whole_on_every_rank_may_be_sharded():
+    """llama-3-8b: 7 of 8 parts of 2 bytes for each of its 8.03e9 weights."""
+    runs = [config(2**15, parallel=ParallelConfig(zero_level=level)) for level in (2, 3)]
+    whole, sharded = (memory_of(planned(run, 8, 1, load_hardware("h200")), load_hardware("h200")).total for run in runs)
+    assert 0.8 * 14e9 < whole - sharded <= 7 / 8 * 2 * 8.03e9
+    assert settings_of(said(runs[0]))["--parallel.zero-level 3"] == pytest.approx(sharded / GIB, abs=0.01)
+    assert "--parallel.zero-level 3" not in settings_of(said(runs[1]))
+
+
 def test_settings_that_would_be_refused_are_not_named():
     zigzag = settings_of(said(config(2**21)))
     assert any(":0.5" in words for words in zigzag) and any("+offload," in words for words in zigzag)
