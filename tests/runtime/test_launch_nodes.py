@@ -43,7 +43,7 @@ store._barrier_nonblocking = slow
 """
 SHORT_SILENCE = """
 from bmburst.runtime.launch import nodes, pulses
-nodes.SILENT = pulses.SILENT = 2.0
+nodes.SILENT = pulses.SILENT = 5.0  # long enough for a machine that is busy with other tests
 """
 SOON_LATE = """
 from bmburst.runtime.launch import nodes
@@ -87,8 +87,8 @@ def test_two_nodes_fail_together(start, rank):
     ("lost", "signum", "reason"),
     [
         (0, signal.SIGKILL, "the launcher of node 0 is gone"),
-        (0, signal.SIGSTOP, "node 0 is lost, its launcher gave no answer for 2 s"),  # as when its host has no power
-        (1, signal.SIGKILL, "node 1 is lost, nothing was heard of its launcher for 2 s"),
+        (0, signal.SIGSTOP, "node 0 is lost, its launcher gave no answer for 5 s"),  # as when its host has no power
+        (1, signal.SIGKILL, "node 1 is lost, nothing was heard of its launcher for 5 s"),
     ],
 )
 def test_a_lost_node_ends_the_others(start, lost, signum, reason):
