@@ -16,6 +16,7 @@ from bmburst.data.token_file import is_token_file
 from bmburst.errors import UserError
 from bmburst.runtime import Runtime
 from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
+from bmburst.train.resolve import check_tokenizer
 
 _PLENTY = 16  # bytes of text, or tokens, for each token of a sequence: so many are enough without a look
 _QUICK = 8 << 20  # bytes of text that are tokenized in a second or two
@@ -31,8 +32,7 @@ def check_text(config: TrainConfig) -> None:
             does not know.
     """
     source, tokenizer = config.data.source, config.data.tokenizer
-    if tokenizer is not None:
-        data.load_tokenizer(tokenizer)
+    check_tokenizer(tokenizer)
     if is_token_file(Path(source)):
         _require_sequence(data.TokenFile.open(source), config)
         return

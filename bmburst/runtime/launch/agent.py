@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bmburst.runtime.launch.nodes import NodeWatch
+from bmburst.runtime.launch.nodes import JOIN_TIMEOUT, NodeWatch
 from bmburst.runtime.launch.spec import LaunchSpec
 
 RANK_SCRIPT = Path(__file__).parents[1] / "rank.py"
-_JOIN_TIMEOUT = 900  # seconds that the first node waits for the last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +108,7 @@ class AgentThread(threading.Thread):
             run_id=spec.job,
             rdzv_backend="c10d" if alone else "static",
             rdzv_endpoint=f"{host}:{port}",
-            rdzv_configs={"timeout": _JOIN_TIMEOUT} | ({} if alone else {"rank": spec.node_rank}),
+            rdzv_configs={"timeout": JOIN_TIMEOUT} | ({} if alone else {"rank": spec.node_rank}),
             max_restarts=0,
             monitor_interval=0.1,
             local_addr=host if alone else None,

@@ -17,12 +17,12 @@ from typing import Any
 from bmburst.runtime.launch.pulses import LEFT, SILENT, Pulses
 from bmburst.runtime.launch.spec import LaunchSpec
 
+JOIN_TIMEOUT = 900  # seconds that nodes wait for each other to start
 _FAILED = "failed"
 _POLL = 0.5  # seconds
 _LEAVE = 15.0  # seconds that node 0, after a failure, lets the others take to end their ranks
 _ANSWER = 2.0  # seconds for the store to take a node's last word
 _LATE = 10.0  # seconds after which a node that waits for others to start says so
-_CONNECT = 900.0  # seconds; as long as the agents wait for each other
 
 
 class NodeWatch(threading.Thread):
@@ -82,7 +82,7 @@ class NodeWatch(threading.Thread):
 
     def _resolve(self) -> None:
         """Wait until the name of node 0 is known here: where nodes start together it may become so a little later."""
-        (host, port), until = self._spec.endpoint, time.monotonic() + _CONNECT
+        (host, port), until = self._spec.endpoint, time.monotonic() + JOIN_TIMEOUT
         while True:
             try:
                 socket.getaddrinfo(host, port)
@@ -98,7 +98,7 @@ class NodeWatch(threading.Thread):
         import torch.distributed as dist
 
         stores: Any = dist  # torch does not list TCPStore among the names it exports
-        (host, port), owner, timeout = self._spec.endpoint, self._spec.node_rank == 0, timedelta(seconds=_CONNECT)
+        (host, port), owner, timeout = self._spec.endpoint, self._spec.node_rank == 0, timedelta(seconds=JOIN_TIMEOUT)
         store = stores.TCPStore(host, port, is_master=owner, timeout=timeout, wait_for_workers=False, multi_tenant=True)
         return stores.PrefixStore(f"bmburst/{self._spec.job}", store)
 
