@@ -19,8 +19,8 @@ from bmburst.runtime.launch import processes, run
 processes.GRACE = run.GRACE = {seconds}
 PContext.close.__defaults__ = (None, 600)
 """
-# Names of what works underneath, and the first words of lines that torch logs: [W1122 06:10:16.460 store.cpp:125].
-NOISE = re.compile(r"ChildFailedError|torch\.distributed|elastic|Root Cause|runpy|rank\.py|^\[?[IWE]\d{4} \d\d:", re.M)
+# Names of what works underneath, and what lines that torch logs begin with: [rank0]:[W1122 06:10:16.460 store.cpp:125].
+NOISE = re.compile(r"ChildFailedError|torch\.distributed|elastic|Root Cause|runpy|rank\.py|\b[IWE]\d{4} \d\d:")
 
 
 @pytest.fixture

@@ -60,15 +60,18 @@ def node_options():
         yield [(f"--node-rank={node}", *address) for node in range(2)]
 
 
+def assert_all_said_hello(results):
+    seen = sorted(line for _, out, _ in results for line in out.splitlines())
+    assert seen == [f"{rank} {rank % 2} 4 127.0.0.1" for rank in range(4)]
+
+
 @pytest.mark.parametrize("slow", [0, 1])
 def test_two_nodes_run_and_say_nothing(start, slow):
     with node_options() as nodes:
         both = [start(HELLO, *options, first=SLOW_TO_HEAR * (n == slow)) for n, options in enumerate(nodes)]
         results = [ended(process) for process in both]
     assert [(status, err) for status, _, err in results] == [(0, ""), (0, "")]
-    assert [out.split()[2:4] for _, out, _ in results] == [["4", "127.0.0.1"]] * 2
-    seen = sorted(line for _, out, _ in results for line in out.splitlines())
-    assert seen == [f"{rank} {rank % 2} 4 127.0.0.1" for rank in range(4)]
+    assert_all_said_hello(results)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -77,6 +80,7 @@ def test_two_nodes_fail_together(start, rank):
     with node_options() as nodes:
         both = [start(FAILING, *options, args=(str(rank),)) for options in nodes]
         results = [ended(process) for process in both]
+    assert_all_said_hello(results)
     assert [status for status, _, _ in results] == [1, 1]
     assert results[other][2] == f"bmburst: the run was ended: node {fails} ended with status 1\n"
     assert results[fails][2].startswith(f"bmburst: rank {rank} failed\n")
