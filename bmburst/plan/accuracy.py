@@ -151,6 +151,9 @@ def _measured_training(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison
         quantities = [("step, s", row["seconds"], found.seconds)]
         if "memory_gib" in row:
             quantities.append(("torch's allocator, GiB", row["memory_gib"], found.memory.allocated / GIB))
+        if "outside_gib" in row:
+            outside = found.memory.total - found.memory.allocated
+            quantities.append(("beside torch's allocator, GiB", row["outside_gib"], outside / GIB))
         for quantity, actual, predicted in quantities:
             yield Comparison(
                 group="this project, training",

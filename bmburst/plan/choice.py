@@ -9,6 +9,7 @@ from bmburst.plan.attention import attention_cost
 from bmburst.plan.candidates import Candidate, strategies
 from bmburst.plan.first_layers import of_first_layers, with_margin
 from bmburst.plan.hardware import Hardware
+from bmburst.plan.memory import taken
 from bmburst.plan.search import ALIKE, Prediction, predict
 from bmburst.recompute_policy import POLICIES, Policy, require_end
 
@@ -68,14 +69,14 @@ def choose(
         layout: Over the ranks of a sequence, which may rule out to keep a part of attention.
         policies: To choose from, and from what `bmburst.plan.first_layers` finds between them.
     """
-    room = with_margin(hardware, free)
+    room = with_margin(hardware, free, way.task)
     ways = [replace(way, recompute=name) for name in policies if _is_possible(name, layout, way.sequence)]
     ways += of_first_layers(way, room, policies)
     found = [predict(each, room) for each in ways]
     fitting = [each for each in found if each.memory.fits]
     in_host = [each for each in found if each.memory.in_host <= each.memory.host_capacity]
     best = _fastest(fitting) if fitting else min(in_host or found, key=lambda each: each.memory.total)
-    peak, most = (best.memory.total - hardware.reserved) / GIB, free / GIB
+    peak, most = (best.memory.total - taken(way.task, hardware)) / GIB, free / GIB
     name = best.candidate.recompute
     why = "the fastest that fits" if fitting else "none fits by this estimate, it needs least"
     hosted = best.memory.in_host / GIB

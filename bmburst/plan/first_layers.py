@@ -10,21 +10,23 @@ from dataclasses import replace
 
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.hardware import Hardware
-from bmburst.plan.memory import block_bytes, memory_of
+from bmburst.plan.memory import block_bytes, memory_of, taken
+from bmburst.plan.task import Task
 from bmburst.recompute_policy import FIRST, MIXED
 
 MARGIN = 0.05
 """Of the free memory: fragments, and how far formulas may be off."""
 
 
-def with_margin(hardware: Hardware, free: float) -> Hardware:
+def with_margin(hardware: Hardware, free: float, task: Task) -> Hardware:
     """Return a machine whose GPUs have what may be planned with.
 
     Args:
         hardware: The machine.
         free: Bytes of a GPU that a run's tensors can have.
+        task: The run.
     """
-    return replace(hardware, memory=free * (1 - MARGIN) + hardware.reserved)
+    return replace(hardware, memory=free * (1 - MARGIN) + taken(task, hardware))
 
 
 def of_first_layers(way: Candidate, room: Hardware, policies: Sequence[str]) -> list[Candidate]:

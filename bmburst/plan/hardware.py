@@ -35,7 +35,8 @@ class Hardware:
         layer_host: Seconds of the host for a block, forward and backward; embedding, head and optimizer are two more.
         memory: Bytes of a GPU.
         memory_bandwidth: Bytes a second that elementwise kernels read and write.
-        reserved: Bytes of a GPU that are none of torch's: context, libraries.
+        reserved: Bytes of a GPU that are none of torch's: context, libraries but NCCL.
+        nccl_memory: Bytes of a GPU that NCCL takes for each GPU of the node, where ranks are several.
         workspace: Bytes of torch's allocator that matrix products keep as room to work in.
         peer_bandwidth: Bytes a second into a rank by copy engines, inside a node.
         peer_latency: Seconds from the start of an exchange to its first byte.
@@ -69,6 +70,7 @@ class Hardware:
     memory: float
     memory_bandwidth: float
     reserved: float
+    nccl_memory: float
     workspace: float
     peer_bandwidth: float
     peer_latency: float
@@ -98,8 +100,8 @@ NUMBERS = tuple(declared.name for declared in fields(Hardware) if declared.name 
 """The tables of a hardware file."""
 _MAY_BE_ZERO = (
     *("matmul_half_rows", "attention_half_rows", "attention_call", "attention_tail", "cut_loss", "call_start"),
-    *("layer_host", "reserved", "workspace", "peer_latency", "peer_exposed", "nccl_latency", "nccl_exposed"),
-    *("inter_latency", "inter_exposed"),
+    *("layer_host", "reserved", "nccl_memory", "workspace", "peer_latency", "peer_exposed", "nccl_latency"),
+    *("nccl_exposed", "inter_latency", "inter_exposed"),
 )
 
 _LIKE = "h200"

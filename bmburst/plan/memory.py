@@ -1,12 +1,13 @@
 """Bytes that are alive at the fullest moment of a training step, line by line.
 
 A step has few moments that can be the fullest: inside the last block, forward, where each activation is still there;
-the head and its loss; the last norm's backward; and inside the last block, backward, at its MLP and at its attention.
-Each is added up, the largest is the peak. From the second step on: gradients and optimizer states exist.
+the head and its loss; the last norm's backward; inside the last block, backward, at the activation and at the products
+of its MLP and at its attention; and where backward comes to the next block. Each is added up, the largest is the peak.
+From the second step on: gradients and optimizer states exist.
 
 Where the first layers are computed again and the last ones keep everything, the last block is one of the latter. When
-backward comes to the last one of the former, the latter have let go of what they kept: one more moment to add up, and
-why it is the first ones that are computed again (`bmburst.recompute_policy`).
+backward comes to the last one of the former, the latter have let go of what they kept: its moments are never fuller,
+which is why it is the first ones that are computed again (`bmburst.recompute_policy`).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import adam_bytes, held_block, mlp_matrix, table
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.operators import CURRENT, WIDE, Operators
+from bmburst.plan.task import Task
 from bmburst.recompute_policy import BlockBytes
 
 Lines = dict[str, float]
@@ -76,16 +78,13 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         hardware: On what.
         operators: What stands between the matrices.
     """
-    first, *others = _parts(candidate, operators)
-    last = others[-1] if others else first
+    parts = _parts(candidate, operators)
+    first, last = parts[0], parts[-1]
     held = last.states() | {"workspace": hardware.workspace}
-    moments = last.moments()
-    if others:
-        moments |= {f"{name}, computed again": moment for name, moment in first.backward_moments().items()}
-    found = {name: held | moment() for name, moment in moments.items()}
+    found = {name: held | moment() for name, moment in last.moments().items()}
     totals = {name: sum(lines.values()) for name, lines in found.items()}
     moment = max(totals, key=lambda name: totals[name])
-    outside = {"boxes that peers read": held_outside(candidate), "context and libraries": hardware.reserved}
+    outside = {"boxes that peers read": held_outside(candidate), **_libraries(candidate.task, hardware)}
     return Memory(
         moment,
         _used(found[moment]),
@@ -95,6 +94,17 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         _used(first.in_host()),
         HOST_SHARE * hardware.host_memory,
     )
+
+
+def taken(task: Task, hardware: Hardware) -> float:
+    """Return the bytes of a GPU that no tensor of a run can have."""
+    return sum(_libraries(task, hardware).values())
+
+
+def _libraries(task: Task, hardware: Hardware) -> Lines:
+    """What NCCL takes for ranks on other nodes was not measured, and is not in it."""
+    ranks = task.gpus_per_node if task.gpus > 1 else 0
+    return {"context and libraries": hardware.reserved, "NCCL": hardware.nccl_memory * ranks}
 
 
 def block_bytes(candidate: Candidate) -> BlockBytes:
@@ -166,17 +176,18 @@ class _Parts:
 
     def moments(self) -> dict[str, Callable[[], Lines]]:
         """The moments that can be the fullest."""
+        whole_mlp = {"down projection backward": self._down_backward, "gate and up backward": self._gate_up_backward}
+        between = {"from block to block": self._from_block_to_block}
         return {
             "attention forward": self._attention_forward,
             "MLP forward": self._mlp_forward,
             "loss": self._loss,
             "last norm backward": self._last_norm,
-            **self.backward_moments(),
+            "MLP backward": self._mlp_backward,
+            "attention backward": self._attention_backward,
+            **({} if self.is_cut else whole_mlp),
+            **(between if self.model.num_layers > 1 else {}),
         }
-
-    def backward_moments(self) -> dict[str, Callable[[], Lines]]:
-        """Those inside of the last block, backward: the one where most of this kind still keep what they do."""
-        return {"MLP backward": self._mlp_backward, "attention backward": self._attention_backward}
 
     def kept(self) -> float:
         """What a block keeps for its backward."""
@@ -213,15 +224,9 @@ class _Parts:
         return float(held_block(self.model, self.candidate.tensor) * self.task.itemsize)
 
     def _gathered(self, *, backward: bool) -> float:
-        """A block's, and backward the one's behind it, which is let go last but has given back what it kept."""
+        """A block's."""
         weights = self._block_bytes() if self.candidate.zero == 3 else 0.0
-        if not backward:
-            return weights
-        both = weights + self._block_bytes()
-        blocks_behind = self.model.num_layers - self.layers - (0 if self.before is None else self.before.layers)
-        if blocks_behind:  # what they kept was not counted
-            return 2 * both
-        return both if self.layers == 1 else max(both, 2 * both - self.kept())
+        return weights + self._block_bytes() if backward else weights
 
     def _ids(self) -> float:
         angles = self.rows * self.model.head_dim * WIDE
@@ -231,6 +236,9 @@ class _Parts:
 
     def _table(self) -> float:
         return float(table(self.model) * self.task.itemsize)
+
+    def _mlp_matrix(self) -> float:
+        return float(mlp_matrix(self.model, self.candidate.tensor) * self.task.itemsize)
 
     def _elements(self, alive: float, tensor: float) -> float:
         """Bytes inside an operator on a tensor, of so many for each of its elements."""
@@ -298,6 +306,33 @@ class _Parts:
             "gathered weights, gradients": self._gathered(backward=True),
             "gradients in flight": self.hidden + self.inner,
             "elementwise": inside,
+        }
+
+    def _down_backward(self) -> Lines:
+        """The activation is still there, beside its gradient and that of the matrix it was multiplied with."""
+        return {
+            **self._block_in_backward(self._recomputed(), 0.0),
+            "gathered weights, gradients": self._gathered(backward=True),
+            "gradients in flight": self.hidden + self.inner,
+            "gradients of matrices": self._mlp_matrix(),
+        }
+
+    def _gate_up_backward(self) -> Lines:
+        """Their own gradients, their input's, and those of both matrices."""
+        return {
+            **self._block_in_backward(self._recomputed(), 3 * self.inner),
+            "gathered weights, gradients": self._gathered(backward=True),
+            "gradients in flight": self.hidden + self.scaled + self.whole_hidden + 2 * self.inner,
+            "gradients of matrices": 2 * self._mlp_matrix(),
+        }
+
+    def _from_block_to_block(self) -> Lines:
+        """A block's weights and gradients are let go when the next one's have come; what it kept is gone before."""
+        return {
+            "kept for backward": self._all_kept(self.kept()),
+            "back from host memory": self._visiting(backward=True),
+            "gathered weights, gradients": 2 * self._gathered(backward=True),
+            "gradients in flight": self.hidden,
         }
 
     def _cut_mlp_backward(self) -> Lines:

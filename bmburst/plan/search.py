@@ -8,7 +8,7 @@ from bmburst.plan.attention import attention_cost
 from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, candidates
 from bmburst.plan.first_layers import of_first_layers, with_margin
 from bmburst.plan.hardware import Hardware
-from bmburst.plan.memory import Memory, memory_of
+from bmburst.plan.memory import Memory, memory_of, taken
 from bmburst.plan.operators import CURRENT, Operators
 from bmburst.plan.step import StepTime, step_time, utilisation
 from bmburst.plan.task import Task
@@ -80,7 +80,7 @@ def search(
     costs = {}
     found = []
     ways = candidates(task, recompute=recompute, zero=zero, tensor=tensor)
-    room = with_margin(hardware, hardware.memory - hardware.reserved)
+    room = with_margin(hardware, hardware.memory - taken(task, hardware), task)
     each_once = (way for way in ways if way.recompute == recompute[0])  # mesh, strategy and stage
     between = [new for way in each_once for new in of_first_layers(way, room, recompute)]
     for candidate in ways + between:

@@ -14,7 +14,7 @@ from bmburst.plan.candidates import Candidate
 from bmburst.plan.choice import choose, way_of
 from bmburst.plan.first_layers import of_first_layers, with_margin
 from bmburst.plan.hardware import hardware_like, load_hardware
-from bmburst.plan.memory import memory_of
+from bmburst.plan.memory import memory_of, taken
 from bmburst.plan.search import predict
 from bmburst.plan.task import Task
 from bmburst.recompute_policy import AUTO, POLICIES, Policy
@@ -31,7 +31,7 @@ def way(sequence=1 << 20, gpus=8, **more):
 
 
 def peak(of, policy):
-    return predict(replace(of, recompute=policy), H200).memory.total - H200.reserved
+    return predict(replace(of, recompute=policy), H200).memory.total - taken(of.task, H200)
 
 
 def test_the_more_is_free_the_faster():
@@ -95,7 +95,7 @@ def test_first_layers_go_to_the_host_only_where_they_must(name):
     asked = replace(way(1 << 15, 2), task=replace(way(1 << 15, 2).task, model=PRESETS["llama-3-8b"]))
     offloads = [each for each in POLICIES if each.startswith(f"{name}+")]
     for free, is_hosted in ((1.0001, False), (0.9999, True)):
-        room = with_margin(H200, free * peak(asked, f"{name}+first-31") / 0.95)
+        room = with_margin(H200, free * peak(asked, f"{name}+first-31") / 0.95, asked.task)
         found = of_first_layers(asked, room, ["none", name, *offloads])
         wanted = offloads if is_hosted else [name]
         assert [each.recompute.partition("+first-")[0] for each in found] == wanted

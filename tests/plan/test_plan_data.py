@@ -87,7 +87,7 @@ def sizes(comparisons, group, quantity):
 
 
 def test_this_projects_measurements_are_met(comparisons):
-    """What the record says: within 10 %, but for the shortest sequences over NCCL and one step."""
+    """What the record says: within 10 %, but for the shortest sequences."""
     for quantity in ("forward, ms", "forward + backward, ms"):
         errors = sizes(comparisons, "this project, attention", quantity)
         assert len(errors) > 30
@@ -95,8 +95,9 @@ def test_this_projects_measurements_are_met(comparisons):
         assert all("32768" in name and "nccl" in name for name in off), off
         assert sorted(errors.values())[len(errors) // 2] < 0.03
     off = {name for name, error in sizes(comparisons, "this project, training", "step").items() if error > 0.10}
-    assert off <= {"llama-2-7b x4, 8K, block-keep-attention, ZeRO-3, 2 GPUs"}  # the host bounds it
-    assert all(error < 0.055 for error in sizes(comparisons, "this project, training", "torch").values())
+    assert all(" 8K, " in name or ", 4 GPUs" in name and " 16K, " in name for name in off), off  # the host bounds them
+    for what in ("torch's allocator", "beside torch's allocator"):
+        assert all(error < 0.025 for error in sizes(comparisons, "this project, training", what).values())
 
 
 def test_published_runs_are_met_as_far_as_said(comparisons):

@@ -47,7 +47,8 @@ def calibrate(base: str, ranks: int, say: Say) -> str:
 def _of_a_cpu(found: dict[str, Fact]) -> dict[str, Fact]:
     """A CPU has no peak of its own here: utilisation is then of the products' rate. Nothing is reserved on it."""
     peak = measured(found["matmul"].value, "FLOP/s", "the rate of its products")
-    return {"peak": peak, "reserved": measured(0.0, "bytes", "a CPU"), "workspace": measured(0.0, "bytes", "a CPU")}
+    none = measured(0.0, "bytes", "a CPU")
+    return {"peak": peak, "reserved": none, "nccl_memory": none, "workspace": none}
 
 
 def _links(ranks: int) -> dict[str, Fact]:
