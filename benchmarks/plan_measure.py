@@ -72,7 +72,7 @@ def main() -> int:
         found = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     rows = [row | predicted(Case(*row["case"]), args.gpus, args.hardware) for row in found]
     if args.output is not None:
-        args.output.write_text(json.dumps({"machine": machine(), "command": sys.argv, "rows": rows}, indent=1) + "\n")
+        args.output.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     print(table(rows, args.gpus))
     return status
 
@@ -124,7 +124,8 @@ def machine() -> dict[str, Any]:
 
     from bmburst.bench.machine import describe
 
-    return describe(sys.argv, "cuda" if torch.cuda.is_available() else "cpu", 0)
+    command = ["python", "-m", "benchmarks.plan_measure", *sys.argv[1:]]
+    return describe(command, "cuda" if torch.cuda.is_available() else "cpu", 0)
 
 
 def _rank(args: argparse.Namespace) -> int:

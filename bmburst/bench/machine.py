@@ -32,13 +32,13 @@ def describe(command: Sequence[str], device: str, ranks: int) -> dict[str, Any]:
     """Return the header of a run, as JSON knows it.
 
     Args:
-        command: The command line, without `bmburst`.
+        command: The command line.
         device: "cuda" or "cpu".
         ranks: Ranks of the run.
     """
     facts: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "command": shlex.join(["bmburst", *command]),
+        "command": shlex.join(command),
         "ranks": ranks,
         "device": _device(device),
         "python": platform.python_version(),

@@ -159,7 +159,7 @@ def _measure(args: argparse.Namespace, kind: Kind, prepared: Prepared, device: s
     with tempfile.TemporaryDirectory(prefix="bmburst-bench-") as folder:
         output = Path(folder) / "results.json" if args.output is None else args.output.absolute()
         deadline = 0.0 if args.budget is None else time.time() + args.budget
-        header = describe(sys.argv[1:], device, ranks)
+        header = describe(["bmburst", *sys.argv[1:]], device, ranks)
         for number, (size, job) in enumerate(prepared.jobs(str(output), deadline)):
             begun = header if number == 0 else None
             status = run_job(job, ranks=size, header=begun, cell_timeout=args.cell_timeout)
