@@ -176,16 +176,20 @@ class _Parts:
 
     def moments(self) -> dict[str, Callable[[], Lines]]:
         """The moments that can be the fullest."""
-        whole_mlp = {"down projection backward": self._down_backward, "gate and up backward": self._gate_up_backward}
+        in_chunks = {"MLP backward": self._cut_mlp_backward}
+        whole = {
+            "MLP backward": self._activation_backward,
+            "down projection backward": self._down_backward,
+            "gate and up backward": self._gate_up_backward,
+        }
         between = {"from block to block": self._from_block_to_block}
         return {
             "attention forward": self._attention_forward,
             "MLP forward": self._mlp_forward,
             "loss": self._loss,
             "last norm backward": self._last_norm,
-            "MLP backward": self._mlp_backward,
+            **(in_chunks if self.is_cut else whole),
             "attention backward": self._attention_backward,
-            **({} if self.is_cut else whole_mlp),
             **(between if self.model.num_layers > 1 else {}),
         }
 
@@ -223,10 +227,12 @@ class _Parts:
     def _block_bytes(self) -> float:
         return float(held_block(self.model, self.candidate.tensor) * self.task.itemsize)
 
-    def _gathered(self, *, backward: bool) -> float:
-        """A block's."""
-        weights = self._block_bytes() if self.candidate.zero == 3 else 0.0
-        return weights + self._block_bytes() if backward else weights
+    def _weights(self) -> float:
+        """A block's, as ZeRO gathers them; stage 2 still has them."""
+        return self._block_bytes() if self.candidate.zero == 3 else 0.0
+
+    def _weights_and_gradients(self) -> float:
+        return self._weights() + self._block_bytes()
 
     def _ids(self) -> float:
         angles = self.rows * self.model.head_dim * WIDE
@@ -249,7 +255,7 @@ class _Parts:
         buffers = attention_buffers(self.candidate, backward=False)
         return {
             "kept for backward": self._kept_before(),
-            "gathered weights, gradients": self._gathered(backward=False),
+            "gathered weights, gradients": self._weights(),
             "embedding and head": self._table(),
             "block in work": self._before_attention(),
             "attention": self._attention(buffers),
@@ -261,7 +267,7 @@ class _Parts:
         result = self.whole_hidden if self.is_cut else 0.0
         return {
             "kept for backward": self._kept_before() + attention * self.attended,
-            "gathered weights, gradients": self._gathered(backward=False),
+            "gathered weights, gradients": self._weights(),
             "embedding and head": self._table(),
             "block in work": others + self._before_mlp() + result,
             "MLP chunk" if self.is_cut else "MLP": 2 * self.chunk_inner,
@@ -294,16 +300,11 @@ class _Parts:
             "elementwise": inside,
         }
 
-    def _mlp_backward(self) -> Lines:
-        """Everything of the block is there again; of the activation's backward, its own copies."""
-        itemsize = self.task.itemsize
-        if self.is_cut:
-            return self._cut_mlp_backward()
-        gone = self.inner  # the activation
-        inside = self._elements(self.operators.swiglu_backward_alive(itemsize), self.inner)
+    def _activation_backward(self) -> Lines:
+        """Everything of the block is there again, but for the activation; of its backward, its own copies."""
+        inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.inner)
         return {
-            **self._block_in_backward(self._recomputed(), gone),
-            "gathered weights, gradients": self._gathered(backward=True),
+            **self._block_in_backward(gone=self.inner),
             "gradients in flight": self.hidden + self.inner,
             "elementwise": inside,
         }
@@ -311,8 +312,7 @@ class _Parts:
     def _down_backward(self) -> Lines:
         """The activation is still there, beside its gradient and that of the matrix it was multiplied with."""
         return {
-            **self._block_in_backward(self._recomputed(), 0.0),
-            "gathered weights, gradients": self._gathered(backward=True),
+            **self._block_in_backward(),
             "gradients in flight": self.hidden + self.inner,
             "gradients of matrices": self._mlp_matrix(),
         }
@@ -320,8 +320,7 @@ class _Parts:
     def _gate_up_backward(self) -> Lines:
         """Their own gradients, their input's, and those of both matrices."""
         return {
-            **self._block_in_backward(self._recomputed(), 3 * self.inner),
-            "gathered weights, gradients": self._gathered(backward=True),
+            **self._block_in_backward(gone=3 * self.inner),
             "gradients in flight": self.hidden + self.scaled + self.whole_hidden + 2 * self.inner,
             "gradients of matrices": 2 * self._mlp_matrix(),
         }
@@ -331,7 +330,7 @@ class _Parts:
         return {
             "kept for backward": self._all_kept(self.kept()),
             "back from host memory": self._visiting(backward=True),
-            "gathered weights, gradients": 2 * self._gathered(backward=True),
+            "gathered weights, gradients": 2 * self._weights_and_gradients(),
             "gradients in flight": self.hidden,
         }
 
@@ -340,8 +339,7 @@ class _Parts:
         sums = 3.0 * WIDE * mlp_matrix(self.model, self.candidate.tensor)
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.chunk_inner)
         return {
-            **self._block_in_backward(self._recomputed(), 0.0),
-            "gathered weights, gradients": self._gathered(backward=True),
+            **self._block_in_backward(),
             "gradients in flight": self.hidden + self.whole_hidden + self.scaled,
             "sums of gradients in fp32": sums,
             "MLP chunk": 4 * self.chunk_inner,
@@ -351,23 +349,24 @@ class _Parts:
     def _attention_backward(self) -> Lines:
         buffers = attention_buffers(self.candidate, backward=True)
         return {
-            **self._block_in_backward(self._recomputed(), self._recomputed() - self._before_attention()),
-            "gathered weights, gradients": self._gathered(backward=True),
+            **self._block_in_backward(gone=self._recomputed() - self._before_attention()),
             "gradients in flight": self.hidden + self.query,
             "attention": self._attention(buffers),
         }
 
-    def _block_in_backward(self, recomputed: float, gone: float) -> Lines:
+    def _block_in_backward(self, *, gone: float = 0.0) -> Lines:
         """What all blocks keep, and of the last one what is computed again, less what its backward is done with."""
+        gathered = {"gathered weights, gradients": self._weights_and_gradients()}
         if not self.policy.recomputes:
-            return {"kept for backward": self._all_kept(gone)}
+            return {"kept for backward": self._all_kept(gone)} | gathered
         # The results of attention are whole again, beside the part that is kept of them or has come from the host.
         kept = self.policy.attention
         more = 1.0 - kept if self.policy.offload == "all" or kept == 1 else 1.0
         return {
             "kept for backward": self._all_kept(),
             "back from host memory": self._visiting(backward=True),
-            "block in work": more * self.attended + recomputed - gone,
+            "block in work": more * self.attended + self._recomputed() - gone,
+            **gathered,
         }
 
     def _kept_before(self) -> float:
