@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.api import resolve_group
-from bmburst.attention.call import MaskOption
+from bmburst.attention.options import MaskOption
 from bmburst.attention.module import BurstAttention
 from bmburst.blocks.model import Llama as Blocks
 from bmburst.convert.directory import Weights, open_weights

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bmburst.attention.call import AttentionOptions, decide
+from bmburst.attention.call import decide
+from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import LocalCommunicator, Wire
 from bmburst.errors import UserError

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.attention.call import STRATEGIES, TRANSPORTS
+from bmburst.attention.strategy import STRATEGIES
 from bmburst.blocks.config import RopeScaling
 from bmburst.blocks.presets import PRESETS
+from bmburst.comm.transports import TRANSPORTS
 from bmburst.config import build, read_layer, to_dict
 from bmburst.data.corpus import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
 from bmburst.data.tokenizer import ByteTokenizer

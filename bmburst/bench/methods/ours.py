@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.api import burst_attention, resolve_group
-from bmburst.attention.call import AttentionCall, AttentionOptions, decide
+from bmburst.attention.call import AttentionCall, decide
 from bmburst.attention.gather_plan import Sight, pulled
+from bmburst.attention.options import AttentionOptions
 from bmburst.attention.strategy import STRATEGIES
 from bmburst.bench.cells import BALANCED, MASKS, Cell
 from bmburst.bench.methods.method import Attend, Method, Setting
