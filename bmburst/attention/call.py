@@ -20,7 +20,8 @@ from bmburst.double_schedule import DoubleSchedule, make_double_schedule
 from bmburst.errors import UserError
 from bmburst.layout import Layout, make_layout, real_length
 from bmburst.mask import Mask, make_mask
-from bmburst.schedule import Schedule, Travellers, make_schedule, tiles
+from bmburst.schedule import Schedule, make_schedule, tiles
+from bmburst.strategy_names import STRATEGIES, Travellers
 from bmburst.tiles import Tile
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.errors import KernelError
@@ -74,7 +75,7 @@ class AttentionCall:
         key = (backward, q.shape, k.shape, *(tensor.stride() for tensor in brought))
         if key not in self._heads_plans:
             self._heads_plans[key] = make_heads_plan(
-                _head_shapes(self.layout, q, k, self.strategy.heads),
+                replace(head_shapes(self.layout, q, k), degree=self.strategy.heads),
                 self.comm.rank,
                 tuple(_strides(tensor) for tensor in brought),
                 backward=backward,
@@ -156,13 +157,13 @@ def _decide(
         return call, f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
 
     def choose(layout: Layout, real: int, mask: Mask, transport: str, nodes: int | None = None) -> Strategy:
-        wide = accumulation_dtype(q.dtype).itemsize
-        shapes = _head_shapes(layout, q, k, 1)
-        return choose_strategy(options.strategy, shapes, real, mask, transport, wide, nodes, comm.heads)
+        shapes = head_shapes(layout, q, k)
+        return choose_strategy(options.strategy, shapes, real, mask, transport, nodes, comm.heads)
 
     call = comm.decided(here)
     # What follows is collective the first time: not before all agree.
-    moved = comm if options.strategy == "double-ring" else over_transport(comm, options.transport)
+    by_levels = STRATEGIES[options.strategy].needs("double-ring")  # which have transports of their own
+    moved = comm if by_levels else over_transport(comm, options.transport)
     nodes = _nodes(comm, moved, options.strategy)
     if moved is comm and nodes is None:
         return call
@@ -175,18 +176,19 @@ def _decide(
 
 
 def _nodes(comm: Checked, moved: Checked, strategy: str) -> int | None:
-    """Return how many nodes the ranks lie on, or None where no strategy asks or they lie unevenly.
+    """Return how many nodes the ranks lie on, or None where the strategy does not ask or they lie unevenly.
 
     Raises:
         UserError: They do, and the strategy asked for needs it.
     """
-    if comm.size == 1 or strategy not in ("auto", "double-ring") or moved.transport == "peer":
+    asked = STRATEGIES[strategy]
+    if comm.size == 1 or "double-ring" not in asked.outer or moved.transport == "peer":
         return None
     found = find_nodes(comm)
     if isinstance(found, int):
         return found
-    if strategy == "double-ring":
-        raise UserError(f"strategy 'double-ring' cannot work: {found}\nuse strategy='auto'")
+    if asked.needs("double-ring"):
+        raise UserError(f"strategy '{strategy}' cannot work: {found}\nuse strategy='auto'")
     return None
 
 
@@ -220,11 +222,18 @@ def _strides(tensor: Tensor) -> Strides:
     return Strides(batch, second, third) if tensor.dim() == 4 else Strides(batch, third, second)
 
 
-def _head_shapes(layout: Layout, q: Tensor, k: Tensor, degree: int) -> HeadShapes:
+def head_shapes(layout: Layout, q: Tensor, k: Tensor) -> HeadShapes:
+    """Return the sizes of a rank's queries and keys, no heads exchanged; only shapes and dtype are looked at.
+
+    Args:
+        layout: Of the whole sequence.
+        q: `[batch, tokens, heads, head_dim]`.
+        k: `[batch, tokens, kv_heads, head_dim]`.
+    """
     batch, _, heads, head_dim = q.shape
     return HeadShapes(
         layout=layout,
-        degree=degree,
+        degree=1,
         batch=batch,
         heads=heads,
         kv_heads=k.shape[2],

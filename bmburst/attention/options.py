@@ -6,12 +6,12 @@ from numbers import Real
 
 from torch import Tensor
 
-from bmburst.attention.strategy import STRATEGIES
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.layout import LAYOUTS
 from bmburst.mask import Mask, make_mask
 from bmburst.numbers import brief, require_flag
+from bmburst.strategy_names import STRATEGIES
 from bmburst_ops.flash import NAMES
 
 MaskOption = Mask | str | tuple[Mask | str, ...]

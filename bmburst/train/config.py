@@ -9,9 +9,10 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
-from bmburst.mesh_shape import MeshShape, allows_heads, divisors
+from bmburst.mesh_shape import MeshShape, divisors
 from bmburst.recompute_policy import AUTO, Policy, require_end
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
+from bmburst.strategy_names import STRATEGIES
 from bmburst.train.timeline import profiled_steps
 
 STANDARD_LIBRARY = "stdlib"
@@ -284,7 +285,7 @@ class TrainConfig:
                 would have no token, or the layout cannot keep a part of attention.
         """
         shape = self.mesh_shape(world_size)
-        whole = self.parallel.strategy == "heads" and shape.heads is None  # all ranks of a sequence exchange heads
+        whole = STRATEGIES[self.parallel.strategy].exchange == "all" and shape.heads is None
         self.model.require_mesh(dataclasses.replace(shape, heads=shape.sequence) if whole else shape)
         _require_exchange(self.parallel, shape)
         data, sequence = shape.data, shape.sequence
@@ -317,7 +318,8 @@ def _require_exchange(parallel: ParallelConfig, shape: MeshShape) -> None:
     heads, strategy = parallel.head_parallel, parallel.strategy
     if heads is None or shape.sequence == 1:
         return
-    allowed = [degree for degree in divisors(shape.sequence) if allows_heads(strategy, degree, shape.sequence)]
+    asked = STRATEGIES[strategy]
+    allowed = [degree for degree in divisors(shape.sequence) if asked.allows(degree, shape.sequence)]
     reason = f"parallel.strategy {strategy}"
     if parallel.layout == "striped":
         allowed = [degree for degree in allowed if degree in (1, shape.sequence)]

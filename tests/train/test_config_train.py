@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.attention.strategy import STRATEGIES
 from bmburst.blocks.config import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.comm.transports import TRANSPORTS
@@ -18,6 +17,7 @@ from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.errors import UserError
 from bmburst.layout import LAYOUTS
 from bmburst.mesh_shape import MeshShape
+from bmburst.strategy_names import STRATEGIES
 from bmburst.train.config import (
     BYTE_IDS,
     STANDARD_LIBRARY,
