@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 from bmburst.layout import Layout
 from bmburst.mask import Mask
-from bmburst.schedule import Step, Travellers, make_step, meet
+from bmburst.schedule import Step, make_step, meet
+from bmburst.strategy_names import Travellers
 from bmburst_ops.bounded_cache import bounded_cache
 
 

@@ -143,15 +143,6 @@ class MeshShape:
         return (data * self.sequence + sequence) * self.tensor + tensor
 
 
-def allows_heads(strategy: str, degree: int, size: int) -> bool:
-    """Return whether an attention strategy of that name lets `degree` of `size` neighbouring ranks exchange heads."""
-    if strategy == "auto":
-        return True
-    if strategy == "heads":
-        return degree == size
-    return 1 < degree < size if strategy.startswith("heads+") else degree == 1
-
-
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, in order."""
     return [d for d in range(1, number + 1) if number % d == 0]

@@ -6,14 +6,13 @@ obey it; tests count every (query, key) pair of it by brute force.
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from bmburst.layout import Layout, real_positions
 from bmburst.mask import Mask
+from bmburst.strategy_names import Travellers
 from bmburst.tiles import Span, Tile, make_tiles, seen_by
 from bmburst_ops.bounded_cache import bounded_cache
-
-Travellers = Literal["kv", "q"]
 
 
 class Step(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.api import resolve_group
-from bmburst.attention.call import MaskOption
 from bmburst.attention.module import BurstAttention
+from bmburst.attention.options import MaskOption
 from bmburst.blocks.model import Llama as Blocks
 from bmburst.convert.directory import Weights, open_weights
 from bmburst.convert.model_center import model_center_name

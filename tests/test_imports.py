@@ -22,6 +22,7 @@ FORBIDDEN = {
     "bmburst/tiles.py": PURE,
     "bmburst/plan": {"bmtrain", "bmburst.comm", "bmburst.attention", "bmburst.mesh"},
     "bmburst/schedule.py": PURE,
+    "bmburst/strategy_names.py": {"torch", "numpy", "bmtrain", "bmburst"},
     "bmburst/errors.py": {"torch", "bmtrain", "bmburst"},
     "bmburst/config": {"torch", "bmtrain"},
     "bmburst/blocks/config.py": {"torch", "bmtrain"},

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention import eager
-from bmburst.attention.call import AttentionOptions, MaskOption
+from bmburst.attention.options import AttentionOptions, MaskOption
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator
 from bmburst.mesh import current_mesh

@@ -1,86 +1,32 @@
-"""One attention over a group of ranks, decided: everything the executor needs, checked."""
+"""One attention over a group of ranks, decided: everything the executor needs."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from numbers import Real
 
-import torch
 from torch import Tensor
 
 from bmburst.attention.differentiable import gradient_signature
 from bmburst.attention.heads_plan import HeadShapes, HeadsPlan, Strides, make_heads_plan
-from bmburst.attention.strategy import STRATEGIES, Strategy, choose_strategy
-from bmburst.comm.checks import Checked, describe, require_own_memory
+from bmburst.attention.inputs import require_tensors, require_transport
+from bmburst.attention.options import AttentionOptions, scale_of
+from bmburst.attention.strategy import Strategy, choose_strategy
+from bmburst.comm.checks import Checked, describe
 from bmburst.comm.levels import Levels, find_nodes, over_levels
 from bmburst.comm.members import EveryNth
 from bmburst.comm.protocol import BlockMover
-from bmburst.comm.transports import TRANSPORTS, over_transport
+from bmburst.comm.transports import over_transport
 from bmburst.double_schedule import DoubleSchedule, make_double_schedule
-from bmburst.errors import UserError, require_known
-from bmburst.layout import LAYOUTS, Layout, make_layout, real_length
+from bmburst.errors import UserError
+from bmburst.layout import Layout, make_layout, real_length
 from bmburst.mask import Mask, make_mask
-from bmburst.numbers import brief, require_flag
-from bmburst.schedule import Schedule, Travellers, make_schedule, tiles
+from bmburst.schedule import Schedule, make_schedule, tiles
+from bmburst.strategy_names import STRATEGIES, Travellers
 from bmburst.tiles import Tile
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import NAMES, Kernel, select_kernel
+from bmburst_ops.flash import Kernel, select_kernel
 from bmburst_ops.merge import accumulation_dtype
-
-MaskOption = Mask | str | tuple[Mask | str, ...]
-"""A mask or its name, or one for each sample of a batch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionOptions:
-    """What a user may set on an attention; see `burst_attention` for the meaning of each."""
-
-    mask: MaskOption = "causal"
-    layout: str = "zigzag"
-    scale: float | None = None
-    kernel: str = "auto"
-    strategy: str = "auto"
-    transport: str = "auto"
-    deterministic: bool = False
-
-    def validate(self) -> None:
-        """Check what can be known without tensors and ranks.
-
-        Raises:
-            UserError: A name is unknown, the scale is no positive number, or deterministic is neither true nor false.
-        """
-        if isinstance(self.mask, list):
-            raise UserError(f"mask must be one mask, or a tuple of one for each sample, got a list of {len(self.mask)}")
-        for mask in self.mask if isinstance(self.mask, tuple) else (self.mask,):
-            make_mask(mask)
-        require_known("layout", self.layout, LAYOUTS)
-        require_known("kernel", self.kernel, NAMES)
-        require_known("strategy", self.strategy, STRATEGIES)
-        require_known("transport", self.transport, TRANSPORTS)
-        require_scale(self.scale)
-        require_flag("deterministic", self.deterministic)
-
-
-def require_scale(scale: float | None) -> None:
-    """Refuse a factor on scores that is neither None nor a positive number.
-
-    Raises:
-        UserError: It is.
-    """
-    is_number = isinstance(scale, Real) and not isinstance(scale, bool)
-    try:
-        factor = float(scale) if is_number and scale is not None else math.nan
-    except OverflowError:  # a whole number may be larger than any float
-        factor = math.inf
-    if scale is not None and not 0 < factor < math.inf:
-        raise UserError(f"scale must be a positive number, got {brief(scale)}\nNone means 1 / sqrt(head_dim)")
-
-
-def scale_of(q: Tensor, scale: float | None) -> float:
-    """Return the factor on the scores of queries `[..., head_dim]`: the one given, or the default."""
-    return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 @dataclass(frozen=True)
@@ -129,7 +75,7 @@ class AttentionCall:
         key = (backward, q.shape, k.shape, *(tensor.stride() for tensor in brought))
         if key not in self._heads_plans:
             self._heads_plans[key] = make_heads_plan(
-                _head_shapes(self.layout, q, k, self.strategy.heads),
+                replace(head_shapes(self.layout, q, k), degree=self.strategy.heads),
                 self.comm.rank,
                 tuple(_strides(tensor) for tensor in brought),
                 backward=backward,
@@ -211,13 +157,13 @@ def _decide(
         return call, f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
 
     def choose(layout: Layout, real: int, mask: Mask, transport: str, nodes: int | None = None) -> Strategy:
-        wide = accumulation_dtype(q.dtype).itemsize
-        shapes = _head_shapes(layout, q, k, 1)
-        return choose_strategy(options.strategy, shapes, real, mask, transport, wide, nodes, comm.heads)
+        shapes = head_shapes(layout, q, k)
+        return choose_strategy(options.strategy, shapes, real, mask, transport, nodes, comm.heads)
 
     call = comm.decided(here)
     # What follows is collective the first time: not before all agree.
-    moved = comm if options.strategy == "double-ring" else over_transport(comm, options.transport)
+    by_levels = STRATEGIES[options.strategy].needs("double-ring")  # which have transports of their own
+    moved = comm if by_levels else over_transport(comm, options.transport)
     nodes = _nodes(comm, moved, options.strategy)
     if moved is comm and nodes is None:
         return call
@@ -230,18 +176,19 @@ def _decide(
 
 
 def _nodes(comm: Checked, moved: Checked, strategy: str) -> int | None:
-    """Return how many nodes the ranks lie on, or None where no strategy asks or they lie unevenly.
+    """Return how many nodes the ranks lie on, or None where the strategy does not ask or they lie unevenly.
 
     Raises:
         UserError: They do, and the strategy asked for needs it.
     """
-    if comm.size == 1 or strategy not in ("auto", "double-ring") or moved.transport == "peer":
+    asked = STRATEGIES[strategy]
+    if comm.size == 1 or "double-ring" not in asked.outer or moved.transport == "peer":
         return None
     found = find_nodes(comm)
     if isinstance(found, int):
         return found
-    if strategy == "double-ring":
-        raise UserError(f"strategy 'double-ring' cannot work: {found}\nuse strategy='auto'")
+    if asked.needs("double-ring"):
+        raise UserError(f"strategy '{strategy}' cannot work: {found}\nuse strategy='auto'")
     return None
 
 
@@ -263,80 +210,6 @@ def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: At
     return "\n".join(["burst_attention", *named, gradient_signature(q, k, v)])
 
 
-def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check types, shapes, dtypes and devices of one rank's inputs.
-
-    Raises:
-        UserError: They cannot be attended with.
-    """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise UserError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided or tensor.is_nested:
-            raise UserError(f"{name} must be a dense tensor, got a nested or sparse one\npass a padded, dense tensor")
-        require_own_memory(name, tensor)
-        if tensor.dim() != 4 or 0 in tensor.shape:
-            raise UserError(
-                f"{name} must be [batch, local_tokens, heads, head_dim], got shape {list(tensor.shape)}\n"
-                "fix: at least 1 of each; x.unflatten(-1, (heads, head_dim)) where heads are flat, x[None] of a sample"
-            )
-    if not q.is_floating_point() or q.element_size() < 2 or not q.dtype == k.dtype == v.dtype:
-        raise UserError(
-            "q, k and v must share one floating-point dtype of at least 16 bits, "
-            f"got {q.dtype}, {k.dtype} and {v.dtype}\n"
-            "convert them before the call; inside autocast too they are taken as they are"
-        )
-    if not q.device == k.device == v.device:
-        raise UserError(
-            f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}\nfix: move all to this rank's"
-        )
-    if k.shape != v.shape:
-        raise UserError(
-            f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}\n"
-            "fix: as many tokens and heads of both; pad a smaller head_dim of v with zeros, and cut the output"
-        )
-    batch, tokens, heads, head_dim = q.shape
-    if (k.shape[0], k.shape[1], k.shape[3]) != (batch, tokens, head_dim):
-        raise UserError(
-            f"k is {list(k.shape)} but q is {list(q.shape)}: batch, local_tokens and head_dim must be equal\n"
-            "every rank holds the same local tokens of q, k and v"
-        )
-    if heads % k.shape[2]:
-        raise UserError(
-            f"{heads} query heads cannot share {k.shape[2]} key/value heads\nthe first must be a multiple of the second"
-        )
-
-
-def require_transport(comm: Checked, q: Tensor, transport: str) -> None:
-    """Check that the group moves such tensors, and by the transport asked for.
-
-    Raises:
-        UserError: It does not.
-    """
-    if comm.size == 1:
-        return  # nothing moves
-    if transport == "peer" and comm.transport != "nccl":
-        raise UserError(
-            f"transport 'peer' reads the memory of other GPUs, but the group's tensors move by {comm.transport}\n"
-            "use transport='auto', or a group over nccl"
-        )
-    if transport not in ("auto", "peer", comm.transport):
-        raise UserError(
-            f"transport '{transport}' was asked for, but the group's tensors move by {comm.transport}\n"
-            f"use transport='auto', or a group made for {transport}"
-        )
-    if q.device.type != comm.device.type:
-        raise UserError(
-            f"the group moves {comm.device.type} tensors by {comm.transport}, but q is on {q.device}\n"
-            f"move q, k and v to {comm.device.type}, or use a group made for {q.device.type}"
-        )
-    if q.is_cuda and q.device != comm.device:
-        raise UserError(
-            f"q is on {q.device}, but this rank's group was made on {comm.device}\n"
-            "call torch.cuda.set_device(local_rank) before the first use of the group"
-        )
-
-
 def _kernel(options: AttentionOptions, mask: Mask, q: Tensor, k: Tensor) -> Kernel:
     try:
         return select_kernel(options.kernel, q, k, options.deterministic, mask.needs)
@@ -349,11 +222,18 @@ def _strides(tensor: Tensor) -> Strides:
     return Strides(batch, second, third) if tensor.dim() == 4 else Strides(batch, third, second)
 
 
-def _head_shapes(layout: Layout, q: Tensor, k: Tensor, degree: int) -> HeadShapes:
+def head_shapes(layout: Layout, q: Tensor, k: Tensor) -> HeadShapes:
+    """Return the sizes of a rank's queries and keys, no heads exchanged; only shapes and dtype are looked at.
+
+    Args:
+        layout: Of the whole sequence.
+        q: `[batch, tokens, heads, head_dim]`.
+        k: `[batch, tokens, kv_heads, head_dim]`.
+    """
     batch, _, heads, head_dim = q.shape
     return HeadShapes(
         layout=layout,
-        degree=degree,
+        degree=1,
         batch=batch,
         heads=heads,
         kv_heads=k.shape[2],

@@ -5,9 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bmburst.attention.call import AttentionOptions, decide, require_tensors
+from bmburst.attention.call import decide
 from bmburst.attention.differentiable import no_autocast
 from bmburst.attention.function import SequenceAttention
+from bmburst.attention.inputs import require_tensors
+from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import Checked
 from bmburst.errors import UserError
 from bmburst.mask import make_mask

@@ -18,7 +18,7 @@ from bmburst.units import Unit, make_units
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadShapes:
-    """Sizes of a head exchange; `itemsize` and `statistics_itemsize` in bytes."""
+    """Sizes of a head exchange; `itemsize` and `statistics_itemsize`, which is that of sums too, in bytes."""
 
     layout: Layout
     degree: int

@@ -7,7 +7,7 @@ import bmtrain as bmt
 from torch import Tensor
 
 from bmburst.attention.api import attend, resolve_group
-from bmburst.attention.call import AttentionOptions, MaskOption
+from bmburst.attention.options import AttentionOptions, MaskOption
 from bmburst.mesh import current_mesh
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from bmburst.attention.gather_plan import Sight, most_seen
 from bmburst.attention.heads_plan import HeadShapes
@@ -10,21 +9,17 @@ from bmburst.double_schedule import layout_itinerary
 from bmburst.errors import UserError
 from bmburst.layout import Layout, rank_areas
 from bmburst.mask import Full, Mask
-from bmburst.mesh_shape import allows_heads
 from bmburst.schedule import (
     AttentionShape,
-    Travellers,
     backward_bytes,
     choose_travellers,
     distances,
     forward_bytes,
 )
+from bmburst.strategy_names import STRATEGIES, Asked, Outer, Travellers
 from bmburst.units import hides_transfers, most_exchanged, most_gathered
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.constants import ATTENTION_BACKWARD
-
-STRATEGIES = ("auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather", "double-ring")
-Outer = Literal["ring", "gather", "double-ring"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +28,8 @@ class Strategy:
 
     Attributes:
         heads: Ranks that exchange heads; 1 for none.
-        outer: Between groups of that many ranks: blocks go round a ring, each rank gathers what it needs, or blocks go
-            round inside nodes and from node to node.
-        travellers: What goes round in backward: keys and values, or queries.
+        outer: What goes on between groups of that many ranks.
+        travellers: What goes round in backward.
         most_kv_heads: KV heads that one step of an exchange or of a gather moves; 0: all in one step.
         pace: Of an exchange of heads, time to move one tensor's part of a head over the time to attend with it.
     """
@@ -86,29 +80,27 @@ def choose_strategy(
     length: int,
     mask: Mask,
     transport: str,
-    wide: int,
     nodes: int | None = None,
     heads: int | None = None,
 ) -> Strategy:
     """Return the strategy of that name, or for "auto" the one with the lowest `cost`.
 
     Args:
-        name: One of `STRATEGIES`.
+        name: One of `bmburst.strategy_names.STRATEGIES`.
         shapes: Sizes; `degree` is not looked at.
         length: Real tokens of the sequence.
         mask: The mask.
         transport: What moves the blocks.
-        wide: Bytes of an accumulated number.
         nodes: Nodes that the ranks lie on, in order, each with as many; None: not known yet.
         heads: How many neighbouring ranks must exchange heads; None: what is cheapest.
 
     Raises:
         UserError: The strategy asked for cannot work with these shapes, with the reason.
     """
-    shapes = replace(shapes, degree=1)
-    found = list(_candidates(name, shapes, mask, wide, nodes))
+    shapes, asked = replace(shapes, degree=1), STRATEGIES[name]
+    found = list(_candidates(asked, shapes, mask, nodes))
     if not found:
-        raise UserError(f"strategy '{name}' cannot work: {_refusal(name, shapes, mask, nodes)}\nuse strategy='auto'")
+        raise UserError(f"strategy '{name}' cannot work: {_refusal(asked, shapes, mask, nodes)}\nuse strategy='auto'")
     if heads is not None and shapes.layout.size > 1:
         found = [strategy for strategy in found if strategy.heads == heads]
     if not found:
@@ -117,15 +109,13 @@ def choose_strategy(
             f"the mesh has {heads} ranks exchange heads, but {reason or f'strategy {name!r} has others do so'}\n"
             "use strategy='auto', or a mesh with other heads"
         )
-    best = min(found, key=lambda strategy: cost(strategy, shapes, length, mask, transport, wide, nodes or 1))
+    best = min(found, key=lambda strategy: cost(strategy, shapes, length, mask, transport, nodes or 1))
     within = replace(shapes, degree=best.heads)
     most = _most_kv_heads(best, within, length, mask, transport)
     return replace(best, most_kv_heads=most, pace=_pace(within, length, mask, transport))
 
 
-def cost(
-    strategy: Strategy, shapes: HeadShapes, length: int, mask: Mask, transport: str, wide: int, nodes: int = 1
-) -> float:
+def cost(strategy: Strategy, shapes: HeadShapes, length: int, mask: Mask, transport: str, nodes: int = 1) -> float:
     """Return the predicted seconds of a forward and a backward pass.
 
     Compute at one device's rate, of the rank with most to see; transfers by bytes over bandwidth, of which the
@@ -144,7 +134,7 @@ def cost(
         bytes_moved += to_each * (strategy.heads - 1)
         across += to_each * max(0, strategy.heads - shapes.layout.size // nodes)
         steps += 2
-    inner = _attention_shape(within, wide)
+    inner = _attention_shape(within)
     if outer.size > 1:
         moved, slow, hops = _outer_traffic(strategy, inner, outer, length, mask, nodes)
         bytes_moved += moved
@@ -158,7 +148,8 @@ def cost(
     times = (bytes_moved - across) / link.bandwidth, across / far.bandwidth
     moving = max(times) if strategy.outer == "double-ring" else sum(times)
     exposed = max(times[0] * link.exposed + times[1] * far.exposed, moving - compute)
-    return compute + exposed + steps * link.latency + merged * inner.head_dim * wide / _MEMORY_BANDWIDTH
+    merging = merged * inner.head_dim * shapes.statistics_itemsize / _MEMORY_BANDWIDTH
+    return compute + exposed + steps * link.latency + merging
 
 
 def _outer_traffic(
@@ -185,39 +176,31 @@ def _outer_traffic(
     return hop * hops, hop * hops if nodes > 1 else 0.0, 1 + hops if hops else 0
 
 
-def _candidates(name: str, shapes: HeadShapes, mask: Mask, wide: int, nodes: int | None) -> Iterator[Strategy]:
-    """Yield what the name allows and the shapes permit."""
+def _candidates(asked: Asked, shapes: HeadShapes, mask: Mask, nodes: int | None) -> Iterator[Strategy]:
+    """Yield what is asked for and the shapes permit."""
     size = shapes.layout.size
     if size == 1:
         yield Strategy(1, "ring", "kv")  # nothing is spread, whatever the name
         return
     for degree in range(1, size + 1):
         within = replace(shapes, degree=degree)
-        if within.refusal() is not None or not allows_heads(name, degree, size):
+        if within.refusal() is not None or not asked.allows(degree, size):
             continue
-        travellers: Travellers = choose_travellers(_attention_shape(within, wide), size // degree)
-        forced: dict[str, Travellers] = {"kv": "kv", "burst": "q"}
-        can_gather = degree < size and gather_refusal(within.outer, mask) is None
-        for outer in _outers(name, can_gather=can_gather, can_double=_can_double(name, size, degree, nodes)):
-            yield Strategy(degree, outer, forced.get(name, travellers))
+        least = choose_travellers(_attention_shape(within), size // degree)
+        possible: dict[Outer, bool] = {
+            "ring": True,
+            "gather": degree < size and gather_refusal(within.outer, mask) is None,
+            "double-ring": _can_double(asked, size, degree, nodes),
+        }
+        for outer in asked.outer:
+            if possible[outer]:
+                yield Strategy(degree, outer, asked.travellers or least)
 
 
-def _outers(name: str, *, can_gather: bool, can_double: bool) -> tuple[Outer, ...]:
-    allowed: dict[Outer, bool] = {"ring": True, "gather": can_gather, "double-ring": can_double}
-    wanted: tuple[Outer, ...] = ("ring",)
-    if name == "auto":
-        wanted = ("ring", "gather", "double-ring")
-    elif name.endswith("gather"):
-        wanted = ("gather",)
-    elif name == "double-ring":
-        wanted = ("double-ring",)
-    return tuple(outer for outer in wanted if allowed[outer])
-
-
-def _can_double(name: str, size: int, degree: int, nodes: int | None) -> bool:
+def _can_double(asked: Asked, size: int, degree: int, nodes: int | None) -> bool:
     """Return whether there are nodes, and ranks in each, between which no heads are exchanged; None: whether may be."""
     if nodes is None:
-        return name == "double-ring" and any(size % count == 0 for count in range(2, size))
+        return asked.needs("double-ring") and any(size % count == 0 for count in range(2, size))
     places = size // nodes
     return nodes > 1 and places % degree == 0 and places > degree
 
@@ -229,20 +212,20 @@ def gather_refusal(layout: Layout, mask: Mask) -> str | None:
     return None
 
 
-def _refusal(name: str, shapes: HeadShapes, mask: Mask, nodes: int | None) -> str:
+def _refusal(asked: Asked, shapes: HeadShapes, mask: Mask, nodes: int | None) -> str:
     size = shapes.layout.size
-    if name == "double-ring":
+    if asked.needs("double-ring"):
         found = f"{size} ranks" if nodes is None else f"{size} ranks on {nodes} node{'s' * (nodes != 1)}"
         return f"{found} are no 2 nodes or more of 2 ranks or more (BMBURST_NODE names a rank's node)"
-    if name == "heads":
+    if asked.exchange == "all":
         return str(replace(shapes, degree=size).refusal())
-    if name.startswith("heads+"):
+    if asked.exchange == "some":
         reasons = (replace(shapes, degree=degree).refusal() for degree in range(2, size))
         return next((reason for reason in reasons if reason), f"{size} ranks form no smaller groups")
     return gather_refusal(shapes.layout, mask) or "no rank can take part"
 
 
-def _attention_shape(shapes: HeadShapes, wide: int) -> AttentionShape:
+def _attention_shape(shapes: HeadShapes) -> AttentionShape:
     """Return the sizes that one rank sees after the exchange of heads."""
     return AttentionShape(
         batch=shapes.batch,
@@ -251,8 +234,8 @@ def _attention_shape(shapes: HeadShapes, wide: int) -> AttentionShape:
         kv_heads=shapes.own_kv_heads,
         head_dim=shapes.head_dim,
         itemsize=shapes.itemsize,
-        gradient_itemsize=wide,
-        statistics_itemsize=wide,
+        gradient_itemsize=shapes.statistics_itemsize,
+        statistics_itemsize=shapes.statistics_itemsize,
     )
 
 

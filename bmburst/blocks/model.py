@@ -6,8 +6,8 @@ import bmtrain as bmt
 import torch
 from torch import Tensor
 
-from bmburst.attention.call import MaskOption
 from bmburst.attention.module import BurstAttention
+from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.initialization import initialize
 from bmburst.blocks.layers import RMSNorm, Table

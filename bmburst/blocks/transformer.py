@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bmburst import recompute
-from bmburst.attention.call import MaskOption
+from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.layers import Linear, RMSNorm, project
 from bmburst.blocks.mlp_chunks import mlp_chunk as choose_chunk

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bmburst.attention.call import AttentionOptions
+from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import describe
 from bmburst.errors import UserError
 from bmburst.integrations.mesh_check import require_mesh

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.api import attend
-from bmburst.attention.call import AttentionOptions, MaskOption
+from bmburst.attention.options import AttentionOptions, MaskOption
 from bmburst.comm.checks import Checked
 from bmburst.errors import UserError
 from bmburst.mask import Causal, Documents, Mask, SlidingWindow

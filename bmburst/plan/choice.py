@@ -12,6 +12,7 @@ from bmburst.plan.hardware import Hardware
 from bmburst.plan.memory import taken
 from bmburst.plan.search import ALIKE, Prediction, predict
 from bmburst.recompute_policy import POLICIES, Policy, require_end
+from bmburst.strategy_names import STRATEGIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +33,13 @@ def way_of(candidate: Candidate, strategy: str, heads: int | None, hardware: Har
 
     Args:
         candidate: Its mesh counts.
-        strategy: One of `bmburst.attention.strategy.STRATEGIES`.
+        strategy: One of `bmburst.strategy_names.STRATEGIES`.
         heads: Ranks that exchange heads, if that is set.
         hardware: By which "auto" takes the fastest, which may be another one than attention itself takes.
     """
     spread = strategies(candidate.task, candidate.data, candidate.tensor)
-    ways = [replace(candidate, heads=h, outer=o) for h, o in spread]
-    outer = {"kv": "ring", "burst": "ring"}.get(strategy, strategy.removeprefix("heads+"))
-    if strategy == "heads":
-        ways = [way for way in ways if way.groups == 1]
-    elif strategy != "auto":
-        mixes = strategy.startswith("heads+")
-        ways = [way for way in ways if way.outer == outer and (way.heads > 1) == mixes]
+    asked = STRATEGIES[strategy]
+    ways = [replace(candidate, heads=h, outer=o) for h, o in spread if asked.fits(h, candidate.sequence, o)]
     ways = [way for way in ways if heads is None or way.heads == heads] or ways
     if not ways:  # the strategy will be refused, or is one that the planner does not try
         return replace(candidate, heads=1, outer="none" if candidate.sequence == 1 else "ring")
@@ -52,9 +48,7 @@ def way_of(candidate: Candidate, strategy: str, heads: int | None, hardware: Har
         cost = attention_cost(way, hardware)
         return cost.forward.total + cost.backward.total
 
-    best = min(ways, key=seconds)
-    travellers = {"kv": "kv", "burst": "q"}.get(strategy, "auto")
-    return replace(best, travellers=travellers)
+    return replace(min(ways, key=seconds), travellers=asked.travellers or "auto")
 
 
 def choose(

@@ -3,6 +3,7 @@
 import shlex
 
 from bmburst.plan.candidates import Candidate
+from bmburst.strategy_names import name_of
 
 
 def options(candidate: Candidate) -> list[str]:
@@ -19,23 +20,14 @@ def options(candidate: Candidate) -> list[str]:
         words += ["--tensor-parallel", str(candidate.tensor)]
     if 1 < candidate.heads < candidate.sequence:
         words += ["--head-parallel", str(candidate.heads)]
-    words += ["--strategy", strategy(candidate), "--recompute", candidate.recompute]
+    strategy = name_of(candidate.heads, candidate.sequence, candidate.outer)
+    words += ["--strategy", strategy, "--recompute", candidate.recompute]
     words += ["--parallel.zero_level", str(candidate.zero)]
     if task.loss_chunk != 1024:
         words += ["--loss-chunk-tokens", str(task.loss_chunk)]
     if task.mlp_chunk is not None:
         words += ["--mlp-chunk-tokens", str(task.mlp_chunk)]
     return words
-
-
-def strategy(candidate: Candidate) -> str:
-    """Return the name of `bmburst.attention.strategy.STRATEGIES` that asks for a way of attending."""
-    if candidate.sequence == 1:
-        return "auto"
-    if candidate.outer == "double-ring":
-        return "auto" if candidate.heads > 1 else "double-ring"  # beside heads it has no name
-    outer = "" if candidate.outer == "none" else candidate.outer
-    return "+".join(filter(None, ("heads" if candidate.heads > 1 else "", outer)))
 
 
 def command(candidate: Candidate) -> str:

@@ -9,9 +9,10 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
-from bmburst.mesh_shape import MeshShape, allows_heads, divisors
+from bmburst.mesh_shape import MeshShape, can_share, divisors
 from bmburst.recompute_policy import AUTO, Policy, require_end
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
+from bmburst.strategy_names import STRATEGIES
 from bmburst.train.timeline import profiled_steps
 
 STANDARD_LIBRARY = "stdlib"
@@ -284,9 +285,9 @@ class TrainConfig:
                 would have no token, or the layout cannot keep a part of attention.
         """
         shape = self.mesh_shape(world_size)
-        whole = self.parallel.strategy == "heads" and shape.heads is None  # all ranks of a sequence exchange heads
-        self.model.require_mesh(dataclasses.replace(shape, heads=shape.sequence) if whole else shape)
+        self.model.require_mesh(shape)
         _require_exchange(self.parallel, shape)
+        _require_heads_for_all(self.parallel.strategy, self.model, shape)
         data, sequence = shape.data, shape.sequence
         if self.recompute != AUTO:
             require_end(Policy.parse(self.recompute).attention, self.parallel.layout, sequence)
@@ -317,7 +318,8 @@ def _require_exchange(parallel: ParallelConfig, shape: MeshShape) -> None:
     heads, strategy = parallel.head_parallel, parallel.strategy
     if heads is None or shape.sequence == 1:
         return
-    allowed = [degree for degree in divisors(shape.sequence) if allows_heads(strategy, degree, shape.sequence)]
+    asked = STRATEGIES[strategy]
+    allowed = [degree for degree in divisors(shape.sequence) if asked.allows(degree, shape.sequence)]
     reason = f"parallel.strategy {strategy}"
     if parallel.layout == "striped":
         allowed = [degree for degree in allowed if degree in (1, shape.sequence)]
@@ -327,6 +329,22 @@ def _require_exchange(parallel: ParallelConfig, shape: MeshShape) -> None:
         raise UserError(
             f"head_parallel {heads} does not go with {reason} on {shape.sequence} sequence ranks\n"
             f"allowed: {named}\nfix: another --head-parallel, or --parallel.strategy auto"
+        )
+
+
+def _require_heads_for_all(strategy: str, model: LlamaConfig, shape: MeshShape) -> None:
+    """Check that all ranks of a sequence can exchange a model's heads, if that is what the strategy's name asks for.
+
+    Raises:
+        UserError: They cannot.
+    """
+    heads, kv_heads = shape.require_heads(model.num_heads, model.num_kv_heads)
+    if STRATEGIES[strategy].exchange == "all" and not can_share(shape.sequence, heads, kv_heads):
+        allowed = ", ".join(str(degree) for degree in divisors(heads) if can_share(degree, heads, kv_heads))
+        raise UserError(
+            f"strategy '{strategy}' cannot work: {shape.sequence} sequence ranks cannot share "
+            f"{heads} query heads and {kv_heads} KV heads\n"
+            f"allowed: {allowed} sequence ranks\nfix: --strategy auto, or another --sequence-parallel"
         )
 
 

@@ -4,16 +4,15 @@ import os
 
 import torch
 
-from bmburst.attention.heads_plan import HeadShapes
+from bmburst.attention.call import head_shapes
 from bmburst.attention.strategy import choose_strategy
 from bmburst.comm.levels import NODE_SWITCH
 from bmburst.errors import UserError
+from bmburst.layout import padded_layout
 from bmburst.mask import Causal
-from bmburst.sequence import SequenceShard
 from bmburst.train.config import TrainConfig
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import Need, able_kernels, queries_ahead, select_kernel
-from bmburst_ops.merge import accumulation_dtype
 
 
 def require_machine(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
@@ -41,21 +40,14 @@ def _require_strategy(config: TrainConfig, world_size: int) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "0" if "RANK" in os.environ else str(world_size)))
     on_one_node = here == world_size and NODE_SWITCH not in os.environ
     dtype: torch.dtype = getattr(torch, config.dtype)
-    shapes = HeadShapes(
-        layout=SequenceShard.cut(
-            config.sequence_length, layout=parallel.layout, size=shape.sequence, rank=0, mask="causal"
-        ).layout,
-        degree=1,
-        batch=config.micro_batch_size,
-        heads=model.num_heads // shape.tensor,
-        kv_heads=max(1, model.num_kv_heads // shape.tensor),
-        head_dim=model.head_dim,
-        itemsize=dtype.itemsize,
-        statistics_itemsize=accumulation_dtype(dtype).itemsize,
+    layout = padded_layout(parallel.layout, shape.sequence, config.sequence_length, Causal())
+    q, k = (
+        torch.empty(config.micro_batch_size, layout.tokens, heads, model.head_dim, dtype=dtype, device="meta")
+        for heads in shape.require_heads(model.num_heads, model.num_kv_heads)
     )
-    wide, nodes = shapes.statistics_itemsize, 1 if on_one_node else None
+    shapes, nodes = head_shapes(layout, q, k), 1 if on_one_node else None
     try:  # which transport does not matter to whether a strategy works
-        choose_strategy(parallel.strategy, shapes, config.sequence_length, Causal(), "gloo", wide, nodes)
+        choose_strategy(parallel.strategy, shapes, config.sequence_length, Causal(), "gloo", nodes)
     except UserError as error:
         reason, *_ = str(error).splitlines()
         raise UserError(f"{reason}\nfix: --strategy auto") from None

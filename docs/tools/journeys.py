@@ -8,7 +8,8 @@ from bmburst.double_schedule import Itinerary, layout_itinerary
 from bmburst.layout import Layout, make_layout, rank_areas
 from bmburst.mask import Causal
 from bmburst.plan.hardware import load_hardware
-from bmburst.schedule import AttentionShape, Travellers, backward_bytes, choose_travellers, make_schedule
+from bmburst.schedule import AttentionShape, backward_bytes, choose_travellers, make_schedule
+from bmburst.strategy_names import Travellers
 from docs.tools.svg import Drawing
 
 RANKS = 4

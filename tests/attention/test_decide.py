@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bmburst.attention.call import AttentionOptions, decide
+from bmburst.attention.call import decide
+from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import LocalCommunicator, Wire
 from bmburst.errors import UserError
+from bmburst.strategy_names import STRATEGIES
 
 OPTIONS = AttentionOptions()
 
@@ -52,6 +54,15 @@ def test_other_inputs_are_decided_anew(given, length, options):
         *(fresh.kernel, fresh.length, fresh.mask, fresh.scale),
     )
     assert (decided.layout, decided.deterministic) == (fresh.layout, options.deterministic)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_levels_of_a_double_ring_choose_their_own_transports(strategy, monkeypatch):
+    chosen = []
+    spy = lambda comm, transport: chosen.append(transport) or comm  # noqa: E731
+    monkeypatch.setattr("bmburst.attention.call.over_transport", spy)
+    decide(group(), *inputs(), None, replace(OPTIONS, strategy=strategy))
+    assert chosen == ([] if strategy == "double-ring" else ["auto"])
 
 
 def test_a_plan_is_of_shapes_strides_and_direction():

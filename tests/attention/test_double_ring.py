@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.attention.call import AttentionOptions, decide
+from bmburst.attention.call import decide
 from bmburst.attention.double_ring import carry_home, visits
+from bmburst.attention.options import AttentionOptions
 from bmburst.attention.ring import ring_backward, ring_forward
 from bmburst.comm.levels import Levels, over_levels
 from bmburst.comm.local import run_ranks

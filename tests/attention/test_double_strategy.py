@@ -23,11 +23,11 @@ def shapes(heads=7, kv_heads=7):
 
 
 def choose(name, nodes, sizes):
-    return choose_strategy(name, sizes, TOKENS, Causal(), "nccl", 4, nodes)
+    return choose_strategy(name, sizes, TOKENS, Causal(), "nccl", nodes)
 
 
 def seconds(outer, nodes):
-    return cost(Strategy(1, outer, "kv"), shapes(), TOKENS, Causal(), "nccl", 4, nodes)
+    return cost(Strategy(1, outer, "kv"), shapes(), TOKENS, Causal(), "nccl", nodes)
 
 
 def test_auto_takes_it_where_there_are_nodes():
@@ -37,7 +37,7 @@ def test_auto_takes_it_where_there_are_nodes():
 
 def test_an_exchange_of_heads_across_nodes_waits_for_the_slow_link():
     def exchange(heads, nodes):
-        return cost(Strategy(heads, "ring", "kv"), shapes(16, 16), TOKENS, Causal(), "nccl", 4, nodes)
+        return cost(Strategy(heads, "ring", "kv"), shapes(16, 16), TOKENS, Causal(), "nccl", nodes)
 
     per_rank = TOKENS // SIZE * 128 * (5 + 6) * 16 * 2  # bytes of q, k, v, out and the gradients, as `cost` counts them
     across = per_rank * 8 / 16 * (1 / BETWEEN_NODES["nccl"].bandwidth - 1 / LINKS["nccl"].bandwidth)
@@ -62,7 +62,7 @@ def test_both_levels_of_a_double_ring_are_busy_at_once():
     shape = AttentionShape(batch=batch, tokens=tokens // SIZE, heads=7, kv_heads=7, head_dim=128)
     hop = (forward_bytes(shape, SIZE) + backward_bytes(shape, SIZE, "kv")) / (SIZE - 1)
     across, inside = 7 * hop / BETWEEN_NODES["nccl"].bandwidth, 8 * hop / LINKS["peer"].bandwidth
-    found = cost(Strategy(1, "double-ring", "kv"), sizes, tokens, Causal(), "nccl", 4, 8)
+    found = cost(Strategy(1, "double-ring", "kv"), sizes, tokens, Causal(), "nccl", 8)
     latencies_and_merges = 0.0035
     assert across < found < across + latencies_and_merges < across + inside
 

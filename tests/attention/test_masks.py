@@ -8,7 +8,8 @@ import torch
 
 import bmburst
 from bmburst import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow
-from bmburst.attention.call import AttentionOptions, decide
+from bmburst.attention.call import decide
+from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError

@@ -6,10 +6,11 @@ from itertools import product
 import pytest
 
 from bmburst.attention.heads_plan import HeadShapes, Strides, make_heads_plan
-from bmburst.attention.strategy import LINKS, STRATEGIES, Strategy, choose_strategy, cost, gather_refusal
+from bmburst.attention.strategy import LINKS, Strategy, choose_strategy, cost, gather_refusal
 from bmburst.errors import UserError
 from bmburst.layout import LAYOUTS, make_layout, rank_areas
 from bmburst.mask import BlockSparse, Causal, Documents, Full, SlidingWindow
+from bmburst.strategy_names import STRATEGIES
 
 CAUSAL = Causal()
 
@@ -23,12 +24,12 @@ def shapes(size, tokens, heads=32, kv_heads=32, layout="zigzag", mask=CAUSAL):
 
 def choose(name, sizes, transport="peer", mask=CAUSAL, length=None):
     whole = sizes.layout.size * sizes.layout.tokens
-    return choose_strategy(name, sizes, whole if length is None else length, mask, transport, 4)
+    return choose_strategy(name, sizes, whole if length is None else length, mask, transport)
 
 
 def seconds(strategy, sizes, mask, transport="peer", length=None):
     whole = sizes.layout.size * sizes.layout.tokens
-    return cost(strategy, sizes, whole if length is None else length, mask, transport, 4)
+    return cost(strategy, sizes, whole if length is None else length, mask, transport)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -170,7 +171,7 @@ def test_a_single_rank_takes_any_name():
 
 def test_a_mesh_says_how_many_ranks_exchange_heads():
     def choose_with(heads, name="auto", sizes=None):
-        return choose_strategy(name, sizes or shapes(8, 65536), 65536, Causal(), "nccl", 4, None, heads)
+        return choose_strategy(name, sizes or shapes(8, 65536), 65536, Causal(), "nccl", None, heads)
 
     for heads in (1, 2, 4, 8):
         assert choose_with(heads).heads == heads

@@ -97,6 +97,17 @@ def test_choices_that_cannot_work_are_refused():
             choice(**changes)
 
 
+@pytest.mark.parametrize(
+    ("method", "spread"),
+    [("ulysses", (1, 4, "none")), ("zigzag-ring-nccl", (1, 1, "ring")), ("tensor-v3", (4, 1, "none"))],
+)
+def test_a_prediction_is_of_the_method(method, spread):
+    at = cell(method=method, preset="llama-3-70b", tokens=1 << 14, ranks=4)  # where ours would gather
+    way = METHODS[method].predict(at, "h200").candidate
+    assert (way.tensor, way.heads, way.outer) == spread
+    assert way.transport == "nccl" and (way.outer != "ring" or way.travellers == "kv")
+
+
 def test_methods_say_why_they_cannot():
     assert "8 KV heads cannot be dealt to 16 ranks" in METHODS["ulysses"].refusal(cell(ranks=16, tokens=1 << 20))
     assert METHODS["zigzag-ring-nccl"].refusal(cell(ranks=16)) is None and METHODS["ours"].refusal(cell()) is None

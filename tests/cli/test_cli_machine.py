@@ -82,6 +82,10 @@ def test_what_needs_a_gpu_is_refused_without_one(no_gpu, tmp_path, capsys, comma
     [
         (["--strategy", "double-ring"], "2 ranks on 1 node are no 2 nodes or more"),
         (["--strategy", "heads+ring"], "2 ranks form no smaller groups"),
+        (
+            ["--strategy", "heads+ring", "--tensor-parallel", "4", "--nproc", "16"],
+            "1 query heads cannot be dealt to 2 ranks",
+        ),
         (["--strategy", "gather", "--layout", "striped"], "layout 'striped' has no run of neighbouring tokens"),
     ],
 )

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.attention.call import AttentionOptions, decide
+from bmburst.attention.call import decide
+from bmburst.attention.options import AttentionOptions
 from bmburst.comm.groups import communicator
 from bmburst.comm.levels import NODE_SWITCH
 from tests.attention.oracle import draw, reference

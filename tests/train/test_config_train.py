@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.attention.call import STRATEGIES, TRANSPORTS
 from bmburst.blocks.config import RopeScaling
 from bmburst.blocks.presets import PRESETS
+from bmburst.comm.transports import TRANSPORTS
 from bmburst.config import build, read_layer, to_dict
 from bmburst.data.corpus import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.errors import UserError
 from bmburst.layout import LAYOUTS
 from bmburst.mesh_shape import MeshShape
+from bmburst.strategy_names import STRATEGIES
 from bmburst.train.config import (
     BYTE_IDS,
     STANDARD_LIBRARY,
@@ -261,7 +262,22 @@ def test_mesh(values, world, mesh):
             8,
             "tensor 8 cannot share 4 query heads and 2 KV heads\nnearest that work: 4",
         ),
-        ({"parallel.strategy": "heads"}, 3, "heads 3 cannot share 4 query heads and 2 KV heads\nnearest that work: 1"),
+        (
+            {"parallel.strategy": "heads"},
+            3,
+            "strategy 'heads' cannot work: 3 sequence ranks cannot share 4 query heads and 2 KV heads\n"
+            "allowed: 1, 2, 4 sequence ranks\nfix: --strategy auto",
+        ),
+        (
+            {"parallel.strategy": "heads", "parallel.tensor_parallel": 2},
+            8,
+            "4 sequence ranks cannot share 2 query heads and 1 KV heads\nallowed: 1, 2 sequence ranks\n",
+        ),
+        (
+            {"parallel.strategy": "heads", "model.num_heads": 6, "model.hidden_size": 192},
+            4,
+            "4 sequence ranks cannot share 6 query heads and 2 KV heads\nallowed: 1, 2, 6 sequence ranks\n",
+        ),
         (
             {"parallel.tensor_parallel": 4, "model.intermediate_size": 510},
             4,

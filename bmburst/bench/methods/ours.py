@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.api import burst_attention, resolve_group
-from bmburst.attention.call import AttentionCall, AttentionOptions, decide
+from bmburst.attention.call import AttentionCall, decide
 from bmburst.attention.gather_plan import Sight, pulled
-from bmburst.attention.strategy import STRATEGIES
+from bmburst.attention.options import AttentionOptions
 from bmburst.bench.cells import BALANCED, MASKS, Cell
 from bmburst.bench.methods.method import Attend, Method, Setting
 from bmburst.bench.patterns import mask_of
@@ -18,6 +18,7 @@ from bmburst.bench.work import Traffic, sizes
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.layout import Balanced
 from bmburst.schedule import distances
+from bmburst.strategy_names import STRATEGIES
 
 _LAYOUTS = {"causal": "zigzag", "documents": "zigzag", "full": "contiguous", "window": "contiguous"}
 

@@ -9,7 +9,8 @@ from bmburst.bench.training.cells import OURS, TrainCell
 from bmburst.errors import UserError
 from bmburst.mesh_shape import MeshShape
 from bmburst.plan.candidates import Candidate, candidates
-from bmburst.plan.hardware import load_hardware
+from bmburst.plan.choice import way_of
+from bmburst.plan.hardware import Hardware, load_hardware
 from bmburst.plan.search import Prediction, predict
 from bmburst.plan.task import Task
 from bmburst.recompute_policy import Policy
@@ -87,26 +88,17 @@ class TrainMethod:
             return None
         hardware = load_hardware(machine)
         task = Task(model=cell.model, preset=cell.preset, sequence=cell.tokens, gpus=cell.ranks)
-        return min((predict(way, hardware) for way in self._ways(cell, task, policy)), key=lambda found: found.seconds)
+        ways = self._ways(cell, task, policy, hardware)
+        return min((predict(way, hardware) for way in ways), key=lambda found: found.seconds)
 
-    def _ways(self, cell: TrainCell, task: Task, policy: str) -> list[Candidate]:
-        tensor = self.tensor(cell)
+    def _ways(self, cell: TrainCell, task: Task, policy: str, hardware: Hardware) -> list[Candidate]:
         if self.name == OURS:
             return candidates(task, recompute=(policy,), zero=(3,), tensor=(1,))
-        sequence = cell.ranks // tensor
-        is_ring = self.strategy == "kv" and sequence > 1
-        return [
-            Candidate(
-                task=task,
-                data=1,
-                tensor=tensor,
-                heads=1 if is_ring else sequence,
-                outer="ring" if is_ring else "none",
-                recompute=policy,
-                transport="nccl",
-                travellers="kv",
-            )
-        ]
+        alone = Candidate(
+            task=task, data=1, tensor=self.tensor(cell), heads=1, outer="none", recompute=policy, transport="nccl"
+        )
+        spread = "heads" if self.peer else self.strategy
+        return [way_of(alone, spread, None, hardware)]
 
     def memory_refusal(self, cell: TrainCell, machine: str | None, capacity: float) -> str | None:
         """Return why the cell would not fit, by the planner's prediction, or None.

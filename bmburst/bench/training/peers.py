@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bmburst.attention.call import MaskOption
+from bmburst.attention.options import MaskOption
 from bmburst.bench.cells import Cell
 from bmburst.bench.methods import Attend, Setting, all_methods
 from bmburst.bench.training.cells import TrainCell
