@@ -95,7 +95,9 @@ def test_this_projects_measurements_are_met(comparisons):
         assert all("32768" in name and "nccl" in name for name in off), off
         assert sorted(errors.values())[len(errors) // 2] < 0.03
     off = {name for name, error in sizes(comparisons, "this project, training", "step").items() if error > 0.10}
-    assert all(" 8K, " in name or (", 4 GPUs" in name and " 16K, " in name) for name in off), off  # the host bounds them
+    assert all(" 8K, " in name or (", 4 GPUs" in name and " 16K, " in name) for name in off), (
+        off
+    )  # the host bounds them
     for what in ("torch's allocator", "beside torch's allocator"):
         assert all(error < 0.025 for error in sizes(comparisons, "this project, training", what).values())
 
