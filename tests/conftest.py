@@ -9,11 +9,24 @@ idle ones sleep: by default they spin on processors that other ranks need, which
 """
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
+
+from tests.interpreter import names_replaced_once
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter() -> Iterator[None]:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    with names_replaced_once():
+        yield
