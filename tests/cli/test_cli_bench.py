@@ -1,14 +1,13 @@
 """`bmburst bench attention`: options, lists, and whole runs on two ranks of the CPU."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import bmburst
 from bmburst.cli import main
+from tests.distributed.started import run_bmburst
 
 ROOT = Path(bmburst.__file__).parents[1]
 SMALL = ("--ranks", "2", "--tokens", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--repeats", "2")
@@ -34,8 +33,7 @@ def bench(*words):
 
 
 def start(*words, cwd):
-    command = [sys.executable, "-m", "bmburst", "bench", "attention", *SMALL, *words]
-    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    done = run_bmburst("bench", "attention", *SMALL, *words, cwd=cwd, env=environment(), timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, done.stderr
 

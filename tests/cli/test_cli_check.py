@@ -4,8 +4,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from bmburst.train import check
 from bmburst.train.check import compare
 from bmburst.train.check_rank import AFTER_FILE, BEFORE_FILE, GRADIENT_FILE, Steps
 from bmburst.train.resolve import resolve
+from tests.distributed.started import run_bmburst
 
 ROOT = Path(bmburst.__file__).parents[1]
 SHAPES = {"embed": (7, 5), "layer.proj": (3, 11), "layer.norm": (13,), "head": (1, 1)}
@@ -339,8 +338,7 @@ def test_in_a_rank_it_refuses(launches, monkeypatch, capsys):
 
 def check_for_real(here, *argv):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    call = [sys.executable, "-m", "bmburst", "check", "--config", "tiny.yaml", *argv]
-    return subprocess.run(call, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
+    return run_bmburst("check", "--config", "tiny.yaml", *argv, cwd=here, env=environment, timeout=120)
 
 
 @pytest.mark.parametrize(

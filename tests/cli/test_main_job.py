@@ -12,24 +12,25 @@ import pytest
 
 from bmburst.cli import main
 from bmburst.train.metrics import StepMetrics
+from tests.distributed.started import run_bmburst
 from tests.train.run_program import SHAPE
 
 ROOT = Path(__file__).parents[2]
 CACHE = str(Path(tempfile.gettempdir()) / "bmburst-tests")
 LIBRARIES = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+ENVIRONMENT = os.environ | {"PYTHONPATH": LIBRARIES, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": CACHE}
 METRICS = {declared.name for declared in dataclasses.fields(StepMetrics)}
 
 
 def bmburst(*words, cwd=ROOT, timeout=170):
-    return subprocess.run(
-        [sys.executable, "-m", "bmburst", *map(str, words)],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": LIBRARIES, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": CACHE},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    """Run the command in a process that has imported torch already; ranks that it starts have not."""
+    return run_bmburst(*words, cwd=cwd, env=ENVIRONMENT, timeout=timeout)
+
+
+def fresh_bmburst(*words):
+    """Run the command as a user does."""
+    call = [sys.executable, "-m", "bmburst", *map(str, words)]
+    return subprocess.run(call, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=170, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def run(tmp_path_factory):
     """A short main job: the standard library's sources, 2 ranks, and everything else at its default."""
     folder = tmp_path_factory.mktemp("main") / "run"
     short = ("--steps", 8, "--sequence-length", 1024, "--eval-every", 4, "--checkpoint-every", 4, "--sample-tokens", 8)
-    done = bmburst("train", *short, "--eval-sequences", 2, "--schedule.warmup-steps", 2, "--output", folder)
+    done = fresh_bmburst("train", *short, "--eval-sequences", 2, "--schedule.warmup-steps", 2, "--output", folder)
     assert done.returncode == 0, done.stderr
     return folder, done
 

@@ -1,11 +1,17 @@
 """Ranks in processes of their own that need not import torch again."""
 
 import atexit
+import contextlib
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.multiprocessing as mp
 
@@ -23,6 +29,8 @@ IMPORTED = [
     "pytest",
     "bmburst.attention.api",
     "bmburst.train.trainer",
+    "torch.distributed.launcher.api",
+    "bmburst.runtime.launch",
 ]
 
 
@@ -35,10 +43,24 @@ def start_ranks(size: int, body: Callable[..., None], args: tuple[object, ...], 
     """
     if fresh:
         return mp.spawn(body, args=args, nprocs=size, join=False)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
-    here = dict(os.environ)  # the server has the environment of its own beginning
-    ours = (here, bmburst.__file__, body, args)
-    return mp.start_processes(_enter, args=ours, nprocs=size, join=False, start_method="forkserver")
+    server()
+    return mp.start_processes(as_here(body), args=args, nprocs=size, join=False, start_method="forkserver")
+
+
+def server() -> Any:
+    """Return `multiprocessing` with the server's processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    # It imports the package from its folder; a test's own place for files may be too long a name for a socket.
+    with contextlib.chdir(Path(bmburst.__file__).parents[1]), mock.patch("tempfile.tempdir", "/tmp"):
+        forkserver.ensure_running()
+    return context
+
+
+def as_here(body: Callable[..., None], environment: dict[str, str] | None = None) -> Callable[..., None]:
+    """Return a function for a process of the server that calls `body` in an environment, by default this process's."""
+    environment = dict(os.environ) if environment is None else environment  # the server has that of its own beginning
+    return partial(_enter, environment, bmburst.__file__, body)
 
 
 def join_ranks(job: Any, what: str, seconds: float) -> None:
@@ -57,13 +79,12 @@ def join_ranks(job: Any, what: str, seconds: float) -> None:
             process.kill()
 
 
-def _enter(
-    rank: int, environment: dict[str, str], package: str, body: Callable[..., None], args: tuple[object, ...]
-) -> None:
+def _enter(environment: dict[str, str], package: str, body: Callable[..., None], *args: object) -> None:
     assert bmburst.__file__ == package, f"the server has imported {bmburst.__file__}: it was started in another folder"
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # the server's
     try:
-        body(rank, *args)
+        body(*args)
     finally:
         atexit._run_exitfuncs()  # a forked process leaves them out; the host runtime delivers what is under way

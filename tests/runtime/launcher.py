@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.started import Program
+
 ROOT = Path(__file__).parents[2]
 # `bmburst` with another patience with ranks that do not end, and torchrun's own (30 s) out of its way.
 PATIENT_FOR = """
@@ -27,11 +29,12 @@ NOISE = re.compile(r"ChildFailedError|torch\.distributed|elastic|Root Cause|runp
 def start(tmp_path):
     """Start `bmburst launch` on a script's text; whatever is left of it at the end of the test is killed.
 
-    `first` is Python that the launcher's process runs before it launches.
+    `first` is Python that the launcher's process runs before it launches. The launcher has imported torch already, but
+    for a `fresh` one, which is `python -m bmburst`; ranks begin with nothing.
     """
     started = []
 
-    def start(text, *options, nproc=2, args=(), target=None, first=""):
+    def start(text, *options, nproc=2, args=(), target=None, first="", fresh=False):
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(text))
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "BMBURST"))}
@@ -39,14 +42,8 @@ def start(tmp_path):
         scratch.mkdir(exist_ok=True)
         environ |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
         environ["PYTHONPATH"] = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
-        changed = f"{first}\nimport sys\nfrom bmburst.cli import main\nsys.exit(main())\n"
-        program = ("-c", changed) if first else ("-m", "bmburst")
-        command = [sys.executable, *program, "launch", f"--nproc={nproc}", "--no-host-runtime", *options]
-        command += ["--", *(target or (str(script),)), *args]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=environ
-        )
+        words = ["launch", f"--nproc={nproc}", "--no-host-runtime", *options, "--", *(target or (str(script),)), *args]
+        process = (_fresh if fresh else Program)(words, cwd=tmp_path, env=environ, first=first)
         started.append(process)
         return process
 
@@ -56,6 +53,12 @@ def start(tmp_path):
         process.wait()
         process.stdout.close()
         process.stderr.close()
+
+
+def _fresh(words, *, cwd, env, first):
+    assert not first
+    command, pipe = [sys.executable, "-m", "bmburst", *words], subprocess.PIPE
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=env)
 
 
 def ended(process, timeout=60):

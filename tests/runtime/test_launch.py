@@ -22,7 +22,7 @@ def test_ranks_get_the_environment_and_arguments_of_a_script(start, tmp_path):
         print(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["LOCAL_WORLD_SIZE"], e["MASTER_PORT"].isdigit(),
               sys.argv[1:], e["OMP_NUM_THREADS"])
         """
-    status, out, err = ended(start(text, nproc=3, args=("--nproc", "9", "--", "x y")))
+    status, out, err = ended(start(text, nproc=3, args=("--nproc", "9", "--", "x y"), fresh=True))
     argv = ["--nproc", "9", "--", "x y"]
     assert (status, err) == (0, "")
     assert sorted(out.splitlines()) == [f"{r} {r} 3 3 True {argv} 1" for r in range(3)]

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from bmburst.config import to_dict, write_json
+from tests.distributed.started import Program
 from tests.runtime.launcher import PATIENT_FOR, ROOT, alive, assert_gone, ended, lines_of, start, wait_until
 from tests.train import run_program as program
 
@@ -95,12 +94,10 @@ def test_a_lost_rank_ends_those_that_wait_for_it(start, how):
 def test_a_training_run(end, tmp_path):
     config = program.config(tmp_path, "run", steps=10**6, checkpoint_every=0, eval_every=0, profile="2")
     write_json(tmp_path / "config.json", {**to_dict(config), "output": None})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bmburst", "train", "--config", "config.json", "--nproc", "3", "--output", "run"],
+    process = Program(
+        ["train", "--config", "config.json", "--nproc", "3", "--output", "run"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""},
-        stderr=subprocess.PIPE,
-        text=True,
     )
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
@@ -109,7 +106,7 @@ def test_a_training_run(end, tmp_path):
             return process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2)
 
         wait_until(trains_or_ended, seconds=300)
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.communicate(timeout=60)
         if end.startswith("kill"):
             os.kill(rank_of(process.pid, 1), signal.SIGKILL)
         else:
@@ -117,6 +114,7 @@ def test_a_training_run(end, tmp_path):
         _, err = process.communicate(timeout=60)
     finally:
         process.kill()
+        process.wait()
     if end.startswith("kill"):
         said = err[err.index("bmburst: rank") :].splitlines()
         assert process.returncode == 1 and "Traceback" not in err, err

@@ -1,0 +1,96 @@
+"""Programs as `subprocess` has them that need not import torch again: forked off the server of the tests' ranks."""
+
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tests.distributed.forked import as_here, server
+
+
+class Program:
+    """`python -m bmburst WORDS`, started: what tests use of a `subprocess.Popen` whose output is text in pipes.
+
+    A process of its own, in a folder and an environment of its own, with nothing to read. It has imported torch; what
+    it starts itself has not.
+
+    Args:
+        words: Arguments of the command.
+        cwd: Its working directory.
+        env: Its environment.
+        first: Python that it runs before.
+    """
+
+    def __init__(self, words: list[str], *, cwd: Path, env: Mapping[str, str], first: str = "") -> None:
+        ends = [os.pipe() for _ in range(2)]
+        self.stdout, self.stderr = (os.fdopen(read, "r") for read, _ in ends)
+        pipes = [Connection(write, readable=False) for _, write in ends]
+        body = as_here(_enter, dict(env))
+        self._process = server().Process(target=body, args=(str(cwd), pipes, words, first))
+        self._process.start()
+        for pipe in pipes:
+            pipe.close()
+        self.pid: int = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status; -N when signal N ended it, None before its end."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout or 0.0)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Return what it has written to its end, and that of those who share its output."""
+        with ThreadPoolExecutor(2) as pool:
+            try:
+                out, err = pool.map(lambda stream: stream.read(), (self.stdout, self.stderr), timeout=timeout)
+            except TimeoutError:
+                self.kill()
+                raise
+        self.wait(timeout)
+        return out, err
+
+    def send_signal(self, signum: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def run_bmburst(*words: object, cwd: Path, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run `python -m bmburst WORDS` to its end."""
+    program = Program([str(word) for word in words], cwd=cwd, env=env)
+    try:
+        out, err = program.communicate(timeout)
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
+        program.stderr.close()
+    return subprocess.CompletedProcess(list(words), program.returncode or 0, out, err)
+
+
+def _enter(cwd: str, pipes: list[Connection], words: list[str], first: str) -> None:
+    os.chdir(cwd)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for number, pipe in enumerate(pipes, 1):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+    sys.argv = ["bmburst", *words]
+    exec(first, {"__name__": "__main__"})
+    runpy.run_module("bmburst", run_name="__main__", alter_sys=True)
