@@ -95,7 +95,7 @@ def run(folder: Path, output: Path) -> None:
         # Under a causal mask padding does no harm even where the length is lost on the way; here it would.
         results["logits full"] = _logits(folder / "gqa", mesh, "striped", mask="full")
         for name in GRADIENTS:
-            for policy, zero_level, options in variants(name):
+            for policy, zero_level, options in VARIANTS:
                 found = _gradients(folder / name, mesh, recompute=policy, zero_level=zero_level, **options)
                 results[f"gradients {name} {policy} {zero_level}"] = found
         for name in FAMILIES:
@@ -128,18 +128,8 @@ def _load(directory: Path, mesh: Mesh, layout: str = "zigzag", mask: str = "caus
 
 
 def layouts(name: str) -> list[str]:
-    """Return layouts that a configuration can have: all with and without a window, and else one after the other.
-
-    A layout says which positions a rank holds, under which mask; of all that a configuration changes only the window
-    looks at that. The others compute a token alone, or with the angle of its position.
-    """
-    fitting = [layout for layout in LAYOUTS if layout != "balanced" or CONFIGS[name].sliding_window is None]
-    return fitting if name in ("gqa", "mistral") else [fitting[list(CONFIGS).index(name) % len(fitting)]]
-
-
-def variants(name: str) -> list[tuple[str, int, dict[str, Any]]]:
-    """Return how gradients are formed; of "tied", which MiniCPM is too, once at each level of ZeRO."""
-    return VARIANTS[:2] if name == "tied" else VARIANTS
+    """Return the layouts that a configuration can have."""
+    return [layout for layout in LAYOUTS if layout != "balanced" or CONFIGS[name].sliding_window is None]
 
 
 def _packed(directory: Path, mesh: Mesh) -> Tensor:

@@ -117,7 +117,7 @@ def test_loss_and_gradients(job: Reference, reference: dict[str, Reference]) -> 
         return
     for name in program.GRADIENTS:
         expected = reference[name]
-        for policy, zero_level, _ in program.variants(name):
+        for policy, zero_level, _ in program.VARIANTS:
             found = job[f"gradients {name} {policy} {zero_level}"]
             assert found.pop("loss") == pytest.approx(expected["loss"], rel=1e-5)
             assert found.keys() == expected["gradients"].keys()

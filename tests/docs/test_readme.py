@@ -79,10 +79,9 @@ def run(folder, tmp_path_factory):
 def shell(run, folder):
     """Run the shell blocks, and return what they printed.
 
-    A script is started once by each of the launchers, and training once; the others start on processes that have
-    imported torch already.
+    A script is started once by each of the launchers; the others start on processes that have imported torch already.
     """
-    printed, started, trained = [], set(), set()
+    printed, started = [], set()
     for block in (block for block in README if block.language == "bash" and not block.needs):
         if (script := SCRIPT.fullmatch(block.text.strip())) and script["launcher"] in started:
             by_us = script["launcher"].startswith("bmburst")
@@ -90,16 +89,7 @@ def shell(run, folder):
             continue
         if script:
             started.add(script["launcher"])
-        if not any(command.startswith("bmburst train ") for command in block.commands()):
-            printed.append(run("bash", "-euo", "pipefail", "-c", block.text))
-            continue
-        for command in block.commands():
-            words = shlex.split(command)
-            if words[:2] == ["bmburst", "train"] and "train" in trained:
-                printed.append(run_script(folder, 2, ["-m", *words]))
-            else:
-                trained.add(words[1])
-                printed.append(run("bash", "-euo", "pipefail", "-c", command))
+        printed.append(run("bash", "-euo", "pipefail", "-c", block.text))
     assert started == {"torchrun --nproc-per-node", "bmburst launch --nproc"}
     return "\n".join(printed)
 

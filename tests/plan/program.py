@@ -29,9 +29,8 @@ class WithGathered(LiveBytes):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         stored = [p for module in model.modules() for p in getattr(module, "_storage_params", {}).values()]
-        for parameter in (*model.parameters(), *stored):
-            for tensor in (parameter, parameter.grad):
-                self._known |= set() if tensor is None else {tensor.untyped_storage()._cdata}
+        there = (tensor for parameter in (*model.parameters(), *stored) for tensor in (parameter, parameter.grad))
+        self._known.update(tensor.untyped_storage()._cdata for tensor in there if tensor is not None)
 
 
 def measure(case: dict[str, Any]) -> dict[str, int]:

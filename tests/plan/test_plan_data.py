@@ -80,6 +80,13 @@ def comparisons():
     return compare()
 
 
+BOUND_BY_THE_HOST = {
+    "llama-2-7b x4, 8K, block-keep-attention, ZeRO-3, 2 GPUs",
+    "llama-2-7b x4, 8K, block-keep-attention, ZeRO-3, 4 GPUs",
+    "llama-2-7b x4, 16K, none, ZeRO-2, 4 GPUs",
+}
+
+
 def sizes(comparisons, group, quantity):
     return {
         each.name: abs(each.error) for each in comparisons if each.group == group and each.quantity.startswith(quantity)
@@ -87,7 +94,7 @@ def sizes(comparisons, group, quantity):
 
 
 def test_this_projects_measurements_are_met(comparisons):
-    """What the record says: within 10 %, but for the shortest sequences."""
+    """What the record says: within 10 %, but for the shortest sequences over NCCL and the shortest steps."""
     for quantity in ("forward, ms", "forward + backward, ms"):
         errors = sizes(comparisons, "this project, attention", quantity)
         assert len(errors) > 30
@@ -95,9 +102,7 @@ def test_this_projects_measurements_are_met(comparisons):
         assert all("32768" in name and "nccl" in name for name in off), off
         assert sorted(errors.values())[len(errors) // 2] < 0.03
     off = {name for name, error in sizes(comparisons, "this project, training", "step").items() if error > 0.10}
-    assert all(" 8K, " in name or (", 4 GPUs" in name and " 16K, " in name) for name in off), (
-        off
-    )  # the host bounds them
+    assert off <= BOUND_BY_THE_HOST
     for what in ("torch's allocator", "beside torch's allocator"):
         assert all(error < 0.025 for error in sizes(comparisons, "this project, training", what).values())
 
