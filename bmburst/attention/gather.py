@@ -39,7 +39,7 @@ _IN, _OUT = 2, 3  # lanes: nothing queues behind gradients that go home, nor beh
 _TURNS = 2  # buffers: one is read while the next is filled
 
 
-def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Partial:
+def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: Partial | None = None) -> Partial:
     """Return attention of this rank's queries over the whole sequence; see `ring_forward`.
 
     Args:
@@ -47,11 +47,11 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Te
         q: `[batch, tokens, heads, head_dim]`.
         k: `[batch, tokens, kv_heads, head_dim]`.
         v: Shaped as k.
-        out: Where to write the output, shaped as q. Default: new memory.
+        into: Where to write the results, as `Kernel.forward`. Default: new memory.
     """
     plan = _plan(call, q, k)
     arriving = _Arriving(call, plan, k, v)
-    whole = forward_by_tiles(call, plan.own, q, k, v, out)
+    whole = forward_by_tiles(call, plan.own, q, k, v, into)
     for i, unit in enumerate(plan.units):
         keys, values = arriving.wait(i)
         heads = unit.heads.slice
@@ -63,7 +63,7 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Te
 
 
 def gather_backward(call: AttentionCall, kernel: Kernel, given: Given, into: Gradients | None = None) -> Gradients:
-    """Return the gradients of this rank's q, k and v in their dtype; `into` as `out` above."""
+    """Return the gradients of this rank's q, k and v in their dtype; `into` as above."""
     grad_out, q, k, v, lse, delta = given
     plan = _plan(call, q, k)
     if into is None:

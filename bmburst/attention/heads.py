@@ -35,17 +35,16 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
     arriving = _Arriving(call, plan, brought, streams)  # first: the host's time for all else is hidden
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
-    outer, parts, going_home = call.outer, list[Partial](), list[Transfer]()
+    outer, going_home = call.outer, list[Transfer]()
     for i, at in enumerate(plan.outbound):
         with streams.turn(i):
             queries, keys, values = arriving.wait(i)
             box = call.comm.outbox(at.exchange.nbytes, _OUT)
-            own, own_lse = _tensors(box, at.windows, q.dtype)
+            into = Partial(*_tensors(box, at.windows, q.dtype))
             with working(call.comm):
-                parts.append(outer_forward(outer, queries, keys, values, out=own))
+                outer_forward(outer, queries, keys, values, into)
         arriving.start(i + 1)
-        with streams.turn(i), streams.after():
-            own_lse.copy_(parts[i].lse)
+        with streams.turn(i):
             going_home.append(call.comm.pull(at.exchange, box, (out, lse), _OUT))
     streams.join()
     for transfer in going_home:

@@ -14,7 +14,7 @@ from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
 
 def forward_by_tiles(
-    call: AttentionCall, tiles: Sequence[Tile], q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
+    call: AttentionCall, tiles: Sequence[Tile], q: Tensor, k: Tensor, v: Tensor, into: Partial | None = None
 ) -> Partial:
     """Return attention by these tiles: no query sees keys in two of them. In none, it gets zero and `-inf`.
 
@@ -24,26 +24,34 @@ def forward_by_tiles(
         q: `[batch, queries, heads, head_dim]`.
         k: `[batch, keys, kv_heads, head_dim]`.
         v: Shaped as k.
-        out: Where to write the output, shaped as q. Default: new memory.
+        into: Where to write the results, as `Kernel.forward`. Default: new memory, the output contiguous in q's dtype.
     """
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if len(tiles) == 1 and len(tiles[0].queries) == q.shape[1]:
-        return Partial(out, tile_forward(call, tiles[0], q, k, v, out).lse)
-    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=accumulation_dtype(q.dtype))
+        whole = tile_forward(call, tiles[0], q, k, v, into)
+        return Partial(whole.out.to(q.dtype).contiguous(), whole.lse) if into is None else into
+    if into is None:
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+        into = Partial(torch.empty_like(q, memory_format=torch.contiguous_format), lse)
+    out, lse = into
     done = 0  # rows from here on were not written
     for tile in tiles:
         rows = tile.queries.slice
         if tile.queries.start >= done:
-            out[:, done : tile.queries.start] = 0
-            lse[:, :, rows] = tile_forward(call, tile, q, k, v, out[:, rows]).lse
+            _see_nothing(into, slice(done, tile.queries.start))
+            tile_forward(call, tile, q, k, v, Partial(out[:, rows], lse[:, :, rows]))
             done = tile.queries.stop
         else:  # segments of one tile lie between those of another
-            out[:, done : tile.queries.stop] = 0
+            _see_nothing(into, slice(done, tile.queries.stop))
             merge_partials_(out[:, rows], lse[:, :, rows], *tile_forward(call, tile, q, k, v))
             done = max(done, tile.queries.stop)
-    out[:, done:] = 0
-    return Partial(out, lse)
+    _see_nothing(into, slice(done, None))
+    return into
+
+
+def _see_nothing(part: Partial, queries: slice) -> None:
+    """Write what queries get that see no key."""
+    part.out[:, queries] = 0
+    part.lse[:, :, queries] = -torch.inf
 
 
 def backward_by_tiles(

@@ -17,12 +17,12 @@ def cut(tensor: Tensor, span: Span, dim: int = 1) -> Tensor:
 
 
 def tile_forward(
-    call: AttentionCall, tile: Tile, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
+    call: AttentionCall, tile: Tile, q: Tensor, k: Tensor, v: Tensor, into: Partial | None = None
 ) -> Partial:
-    """Return attention of a tile's queries to its keys; `q`, `k` and `v` hold all tokens, `out` the tile's."""
+    """Return attention of a tile's queries to its keys; `q`, `k` and `v` hold all tokens, `into` the tile's."""
     queries, keys, values = cut(q, tile.queries), cut(k, tile.keys), cut(v, tile.keys)
     with traced("attention tile"):
-        return call.kernel.forward(queries, keys, values, pattern=tile.pattern, scale=call.scale, out=out)
+        return call.kernel.forward(queries, keys, values, pattern=tile.pattern, scale=call.scale, into=into)
 
 
 def tile_backward(

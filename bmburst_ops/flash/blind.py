@@ -9,41 +9,43 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
-from bmburst_ops.flash.memory import deliver, deliver_gradients
+from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.flash.vectors import Sent, send
 from bmburst_ops.pattern import Band, Rectangle, Segments, rectangles, rows_of, transposed
 
 Shape = Band | Segments
-ForwardPart = Callable[[Tensor, Tensor, Tensor, Shape, Tensor | None], Partial]
-"""A kernel's forward of `(q, k, v, pattern, out)`."""
+ForwardPart = Callable[[Tensor, Tensor, Tensor, Shape, Partial | None], Partial]
+"""A kernel's forward of `(q, k, v, pattern, into)`."""
 BackwardPart = Callable[[Given, Shape, Gradients | None], Gradients]
 """A kernel's backward of `(given, pattern, into)`."""
 
 
-def forward(part: ForwardPart, q: Tensor, k: Tensor, v: Tensor, pattern: Shape, out: Tensor | None) -> Partial:
+def forward(part: ForwardPart, q: Tensor, k: Tensor, v: Tensor, pattern: Shape, into: Partial | None) -> Partial:
     """Return the part's result: of a band it gets the queries that see something, of segments all, set right after."""
     seen = _seen(pattern, q.shape[1], k.shape[1])
     if seen is None:
-        return _nothing(q, out)
+        return _nothing(q, into)
     if isinstance(pattern, Segments):
-        partial = part(q, k, v, pattern, out)
+        partial = part(q, k, v, pattern, into)
         if (queries := _places(pattern, q, k)[0]) is not None:
             partial.out.index_fill_(1, queries, 0.0)
             partial.lse.index_fill_(2, queries, -torch.inf)
         return partial
     first, first_key = seen.queries.start, seen.keys.start
     if not first and not first_key:
-        return part(q, k, v, seen.band, out)
-    target = None if out is None else out[:, first:]
-    near = part(q[:, first:], k[:, first_key:], v[:, first_key:], seen.band, target)
-    lse = torch.cat((near.lse.new_full((*near.lse.shape[:2], first), -torch.inf), near.lse), 2)
-    if out is None:
-        return Partial(_after_zeros(near.out, first), lse)
-    out[:, :first] = 0
-    return Partial(out, lse)
+        return part(q, k, v, seen.band, into)
+    near = q[:, first:], k[:, first_key:], v[:, first_key:]
+    if into is None:
+        out, lse = part(*near, seen.band, None)
+        return Partial(_after_zeros(out, first), pad(lse, (first, 0), value=-torch.inf))
+    part(*near, seen.band, Partial(into.out[:, first:], into.lse[..., first:]))
+    into.out[:, :first] = 0
+    into.lse[..., :first] = -torch.inf
+    return into
 
 
 def backward(part: BackwardPart, given: Given, pattern: Shape, into: Gradients | None) -> Gradients:
@@ -103,9 +105,9 @@ def _sent(pattern: Segments, queries: int, keys: int, device: torch.device) -> _
     return _Blind(*(send((places,), device, torch.int64) if places.size else None for places in empty))
 
 
-def _nothing(q: Tensor, out: Tensor | None) -> Partial:
+def _nothing(q: Tensor, into: Partial | None) -> Partial:
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
-    return Partial(deliver(torch.zeros_like(q), out), lse)
+    return deliver_partial(Partial(torch.zeros_like(q), lse), into)
 
 
 def _after_zeros(tensor: Tensor, count: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from bmburst_ops.flash import top_left
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.limits import PACKED, unless_able, without_cells
-from bmburst_ops.flash.memory import deliver, deliver_gradients
+from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.flash.visible import Visibility
 from bmburst_ops.merge import accumulation_dtype, dense_rows, surrogate_out
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Need, Pattern, Segments, rectangles
@@ -37,20 +37,20 @@ class CpuKernel:
         return unless_able(needs, PACKED)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
     ) -> Partial:
         """See `Kernel.forward`."""
         whole = _as_one_call(pattern, q, k)
         if whole is not None:
-            return _forward(q, k, v, whole, scale, out)
+            return _forward(q, k, v, whole, scale, into)
         dtype = accumulation_dtype(q.dtype)
-        result = q.new_zeros(q.shape, dtype=dtype) if out is None or out.dtype != dtype else out.zero_()
+        out = q.new_zeros(q.shape, dtype=dtype) if into is None or into.out.dtype != dtype else into.out.zero_()
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
         for piece in _pieces(without_cells(pattern, self.name), q, k):
             rows, near = piece.queries, piece.keys
-            part = _forward(q[:, rows], k[:, near], v[:, near], piece.sight, scale, result[:, rows])
-            lse[:, :, rows] = part.lse
-        return Partial(deliver(result, out), lse)
+            target = Partial(out[:, rows], lse[:, :, rows])
+            _forward(q[:, rows], k[:, near], v[:, near], piece.sight, scale, target)
+        return deliver_partial(Partial(out, lse), into)
 
     def backward(
         self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
@@ -104,7 +104,7 @@ def _pieces(pattern: Band | Segments, q: Tensor, k: Tensor) -> Iterator[_Piece]:
             yield _Piece(slice(first, last), slice(keys.start + seen.start, keys.start + seen.stop), sight)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, sight: _Sight, scale: float, out: Tensor | None) -> Partial:
+def _forward(q: Tensor, k: Tensor, v: Tensor, sight: _Sight, scale: float, into: Partial | None) -> Partial:
     def part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
         mask = sight if isinstance(sight, Tensor) else None
         result, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -112,7 +112,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sight: _Sight, scale: float, out: 
         )
         return Partial(result.transpose(1, 2), lse)
 
-    return top_left.forward(part, q, k, v, sight is True, out)
+    return top_left.forward(part, q, k, v, sight is True, into)
 
 
 def _backward(

@@ -53,7 +53,7 @@ class CudnnKernel:
         return "has no deterministic backward in torch"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
     ) -> Partial:
         """See `Kernel.forward`."""
 
@@ -66,10 +66,10 @@ class CudnnKernel:
             )
             return Partial(result.transpose(1, 2), lse.flatten(2))  # [batch, heads, queries, 1] as cuDNN has it
 
-        def rectangle(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, out: Tensor | None) -> Partial:
-            return top_left.forward(part, q, k, v, causal_or_full(seen, self.name), out)
+        def rectangle(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, into: Partial | None) -> Partial:
+            return top_left.forward(part, q, k, v, causal_or_full(seen, self.name), into)
 
-        return blind.forward(rectangle, q, k, v, band_of(pattern, self.name), out)
+        return blind.forward(rectangle, q, k, v, band_of(pattern, self.name), into)
 
     def backward(
         self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None

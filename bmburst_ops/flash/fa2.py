@@ -44,20 +44,20 @@ class FlashAttention2Kernel:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
     ) -> Partial:
-        """See `Kernel.forward`. The package cannot write into given memory: `out` is a copy."""
+        """See `Kernel.forward`. The package cannot write into given memory: `into` gets copies."""
         package = load(_MODULE, self.name)
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, out: Tensor | None) -> Partial:
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, into: Partial | None) -> Partial:
             call = told_flash_attention_2(seen, q, k)
             function = package._flash_attn_forward if call.queries is None else package._flash_attn_varlen_forward
             result, lse, *_ = function(
                 *(aligned(call.flat(t)) for t in (q, k, v)), **_options(call, scale), return_softmax=False
             )
-            return call.partial(result, lse, q, out)
+            return call.partial(result, lse, q, into)
 
-        return blind.forward(part, q, k, v, without_cells(pattern, self.name), out)
+        return blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
 
     def backward(
         self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None

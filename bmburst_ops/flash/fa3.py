@@ -54,12 +54,12 @@ class FlashAttention3Kernel:
         return "cannot promise a deterministic backward: some builds of FlashAttention-3 ignore the request"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
     ) -> Partial:
-        """See `Kernel.forward`. `out` is a copy: newer releases are functional operations, which must not alias."""
+        """See `Kernel.forward`. `into` gets copies: newer releases are functional operations, which must not alias."""
         function = load(_MODULE, self.name)._flash_attn_forward
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, out: Tensor | None) -> Partial:
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, into: Partial | None) -> Partial:
             call = told(seen, q, k)
             options: list[object] = [None] * _FORWARD_OPTIONS
             if call.queries is not None:
@@ -71,9 +71,9 @@ class FlashAttention3Kernel:
                 causal=call.causal,
                 **_window(function, call),
             )
-            return call.partial(result, lse, q, out)
+            return call.partial(result, lse, q, into)
 
-        return blind.forward(part, q, k, v, without_cells(pattern, self.name), out)
+        return blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
 
     def backward(
         self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None

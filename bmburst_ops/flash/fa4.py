@@ -9,7 +9,7 @@ from bmburst_ops.constants import TILE_ROWS
 from bmburst_ops.flash import blind
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.limits import PACKED, unless_able, unless_half_on_gpu, unless_head_dim, without_cells
-from bmburst_ops.flash.memory import aligned, gradient_memory, writable
+from bmburst_ops.flash.memory import aligned, gradient_memory, writable, writable_statistic
 from bmburst_ops.flash.packages import load, version_of
 from bmburst_ops.flash.varlen import Told, told
 from bmburst_ops.pattern import FULL, Need, Pattern
@@ -49,14 +49,15 @@ class FlashAttention4Kernel:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
     ) -> Partial:
         """See `Kernel.forward`."""
         function = load(_MODULE, self.name)._flash_attn_fwd
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, out: Tensor | None) -> Partial:
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, into: Partial | None) -> Partial:
             call = told(seen, q, k)
             flat = [aligned(call.flat(t)) for t in (q, k, v)]
+            out, statistic = (None, None) if into is None else into
             with torch.cuda.device_of(q):
                 result, lse, *_ = function(
                     *flat,
@@ -65,11 +66,12 @@ class FlashAttention4Kernel:
                     pack_gqa=None if TILE_ROWS % (q.shape[2] // k.shape[2]) == 0 else False,
                     return_lse=True,
                     out=writable(call.flat_target(out), q),
+                    lse=writable_statistic(call.flat_statistic_target(statistic)),
                     **fa4_options(call),
                 )
-            return call.partial(result, lse, q, out)
+            return call.partial(result, lse, q, into)
 
-        return blind.forward(part, q, k, v, without_cells(pattern, self.name), out)
+        return blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
 
     def backward(
         self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None

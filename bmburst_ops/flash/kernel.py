@@ -64,7 +64,7 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
     ) -> Partial:
         """Return the tile's output, in q's dtype or wider, and its log-sum-exp, in fp32 or wider.
 
@@ -74,8 +74,9 @@ class Kernel(Protocol):
             v: Values.
             pattern: Which keys each query sees.
             scale: Factor on the scores.
-            out: Where to write the output, shaped as q, any strides with a dense last dimension; a kernel that cannot
-                write there itself copies. Default: memory of its own.
+            into: Where to write the results: the output shaped as q, and the log-sum-exp `[batch, heads, queries]`,
+                each of any strides with a dense last dimension; a kernel that cannot write there itself copies.
+                Default: memory of its own.
         """
         ...
 
@@ -89,7 +90,8 @@ class Kernel(Protocol):
             pattern: Which keys each query sees.
             scale: Factor on the scores.
             deterministic: Whether repeated calls must give the same bits.
-            into: Where to write the gradients, as `out` of forward. Default: memory of its own.
+            into: Where to write the gradients, shaped as q, k and v, with strides as forward's results may have them.
+                Default: memory of its own.
         """
         ...
 

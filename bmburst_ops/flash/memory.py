@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash.kernel import Gradients
+from bmburst_ops.flash.kernel import Gradients, Partial
 
 _VECTOR = 16  # bytes: a vector load, and the unit of TMA's addresses and strides
 
 
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether rows are dense, start at 16-byte boundaries, and no dimension repeats the same memory."""
+def is_aligned(tensor: Tensor, unit: int = _VECTOR) -> bool:
+    """Whether rows are dense, start at multiples of so many bytes, and no dimension repeats the same memory."""
     *strides, last = tensor.stride()
-    step = _VECTOR // tensor.element_size()
-    return last == 1 and tensor.data_ptr() % _VECTOR == 0 and all(s > 0 and s % step == 0 for s in strides)
+    step = unit // tensor.element_size()
+    return last == 1 and tensor.data_ptr() % unit == 0 and all(s > 0 and s % step == 0 for s in strides)
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -23,6 +23,12 @@ def aligned(tensor: Tensor) -> Tensor:
 def writable(target: Tensor | None, like: Tensor) -> Tensor | None:
     """Return the target if a GPU kernel whose results are typed as `like` can write there itself, or else None."""
     return target if target is not None and target.dtype is like.dtype and is_aligned(target) else None
+
+
+def writable_statistic(target: Tensor | None) -> Tensor | None:
+    """Return the target if a GPU kernel that stores fp32 statistics number by number can write there, or else None."""
+    fits = target is not None and target.dtype is torch.float32 and is_aligned(target, target.element_size())
+    return target if fits else None
 
 
 def deliver(result: Tensor, target: Tensor | None) -> Tensor:
@@ -40,6 +46,11 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
         return False
     # The stride of a dimension of one says nothing, and what was flattened and unflattened has another.
     return all(mine == theirs or size == 1 for size, mine, theirs in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def deliver_partial(result: Partial, into: Partial | None) -> Partial:
+    """Return output and log-sum-exp where they were asked for, as `deliver`."""
+    return result if into is None else Partial(*map(deliver, result, into))
 
 
 def deliver_gradients(results: Gradients, into: Gradients | None) -> Gradients:

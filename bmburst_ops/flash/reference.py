@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
-from bmburst_ops.flash.memory import deliver, deliver_gradients
+from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.flash.visible import Visibility
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.pattern import Need, Pattern
@@ -27,7 +27,7 @@ class ReferenceKernel:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
     ) -> Partial:
         """See `Kernel.forward`."""
         dtype = accumulation_dtype(q.dtype)
@@ -38,7 +38,7 @@ class ReferenceKernel:
             weights = torch.exp(slab.scores - _finite(lse)[..., None])
             outs.append(torch.einsum("bkgqn,bnkd->bqkgd", weights, values[:, slab.keys]).flatten(2, 3))
             lses.append(lse.flatten(1, 2))
-        return Partial(deliver(torch.cat(outs, 1), out), torch.cat(lses, 2))
+        return deliver_partial(Partial(torch.cat(outs, 1), torch.cat(lses, 2)), into)
 
     def backward(
         self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.flash.memory import deliver, deliver_gradients
+from bmburst_ops.flash.memory import deliver, deliver_gradients, deliver_partial
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
 
@@ -26,22 +26,21 @@ class BackwardPart(Protocol):
         ...
 
 
-def forward(part: ForwardPart, q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor | None) -> Partial:
-    """Return attention of a tile, through one part or two that are merged in fp32 or wider; `out` as `Kernel.forward`.
+def forward(part: ForwardPart, q: Tensor, k: Tensor, v: Tensor, causal: bool, into: Partial | None) -> Partial:
+    """Return attention of a tile, through one part or two that are merged in fp32 or wider; `into` as `Kernel.forward`.
 
     The output is in the part's dtype, or after a merge in fp32 or wider.
     """
     hidden = k.shape[1] - q.shape[1]
     if not _must_cut(causal, q, k):
-        whole = part(q, k, v, causal and hidden == 0)
-        return Partial(deliver(whole.out, out), whole.lse)
+        return deliver_partial(part(q, k, v, causal and hidden == 0), into)
     seen, square = (part(q, k[:, keys], v[:, keys], is_causal) for keys, is_causal in _cut(hidden))
     dtype = accumulation_dtype(q.dtype)
     # Merged where it is asked for if that is wide enough: rounded in between it would lose what the merge keeps.
-    merged = torch.empty_like(seen.out, dtype=dtype) if out is None or out.dtype != dtype else out
+    merged = torch.empty_like(seen.out, dtype=dtype) if into is None or into.out.dtype != dtype else into.out
     merged.copy_(seen.out)
     merge_partials_(merged, seen.lse, square.out, square.lse)
-    return Partial(deliver(merged, out), seen.lse)
+    return deliver_partial(Partial(merged, seen.lse), into)
 
 
 def backward(part: BackwardPart, q: Tensor, k: Tensor, v: Tensor, causal: bool, into: Gradients | None) -> Gradients:

@@ -34,11 +34,11 @@ class TorchKernel:
         return unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q) or unless_able(needs, PACKED)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
     ) -> Partial:
         """See `Kernel.forward`."""
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, out: Tensor | None) -> Partial:
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, into: Partial | None) -> Partial:
             call = told_flash_attention_2(seen, q, k)
             result, lse, *_ = torch.ops.aten._flash_attention_forward(
                 *(aligned(call.flat(t)) for t in (q, k, v)),
@@ -46,9 +46,9 @@ class TorchKernel:
                 scale=scale,
                 **_window(call),
             )
-            return call.partial(result, lse, q, out)
+            return call.partial(result, lse, q, into)
 
-        return blind.forward(part, q, k, v, without_cells(pattern, self.name), out)
+        return blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
 
     def backward(
         self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None

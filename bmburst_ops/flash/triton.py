@@ -60,19 +60,22 @@ class TritonKernel:
         return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {q.device}"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
     ) -> Partial:
-        """See `Kernel.forward`. The output is in q's dtype, or in `out`'s."""
+        """See `Kernel.forward`. The output is in q's dtype, the log-sum-exp in fp32, or both in `into`'s."""
         if scale < 0:  # the kernel takes the largest score before it is scaled
             q, scale = -q, -scale
         q, k, v = (near_rows(t) for t in (q, k, v))
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         batch, queries, heads, _ = q.shape
-        lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+        out, lse = into or (
+            torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device),
+        )
         kernels, blocks = _kernels(), _plan(q).forward
         mask = mask_for(pattern, q, k, *blocks.over_keys)
         numbers = (*_lengths(q, k), scale / math.log(2))
-        arguments = (q, k, v, out, lse, *map(strides_of, (q, k, v, out)), *numbers, *mask[1:])
+        strides = (*map(strides_of, (q, k, v, out)), *lse.stride()[:2])
+        arguments = (q, k, v, out, lse, *strides, *numbers, *mask[1:])
         launch(kernels.forward, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind)
         return Partial(out, lse)
 

@@ -149,9 +149,9 @@ def is_visible(
     return visible
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=(*NOT_SPECIALIZED, "lse_batch", "lse_head"))
 def forward_kernel(
-    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides,
+    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, lse_batch, lse_head,
     queries, keys, group, bits_scale,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles, tile_ends,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -159,8 +159,8 @@ def forward_kernel(
 ):  # fmt: skip
     """One program: QUERIES queries of one head over all their keys. Grid: (query blocks, heads, batch).
 
-    Strides are of (batch, token, head); lse `[batch, heads, queries]` is dense; bits_scale is scale * log2(e), not
-    negative. For MASK and the vectors see `triton_masks.Mask`.
+    Strides are of (batch, token, head), those of lse `[batch, heads, queries]` of a batch and of a head; bits_scale is
+    scale * log2(e), not negative. For MASK and the vectors see `triton_masks.Mask`.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal tile's longest rows first
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -189,7 +189,7 @@ def forward_kernel(
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     store_rows(out_matrix, acc, first, out_strides[1], queries, HEAD_DIM, QUERIES, DIM)
     rows = first + tl.arange(0, QUERIES)
-    at = lse + (tl.cast(batch, tl.int64) * tl.num_programs(1) + head) * queries + rows
+    at = lse + tl.cast(batch, tl.int64) * lse_batch + tl.cast(head, tl.int64) * lse_head + rows
     tl.store(at, (peak + tl.log2(total)) * LN_2, mask=rows < queries)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.flash.memory import deliver, deliver_gradients
+from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.flash.vectors import Sent, send
 from bmburst_ops.pattern import CAUSAL, Band, IntArray, Segments
 
@@ -62,19 +62,25 @@ class Told(NamedTuple):
         follows = batch == 1 or target.stride(0) == tokens * target.stride(1)
         return target.flatten(0, 1) if follows else None
 
+    def flat_statistic_target(self, target: Tensor | None) -> Tensor | None:
+        """Return memory for a `[batch, heads, queries]` as the package takes it, or None where it is not one row."""
+        if target is None or self.queries is None:
+            return target
+        return target[0] if target.shape[0] == 1 else None
+
     def flat_targets(self, into: Gradients | None) -> Gradients | None:
         """Return memory for gradients as the package takes it, or None where any cannot be seen that way."""
         flat = [self.flat_target(target) for target in into or ()]
         found = [target for target in flat if target is not None]
         return Gradients(*found) if len(found) == len(Gradients._fields) else None
 
-    def partial(self, out: Tensor, lse: Tensor, q: Tensor, target: Tensor | None) -> Partial:
+    def partial(self, out: Tensor, lse: Tensor, q: Tensor, into: Partial | None) -> Partial:
         """Return the package's results as `Kernel.forward` does, shaped by q."""
         if self.queries is None:
-            return Partial(deliver(out, target), lse)
-        batch, tokens, *_ = q.shape
-        statistic = lse.unflatten(1, (batch, tokens)).transpose(0, 1).contiguous()
-        return Partial(deliver(out.unflatten(0, (batch, tokens)), target), statistic)
+            return deliver_partial(Partial(out, lse), into)
+        sizes = q.shape[:2]
+        found = Partial(out.unflatten(0, sizes), lse.unflatten(1, sizes).transpose(0, 1))
+        return found._replace(lse=found.lse.contiguous()) if into is None else deliver_partial(found, into)
 
     def gradients(self, found: Gradients, batch: int, into: Gradients | None) -> Gradients:
         """Return the package's gradients as `Kernel.backward` does."""

@@ -14,6 +14,7 @@ from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst.layout import LAYOUTS, make_layout
 from bmburst.mask import Causal
+from bmburst_ops.flash.cpu import CpuKernel
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare
 from tests.attention.test_ring_traffic import Counting
@@ -266,6 +267,27 @@ def test_units_follow_each_other_while_kernels_run(monkeypatch):
     run_ranks(2, body)
     strategy.choose_strategy.cache_clear()
     assert log == ["push", "push", "pull", "push", "pull", "pull"]
+
+
+def test_kernels_write_where_results_go_home_from(monkeypatch, units):
+    """Output and log-sum-exp alike: a kernel that can write there leaves nothing to copy."""
+    boxes, written = set(), set()
+    real = CpuKernel.forward
+
+    def forward(*args, into, **options):
+        written.update(t.untyped_storage().data_ptr() for t in into)
+        return real(*args, into=into, **options)
+
+    class Boxes(Checked):
+        def outbox(self, *args):
+            box = super().outbox(*args)
+            boxes.add(box.untyped_storage().data_ptr())
+            return box
+
+    monkeypatch.setattr(CpuKernel, "forward", forward)
+    q = torch.zeros(1, 4, 6, 8)
+    run_ranks(2, lambda comm: bmburst.burst_attention(q, q, q, group=Boxes(comm.inner, comm.device), strategy="heads"))
+    assert written and written <= boxes
 
 
 def test_plans_are_made_once():

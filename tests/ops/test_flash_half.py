@@ -13,7 +13,19 @@ from bmburst_ops.flash.kernel import NotAlwaysDeterministic
 from bmburst_ops.flash.select import KERNELS
 from bmburst_ops.merge import merge_partials_
 from tests.ops.masks import attention
-from tests.ops.tiles import DEVICE, EPSILON, Tile, error, every_second, head_major, one_number_off, some_heads
+from tests.ops.tiles import (
+    DEVICE,
+    EPSILON,
+    Tile,
+    assert_same,
+    error,
+    every_second,
+    head_major,
+    one_number_off,
+    room,
+    some_heads,
+    wider_room,
+)
 
 
 def takes(kernel, head_dim=64, dtype=torch.bfloat16, deterministic=False):
@@ -98,12 +110,13 @@ def test_strides_in_and_out(kernel, case, view):
     dense, gradients = tile.forward(kernel), tile.backward(kernel)
     tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     tile.statistics = tuple(every_second(t) for t in tile.statistics)
-    out = view(torch.full_like(tile.q, math.nan))
+    targets = room(tile.q, view)
     into = Gradients(*(view(torch.full_like(t, math.nan)) for t in (tile.q, tile.k, tile.v)))
-    part = tile.forward(kernel, out=out)
-    assert part.out is out
+    out, lse = part = tile.forward(kernel, into=targets)
+    assert_same(part, targets)
     torch.testing.assert_close(out, dense.out.to(out.dtype))
-    torch.testing.assert_close(part.lse, dense.lse)
+    torch.testing.assert_close(lse, dense.lse)
+    assert lse._base.isnan().sum() == lse._base.numel() - lse.numel()  # nothing is written beside it
     results = tile.backward(kernel, into=into)
     for ours, target, wanted in zip(results, into, gradients, strict=True):
         assert ours is target
@@ -113,10 +126,11 @@ def test_strides_in_and_out(kernel, case, view):
 @each_kernel
 def test_results_go_into_wider_memory(kernel):
     tile = Tile(CASES[5])
-    out = torch.full(tile.q.shape, math.nan, device=DEVICE)
+    targets = wider_room(tile.q)
     into = Gradients(*(torch.full(t.shape, math.nan, device=DEVICE) for t in (tile.q, tile.k, tile.v)))
-    assert tile.forward(kernel, out=out).out is out
-    assert error(out, tile.out) < EPSILON[tile.dtype]
+    assert_same(tile.forward(kernel, into=targets), targets)
+    assert error(targets.out, tile.out) < EPSILON[tile.dtype]
+    torch.testing.assert_close(targets.lse.cpu(), tile.lse, rtol=1e-4, atol=1e-4)
     tile.backward(kernel, into=into)
     for ours, wanted in zip(into, tile.gradients, strict=True):
         assert error(ours, wanted) < bound(kernel, tile)

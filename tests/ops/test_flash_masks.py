@@ -11,7 +11,7 @@ from bmburst_ops.flash import CAUSAL, FULL, Band, Given, Gradients, Segments, se
 from bmburst_ops.flash.select import KERNELS
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import a_cells, blocks, some
-from tests.ops.tiles import DEVICE, EPSILON, error, some_heads
+from tests.ops.tiles import DEVICE, EPSILON, assert_same, error, room, some_heads
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 # queries, keys, heads, KV heads: odd, more queries than keys, one query
@@ -127,7 +127,7 @@ def test_results_go_where_asked(kernel, mask, batch):
     if not takes(kernel, torch.bfloat16, pattern.needs):
         return
     tile = Masked(pattern, LONG, LONG, 2, 1, 64, torch.bfloat16, batch)
-    wanted = (tile.forward(kernel).out, *tile.backward(kernel))
+    wanted, gradients = tile.forward(kernel), tile.backward(kernel)
 
     def later_rows(tensor):  # a batch whose samples do not follow each other
         wide = torch.full((tensor.shape[0], tensor.shape[1] + 5, *tensor.shape[2:]), math.nan).to(tensor)
@@ -135,11 +135,12 @@ def test_results_go_where_asked(kernel, mask, batch):
 
     for view in (some_heads, later_rows):
         tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
-        out = view(torch.full_like(tile.q, math.nan))
+        targets = room(tile.q, view)
         into = Gradients(*(view(torch.full_like(t, math.nan)) for t in (tile.q, tile.k, tile.v)))
-        assert tile.forward(kernel, out=out).out is out
-        assert all(a is b for a, b in zip(tile.backward(kernel, into=into), into, strict=True))
-        for ours, like in zip((out, *into), wanted, strict=True):
+        assert_same(tile.forward(kernel, into=targets), targets)
+        assert_same(tile.backward(kernel, into=into), into)
+        torch.testing.assert_close(targets.lse, wanted.lse)
+        for ours, like in zip((targets.out, *into), (wanted.out, *gradients), strict=True):
             assert error(ours, like.double().cpu()) < EPSILON[torch.bfloat16]
 
 

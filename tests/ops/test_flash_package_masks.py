@@ -18,8 +18,8 @@ from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.merge import row_dots
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import some, visible
-from tests.ops.test_flash_packages import install
-from tests.ops.tiles import EPSILON, error, one_number_off, some_heads
+from tests.ops.test_flash_packages import check_statistic_memory, install
+from tests.ops.tiles import EPSILON, assert_same, error, one_number_off, room, some_heads, wider_room
 
 QUERIES, KEYS = 37, 53
 CUT = (0, 10, 10, 11, 25, QUERIES), (0, 20, 31, 32, 32, KEYS)
@@ -44,6 +44,7 @@ class StandIn:
 
     def __init__(self, kernel):
         self.kernel, self.calls, self.deterministic = kernel, 0, None
+        self.writes_statistics = False  # itself, in its last forward
 
     def pattern(self, causal, window, offsets, longest, shape, clamped=False):
         """Return the pattern of the arguments. If clamped, a bound of at least the longest keys is no bound."""
@@ -60,7 +61,7 @@ class StandIn:
         assert not clamped or longest[0] > 1  # with one, the package takes every segment to have one
         return Segments(band, *(tuple(side.tolist()) for side in offsets))
 
-    def forward(self, q, k, v, scale, pattern, out=None):
+    def forward(self, q, k, v, scale, pattern, out=None, statistic=None):
         self.calls += 1
         assert all(is_aligned(t) for t in (q, k, v))
         four = [t if t.ndim == 4 else t[None] for t in (q, k, v)]
@@ -68,7 +69,10 @@ class StandIn:
         blind = ~visible(pattern, four[0].shape[1], four[1].shape[1]).any(1)
         result[:, blind], lse[:, :, blind] = torch.nan, torch.inf
         result, lse = (t if q.ndim == 4 else t[0] for t in (result.to(q.dtype), lse))
-        return result if out is None else out.copy_(result), lse
+        self.writes_statistics = statistic is not None
+        if statistic is not None:
+            check_statistic_memory(statistic, lse.shape)
+        return result if out is None else out.copy_(result), lse if statistic is None else statistic.copy_(lse)
 
     def backward(self, dout, q, k, v, lse, delta, scale, pattern, into):
         self.calls += 1
@@ -218,11 +222,11 @@ def fa4(monkeypatch):
     # fmt: off
     def _flash_attn_fwd(q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
                         softmax_scale=None, causal=False, window_size_left=None, window_size_right=None, pack_gqa=None,
-                        return_lse=False, out=None):
+                        return_lse=False, out=None, lse=None):
         pattern = read(q, k, causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                        max_seqlen_k)
         assert out is None or (out.shape == q.shape and is_aligned(out))
-        return *made.forward(q, k, v, softmax_scale, pattern, out), None, None, None
+        return *made.forward(q, k, v, softmax_scale, pattern, out, lse), None, None, None
 
     def _flash_attn_bwd(q, k, v, out, dout, lse, *, softmax_scale=None, causal=False, window_size_left=None,
                         window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
@@ -249,15 +253,22 @@ def later_rows(tensor):
 
 @pytest.mark.parametrize("stand_in", [fa2, fa3, older_fa3, fa4, torchs], ids=lambda stand_in: stand_in.__name__)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{str(case)[:60]}-{case[1]}-{case[2]}")
-def test_packages_are_told_the_mask(monkeypatch, stand_in, case):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_packages_are_told_the_mask(monkeypatch, stand_in, case, batch):
     made = stand_in(monkeypatch)
     monkeypatch.setattr("tests.ops.masked.DEVICE", "cpu")
     view = random.Random(str(case)).choice((as_it_is, some_heads, one_number_off, later_rows))
-    tile = Masked(*case, 4, 2, 16, torch.bfloat16, batch=2)
+    tile = Masked(*case, 4, 2, 16, torch.bfloat16, batch)
     tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
-    for out in (None, view(torch.empty_like(tile.q)), torch.empty(tile.q.shape, dtype=torch.float32)):
-        part = tile.forward(made.kernel, out=out)
-        assert out is None or part.out is out
+    narrow = room(tile.q, view)
+    for into in (None, narrow, wider_room(tile.q)):
+        part = tile.forward(made.kernel, into=into)
+        if into is not None:
+            assert_same(part, into)
+        # With offsets, samples of a batch lie in one row, as they do not where they are asked for.
+        is_one_row = batch == 1 or not isinstance(tile.pattern, Segments)
+        can_write = stand_in is fa4 and into is narrow and is_one_row and tile.mask.any()
+        assert made.writes_statistics == can_write
         assert not tile.mask.any() or error(part.out, tile.out) < EPSILON[torch.bfloat16]
         torch.testing.assert_close(part.lse.double(), tile.lse, rtol=1e-5, atol=1e-5)
     for deterministic in (False, not isinstance(made.kernel, FlashAttention3Kernel)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, Given, Gradients, ReferenceKernel, packages, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, Given, Gradients, Partial, ReferenceKernel, packages, select_kernel
 from bmburst_ops.flash.cudnn import CudnnKernel
 from bmburst_ops.flash.fa2 import FlashAttention2Kernel
 from bmburst_ops.flash.fa3 import FlashAttention3Kernel
@@ -17,7 +17,18 @@ from bmburst_ops.flash.memory import aligned, is_aligned
 from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.merge import row_dots
 from tests.ops.masked import Masked
-from tests.ops.tiles import EPSILON, Tile, error, every_second, one_number_off, some_heads
+from tests.ops.tiles import (
+    EPSILON,
+    Tile,
+    assert_same,
+    error,
+    every_second,
+    one_number_off,
+    room,
+    some_heads,
+    some_statistics,
+    wider_room,
+)
 
 CASES = [
     (2, 37, 53, True, 6, 2, 64, torch.bfloat16),
@@ -45,6 +56,12 @@ def differentiate(dout, q, k, v, lse, delta, scale, causal, into):
     assert lse.dtype is delta.dtype is torch.float32
     options = {"pattern": pattern_of(causal), "scale": scale, "deterministic": True, "into": Gradients(*into)}
     ReferenceKernel().backward(Given(dout, q, k, v, lse, delta), **options)
+
+
+def check_statistic_memory(lse, shape):
+    """What flash-attn-4 asks of memory for a log-sum-exp: `validate_output_layout` in its cute_dsl_utils.py."""
+    assert lse.shape == shape and lse.dtype is torch.float32 and 0 not in lse.stride()
+    assert lse.data_ptr() % 4 == 0 and (lse.is_contiguous() or lse.stride(-1) == 1)
 
 
 def fa2(seen):
@@ -107,15 +124,19 @@ def older_fa3(seen):
     return FlashAttention3Kernel(), "flash_attn_interface", _flash_attn_forward, _flash_attn_backward
 
 
-def fa4(seen, outs=None):
-    outs = [] if outs is None else outs
+def fa4(seen, written=None):
+    written = [] if written is None else written
 
-    def _flash_attn_fwd(q, k, v, *, softmax_scale=None, causal=False, pack_gqa=None, return_lse=False, out=None):
+    def _flash_attn_fwd(
+        q, k, v, *, softmax_scale=None, causal=False, pack_gqa=None, return_lse=False, out=None, lse=None
+    ):
         assert pack_gqa is (None if q.shape[2] // k.shape[2] in (1, 2, 4, 8, 16, 32, 64) else False)
         assert return_lse and (out is None or (is_aligned(out) and out.dtype is q.dtype))
-        result, lse = attend(q, k, v, softmax_scale, causal)
-        outs.append(out)
-        return (result if out is None else out.copy_(result)), lse, None, None, None
+        if lse is not None:
+            check_statistic_memory(lse, (q.shape[0], q.shape[2], q.shape[1]))
+        written.append((out, lse))
+        results = zip(attend(q, k, v, softmax_scale, causal), (out, lse), strict=True)
+        return *(ours if target is None else target.copy_(ours) for ours, target in results), None, None, None
 
     def _flash_attn_bwd(
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, deterministic=False, dq, dk, dv, dlse
@@ -150,9 +171,9 @@ def test_packages_are_called_as_they_want(monkeypatch, stand_in, case, view):
     tile = Tile(case)
     tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     tile.statistics = tuple(every_second(t) for t in tile.statistics)
-    for out in (None, view(torch.empty_like(tile.q)), torch.empty(tile.q.shape, dtype=torch.float32)):
-        part = tile.forward(kernel, out=out)
-        assert out is None or part.out is out
+    for into in (None, room(tile.q, view), wider_room(tile.q)):
+        part = tile.forward(kernel, into=into)
+        assert into is None or all(a is b for a, b in zip(part, into, strict=True))
         assert error(part.out, tile.out) < EPSILON[tile.dtype]
         torch.testing.assert_close(part.lse.double(), tile.lse, rtol=1e-5, atol=1e-5)
     for deterministic in (False, kernel.name != "fa3"):
@@ -169,26 +190,39 @@ def test_packages_are_called_as_they_want(monkeypatch, stand_in, case, view):
 
 
 def test_fa4_writes_where_it_can(monkeypatch):
-    outs = []
-    kernel = install(monkeypatch, *fa4([], outs))
-    q = torch.randn(1, 5, 2, 16).bfloat16()
-    targets = [some_heads(q), one_number_off(q), torch.empty(q.shape), None]
-    for target in targets:
-        kernel.forward(q, q, q, pattern=CAUSAL, scale=1.0, out=target)
-    assert outs[0] is targets[0] and outs[1:] == [None, None, None]
+    written = []
+    kernel = install(monkeypatch, *fa4([], written))
+    q = torch.randn(2, 5, 2, 16).bfloat16()
+    lse = kernel.forward(q, q, q, pattern=CAUSAL, scale=1.0).lse
+    assert written == [(None, None)]
+    for out, writes in ((some_heads(q), True), (one_number_off(q), False), (torch.empty(q.shape), False)):
+        kernel.forward(q, q, q, pattern=CAUSAL, scale=1.0, into=Partial(out, torch.empty_like(lse)))
+        assert written[-1][0] is (out if writes else None)
+    for statistic, writes in (
+        (some_statistics(torch.zeros_like(lse)), True),  # rows that start at any number
+        (torch.zeros(2, 2, 5).transpose(0, 1), True),
+        (torch.zeros(2, 2, 5, dtype=torch.float64), False),
+        (every_second(torch.zeros_like(lse)), False),
+        (torch.zeros(2, 5, 2).mT, False),
+    ):
+        part = kernel.forward(q, q, q, pattern=CAUSAL, scale=1.0, into=Partial(torch.empty_like(q), statistic))
+        assert written[-1][1] is (statistic if writes else None)
+        assert part.lse is statistic and torch.equal(statistic.float(), lse)
 
 
 def test_torch_gives_results_where_asked(monkeypatch):
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *_, **__: (1 * q, 2 * q, None))
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *_, **__: (1 * q, 2 * statistic, None))
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", lambda *_, **__: (3 * q, 4 * q, 5 * q))
     q = torch.randn(1, 5, 2, 16).bfloat16()
     out, *into = (some_heads(torch.zeros_like(q)) for _ in range(4))
     kernel, options = TorchKernel(), {"pattern": CAUSAL, "scale": 1.0}
-    assert kernel.forward(q, q, q, **options, out=out).out is out and torch.equal(out, q)
-    statistic = torch.zeros(1, 2, 5)
+    statistic = torch.randn(1, 2, 5)
+    targets = Partial(out, some_statistics(torch.zeros_like(statistic)))
+    assert_same(kernel.forward(q, q, q, **options, into=targets), targets)
+    assert torch.equal(out, q) and torch.equal(targets.lse, 2 * statistic)
     given = Given(q, q, q, q, statistic, statistic)
     gradients = kernel.backward(given, **options, deterministic=False, into=Gradients(*into))
-    assert all(a is b for a, b in zip(gradients, into, strict=True))
+    assert_same(gradients, into)
     assert all(torch.equal(t, n * q) for n, t in enumerate(into, 3))
 
 
@@ -244,16 +278,16 @@ def test_cudnn_is_called_as_it_wants(monkeypatch, case):
         monkeypatch.setattr(f"tests.ops.{module}.DEVICE", "cpu")
     kernel, tile = CudnnKernel(), Masked(*case) if case[0] is CAUSAL else Tile(case)
     tile.q, tile.k, tile.v, tile.grad = (one_number_off(t) for t in (tile.q, tile.k, tile.v, tile.grad))
-    out = some_heads(torch.empty_like(tile.q))
+    targets = room(tile.q, some_heads)
     into = Gradients(*(some_heads(torch.empty_like(t)) for t in (tile.q, tile.k, tile.v)))
-    for part in (tile.forward(kernel), tile.forward(kernel, out=out)):
+    for part in (tile.forward(kernel), tile.forward(kernel, into=targets)):
         assert error(part.out, tile.out) < EPSILON[tile.dtype]
         torch.testing.assert_close(part.lse.double(), tile.lse, rtol=1e-5, atol=1e-5)
-    assert part.out is out
+    assert_same(part, targets)
     for gradients in (tile.backward(kernel), tile.backward(kernel, into=into)):
         for ours, wanted in zip(gradients, tile.gradients, strict=True):
             assert error(ours, wanted) < 1.5 * EPSILON[tile.dtype]
-    assert all(a is b for a, b in zip(gradients, into, strict=True))
+    assert_same(gradients, into)
 
 
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch):

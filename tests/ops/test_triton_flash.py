@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, Given, Gradients, queries_ahead, select_kernel, triton_launch
+from bmburst_ops.flash import CAUSAL, FULL, Given, Gradients, Partial, queries_ahead, select_kernel, triton_launch
 from bmburst_ops.flash.triton import TritonKernel
 from tests.attention.oracle import draw
 from tests.ops.masks import attention
@@ -47,10 +47,10 @@ def test_tile_equals_the_definition(tile, dtype):
 
 @pytest.mark.parametrize("distance", [1024, 2**23] if DEVICE == "cuda" else [1024])
 def test_reads_and_writes_where_it_is_told(distance):
-    """Tokens lie `distance` numbers apart: on GPUs also so far that 32 bits do not count them."""
+    """Tokens, and statistics of heads, are `distance` numbers apart: on GPUs also more than 32 bits can count."""
     tile = (300, 300, True, 2, 1, 32) if DEVICE == "cuda" else (40, 70, True, 2, 1, 12)
     q, k, v, grad, pattern, _, lse, delta = make(tile, torch.bfloat16, batch=1)
-    wanted = KERNEL.forward(q, k, v, pattern=pattern, scale=0.2).out
+    wanted = KERNEL.forward(q, k, v, pattern=pattern, scale=0.2)
     lse = lse.to(DEVICE, torch.float32)
     gradients = KERNEL.backward(Given(grad, q, k, v, lse, delta), pattern=pattern, scale=0.2, deterministic=True)
 
@@ -65,8 +65,12 @@ def test_reads_and_writes_where_it_is_told(distance):
 
     far = [elsewhere(t) for t in (q, k, v, grad)]
     out = elsewhere(torch.zeros_like(q))
-    assert KERNEL.forward(*far[:3], pattern=pattern, scale=0.2, out=out).out is out
-    torch.testing.assert_close(out, wanted)
+    heads = torch.full((2, distance), -7.0, device=DEVICE)
+    targets = Partial(out, heads[None, :, : q.shape[1]])
+    part = KERNEL.forward(*far[:3], pattern=pattern, scale=0.2, into=targets)
+    assert all(a is b for a, b in zip(part, targets, strict=True))
+    torch.testing.assert_close(part, wanted)
+    assert (heads[:, q.shape[1] :] == -7).all()
     into = Gradients(*(elsewhere(torch.zeros_like(t)) for t in (q, k, v)))
     statistics = [torch.stack([t, t], -1)[..., 1] for t in (lse, delta)]
     given = Given(far[3], *far[:3], *statistics)

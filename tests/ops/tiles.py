@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, Given
+from bmburst_ops.flash import CAUSAL, FULL, Given, Partial
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw
 from tests.ops.masks import attention
@@ -49,6 +49,29 @@ def some_heads(tensor, first=1):
     wide = torch.full((*tensor.shape[:2], tensor.shape[2] + 3, tensor.shape[3]), math.nan).to(tensor)
     view = wide[:, :, first : first + tensor.shape[2]]
     return view.copy_(tensor)
+
+
+def some_statistics(statistic):
+    """The same numbers `[batch, heads, tokens]` as a slice of the heads and tokens of a larger one."""
+    batch, heads, tokens = statistic.shape
+    return torch.full((batch, heads + 2, tokens + 3), math.nan).to(statistic)[:, 1:-1, 3:].copy_(statistic)
+
+
+def room(q, view, dtype=torch.float32):
+    """Return where results of queries can go, which hold no number yet: the log-sum-exp is a slice, in a dtype."""
+    batch, queries, heads, _ = q.shape
+    lse = torch.full((batch, heads, queries), math.nan, dtype=dtype, device=q.device)
+    return Partial(view(torch.full_like(q, math.nan)), some_statistics(lse))
+
+
+def wider_room(q):
+    """Return where results of 16-bit queries can go, each in a wider dtype than a kernel has it."""
+    return room(q.float(), lambda tensor: tensor, torch.float64)
+
+
+def assert_same(results, targets):
+    """Results are the very tensors that were given for them."""
+    assert all(a is b for a, b in zip(results, targets, strict=True))
 
 
 def head_major(tensor):
