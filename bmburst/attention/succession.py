@@ -3,8 +3,7 @@
 A kernel's last blocks leave multiprocessors idle: with packed documents, of which one is long, for half of a short
 kernel's time. Each kernel has a stream of its own, so that the next one's blocks take them as soon as they are free.
 What follows a kernel is not to wait for the next kernel's blocks, or its results would go home too late to be hidden:
-earlier turns have a higher priority (a kernel call may convert its gradients after the kernel proper), and copies a
-higher one than all.
+earlier turns have a higher priority, since a kernel call may convert or copy its results after the kernel proper.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,11 +12,11 @@ from typing import Any
 
 import torch
 
-from bmburst.comm.streams import FIRST, On, Order, current_stream
+from bmburst.comm.streams import On, Order
 
-_PRIORITIES = (-1, -2, -2, FIRST)
-"""Of the turns before the last one, from the end, two streams alternating further ahead; and of what follows a kernel,
-which goes first, as copies between ranks do."""
+_PRIORITIES = (-1, -2, -2)
+"""Of the turns before the last one, from the end, two streams alternating further ahead. Copies between ranks have a
+higher one."""
 
 
 class Succession:
@@ -33,11 +32,10 @@ class Succession:
 
     def __init__(self, device: torch.device, turns: int) -> None:
         self._current: Any = None
-        self._after: Any = None
         self._before: tuple[Any, ...] = ()
         if device.type == "cuda" and turns > 1:
             self._current = torch.cuda.current_stream(device)
-            *streams, self._after = _streams(device)
+            streams = _streams(device)
             self._before = tuple(streams[_place(turns, turn)] for turn in range(turns - 1))
             self._order = Order()
             for stream in set(self._before):
@@ -47,20 +45,10 @@ class Succession:
         """Return a context in which the stream of turn `i` is the current one."""
         return On(self._before[i]) if i < len(self._before) else nullcontext()
 
-    def after(self) -> AbstractContextManager[None]:
-        """Return, within a turn, a context whose stream goes on after its kernel, before any other's blocks.
-
-        What is read there must be kept until `join`.
-        """
-        if not self._before:
-            return nullcontext()
-        self._order.after(self._after, current_stream(self._after.device_index))
-        return On(self._after)
-
     def join(self) -> None:
         """Let the current stream wait for all that was launched."""
         if self._before:
-            self._order.after(self._current, *{*self._before, self._after})
+            self._order.after(self._current, *set(self._before))
 
 
 def _place(turns: int, turn: int) -> int:
