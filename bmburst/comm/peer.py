@@ -60,8 +60,6 @@ class _Box:
 @dataclass(slots=True)
 class _Lane:
     stream: Any
-    second: Any
-    """For half of the copies: on one stream each waits for the one before, and an engine rests between two."""
     outboxes: tuple[_Box, ...] = field(default_factory=lambda: tuple(_Box() for _ in range(_OUTBOXES)))
     inbox: _Box = field(default_factory=_Box)
     turn: int = 0
@@ -92,9 +90,9 @@ class PeerCommunicator:
         self.rank, self.size = inner.rank, inner.size
         _require_one_host(inner)
         self._words = SharedMemory(inner, LANES * len(_KINDS) * self.size * _WORD, device)
-        streams = [torch.cuda.Stream(device, priority=FIRST) for _ in range(2 * LANES + 1)]
-        self._lanes = [_Lane(streams[2 * lane], streams[2 * lane + 1]) for lane in range(LANES)]
-        self._local, self._index = streams[-1], streams[-1].device_index
+        *streams, self._local = (torch.cuda.Stream(device, priority=FIRST) for _ in range(LANES + 1))
+        self._lanes = [_Lane(stream) for stream in streams]
+        self._index = self._local.device_index
         self._order = Order()
         self._prepared = bounded_cache(maxsize=1024)(self._prepare)
         self._signals = lru_cache(maxsize=256)(self._make_signals)
@@ -130,13 +128,11 @@ class PeerCommunicator:
         self._order.after(at.stream, self._current())
         handle = at.stream.cuda_stream
         self._signals(lane, _READY, calls.receivers, calls.senders).enqueue(handle, box.number)
-        self._copy(at, calls, [target.data_ptr() for target in targets], box.memory.addresses)
+        calls.copies.enqueue(handle, [target.data_ptr() for target in targets], box.memory.addresses)
         self._signals(lane, _DONE, calls.senders, ()).enqueue(handle, box.number)
         if exchange.receives[self.rank]:  # a hop of a ring keeps nothing for itself
-            self._order.after(at.second, at.stream)
-            with On(at.second):
+            with On(at.stream):
                 copy_own(exchange, (outbox,), targets)
-            self._order.after(at.stream, at.second)
         self._under_way(transfer, box)
         box.user = None  # `done` comes after what filled it; what that stream does next concerns nobody
         return transfer
@@ -167,16 +163,17 @@ class PeerCommunicator:
         handle = at.stream.cuda_stream
         self._signals(lane, _OFFER, (), calls.receivers).enqueue(handle, at.inbox.number)
         own, boxes = [source.data_ptr() for source in sources], at.inbox.memory.addresses
-        self._copy(at, calls, boxes, own)
+        calls.copies.enqueue(handle, boxes, own)
         self._signals(lane, _DONE, calls.receivers, calls.senders).enqueue(handle, number)
-        self._local.wait_event(at.inbox.offered)
-        if not any(before.waited for before in at.inbox.pushed):
-            calls.kept.enqueue(self._local.cuda_stream, boxes, own)
-        else:  # the driver's copies inside one device were seen to wait long beside a running kernel
-            with On(self._local):
-                copy_own(exchange, sources, (inbox,))
+        if exchange.sends[self.rank]:  # of all later units it came with the second
+            self._local.wait_event(at.inbox.offered)
+            if not any(before.waited for before in at.inbox.pushed):
+                calls.kept.enqueue(self._local.cuda_stream, boxes, own)
+            else:  # the driver's copies inside one device were seen to wait long beside a running kernel
+                with On(self._local):
+                    copy_own(exchange, sources, (inbox,))
+            self._order.after(at.stream, self._local)
         at.inbox.pushed.append(transfer)
-        self._order.after(at.stream, self._local)
         self._under_way(transfer, at.inbox)
         return transfer
 
@@ -257,15 +254,6 @@ class PeerCommunicator:
             raise UserError(f"{error}\nuse transport='nccl', shorter sequences, or leave more memory free") from None
         return box.memory.local[:nbytes]
 
-    def _copy(self, at: _Lane, calls: "_Calls", targets: Sequence[int], sources: Sequence[int]) -> None:
-        first, second = calls.copies
-        if len(second):
-            self._order.after(at.second, at.stream)
-            second.enqueue(at.second.cuda_stream, targets, sources)
-        first.enqueue(at.stream.cuda_stream, targets, sources)
-        if len(second):
-            self._order.after(at.stream, at.second)
-
     def _under_way(self, transfer: SideStreamTransfer, box: _Box) -> None:
         box.done = transfer.done = transfer.side.record_event()
         self._watch.expect(transfer.done)
@@ -287,7 +275,7 @@ class PeerCommunicator:
         return _Calls(
             receivers=tuple(p for p in self._others if exchange.sends[p]),
             senders=tuple(p for p in self._others if exchange.receives[p]),
-            copies=(_copies(moves[::2], pulled=pulled), _copies(moves[1::2], pulled=pulled)),
+            copies=_copies(moves, pulled=pulled),
             kept=_copies([(self.rank, move) for move in exchange.sends[self.rank]], pulled=False),
         )
 
@@ -298,7 +286,7 @@ class _Calls:
 
     receivers: tuple[int, ...]
     senders: tuple[int, ...]
-    copies: tuple[Copies, Copies]
+    copies: Copies
     kept: Copies
     """What a rank that pushes keeps for itself."""
 
