@@ -8,6 +8,7 @@ from bmburst_ops.constants import ATTENTION_BACKWARD, TILE_ROWS
 
 _OUTBOX_BYTES = 1 << 30
 _GATHERED_BYTES = 4 << 30
+_RECORDED_SUMS = 512 << 20  # bytes
 _PIPELINED_WORK = 5e10  # FLOPs of one head: below, a kernel is too short to hide anything and only its launch counts
 
 
@@ -79,6 +80,19 @@ def hides_transfers(transport: str, work: float) -> bool:
         work: FLOPs of one head forward, over all ranks.
     """
     return transport == "peer" and work >= _PIPELINED_WORK
+
+
+def records_kernels(transport: str, sums: float) -> bool:
+    """Return whether a rank starts the kernels of an exchange of heads as CUDA graphs.
+
+    What they read and write must stay where it is, as the boxes of `peer` do. And what they take for themselves must be
+    little: it stays with the graphs. Where it is more, kernels are long, and hide the host's time.
+
+    Args:
+        transport: What moves the heads.
+        sums: Bytes of a sum for each number of the queries of a rank's heads: most of what a backward takes.
+    """
+    return transport == "peer" and sums <= _RECORDED_SUMS
 
 
 def most_exchanged(heads: int, kv_heads: int, head_bytes: int, *, hides: bool) -> int:

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from bmburst.tiles import Span
-from bmburst.units import even_units, make_units, most_exchanged, most_gathered
+from bmburst.units import even_units, make_units, most_exchanged, most_gathered, records_kernels
 
 SHARES = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 8), (9, 3), (16, 1), (32, 8)]
 
@@ -83,3 +83,9 @@ def test_what_moves_in_one_step_is_bounded_by_memory():
     assert [most_exchanged(32, 8, n * mib, hides=False) for n in (20, 24, 100, 4096)] == [0, 7, 1, 1]
     assert [most_gathered(8, n * mib, hides=True) for n in (1, 100, 170, 4096)] == [4, 3, 2, 1]  # of 12 n MiB each
     assert [most_gathered(8, n * mib, hides=False) for n in (42, 43, 170, 4096)] == [0, 7, 2, 1]
+
+
+def test_kernels_are_recorded_where_boxes_stay_and_sums_are_small():
+    assert records_kernels("peer", 512 << 20)
+    assert not records_kernels("peer", (512 << 20) + 1)
+    assert not any(records_kernels(transport, 1) for transport in ("nccl", "gloo", "threads"))

@@ -43,6 +43,8 @@ class AttentionCall:
     deterministic: bool
     levels: Levels | None = None
     """Of a double ring."""
+    token: object = field(default_factory=object, init=False, repr=False)
+    """Equal to no other call's."""
     _heads_plans: dict[tuple[object, ...], HeadsPlan] = field(default_factory=dict, init=False, repr=False)
 
     def double_schedule(self, travellers: Travellers, *, returning: bool) -> DoubleSchedule:

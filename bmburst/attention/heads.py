@@ -6,10 +6,13 @@ they are needed; nothing is packed.
 
 Memory beside the results, on each rank: the inbox, `q + k + v` bytes of the local tensors forward and
 `2 q + k + v` backward (with KV heads repeated where there are fewer than ranks), and two outboxes for the results of a
-unit each. Over the peer transport they stay allocated for the next call.
+unit each. Over the peer transport they stay allocated for the next call. There the kernels of short sequences are
+recorded as CUDA graphs, which keep what a backward takes for itself: sums in fp32, at most 512 MiB, and with GQA those
+of keys and values (`bmburst.attention.recording`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,9 +20,12 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.heads_plan import HeadsPlan, Window
 from bmburst.attention.outer import outer_backward, outer_forward
+from bmburst.attention.recording import recording
 from bmburst.attention.succession import Succession
 from bmburst.comm.meter import working
 from bmburst.comm.protocol import Transfer
+from bmburst.comm.streams import current_stream
+from bmburst.units import records_kernels
 from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype
 
@@ -35,20 +41,13 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
     arriving = _Arriving(call, plan, brought, streams)  # first: the host's time for all else is hidden
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
-    outer, going_home = call.outer, list[Transfer]()
-    for i, at in enumerate(plan.outbound):
-        with streams.turn(i):
-            queries, keys, values = arriving.wait(i)
-            box = call.comm.outbox(at.exchange.nbytes, _OUT)
-            into = Partial(*_tensors(box, at.windows, q.dtype))
-            with working(call.comm):
-                outer_forward(outer, queries, keys, values, into)
-        arriving.start(i + 1)
-        with streams.turn(i):
-            going_home.append(call.comm.pull(at.exchange, box, (out, lse), _OUT))
-    streams.join()
-    for transfer in going_home:
-        transfer.wait()
+    outer = call.outer
+
+    def attend(inputs: list[Tensor], results: list[Tensor]) -> None:
+        queries, keys, values = inputs
+        outer_forward(outer, queries, keys, values, Partial(*results))
+
+    _by_units(call, plan, call.kernel, streams, arriving, attend, (out, lse))
     return Partial(out, lse)
 
 
@@ -61,21 +60,49 @@ def heads_backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradien
     arriving = _Arriving(call, plan, brought, streams)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k, grad_v = (t.new_empty((plan.shapes.replicas, *t.shape)) for t in (k, v))
-    outer, going_home = call.outer, list[Transfer]()
+    outer = call.outer
+
+    def attend(inputs: list[Tensor], results: list[Tensor]) -> None:
+        queries, keys, values, grads, own_lse, own_delta = inputs
+        outer_backward(outer, kernel, Given(grads, queries, keys, values, own_lse, own_delta), Gradients(*results))
+
+    _by_units(call, plan, kernel, streams, arriving, attend, (grad_q, grad_k, grad_v))
+    return Gradients(grad_q, *(_joined(t) for t in (grad_k, grad_v)))
+
+
+def _by_units(
+    call: AttentionCall,
+    plan: HeadsPlan,
+    kernel: Kernel,
+    streams: Succession,
+    arriving: "_Arriving",
+    attend: Callable[[list[Tensor], list[Tensor]], None],
+    targets: tuple[Tensor, ...],
+) -> None:
+    """Attend unit by unit, from the inbox into an outbox, and bring the results home to their targets."""
+    inbox, dtype, going_home = arriving.inbox, targets[0].dtype, list[Transfer]()
+    is_alone = call.outer.comm.size == 1  # else memory that does not stay where it is comes between
+    is_recorded = is_alone and kernel.recordable and records_kernels(call.comm.transport, plan.sums_nbytes)
+
+    def work(i: int, box: Tensor) -> None:
+        attend(_tensors(inbox, plan.windows[i], dtype), _tensors(box, plan.outbound[i].windows, dtype))
+
     for i, at in enumerate(plan.outbound):
         with streams.turn(i):
-            queries, keys, values, grads, own_lse, own_delta = arriving.wait(i)
+            arriving.wait(i)
             box = call.comm.outbox(at.exchange.nbytes, _OUT)
-            into = Gradients(*_tensors(box, at.windows, q.dtype))
             with working(call.comm):
-                outer_backward(outer, kernel, Given(grads, queries, keys, values, own_lse, own_delta), into)
+                if is_recorded:
+                    places = inbox.data_ptr(), box.data_ptr(), current_stream(box.device.index)
+                    recording(call.token, kernel.name, len(targets), i, *places).run(partial(work, i, box))
+                else:
+                    work(i, box)
         arriving.start(i + 1)
         with streams.turn(i):
-            going_home.append(call.comm.pull(at.exchange, box, (grad_q, grad_k, grad_v), _OUT))
+            going_home.append(call.comm.pull(at.exchange, box, targets, _OUT))
     streams.join()
     for transfer in going_home:
         transfer.wait()
-    return Gradients(grad_q, *(_joined(t) for t in (grad_k, grad_v)))
 
 
 def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> Succession:
@@ -97,7 +124,7 @@ class _Arriving:
 
     def __init__(self, call: AttentionCall, plan: HeadsPlan, brought: Sequence[Tensor], streams: Succession) -> None:
         self._comm, self._plan, self._brought, self._streams = call.comm, plan, brought, streams
-        self._inbox = call.comm.inbox(plan.nbytes, _IN)
+        self.inbox = call.comm.inbox(plan.nbytes, _IN)
         self._under_way: list[Transfer] = []
         self.start(0)
 
@@ -108,12 +135,11 @@ class _Arriving:
         """
         if i < len(self._plan.units):
             with self._streams.turn(i):
-                self._under_way.append(self._comm.push(self._plan.inbound[i], self._brought, self._inbox, _IN))
+                self._under_way.append(self._comm.push(self._plan.inbound[i], self._brought, self.inbox, _IN))
 
-    def wait(self, i: int) -> list[Tensor]:
-        """Return the tensors of unit i, once they are here; called in its turn."""
+    def wait(self, i: int) -> None:
+        """Let the current stream wait until the tensors of unit i are in the inbox; called in its turn."""
         self._under_way[i].wait()
-        return _tensors(self._inbox, self._plan.windows[i], self._brought[0].dtype)
 
 
 def _token_rows(tensor: Tensor) -> Tensor:

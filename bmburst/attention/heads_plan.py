@@ -123,6 +123,12 @@ class HeadsPlan:
     inbound: tuple[Exchange, ...]
     outbound: tuple[Homeward, ...]
 
+    @property
+    def sums_nbytes(self) -> int:
+        """Bytes of sums as large as the queries of a rank's heads: most of what their kernels take for themselves."""
+        sizes = self.shapes
+        return sizes.batch * sizes.tokens * sizes.own_heads * sizes.head_dim * sizes.statistics_itemsize
+
 
 @lru_cache(maxsize=256)
 def make_heads_plan(

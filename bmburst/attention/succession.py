@@ -38,12 +38,17 @@ class Succession:
             streams = _streams(device)
             self._before = tuple(streams[_place(turns, turn)] for turn in range(turns - 1))
             self._order = Order()
-            for stream in set(self._before):
-                self._order.after(stream, self._current)
+            self._beginning = self._current.record_event()
+            self._begun = set[Any]()
 
     def turn(self, i: int) -> AbstractContextManager[None]:
         """Return a context in which the stream of turn `i` is the current one."""
-        return On(self._before[i]) if i < len(self._before) else nullcontext()
+        if i >= len(self._before):
+            return nullcontext()
+        if (stream := self._before[i]) not in self._begun:  # not before: what comes first is not to wait for the host
+            self._begun.add(stream)
+            stream.wait_event(self._beginning)
+        return On(stream)
 
     def join(self) -> None:
         """Let the current stream wait for all that was launched."""

@@ -14,7 +14,8 @@ class Gauge:
     """Reads how much memory a cell takes on this rank's GPU.
 
     Buffers that other ranks read, and NCCL's, are not torch's allocator's: what the driver has given out and the
-    allocator does not hold is added to its peak, less what that was when the run began.
+    allocator does not hold is added to its peak, less what that was when the run began. So is what the allocator keeps
+    for CUDA graphs.
 
     Attributes:
         device: This rank's device. On a CPU nothing is read.
@@ -47,7 +48,7 @@ class Gauge:
         torch.cuda.synchronize(self.device)
         if allocated is None:
             allocated = torch.cuda.max_memory_allocated(self.device)
-        return allocated + max(0, _outside(self.device) - self.outside)
+        return allocated + max(0, _outside(self.device) - self.outside) + kept_by_graphs(self.device)
 
     def capacity(self, ranks_here: int) -> float:
         """Return the bytes that a cell may take on a rank.
@@ -58,6 +59,12 @@ class Gauge:
         if self.device.type == "cuda":
             return _USABLE * torch.cuda.get_device_properties(self.device).total_memory
         return _USABLE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here
+
+
+def kept_by_graphs(device: torch.device) -> int:
+    """Return the bytes that torch's allocator keeps for CUDA graphs: nobody else gets them, and no peak counts them."""
+    segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == device.index)
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if s["segment_pool_id"] != (0, 0))
 
 
 def _outside(device: torch.device) -> int:

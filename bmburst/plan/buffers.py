@@ -1,7 +1,8 @@
 """Bytes that attention's executors hold beside inputs and results, on one rank and for one layer.
 
 The formulas are those of the docstrings of `bmburst/attention/heads.py`, `gather.py` and `ring.py`. Boxes that other
-ranks read or write lie outside of torch's allocator where copy engines move blocks, and stay for the next layer.
+ranks read or write lie outside of torch's allocator where copy engines move blocks, and stay for the next layer. What
+kernels take where they are started as CUDA graphs stays with the graphs, and no peak of torch's counts it.
 """
 
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.operators import WIDE
 from bmburst.plan.sizes import Sizes, sizes
+from bmburst.units import records_kernels
 
 _TURNS = 2  # buffers and boxes: one is filled while the other is read
 
@@ -56,6 +58,15 @@ def held_outside(candidate: Candidate) -> float:
     if candidate.sequence == 1 or candidate.transport != "peer" or candidate.sequence_nodes > 1:
         return 0.0
     return max(attention_buffers(candidate, backward=direction).boxes for direction in (False, True))
+
+
+def held_by_graphs(candidate: Candidate) -> float:
+    """Return the bytes that kernels take for themselves where they are CUDA graphs, which keep them."""
+    own = sizes(candidate)
+    is_taken = candidate.heads > 1 and candidate.groups == 1 and candidate.sequence_nodes == 1
+    if not (is_taken and records_kernels(candidate.transport, own.q * WIDE / candidate.task.itemsize)):
+        return 0.0
+    return _kernel(candidate, own, 1.0, backward=True)
 
 
 def _kernel(candidate: Candidate, own: Sizes, share: float, *, backward: bool) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from bmburst.plan.buffers import attention_buffers, held_outside
+from bmburst.plan.buffers import attention_buffers, held_by_graphs, held_outside
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import adam_bytes, held_block, mlp_matrix, table
 from bmburst.plan.hardware import Hardware
@@ -84,7 +84,11 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     found = {name: held | moment() for name, moment in last.moments().items()}
     totals = {name: sum(lines.values()) for name, lines in found.items()}
     moment = max(totals, key=lambda name: totals[name])
-    outside = {"boxes that peers read": held_outside(candidate), **_libraries(candidate.task, hardware)}
+    outside = {
+        "boxes that peers read": held_outside(candidate),
+        "kept by CUDA graphs": held_by_graphs(candidate),
+        **_libraries(candidate.task, hardware),
+    }
     return Memory(
         moment,
         _used(found[moment]),
@@ -378,5 +382,6 @@ class _Parts:
 
     def _attention(self, buffers: tuple[float, float, float, float]) -> float:
         results, kernel, working, boxes = buffers
-        is_outside = held_outside(self.candidate) > 0
-        return results + kernel + working + (0.0 if is_outside else boxes)
+        inside = results + working
+        inside += 0.0 if held_outside(self.candidate) else boxes
+        return inside + (0.0 if held_by_graphs(self.candidate) else kernel)

@@ -25,6 +25,7 @@ class CpuKernel:
     """
 
     name = "cpu"
+    recordable = False
     takes_delta = False
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:

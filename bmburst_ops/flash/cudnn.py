@@ -32,6 +32,7 @@ class CudnnKernel:
     """
 
     name = "cudnn"
+    recordable = False
     takes_delta = False
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:

@@ -27,6 +27,7 @@ class FlashAttention2Kernel:
     """`Kernel` over the private functions of flash-attn 2.7 or newer, dense and varlen: fp16 and bf16."""
 
     name = "fa2"
+    recordable = False
     takes_delta = False
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:

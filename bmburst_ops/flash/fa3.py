@@ -35,6 +35,7 @@ class FlashAttention3Kernel:
     """
 
     name = "fa3"
+    recordable = False
     takes_delta = False
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:

@@ -28,6 +28,7 @@ class FlashAttention4Kernel:
     """
 
     name = "fa4"
+    recordable = True
     takes_delta = True
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:

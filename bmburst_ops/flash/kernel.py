@@ -52,6 +52,8 @@ class Kernel(Protocol):
     """
 
     name: str
+    recordable: bool
+    """Whether its calls can be captured in a CUDA graph, and take the host so long that it pays."""
     takes_delta: bool
     """Whether backward uses delta as given. If not, it goes through `surrogate_out`, which cannot express a non-zero
     delta in a row whose dO is zero."""

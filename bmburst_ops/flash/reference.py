@@ -19,6 +19,7 @@ class ReferenceKernel:
     """`Kernel` in plain torch, computed in fp32 or wider."""
 
     name = "reference"
+    recordable = False
     takes_delta = True
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:

@@ -26,6 +26,7 @@ class TorchKernel:
     """`Kernel` over `aten._flash_attention_forward`: fp16 and bf16, Ampere or newer, head dim up to 256."""
 
     name = "torch"
+    recordable = False
     takes_delta = False
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:

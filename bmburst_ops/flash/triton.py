@@ -42,6 +42,7 @@ class TritonKernel:
     """
 
     name = "triton"
+    recordable = False
     takes_delta = True
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:

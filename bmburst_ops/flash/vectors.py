@@ -1,6 +1,8 @@
 """Vectors of a pattern on a device: sent once without waiting, then used on any stream."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +26,9 @@ class Sent(NamedTuple):
         """Return the vectors, ready for what the current stream is given next."""
         if self.stream is None or self.arrived is None:
             return self.vectors
+        if (holder := _holder.get()) is not None:
+            holder.append(self)
+            return self.vectors
         current = torch.cuda.current_stream(self.vectors[0].device)
         if current != self.stream:
             current.wait_event(self.arrived)
@@ -32,10 +37,28 @@ class Sent(NamedTuple):
         return self.vectors
 
 
+@contextmanager
+def held() -> Iterator[list[Sent]]:
+    """Give a list that gets all vectors that are asked for inside, none of which is waited for or sent there.
+
+    For a CUDA graph: it reads them where they are, and cannot wait for what is outside it.
+    """
+    vectors = list[Sent]()
+    token = _holder.set(vectors)
+    try:
+        yield vectors
+    finally:
+        _holder.reset(token)
+
+
+_holder: ContextVar[list[Sent] | None] = ContextVar("bmburst_vectors", default=None)
+
+
 def send(
     arrays: Sequence[IntArray | NDArray[np.bool_]], device: torch.device, dtype: torch.dtype = torch.int32
 ) -> Sent:
     """Send arrays of numbers that the dtype holds, each as a flat vector, in a copy that the host does not wait for."""
+    assert _holder.get() is None
     starts = [0]
     for array in arrays:
         starts.append(starts[-1] + -(-array.size // _ALIGNED) * _ALIGNED)

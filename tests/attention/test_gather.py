@@ -195,7 +195,7 @@ class Silent:
 class Idle:
     """A kernel that takes no memory of its own beside its results; writes down when it is called."""
 
-    name, takes_delta = "reference", True
+    name, takes_delta, recordable = "reference", True, False
 
     def __init__(self, log):
         self.log = log

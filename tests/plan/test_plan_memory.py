@@ -168,6 +168,19 @@ def test_boxes_lie_outside_only_where_copy_engines_move_blocks():
     assert "boxes that peers read" not in inside.outside
 
 
+def test_what_kernels_take_stays_with_their_graphs_where_they_are_recorded():
+    model = attention_model(32, 8)
+    recorded, long, called = (
+        memory_of(way(model, tokens, 8, heads=8, transport=transport), HARDWARE)
+        for tokens, transport in ((1 << 18, "peer"), (1 << 19, "peer"), (1 << 18, "nccl"))
+    )
+    sums = (1 << 18) * 4 * 128 * 4  # of four query heads; the KV head that they share has two as large as one of theirs
+    assert recorded.outside["kept by CUDA graphs"] == pytest.approx(sums * (1 + 2 / 4), rel=2e-2)
+    assert all("kept by CUDA graphs" not in memory.outside for memory in (long, called))
+    moment = "attention backward"
+    assert called.moments[moment] - recorded.moments[moment] > 0.9 * sums / 2
+
+
 def test_memory_grows_with_what_is_kept_and_shrinks_with_ranks():
     model = LlamaConfig(**SHAPE)
     kept = [

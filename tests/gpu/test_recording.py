@@ -1,0 +1,91 @@
+"""Kernels started as CUDA graphs: the same bits as kernels that are called, whatever happened to memory in between."""
+
+import pytest
+import torch
+
+import bmburst
+from bmburst.attention import heads
+from bmburst.attention.recording import _studio, recording
+from bmburst.bench.memory import kept_by_graphs
+from bmburst.comm.groups import communicator
+from bmburst_ops.flash import blind, varlen
+from tests.gpu.test_transports import GPUS, run
+
+pytestmark = pytest.mark.gpu
+MASKS = {
+    "causal": "causal",
+    "full": "full",
+    "window": bmburst.SlidingWindow(700),
+    "documents": bmburst.Documents([1, 900, 3, 2000, 1192]),
+    "prefix": bmburst.PrefixLM([300, 40], [3000, 1096]),
+}
+TOKENS = 4096
+
+
+@pytest.mark.parametrize("size", range(2, min(GPUS, 8) + 1))
+@pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+def test_started_kernels_give_what_called_ones_give(size, program):
+    run(program, size, _started_kernels)
+
+
+def attend(inputs, grad, mask):
+    out = bmburst.burst_attention(*inputs, mask=mask, strategy="heads", transport="peer", deterministic=True)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def drawn(size, kv_heads, seed, tokens=TOKENS):
+    """This rank's q, k, v and dO."""
+    gen = torch.Generator("cuda").manual_seed(seed)
+    shapes = [(1, tokens // size, heads, 128) for heads in (24, kv_heads, kv_heads, 24)]
+    q, k, v, grad = (torch.randn(shape, generator=gen, device="cuda").bfloat16() for shape in shapes)
+    return [t.requires_grad_() for t in (q, k, v)], grad
+
+
+def called(size, *which):
+    """Return the results without any recording."""
+    records, heads.records_kernels = heads.records_kernels, lambda *_: False
+    try:
+        return attend(*drawn(size, *which[1:]), MASKS[which[0]])
+    finally:
+        heads.records_kernels = records
+
+
+def _started_kernels():
+    comm = communicator(None)
+    size = comm.size
+    tokens = TOKENS // (2 * size) * 2 * size  # the masks are for as many
+    if tokens != TOKENS:
+        cases = [(name, 24, seed) for name in ("causal", "full") for seed in range(3)]
+    else:
+        cases = [(name, kv_heads, seed) for name in MASKS for kv_heads in (24, 8) for seed in range(3)]
+    cases = [(*case, tokens) for case in cases if case[1] % size == 0 and 24 % size == 0]
+    if not cases:
+        return
+    expected = {case: called(size, *case) for case in cases}
+    recording.cache_clear()
+    noise, begun = [], _studio.cache_info().currsize
+    for turn in range(6):
+        for case in cases:
+            inputs, grad = drawn(size, *case[1:])
+            for got, wanted in zip(attend(inputs, grad, MASKS[case[0]]), expected[case], strict=True):
+                assert torch.equal(got, wanted), (turn, case)
+            noise.append(torch.full((1 << 20,), turn, device="cuda"))  # other places for what comes next
+        if turn == 3:  # what only graphs still need may be let go
+            varlen._offsets.cache_clear()
+            blind._sent.cache_clear()
+            noise = [torch.full((1 << 16,), -1, dtype=torch.int32, device="cuda") for _ in range(50)]
+        if turn == 4:  # boxes grow, and lie elsewhere
+            far, grad = drawn(size, 24, 0, 16 * tokens)
+            attend(far, grad, "causal")
+    assert _studio.cache_info().currsize > begun  # something was recorded
+    assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) > 0
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    for _ in range(4):
+        for stream in (other, torch.cuda.current_stream()):
+            with torch.cuda.stream(stream):
+                case = cases[0]
+                inputs, grad = drawn(size, *case[1:])
+                for got, wanted in zip(attend(inputs, grad, MASKS[case[0]]), expected[case], strict=True):
+                    assert torch.equal(got, wanted)
+    torch.cuda.synchronize()
