@@ -11,7 +11,6 @@ from pathlib import Path
 
 from bmburst import data
 from bmburst.data.sources import find_sources
-from bmburst.data.split import split_documents
 from bmburst.data.token_file import is_token_file
 from bmburst.errors import UserError
 from bmburst.runtime import Runtime
@@ -55,16 +54,9 @@ def check_text(config: TrainConfig) -> None:
 
 
 def _require_sequence(corpus: data.TokenFile, config: TrainConfig) -> None:
-    fraction, length, tokens = config.data.held_out_fraction, config.sequence_length, corpus.token_count
-    if tokens * (1 - fraction) > _PLENTY * length:  # documents need not be counted
-        return
-    spans = split_documents(corpus, fraction).train if tokens > 3 else ()  # of fewer none can be held out
-    trained = sum(int(stop - start) for start, stop in spans)
-    if trained < length:
-        raise UserError(
-            f"data {config.data.source}: has {trained} tokens to train on, less than one sequence of {length}\n"
-            f"fix: more text (it has {corpus.text_bytes} bytes), or a smaller --sequence-length"
-        )
+    plenty = _PLENTY * config.sequence_length
+    if corpus.token_count * (1 - config.data.held_out_fraction) <= plenty:  # else documents need not be counted
+        sequences_of(corpus, config, "train")
 
 
 def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:

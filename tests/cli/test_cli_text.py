@@ -1,5 +1,7 @@
 """Whether a text has a sequence to train on is known before ranks start, where that is in doubt."""
 
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -41,10 +43,21 @@ def test_the_longest_sequence_that_a_text_has_is_taken_and_no_longer_one(tmp_pat
             break
         check_text(config(source, length, data__held_out_fraction=fraction))
         taken = length
-    assert refusal(source, taken + 1, data__held_out_fraction=fraction) == [
-        f"data {source}: has {taken} tokens to train on, less than one sequence of {taken + 1}",
-        f"fix: more text (it has {size} bytes), or a smaller --sequence-length",
-    ]
+    lines = refusal(source, taken + 1, data__held_out_fraction=fraction)
+    if corpus.token_count < 4:
+        assert lines == [
+            f"data {source}: has {size + 1} tokens, too few to hold any out",
+            f"fix: more text (it has {size} bytes)",
+        ]
+    else:
+        assert lines == [
+            f"data {source}: has {taken} tokens to train on, less than one sequence of {taken + 1}",
+            f"fix: more text (it has {size} bytes), or a smaller sequence_length",
+        ]
+    named = replace(corpus, path=source)
+    with pytest.raises(UserError) as own:
+        PackedSequences(named, split="train", sequence_length=taken + 1, held_out_fraction=fraction)
+    assert str(own.value).splitlines() == lines, "the ranks would say the same"
 
 
 def test_no_text_at_all_and_what_was_left_out(tmp_path, capsys):
