@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from bmburst import data
+from bmburst.data.corpus import tokenize
 from bmburst.data.sources import find_sources
 from bmburst.data.token_file import is_token_file
 from bmburst.errors import UserError
@@ -30,23 +31,24 @@ def check_text(config: TrainConfig) -> None:
         UserError: The tokenizer cannot be had; or the text is too short, cannot be read, or has tokens that the model
             does not know.
     """
-    source, tokenizer = config.data.source, config.data.tokenizer
-    check_tokenizer(tokenizer)
-    if is_token_file(Path(source)):
+    source, named = Path(config.data.source), config.data.tokenizer
+    if is_token_file(source):
+        check_tokenizer(named)
         _require_sequence(data.TokenFile.open(source), config)
         return
-    files = find_sources([source])
+    tokenizer = data.load_tokenizer(named or data.ByteTokenizer.name)
+    files = find_sources([config.data.source])
     enough = min(_QUICK, _PLENTY * config.sequence_length / (1 - config.data.held_out_fraction))
     if any(size > enough for size in accumulate(file.path.stat().st_size for file in files)):
         return
     left_out: list[str] = []
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
         try:
-            field = config.data.text_field
-            corpus = data.open_corpus(source, tokenizer, folder, text_field=field, on_skip=left_out.append)
-            named = replace(corpus, path=Path(source))  # the folder is gone when a message is read
-            named.require_vocab(config.model.vocab_size)
-            _require_sequence(named, config)
+            made, field = Path(folder) / "text.tokens", config.data.text_field
+            corpus = tokenize(files, tokenizer, made, text_field=field, on_skip=left_out.append)
+            corpus = replace(corpus, path=source)  # the folder is gone when a message is read
+            corpus.require_vocab(config.model.vocab_size)
+            _require_sequence(corpus, config)
         except UserError:
             for line in left_out:  # else the ranks say so
                 _say_left_out(line)

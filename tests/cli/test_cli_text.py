@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from bmburst.cli import main
+from bmburst.data import huggingface
 from bmburst.data.corpus import tokenize
 from bmburst.data.packing import PackedSequences
 from bmburst.data.sources import find_sources
@@ -72,23 +74,42 @@ def test_no_text_at_all_and_what_was_left_out(tmp_path, capsys):
     assert capsys.readouterr().err == "", "the ranks say what they leave out"
 
 
-def test_tokens_that_the_model_does_not_know(tmp_path):
+@pytest.fixture
+def words(tmp_path):
+    """The file of a tokenizer that knows two words."""
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "a": 319, "b": 320}, unk_token="<s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["</s>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("repeats", [200, 5000], ids=["short", "left to the ranks"])
+def test_the_tokenizer_of_a_text_is_read_once_before_ranks_start(tmp_path, monkeypatch, launches, words, repeats):
+    read = []
+    load = huggingface.load_huggingface_tokenizer
+    monkeypatch.setattr(huggingface, "load_huggingface_tokenizer", lambda name: read.append(name) or load(name))
+    (tmp_path / "a.txt").write_text("a " * repeats)
+    options = ("--sequence-length", "64", "--model.vocab_size", "400")
+    assert main(["train", "--data", "a.txt", "--data.tokenizer", words, *options]) == 0
+    assert len(launches) == 1
+    assert read == [words]
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path, words):
     source = tmp_path / "a.txt"
     source.write_text("a " * 200)
-    check_text(config(source, data__tokenizer=str(tmp_path / "tokenizer.json"), model__vocab_size=400))
+    check_text(config(source, data__tokenizer=words, model__vocab_size=400))
     source.write_text("a " * 200 + "b")
-    first, _ = refusal(source, data__tokenizer=str(tmp_path / "tokenizer.json"), model__vocab_size=320)
+    first, _ = refusal(source, data__tokenizer=words, model__vocab_size=320)
     assert first.startswith(f"'{source}' holds token id 32")
     assert first.endswith("but the model's vocabulary is 0..319")
 
 
 def test_a_long_text_is_left_to_the_ranks(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("a" * 5000)
-    monkeypatch.setattr("bmburst.data.open_corpus", None)
+    monkeypatch.setattr("bmburst.train.text.tokenize", None)
     check_text(config(tmp_path / "a.txt"))
     check_text(config("stdlib", 4096))
 
