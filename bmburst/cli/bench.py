@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from bmburst.cli import bench_attention, bench_train
 from bmburst.cli.bench_kind import Kind, Prepared, Shown, numbers
-from bmburst.cli.outputs import require_file, require_folder
 from bmburst.errors import UserError
+from bmburst.outputs import require_file, require_folder
 
 HELP = (
     "Measure cell by cell. attention: burst_attention by every strategy and transport, its peers, and beside each, in "

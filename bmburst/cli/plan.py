@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bmburst.cli.outputs import require_file
 from bmburst.errors import UserError, require_known
+from bmburst.outputs import require_file
 
 HELP = (
     "Predict time and memory of a training step for every sensible mesh, strategy, recompute policy and ZeRO stage; "

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bmburst.cli import main
-from bmburst.cli.outputs import require_file, require_folder
 from bmburst.errors import UserError
+from bmburst.outputs import require_file, require_folder
 from tests.cli.commands import refused
 
 
@@ -45,9 +45,12 @@ def test_a_pipe_is_not_waited_for(here):
 
 
 def test_folders(here):
-    require_folder("--trace", Path("a/b"))
-    assert list((here / "a" / "b").iterdir()) == []
-    for path in ("file", "file/folder", "/proc/none"):
+    found = sorted(here.rglob("*"))
+    for path in ("a/b", "folder", "."):
+        require_folder("--trace", Path(path))
+    assert sorted(here.rglob("*")) == found, "something was left"
+    (here / "nowhere").symlink_to("gone")
+    for path in ("file", "file/folder", "/proc/none", "nowhere", "nowhere/folder", f"{'x' * 300}/b"):
         with pytest.raises(UserError, match=r"^--trace .*: no file can be written there: .*\nfix: a folder"):
             require_folder("--trace", Path(path))
 
@@ -84,7 +87,10 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
             ("bench", "attention", "--ranks", "2", "--output", "/proc/n.json"),
             "--output /proc/n.json: cannot be written",
         ),
-        (("bench", "attention", "--ranks", "2", "--trace", "file"), "--trace file: no file can be written there: File"),
+        (
+            ("bench", "attention", "--ranks", "2", "--trace", "file"),
+            "--trace file: no file can be written there: Not a",
+        ),
         (("bench", "train", "--ranks", "2", "--cell-seconds", "x"), "--cell-seconds x\nallowed: a number\n"),
         (("bench", "train", "--ranks", "2", "--text", "latin"), "'latin' is not a text file: byte 4 is not UTF-8"),
         (("bench", "attention", "--table", "--output", "list.json"), "is no file of this benchmark: it has no format"),

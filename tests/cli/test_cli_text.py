@@ -1,13 +1,17 @@
 """Whether a text has a sequence to train on is known before ranks start, where that is in doubt."""
 
+import errno
+import os
+import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bmburst.cli import main
 from bmburst.data import huggingface
-from bmburst.data.corpus import tokenize
+from bmburst.data.corpus import open_corpus, tokenize
 from bmburst.data.packing import PackedSequences
 from bmburst.data.sources import find_sources
 from bmburst.data.tokenizer import ByteTokenizer
@@ -112,6 +116,37 @@ def test_a_long_text_is_left_to_the_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr("bmburst.train.text.tokenize", None)
     check_text(config(tmp_path / "a.txt"))
     check_text(config("stdlib", 4096))
+
+
+def test_tokens_that_a_cache_has_are_taken_where_nothing_can_be_written(tmp_path, monkeypatch):
+    source, cache = tmp_path / "a.txt", tmp_path / "cache"
+    source.write_text("a" * 200)
+    open_corpus(source, "bytes", cache)
+    monkeypatch.setattr("bmburst.outputs.tempfile", types.SimpleNamespace(TemporaryFile=full_disk))
+    made = config(source)
+    check_text(made, cache)
+    with pytest.raises(UserError, match=r"^data\.cache .*cache: no file can be written there: No space left"):
+        check_text(made.replace(data=replace(made.data, text_field="body")), cache)
+    with pytest.raises(UserError, match=r"^data\.cache .*other: no file can be written there: No space left"):
+        check_text(made, tmp_path / "other")
+
+
+def full_disk(**_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_token_file_needs_no_cache(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 200)
+    corpus = open_corpus(tmp_path / "a.txt", "bytes", tmp_path)
+    check_text(config(corpus.path), Path("/proc/none"))
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_cache_that_cannot_be_written_is_refused_before_ranks_start(tmp_path, launches, capsys, command):
+    (tmp_path / "file").touch()
+    text = refused(capsys, command, "--data.cache", "file/cache")
+    assert f"bmburst {command}: data.cache file/cache: no file can be written there: Not a directory\n" in text
+    assert not launches
 
 
 @pytest.mark.parametrize("command", ["train", "check"])

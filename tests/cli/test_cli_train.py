@@ -168,7 +168,11 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--sequence-length", "1"], "without a token"),
         (["--output", "full"], "output full: not empty, it holds x"),
         (["--output", "full/x"], "is a file"),
-        (["--output", "full/x/run"], "cannot be made"),
+        (["--output", "full/x/run"], "output full/x/run: no file can be written there: Not a directory\nfix: a folder"),
+        (["--output", "/proc/none"], "output /proc/none: no file can be written there: No such file"),
+        (["--data.cache", "full/x"], "data.cache full/x: no file can be written there: Not a directory\nfix: a folder"),
+        (["--data.cache", "full/x/y"], "data.cache full/x/y: no file can be written there: Not a directory"),
+        (["--output", "cut/run"], "data.cache cut/tokens: no file can be written there: Not a directory"),
         (["--output", "x" * 5000], "File name too long"),
         (["--resume"], "does not say which run"),
         (["--resume", "--output", "gone"], "gone is no run folder"),
@@ -184,6 +188,8 @@ def test_bad_input_starts_nothing_and_leaves_nothing(launches, tmp_path, capsys,
     (tmp_path / "lines.jsonl").write_text('{"body": "text", "number": 5}\n')
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "tokens").touch()
     found = sorted(tmp_path.rglob("*"))
     assert expected in refused(capsys, "train", *argv)
     assert not launches
@@ -215,6 +221,8 @@ def test_a_finished_run_says_so_and_a_larger_number_of_steps_goes_on(launches, t
     assert not launches
     assert "run: finished with 9 steps" in capsys.readouterr().err
     assert main(["train", "--resume", "--output", "run", "--steps", "3"]) == 0
+    assert not launches
+    assert main(["train", "--resume", "--output", "run", "--data.cache", "run/config.json/x"]) == 0, "it has all"
     assert not launches
     assert main(["train", "--resume", "--output", "run", "--steps", "12"]) == 0
     assert launches.config()["steps"] == 12
