@@ -22,7 +22,7 @@ from bmburst.sequence import SequenceShard
 from bmburst.train.checkpoint import STATE_FILE, newest_complete, read_progress
 from bmburst.train.config import STANDARD_LIBRARY, check_packing
 from bmburst.train.eval_config import EvalConfig
-from bmburst.train.local_batch import LocalBatch
+from bmburst.train.local_batch import LocalBatch, causal_cut
 from bmburst.train.resolve import check_tokenizer
 from bmburst.train.token_losses import token_losses
 
@@ -97,13 +97,7 @@ def run(config: EvalConfig) -> Measurement:
     model.eval()
     # What is longer than the text would be padded, and padding takes time and memory. Each rank has a token at least.
     length = max(min(config.sequence_length, corpus.token_count), runtime.world_size)
-    cut = SequenceShard.cut(
-        length,
-        layout=config.layout,
-        size=mesh.shape.sequence,
-        rank=mesh.sequence_rank,
-        mask="causal",
-    )
+    cut = causal_cut(mesh, length, config.layout)
     sequences = PackedSequences(corpus, split="all", sequence_length=length, pack=config.pack)
     batches = evaluation_batches(sequences, limit=config.max_sequences)
     return measure(model, mesh, cut, batches, runtime.device)
