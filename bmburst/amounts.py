@@ -1,12 +1,27 @@
-"""Amounts as people read them."""
+"""Amounts as people read and write them."""
 
 GIB = 2**30
 """Bytes."""
+TOKENS_TOO = "also as 64K for 65536"
+"""What `tokens` reads beside digits, for help and messages."""
+_UNITS = (("M", 1 << 20), ("K", 1 << 10))
 
 
 def short(number: int, *, commas: bool = False) -> str:
     """Return 65536 as 64K and 1048576 as 1M; what is no multiple of 1024 as it is, or with `commas`."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+    for unit, size in _UNITS:
         if number >= size and number % size == 0:
             return f"{number // size}{unit}"
     return f"{number:,}" if commas else str(number)
+
+
+def tokens(text: str) -> int:
+    """Return 65536 for 64K or 64k and 1048576 for 1M, and the number itself for its digits.
+
+    Raises:
+        ValueError: It is no whole number.
+    """
+    for unit, size in _UNITS:
+        if text.upper().endswith(unit):
+            return int(text[:-1]) * size
+    return int(text)

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from bmburst import __version__
+from bmburst.amounts import TOKENS_TOO
 from bmburst.config import FieldHelpFormatter, nearest_name
 from bmburst.errors import UserError
 
@@ -33,8 +34,10 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     }
 )
 # What argparse says of a value that is none.
-_WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float) value: '(.*)'", re.DOTALL)
-_KINDS = MappingProxyType({"int": "a whole number", "float": "a number"})
+_WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float|tokens) value: '(.*)'", re.DOTALL)
+_KINDS = MappingProxyType(
+    {"int": "a whole number", "float": "a number", "tokens": f"a whole number, {TOKENS_TOO}"},
+)
 _INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
 # Set in a rank by the launcher, which shows the first rank's error once for all of them.
 _LAUNCHED = "BMBURST_LAUNCH_FOLDER"

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from bmburst.amounts import TOKENS_TOO
 from bmburst.cli import bench_attention, bench_train
 from bmburst.cli.bench_kind import Kind, Prepared, Shown, numbers
-from bmburst.cli.outputs import require_file, require_folder
 from bmburst.errors import UserError
+from bmburst.outputs import require_file, require_folder
 
 HELP = (
     "Measure cell by cell. attention: burst_attention by every strategy and transport, its peers, and beside each, in "
@@ -51,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--ranks", metavar="N", help="run N ranks on the CPU over gloo instead")
     add("--cells", metavar="GLOB,...", default="*", help="which cells (default: all)")
     add("--methods", metavar="GLOB,...", default="*", help="which methods, in the order given by --list (default: all)")
-    add("--tokens", metavar="N,...", help="sequence lengths, in place of each suite's own")
+    add("--tokens", metavar="N,...", help=f"sequence lengths, {TOKENS_TOO}, in place of each suite's own")
     add("--dtype", choices=_DTYPES, help="of inputs or weights (default: bfloat16 on GPUs, float32 on CPUs)")
     add("--kernel", metavar="NAME", default="auto", help="kernel under test, for all methods (default: auto)")
     add("--repeats", type=int, metavar="N", help="pairs of calls a direction (default: 9); train: steps (default: 5)")

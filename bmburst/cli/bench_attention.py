@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from bmburst.amounts import tokens
 from bmburst.bench.cells import HEAD_DIM, MASKS, Choice, list_cells
 from bmburst.bench.job import RUNTIMES, Job
 from bmburst.cli.bench_kind import Kind, Prepared, Shown, chosen, numbers, of_jobs, require_kernel
@@ -55,7 +56,7 @@ def _choice(args: argparse.Namespace, device: str, ranks: int, methods: tuple[st
         ranks=ranks,
         device=device,
         dtype=args.dtype or ("bfloat16" if device == "cuda" else "float32"),
-        tokens=None if args.tokens is None else numbers("--tokens", args.tokens),
+        tokens=None if args.tokens is None else numbers("--tokens", args.tokens, tokens),
         heads=heads,
         head_dim=args.head_dim,
         masks=MASKS if args.mask == "all" else (args.mask,),

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from bmburst.amounts import tokens
 from bmburst.cli.bench_kind import Kind, Prepared, Shown, chosen, numbers, of_jobs, require_kernel
 from bmburst.errors import UserError
 from bmburst.train.resolve import check_data_path
@@ -42,7 +43,7 @@ def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> P
             dtype=args.dtype,
             presets=None if args.preset is None else tuple(args.preset.split(",")),
             layers=None if args.layers is None else numbers("--layers", args.layers),
-            tokens=None if args.tokens is None else numbers("--tokens", args.tokens),
+            tokens=None if args.tokens is None else numbers("--tokens", args.tokens, tokens),
             methods=chosen(args.methods, list(METHODS)),
             recompute=args.recompute,
             globs=tuple(args.cells.split(",")),

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB
 from bmburst.cli import train
-from bmburst.cli.outputs import require_file
 from bmburst.config import given_options, to_dict
 from bmburst.errors import UserError
+from bmburst.outputs import require_file
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import check_run, resolve, write_run_config
 
@@ -120,7 +120,7 @@ def plan(config: TrainConfig, nproc: int) -> tuple[_Phase, ...]:
     # numpy comes with it, and the command line's help does without.
     from bmburst.train.text import check_text
 
-    check_text(config)
+    check_text(config, config.data.cache)
     if nproc == 1:
         raise UserError(
             "check compares several ranks with one, but there is 1\n"

@@ -45,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
             )
         return 0
 
-    # Before ranks start: whether there are weights of a model, and a tokenizer.
-    from bmburst.train.evaluate import read_model
+    # Torch comes with it, and the command line's help does without.
+    from bmburst.train.evaluate import check
 
-    read_model(config)
+    check(config)
 
     from bmburst.runtime.launch import LaunchSpec, launch
 

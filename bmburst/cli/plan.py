@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bmburst.cli.outputs import require_file
+from bmburst.amounts import TOKENS_TOO, tokens
 from bmburst.errors import UserError, require_known
+from bmburst.outputs import require_file
 
 HELP = (
     "Predict time and memory of a training step for every sensible mesh, strategy, recompute policy and ZeRO stage; "
@@ -29,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage, parser.epilog = _USAGE, _EPILOG
     add = parser.add_argument
     add("--model", metavar="NAME", help="preset of bmburst train, for example llama-3-8b")
-    add("--seq", type=int, metavar="TOKENS", help="tokens of a sequence")
+    add("--seq", type=tokens, metavar="TOKENS", help=f"tokens of a sequence, {TOKENS_TOO}")
     add("--gpus", type=int, metavar="N", default=8, help="GPUs in all (default: 8)")
     add("--nodes", type=int, metavar="N", default=1, help="nodes they are on, as many on each (default: 1)")
     add("--hardware", metavar="NAME|FILE", default="h200", help="machine, or a file of --calibrate (default: h200)")
@@ -40,12 +41,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--loss-chunk",
-        type=int,
+        type=tokens,
         metavar="TOKENS",
         default=1024,
-        help="tokens whose logits exist at once (default: 1024)",
+        help=f"tokens whose logits exist at once, {TOKENS_TOO} (default: 1024)",
     )
-    add("--mlp-chunk", type=int, metavar="TOKENS", help="tokens in an MLP at once; 0: all (default: as bmburst train)")
+    add(
+        "--mlp-chunk",
+        type=tokens,
+        metavar="TOKENS",
+        help=f"tokens in an MLP at once, {TOKENS_TOO}; 0: all (default: as bmburst train)",
+    )
     add("--recompute", metavar="POLICY,...", help="to try, and +first-N between (default: those of docs/recompute.md)")
     add("--zero", metavar="STAGE,...", help="stages to try (default: 2,3)")
     add("--tensor", metavar="N,...", help="tensor degrees to try (default: all that fit into a node)")
@@ -93,7 +99,7 @@ def _plan(args: argparse.Namespace) -> int:
 
     for name in ("model", "seq"):
         if getattr(args, name) is None:
-            raise UserError(f"--{name} is missing\nfix: for example bmburst plan --model llama-3-8b --seq 1048576")
+            raise UserError(f"--{name} is missing\nfix: for example bmburst plan --model llama-3-8b --seq 1M")
     if args.ways < 1:
         raise UserError(f"--ways {args.ways}\nallowed: 1 and more")
     if args.output is not None and args.output.suffix != ".png":

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bmburst.config import add_options, given_options
 from bmburst.errors import RunError, UserError
+from bmburst.outputs import require_folder
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import CONFIG_FILE, check_resumable, check_run, resolve, write_run_config
 
@@ -64,16 +65,19 @@ def run(args: argparse.Namespace) -> int:
     config = settle(args)
     nproc = ranks_to_start(config)
     check_run(config, nproc)
-    # numpy comes with it, and the command line's help does without.
-    from bmburst.train.text import check_text
-
-    check_text(config)
     if config.resume and config.output is not None:
         done = steps_done(config.output)
         if done >= config.steps:
             print(f"{config.output}: finished with {done} steps; a larger --steps goes on", file=sys.stderr)
             return 0
-    folder = _make_folder(config)
+    folder = _name_folder(config)
+    require_folder("output", folder)
+    # numpy comes with it, and the command line's help does without.
+    from bmburst.train.text import check_text, token_cache
+
+    check_text(config, token_cache(config, folder))
+    with _refusing(folder):
+        folder = _make_folder(config, folder)
     words = _resumed(args, folder) if config.resume else _begun(config, folder)
 
     from bmburst.runtime.launch import LaunchSpec, launch
@@ -214,24 +218,23 @@ def _refusing(folder: Path | None) -> Iterator[None]:
         ) from error
 
 
-def _make_folder(config: TrainConfig) -> Path:
+def _name_folder(config: TrainConfig) -> Path:
     name = config.preset or (config.init_from.resolve().name if config.init_from else "model")
-    folder = base = config.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    try:
-        if config.output is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder
-        base.parent.mkdir(exist_ok=True)
-        # Runs begun in the same second get names of their own: making a folder succeeds for one of them only.
-        for number in itertools.count(2):
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir()
-                break
-            folder = base.with_name(f"{base.name}-{number}")
-    except OSError as error:
-        raise UserError(
-            f"output {folder}: cannot be made: {error.strerror}\nfix: --output with a folder you may write"
-        ) from None
+    return config.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+
+
+def _make_folder(config: TrainConfig, base: Path) -> Path:
+    folder = base
+    if config.output is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    base.parent.mkdir(exist_ok=True)
+    # Runs begun in the same second get names of their own: making a folder succeeds for one of them only.
+    for number in itertools.count(2):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            break
+        folder = base.with_name(f"{base.name}-{number}")
     return folder
 
 

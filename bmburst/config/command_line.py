@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bmburst.amounts import TOKENS_TOO
 from bmburst.config.fields import number_text, optional_part
 from bmburst.config.tree import Leaf, leaves
 
@@ -88,7 +89,9 @@ def _metavar(annotation: Any) -> str:
 
 def _help(leaf: Leaf) -> str:
     number = optional_part(leaf.annotation)[0] in (int, float)
-    notes = [leaf.spec.unit or ("no unit" if number else ""), leaf.spec.bounds(), _default_text(leaf)]
+    unit = leaf.spec.unit or ("no unit" if number else "")
+    too = TOKENS_TOO if leaf.spec.counts_tokens else ""
+    notes = [unit, too, leaf.spec.bounds(), _default_text(leaf)]
     return f"{leaf.spec.help} [{'; '.join(note for note in notes if note)}]"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bmburst.amounts import TOKENS_TOO, tokens
 from bmburst.errors import UserError, unknown
 
 _SPEC = "bmburst.field"
@@ -40,6 +41,11 @@ class FieldSpec:
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the value is a number of tokens, which text may give as 64K."""
+        return self.unit == "tokens"
 
     def bounds(self) -> str:
         """Return the bounds as words, for example "at least 1"; empty where there are none."""
@@ -132,14 +138,15 @@ def describe(annotation: Any, spec: FieldSpec) -> str:
     else:
         names = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}
         words = names[inner] + (bounds if inner in (int, float) else "")
+        words += f", {TOKENS_TOO}" if spec.counts_tokens else ""
     return f"{words}, or none" if none_allowed else words
 
 
 def convert(name: str, value: Any, annotation: Any, spec: FieldSpec) -> Any:
     """Return the value of a field as its type, from what a file, the command line or Python gave.
 
-    Text is read as the type it is meant for ("1e-3" as a number, "none" as None, "0.9,0.95" as a tuple), because the
-    command line knows only text and YAML takes 1e-3 for text.
+    Text is read as the type it is meant for ("1e-3" as a number, "64K" as that many tokens, "none" as None, "0.9,0.95"
+    as a tuple), because the command line knows only text and YAML takes 1e-3 for text.
 
     Args:
         name: Dotted name, for messages.
@@ -158,7 +165,7 @@ def convert(name: str, value: Any, annotation: Any, spec: FieldSpec) -> Any:
         return _convert_tuple(name, value, inner, spec)
     if typing.get_origin(inner) is typing.Literal:
         return _convert_choice(name, value, typing.get_args(inner))
-    converted = _CONVERTERS[inner](value)
+    converted = _to_int(value, tokens) if spec.counts_tokens else _CONVERTERS[inner](value)
     if converted is None or (isinstance(converted, int | float) and not spec.admits(converted)):
         raise UserError(f"{name}: {shown(value)} does not fit\nallowed: {describe(annotation, spec)}")
     return converted
@@ -209,10 +216,10 @@ def _to_bool(value: Any) -> bool | None:
     return None
 
 
-def _to_int(value: Any) -> int | None:
+def _to_int(value: Any, read: Callable[[str], int] = int) -> int | None:
     if isinstance(value, str):
         try:
-            return int(value)
+            return read(value)
         except ValueError:
             return None
     if isinstance(value, float) and value.is_integer():

@@ -11,6 +11,7 @@ from bmburst.data.token_file import VERSION, TokenFile, is_token_file
 from bmburst.data.token_writer import write_token_file
 from bmburst.data.tokenizer import Tokenizer, load_tokenizer
 from bmburst.errors import UserError
+from bmburst.outputs import require_folder
 
 
 def open_corpus(
@@ -48,10 +49,29 @@ def open_corpus(
     inputs = [STANDARD_LIBRARY] if source is None else [source] if isinstance(source, str | Path) else source
     loaded = load_tokenizer("bytes" if tokenizer is None else tokenizer)
     files = find_sources(inputs)
-    cached = Path(cache_dir) / f"corpus-{_cache_key(files, loaded, text_field)}.tokens"
+    cached = _cached(cache_dir, files, loaded, text_field)
     if cached.exists():
         return TokenFile.open(cached)
     return tokenize(files, loaded, cached, text_field=text_field, progress=progress, on_skip=on_skip)
+
+
+def require_cache(
+    option: str, cache_dir: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, *, text_field: str = "text"
+) -> None:
+    """Check that a cache has the tokens of `files`, or that `open_corpus` can write them there.
+
+    Args:
+        option: What the cache was given by.
+        cache_dir: As in `open_corpus`.
+        files: The text.
+        tokenizer: Its tokenizer.
+        text_field: As in `open_corpus`.
+
+    Raises:
+        UserError: It has not, and they cannot be written.
+    """
+    if not _cached(cache_dir, files, tokenizer, text_field).exists():
+        require_folder(option, cache_dir)
 
 
 def tokenize(
@@ -81,14 +101,15 @@ def _require_identity(file: TokenFile, tokenizer: Tokenizer) -> None:
         )
 
 
-def _cache_key(files: Sequence[SourceFile], tokenizer: Tokenizer, text_field: str) -> str:
-    """Return a name for what tokenizing `files` gives, from what the file system says of them."""
+def _cached(cache_dir: str | Path, files: Sequence[SourceFile], tokenizer: Tokenizer, text_field: str) -> Path:
+    """Return where the tokens of `files` are kept, by a name from what the file system says of them."""
     texts = []
     for file in files:
         status = file.path.stat()
         texts.append([str(file.path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
     key = json.dumps([VERSION, tokenizer.identity, text_field, texts])
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+    return Path(cache_dir) / f"corpus-{digest[:24]}.tokens"
 
 
 def _size(path: Path) -> int:

@@ -74,8 +74,9 @@ class PackedSequences:
         self.partial_labels = self.label_count % sequence_length
         if split == "train" and not len(self):
             raise UserError(
-                f"the corpus has {self.label_count} tokens to train on, less than one sequence of {sequence_length}\n"
-                f"'{token_file.path}' has {token_file.text_bytes} bytes of text: give more or a shorter sequence_length"
+                f"data {token_file.path}: has {self.label_count} tokens to train on, less than one sequence of "
+                f"{sequence_length}\n"
+                f"fix: more text (it has {token_file.text_bytes} bytes), or a smaller sequence_length"
             )
 
     def __len__(self) -> int:

@@ -38,7 +38,10 @@ def split_documents(file: TokenFile, held_out_fraction: float) -> Split:
         raise UserError(f"held_out_fraction must lie between 0 and 1, got {held_out_fraction}\nusual: 0.01 to 0.1")
     total = file.token_count
     if total < 4:
-        raise UserError(f"the corpus '{file.path}' has {total} tokens: too few to hold any out\ngive more text")
+        raise UserError(
+            f"data {file.path}: has {total} tokens, too few to hold any out\n"
+            f"fix: more text (it has {file.text_bytes} bytes)"
+        )
     target = max(1, int(total * held_out_fraction))
     starts, ends = np.asarray(file.document_offsets[:-1]), np.asarray(file.document_offsets[1:])
     held_from = ends.copy()  # document d holds out its tokens [held_from[d], ends[d])

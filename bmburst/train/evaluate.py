@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bmburst.data import PackedSequences, Samples, evaluation_batches, open_corpus
+from bmburst.data import ByteTokenizer, PackedSequences, Samples, evaluation_batches, load_tokenizer, open_corpus
+from bmburst.data.corpus import require_cache
+from bmburst.data.sources import find_sources
+from bmburst.data.token_file import is_token_file
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
 from bmburst.runtime import start
@@ -19,7 +22,7 @@ from bmburst.sequence import SequenceShard
 from bmburst.train.checkpoint import STATE_FILE, newest_complete, read_progress
 from bmburst.train.config import STANDARD_LIBRARY, check_packing
 from bmburst.train.eval_config import EvalConfig
-from bmburst.train.local_batch import LocalBatch
+from bmburst.train.local_batch import LocalBatch, causal_cut
 from bmburst.train.resolve import check_tokenizer
 from bmburst.train.token_losses import token_losses
 
@@ -94,24 +97,32 @@ def run(config: EvalConfig) -> Measurement:
     model.eval()
     # What is longer than the text would be padded, and padding takes time and memory. Each rank has a token at least.
     length = max(min(config.sequence_length, corpus.token_count), runtime.world_size)
-    cut = SequenceShard.cut(
-        length,
-        layout=config.layout,
-        size=mesh.shape.sequence,
-        rank=mesh.sequence_rank,
-        mask="causal",
-    )
+    cut = causal_cut(mesh, length, config.layout)
     sequences = PackedSequences(corpus, split="all", sequence_length=length, pack=config.pack)
     batches = evaluation_batches(sequences, limit=config.max_sequences)
     return measure(model, mesh, cut, batches, runtime.device)
+
+
+def check(config: EvalConfig) -> None:
+    """Check, before ranks start, what they will read: the model, the tokenizer and a place for the text's tokens.
+
+    Raises:
+        UserError: `read_model` refuses the checkpoint, there is no such tokenizer, or tokens cannot be kept.
+    """
+    _, tokenizer, _ = read_model(config)
+    if is_token_file(Path(config.data)):
+        check_tokenizer(tokenizer)
+        return
+    loaded, files = load_tokenizer(tokenizer or ByteTokenizer.name), find_sources([config.data])
+    require_cache("XDG_CACHE_HOME", user_cache(), files, loaded, text_field=config.text_field)
 
 
 def read_model(config: EvalConfig) -> "tuple[Path, str | None, LlamaConfig]":
     """Return the directory with the weights, the tokenizer to read text with, and the model's shape.
 
     Raises:
-        UserError: There are no weights of a model that is known, they do not fit it, the model cannot tell packed
-            documents apart, or there is no such tokenizer.
+        UserError: There are no weights of a model that is known, they do not fit it, or the model cannot tell packed
+            documents apart.
     """
     from bmburst import hugging_face
 
@@ -119,7 +130,6 @@ def read_model(config: EvalConfig) -> "tuple[Path, str | None, LlamaConfig]":
     shape = hugging_face.read_config(directory)
     hugging_face.check(directory, shape)
     check_packing(config.pack, shape)
-    check_tokenizer(tokenizer)
     return directory, tokenizer, shape
 
 

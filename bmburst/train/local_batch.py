@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from bmburst.mask import Documents
+from bmburst.mesh import Mesh
 from bmburst.sequence import Ids, SequenceShard
+
+
+def causal_cut(mesh: Mesh, length: int, layout: str) -> SequenceShard:
+    """Return this rank's part of sequences in which a token sees what is before it.
+
+    Raises:
+        UserError: The layout is unknown, or there are fewer tokens than ranks that share a sequence.
+    """
+    return SequenceShard.cut(length, layout=layout, size=mesh.shape.sequence, rank=mesh.sequence_rank, mask="causal")
 
 
 class Rows(Protocol):

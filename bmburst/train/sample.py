@@ -6,7 +6,7 @@ import torch
 
 from bmburst.mesh import Mesh
 from bmburst.runtime.watchdog import beat
-from bmburst.sequence import SequenceShard
+from bmburst.train.local_batch import causal_cut
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -43,9 +43,7 @@ def generate(
         for _ in range(count):
             # A sequence shorter than its group gives every rank a token of padding.
             length = max(len(ids), mesh.shape.sequence)
-            cut = SequenceShard.cut(
-                length, layout=layout, size=mesh.shape.sequence, rank=mesh.sequence_rank, mask="causal"
-            )
+            cut = causal_cut(mesh, length, layout)
             whole = torch.tensor([ids + [0] * (length - len(ids))], dtype=torch.int64, device=device)
             part = cut.batch(whole)
             hidden = model(part.tokens, part.positions, length)

@@ -10,8 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from bmburst import data
+from bmburst.data.corpus import require_cache, tokenize
 from bmburst.data.sources import find_sources
-from bmburst.data.split import split_documents
 from bmburst.data.token_file import is_token_file
 from bmburst.errors import UserError
 from bmburst.runtime import Runtime
@@ -22,32 +22,43 @@ _PLENTY = 16  # bytes of text, or tokens, for each token of a sequence: so many 
 _QUICK = 8 << 20  # bytes of text that are tokenized in a second or two
 
 
-def check_text(config: TrainConfig) -> None:
+def token_cache(config: TrainConfig, folder: Path) -> Path:
+    """Return where the tokens of a run are kept: as configured, else beside its folder."""
+    return config.data.cache or folder.parent / "tokens"
+
+
+def check_text(config: TrainConfig, cache: Path | None = None) -> None:
     """Check, before ranks start, that the text has a sequence to train on, where that is in doubt and seen quickly.
 
     A text is tokenized for it in a temporary folder, as it will be by the ranks; a long one is left to them.
 
+    Args:
+        config: The run.
+        cache: Where the ranks will keep the tokens; None where that can be written.
+
     Raises:
-        UserError: The tokenizer cannot be had; or the text is too short, cannot be read, or has tokens that the model
-            does not know.
+        UserError: The tokenizer cannot be had, or tokens cannot be kept; or the text is too short, cannot be read, or
+            has tokens that the model does not know.
     """
-    source, tokenizer = config.data.source, config.data.tokenizer
-    check_tokenizer(tokenizer)
-    if is_token_file(Path(source)):
+    source, named, field = Path(config.data.source), config.data.tokenizer, config.data.text_field
+    if is_token_file(source):
+        check_tokenizer(named)
         _require_sequence(data.TokenFile.open(source), config)
         return
-    files = find_sources([source])
+    tokenizer = data.load_tokenizer(named or data.ByteTokenizer.name)
+    files = find_sources([config.data.source])
+    if cache is not None:
+        require_cache("data.cache", cache, files, tokenizer, text_field=field)
     enough = min(_QUICK, _PLENTY * config.sequence_length / (1 - config.data.held_out_fraction))
     if any(size > enough for size in accumulate(file.path.stat().st_size for file in files)):
         return
     left_out: list[str] = []
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
         try:
-            field = config.data.text_field
-            corpus = data.open_corpus(source, tokenizer, folder, text_field=field, on_skip=left_out.append)
-            named = replace(corpus, path=Path(source))  # the folder is gone when a message is read
-            named.require_vocab(config.model.vocab_size)
-            _require_sequence(named, config)
+            corpus = tokenize(files, tokenizer, Path(folder) / "text.tokens", text_field=field, on_skip=left_out.append)
+            corpus = replace(corpus, path=source)  # the folder is gone when a message is read
+            corpus.require_vocab(config.model.vocab_size)
+            _require_sequence(corpus, config)
         except UserError:
             for line in left_out:  # else the ranks say so
                 _say_left_out(line)
@@ -55,16 +66,9 @@ def check_text(config: TrainConfig) -> None:
 
 
 def _require_sequence(corpus: data.TokenFile, config: TrainConfig) -> None:
-    fraction, length, tokens = config.data.held_out_fraction, config.sequence_length, corpus.token_count
-    if tokens * (1 - fraction) > _PLENTY * length:  # documents need not be counted
-        return
-    spans = split_documents(corpus, fraction).train if tokens > 3 else ()  # of fewer none can be held out
-    trained = sum(int(stop - start) for start, stop in spans)
-    if trained < length:
-        raise UserError(
-            f"data {config.data.source}: has {trained} tokens to train on, less than one sequence of {length}\n"
-            f"fix: more text (it has {corpus.text_bytes} bytes), or a smaller --sequence-length"
-        )
+    plenty = _PLENTY * config.sequence_length
+    if corpus.token_count * (1 - config.data.held_out_fraction) <= plenty:  # else documents need not be counted
+        sequences_of(corpus, config, "train")
 
 
 def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:
@@ -81,7 +85,7 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
     import bmtrain as bmt
 
     source = None if config.data.source == STANDARD_LIBRARY else config.data.source
-    cache = config.data.cache or folder.parent / "tokens"
+    cache = token_cache(config, folder)
     is_main = runtime.rank == 0
 
     def opened() -> data.TokenFile:

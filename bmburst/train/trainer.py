@@ -20,7 +20,6 @@ from bmburst.mesh import Mesh
 from bmburst.plan.counts import causal_pairs
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
-from bmburst.sequence import SequenceShard
 from bmburst.trace import traced
 from bmburst.train import checkpoint
 from bmburst.train.clock import StepClock, measure_waits
@@ -31,7 +30,7 @@ from bmburst.train.gradient import clip_, gradients_of, square_sum
 from bmburst.train.host_memory import require_host_memory
 from bmburst.train.lag import LagWatch
 from bmburst.train.loading import Loader
-from bmburst.train.local_batch import LocalBatch
+from bmburst.train.local_batch import LocalBatch, causal_cut
 from bmburst.train.lr import learning_rate
 from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_bytes
 from bmburst.train.out_of_memory import explained
@@ -105,13 +104,7 @@ class Trainer:
         )
         if config.optimizer.offload:
             require_host_memory(config, self.mesh, bmt.config["local_size"])
-        self.cut = SequenceShard.cut(
-            config.sequence_length,
-            layout=parallel.layout,
-            size=self.mesh.shape.sequence,
-            rank=self.mesh.sequence_rank,
-            mask="causal",
-        )
+        self.cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self.corpus = open_text(config, self.folder, self.runtime)
         self._held_out = sequences_of(self.corpus, config, "held_out")
         self.batches = data.Batches(

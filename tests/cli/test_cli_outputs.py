@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bmburst.cli import main
-from bmburst.cli.outputs import require_file, require_folder
 from bmburst.errors import UserError
+from bmburst.outputs import require_file, require_folder
 from tests.cli.commands import refused
 
 
@@ -45,9 +45,12 @@ def test_a_pipe_is_not_waited_for(here):
 
 
 def test_folders(here):
-    require_folder("--trace", Path("a/b"))
-    assert list((here / "a" / "b").iterdir()) == []
-    for path in ("file", "file/folder", "/proc/none"):
+    found = sorted(here.rglob("*"))
+    for path in ("a/b", "folder", "."):
+        require_folder("--trace", Path(path))
+    assert sorted(here.rglob("*")) == found, "something was left"
+    (here / "nowhere").symlink_to("gone")
+    for path in ("file", "file/folder", "/proc/none", "nowhere", "nowhere/folder", f"{'x' * 300}/b"):
         with pytest.raises(UserError, match=r"^--trace .*: no file can be written there: .*\nfix: a folder"):
             require_folder("--trace", Path(path))
 
@@ -77,14 +80,28 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
             ("plan", *PLAN, "--hardware", "latin.toml"),
             "is no TOML file: 'utf-8' codec can't decode byte 0xe9 in position 4",
         ),
-        (("plan", "--model", "llama-tiny", "--seq", "1e6"), "--seq 1e6\nallowed: a whole number\n"),
+        (("plan", "--model", "llama-tiny", "--seq", "1e6"), "--seq 1e6\nallowed: a whole number, also as 64K"),
+        (
+            ("plan", *PLAN, "--mlp-chunk", "2KB"),
+            "--mlp-chunk 2KB\nallowed: a whole number, also as 64K for 65536\nfix:",
+        ),
+        (("plan", *PLAN, "--gpus", "1K"), "--gpus 1K\nallowed: a whole number\n"),
+        (("bench", "train", "--ranks", "2", "--tokens", "1K,2X"), "--tokens 1K,2X\nallowed: whole numbers with commas"),
+        (
+            ("bench", "train", "--ranks", "2K"),
+            "--ranks 2K\nallowed: whole numbers with commas between, for example 2,4",
+        ),
+        (("bench", "attention", "--ranks", "2", "--tokens", "0K"), "--tokens 0K\nallowed: 1 and more"),
         (("check", "--json", "/proc/none"), "--json /proc/none: cannot be written"),
         (("bench", "attention", "--ranks", "2", "--output", "folder"), "--output folder\nallowed: a .json file"),
         (
             ("bench", "attention", "--ranks", "2", "--output", "/proc/n.json"),
             "--output /proc/n.json: cannot be written",
         ),
-        (("bench", "attention", "--ranks", "2", "--trace", "file"), "--trace file: no file can be written there: File"),
+        (
+            ("bench", "attention", "--ranks", "2", "--trace", "file"),
+            "--trace file: no file can be written there: Not a",
+        ),
         (("bench", "train", "--ranks", "2", "--cell-seconds", "x"), "--cell-seconds x\nallowed: a number\n"),
         (("bench", "train", "--ranks", "2", "--text", "latin"), "'latin' is not a text file: byte 4 is not UTF-8"),
         (("bench", "attention", "--table", "--output", "list.json"), "is no file of this benchmark: it has no format"),
@@ -120,7 +137,7 @@ def test_a_token_file_may_be_made_again(here, capsys):
 
 def test_cells_are_found_by_the_name_that_a_list_shows(here, capsys):
     for what, name in (("attention", "sequence/1024/mha/causal/ours"), ("train", "loss/tiny-8-heads/1024/ours")):
-        words = ["bench", what, "--list", "--ranks", "2", "--tokens", "1024", "--cells"]
+        words = ["bench", what, "--list", "--ranks", "2", "--tokens", "1K,3072", "--cells"]
         assert main([*words, f"{name}*"]) == 0
         listed = capsys.readouterr().out.split()
         for shown in (listed[0], listed[-1]):

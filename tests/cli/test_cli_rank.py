@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
+from bmburst.data import open_corpus
 from bmburst.errors import UserError
 from bmburst.hugging_face import expected_shapes
 from bmburst.train.eval_config import EvalConfig
@@ -108,7 +109,7 @@ def held_out(tmp_path):
 
 def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, held_out, monkeypatch, as_rank, capsys):
     argv = ["eval", "--checkpoint", str(held_out), "--data", "held.txt", "--sequence-length", "64"]
-    monkeypatch.setattr("bmburst.train.evaluate.read_model", lambda _: None)  # there are no weights in it
+    monkeypatch.setattr("bmburst.train.evaluate.check", lambda _: None)  # there are no weights in it
     assert main([*argv, "--max-sequences", "5"]) == 0
     assert launches.spec.nproc == 2
     seen = []
@@ -130,6 +131,22 @@ def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, hel
         ["tokens", "4,096"],
     ]
     assert printed[1] == ""
+
+
+def test_eval_refuses_a_cache_that_cannot_be_written(launches, held_out, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("bmburst.train.evaluate.read_model", lambda _: (held_out, "bytes", None))
+    argv = ["eval", "--checkpoint", str(held_out), "--sequence-length", "64", "--data"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "held.txt"))
+    expected = (
+        f"XDG_CACHE_HOME {tmp_path}/held.txt/bmburst: no file can be written there: Not a directory\nfix: a folder"
+    )
+    assert expected in refused(capsys, *argv, "held.txt")
+    assert not launches
+    corpus = open_corpus(tmp_path / "held.txt", "bytes", tmp_path)
+    assert main([*argv, str(corpus.path)]) == 0, "a token file needs none"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main([*argv, "held.txt"]) == 0
+    assert len(launches) == 2
 
 
 @pytest.mark.parametrize(

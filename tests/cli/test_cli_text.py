@@ -1,9 +1,17 @@
 """Whether a text has a sequence to train on is known before ranks start, where that is in doubt."""
 
+import errno
+import os
+import types
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bmburst.data.corpus import tokenize
+from bmburst.cli import main
+from bmburst.data import huggingface
+from bmburst.data.corpus import open_corpus, tokenize
 from bmburst.data.packing import PackedSequences
 from bmburst.data.sources import find_sources
 from bmburst.data.tokenizer import ByteTokenizer
@@ -41,10 +49,21 @@ def test_the_longest_sequence_that_a_text_has_is_taken_and_no_longer_one(tmp_pat
             break
         check_text(config(source, length, data__held_out_fraction=fraction))
         taken = length
-    assert refusal(source, taken + 1, data__held_out_fraction=fraction) == [
-        f"data {source}: has {taken} tokens to train on, less than one sequence of {taken + 1}",
-        f"fix: more text (it has {size} bytes), or a smaller --sequence-length",
-    ]
+    lines = refusal(source, taken + 1, data__held_out_fraction=fraction)
+    if corpus.token_count < 4:
+        assert lines == [
+            f"data {source}: has {size + 1} tokens, too few to hold any out",
+            f"fix: more text (it has {size} bytes)",
+        ]
+    else:
+        assert lines == [
+            f"data {source}: has {taken} tokens to train on, less than one sequence of {taken + 1}",
+            f"fix: more text (it has {size} bytes), or a smaller sequence_length",
+        ]
+    named = replace(corpus, path=source)
+    with pytest.raises(UserError) as own:
+        PackedSequences(named, split="train", sequence_length=taken + 1, held_out_fraction=fraction)
+    assert str(own.value).splitlines() == lines, "the ranks would say the same"
 
 
 def test_no_text_at_all_and_what_was_left_out(tmp_path, capsys):
@@ -59,25 +78,75 @@ def test_no_text_at_all_and_what_was_left_out(tmp_path, capsys):
     assert capsys.readouterr().err == "", "the ranks say what they leave out"
 
 
-def test_tokens_that_the_model_does_not_know(tmp_path):
+@pytest.fixture
+def words(tmp_path):
+    """The file of a tokenizer that knows two words."""
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "a": 319, "b": 320}, unk_token="<s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["</s>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("repeats", [200, 5000], ids=["short", "left to the ranks"])
+def test_the_tokenizer_of_a_text_is_read_once_before_ranks_start(tmp_path, monkeypatch, launches, words, repeats):
+    read = []
+    load = huggingface.load_huggingface_tokenizer
+    monkeypatch.setattr(huggingface, "load_huggingface_tokenizer", lambda name: read.append(name) or load(name))
+    (tmp_path / "a.txt").write_text("a " * repeats)
+    options = ("--sequence-length", "64", "--model.vocab_size", "400")
+    assert main(["train", "--data", "a.txt", "--data.tokenizer", words, *options]) == 0
+    assert len(launches) == 1
+    assert read == [words]
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path, words):
     source = tmp_path / "a.txt"
     source.write_text("a " * 200)
-    check_text(config(source, data__tokenizer=str(tmp_path / "tokenizer.json"), model__vocab_size=400))
+    check_text(config(source, data__tokenizer=words, model__vocab_size=400))
     source.write_text("a " * 200 + "b")
-    first, _ = refusal(source, data__tokenizer=str(tmp_path / "tokenizer.json"), model__vocab_size=320)
+    first, _ = refusal(source, data__tokenizer=words, model__vocab_size=320)
     assert first.startswith(f"'{source}' holds token id 32")
     assert first.endswith("but the model's vocabulary is 0..319")
 
 
 def test_a_long_text_is_left_to_the_ranks(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("a" * 5000)
-    monkeypatch.setattr("bmburst.data.open_corpus", None)
+    monkeypatch.setattr("bmburst.train.text.tokenize", None)
     check_text(config(tmp_path / "a.txt"))
     check_text(config("stdlib", 4096))
+
+
+def test_tokens_that_a_cache_has_are_taken_where_nothing_can_be_written(tmp_path, monkeypatch):
+    source, cache = tmp_path / "a.txt", tmp_path / "cache"
+    source.write_text("a" * 200)
+    open_corpus(source, "bytes", cache)
+    monkeypatch.setattr("bmburst.outputs.tempfile", types.SimpleNamespace(TemporaryFile=full_disk))
+    made = config(source)
+    check_text(made, cache)
+    with pytest.raises(UserError, match=r"^data\.cache .*cache: no file can be written there: No space left"):
+        check_text(made.replace(data=replace(made.data, text_field="body")), cache)
+    with pytest.raises(UserError, match=r"^data\.cache .*other: no file can be written there: No space left"):
+        check_text(made, tmp_path / "other")
+
+
+def full_disk(**_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_token_file_needs_no_cache(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 200)
+    corpus = open_corpus(tmp_path / "a.txt", "bytes", tmp_path)
+    check_text(config(corpus.path), Path("/proc/none"))
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_cache_that_cannot_be_written_is_refused_before_ranks_start(tmp_path, launches, capsys, command):
+    (tmp_path / "file").touch()
+    text = refused(capsys, command, "--data.cache", "file/cache")
+    assert f"bmburst {command}: data.cache file/cache: no file can be written there: Not a directory\n" in text
+    assert not launches
 
 
 @pytest.mark.parametrize("command", ["train", "check"])

@@ -1,5 +1,6 @@
 """`bmburst train`: what is settled before ranks start, and what ranks are given."""
 
+import json
 import re
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def test_help_shows_every_field_with_unit_and_default(command, config, capsys):
         assert leaf.spec.help in entry
         assert re.search(r"[\[ ](default|no default)", entry), leaf.name
         assert not leaf.spec.unit or f"[{leaf.spec.unit};" in entry
+        assert ("[tokens; also as 64K for 65536;" in entry) == (leaf.spec.unit == "tokens")
         if leaf.annotation in (int, float, int | None, float | None):
             assert leaf.spec.unit or "[no unit;" in entry, leaf.name
     # The other spelling of an option works, but is not shown beside it.
@@ -95,6 +97,15 @@ def test_options_short_dotted_and_in_either_spelling(launches, tmp_path):
     assert launches.output() == Path("out")
 
 
+def test_tokens_may_be_counted_in_k_and_m(launches, tmp_path):
+    (tmp_path / "c.yaml").write_text("sequence_length: 64K\nmodel: {max_position_embeddings: 1M}\n")
+    argv = ["--sequence-length", "32k", "--mlp-chunk-tokens", "1M", "--loss-chunk-tokens", "2K", "--sample-tokens=0"]
+    assert main(["train", "--config", "c.yaml", *argv]) == 0
+    values = json.loads((launches.output() / "config.json").read_text())
+    assert (values["sequence_length"], values["model"]["max_position_embeddings"]) == (32768, 1048576)
+    assert (values["mlp_chunk_tokens"], values["loss_chunk_tokens"], values["sample_tokens"]) == (1048576, 2048, 0)
+
+
 @pytest.mark.parametrize(
     ("argv", "nproc"),
     [
@@ -148,6 +159,16 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--steps", "0"], "steps: '0'"),
         (["--steps", "-5"], "steps: '-5'"),
         (["--steps", "ten"], "steps: 'ten'"),
+        (["--steps", "2K"], "steps: '2K' does not fit\nallowed: an integer at least 1\n"),
+        (
+            ["--sequence-length", "64G"],
+            "sequence_length: '64G' does not fit\nallowed: an integer at least 1, also as 64K for 65536\n",
+        ),
+        (["--mlp-chunk-tokens", "-1K"], "expected one argument"),
+        (
+            ["--mlp-chunk-tokens=-1K"],
+            "mlp_chunk_tokens: '-1K' does not fit\nallowed: an integer at least 0, also as 64K",
+        ),
         (["--steps"], "expected one argument"),
         (["--resume", "maybe"], "resume: 'maybe'"),
         (["--data", "gone.txt"], "data gone.txt: no such file"),
@@ -168,7 +189,11 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--sequence-length", "1"], "without a token"),
         (["--output", "full"], "output full: not empty, it holds x"),
         (["--output", "full/x"], "is a file"),
-        (["--output", "full/x/run"], "cannot be made"),
+        (["--output", "full/x/run"], "output full/x/run: no file can be written there: Not a directory\nfix: a folder"),
+        (["--output", "/proc/none"], "output /proc/none: no file can be written there: No such file"),
+        (["--data.cache", "full/x"], "data.cache full/x: no file can be written there: Not a directory\nfix: a folder"),
+        (["--data.cache", "full/x/y"], "data.cache full/x/y: no file can be written there: Not a directory"),
+        (["--output", "cut/run"], "data.cache cut/tokens: no file can be written there: Not a directory"),
         (["--output", "x" * 5000], "File name too long"),
         (["--resume"], "does not say which run"),
         (["--resume", "--output", "gone"], "gone is no run folder"),
@@ -184,6 +209,8 @@ def test_bad_input_starts_nothing_and_leaves_nothing(launches, tmp_path, capsys,
     (tmp_path / "lines.jsonl").write_text('{"body": "text", "number": 5}\n')
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "tokens").touch()
     found = sorted(tmp_path.rglob("*"))
     assert expected in refused(capsys, "train", *argv)
     assert not launches
@@ -215,6 +242,8 @@ def test_a_finished_run_says_so_and_a_larger_number_of_steps_goes_on(launches, t
     assert not launches
     assert "run: finished with 9 steps" in capsys.readouterr().err
     assert main(["train", "--resume", "--output", "run", "--steps", "3"]) == 0
+    assert not launches
+    assert main(["train", "--resume", "--output", "run", "--data.cache", "run/config.json/x"]) == 0, "it has all"
     assert not launches
     assert main(["train", "--resume", "--output", "run", "--steps", "12"]) == 0
     assert launches.config()["steps"] == 12

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -22,15 +20,9 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": LIBRARIES, "CUDA_VISIBLE_DEVICES": "",
 METRICS = {declared.name for declared in dataclasses.fields(StepMetrics)}
 
 
-def bmburst(*words, cwd=ROOT, timeout=170):
-    """Run the command in a process that has imported torch already; ranks that it starts have not."""
-    return run_bmburst(*words, cwd=cwd, env=ENVIRONMENT, timeout=timeout)
-
-
-def fresh_bmburst(*words):
-    """Run the command as a user does."""
-    call = [sys.executable, "-m", "bmburst", *map(str, words)]
-    return subprocess.run(call, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=170, check=False)
+def bmburst(*words, cwd=ROOT, fresh=False):
+    """Run the command in a process that has imported torch already, or as a user does; its ranks have not."""
+    return run_bmburst(*words, cwd=cwd, env=ENVIRONMENT, timeout=170, fresh=fresh)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +30,8 @@ def run(tmp_path_factory):
     """A short main job: the standard library's sources, 2 ranks, and everything else at its default."""
     folder = tmp_path_factory.mktemp("main") / "run"
     short = ("--steps", 8, "--sequence-length", 1024, "--eval-every", 4, "--checkpoint-every", 4, "--sample-tokens", 8)
-    done = fresh_bmburst("train", *short, "--eval-sequences", 2, "--schedule.warmup-steps", 2, "--output", folder)
+    short += ("--eval-sequences", 2, "--schedule.warmup-steps", 2)
+    done = bmburst("train", *short, "--output", folder, fresh=True)
     assert done.returncode == 0, done.stderr
     return folder, done
 

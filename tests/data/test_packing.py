@@ -155,7 +155,8 @@ def test_every_token_is_a_label_once_after_the_one_before_it(tmp_path_factory, t
     spans = {"train": parts.train, "held_out": parts.held_out, "all": np.array([[0, file.token_count]])}[split]
     stream = [EOS, *(int(file.tokens[i]) for i in covered(spans))]
     if split == "train" and len(stream) <= length:
-        with pytest.raises(UserError, match="less than one sequence"):
+        expected = f"has {len(stream) - 1} tokens to train on, less than one sequence of {length}\n"
+        with pytest.raises(UserError, match=expected):
             PackedSequences(file, split=split, sequence_length=length, held_out_fraction=0.3)
         return
     sequences = PackedSequences(file, split=split, sequence_length=length, held_out_fraction=0.3)

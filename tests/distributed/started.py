@@ -1,4 +1,4 @@
-"""Programs as `subprocess` has them that need not import torch again: forked off the server of the tests' ranks."""
+"""`python -m bmburst` as `subprocess` has it: fresh, or forked off the server of the tests' ranks with torch there."""
 
 import os
 import runpy
@@ -71,9 +71,18 @@ class Program:
         self._process.kill()
 
 
-def run_bmburst(*words: object, cwd: Path, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run `python -m bmburst WORDS` to its end."""
-    program = Program([str(word) for word in words], cwd=cwd, env=env)
+def fresh_program(words: list[str], *, cwd: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start `python -m bmburst WORDS` as a user does: what it needs it imports itself."""
+    command, pipe = [sys.executable, "-m", "bmburst", *words], subprocess.PIPE
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=env)
+
+
+def run_bmburst(
+    *words: object, cwd: Path, env: Mapping[str, str], timeout: float, fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m bmburst WORDS` to its end; `fresh` as a user does."""
+    texts = [str(word) for word in words]
+    program = fresh_program(texts, cwd=cwd, env=env) if fresh else Program(texts, cwd=cwd, env=env)
     try:
         out, err = program.communicate(timeout)
     finally:

@@ -252,7 +252,7 @@ def test_the_answer_says_what_is_best(capsys, tmp_path):
 
 @pytest.mark.parametrize(("gpus", "nodes"), [(64, 8), (512, 64), (4096, 512)])
 def test_many_gpus_are_answered(gpus, nodes, capsys):
-    words = f"--model llama-3-8b --seq 1048576 --gpus {gpus} --nodes {nodes} --batch 16 --json --ways 3"
+    words = f"--model llama-3-8b --seq 1M --gpus {gpus} --nodes {nodes} --batch 16 --json --ways 3"
     assert plan(*words.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["ways"]) == 3
@@ -260,6 +260,7 @@ def test_many_gpus_are_answered(gpus, nodes, capsys):
         assert each["seconds"] == pytest.approx(sum(each["parts"].values()))
         assert each["memory"]["allocated"] == pytest.approx(sum(each["memory"]["lines"].values()))
         assert each["command"].startswith(f"bmburst launch --nproc 8 --nnodes {nodes}")
+        assert "--sequence-length 1048576 " in each["command"]
 
 
 def test_nothing_that_fits_is_said(capsys):

@@ -3,15 +3,14 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.started import Program
+from tests.distributed.started import Program, fresh_program
 
 ROOT = Path(__file__).parents[2]
 # `bmburst` with another patience with ranks that do not end, and torchrun's own (30 s) out of its way.
@@ -43,7 +42,9 @@ def start(tmp_path):
         environ |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
         environ["PYTHONPATH"] = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
         words = ["launch", f"--nproc={nproc}", "--no-host-runtime", *options, "--", *(target or (str(script),)), *args]
-        process = (_fresh if fresh else Program)(words, cwd=tmp_path, env=environ, first=first)
+        begin = fresh_program if fresh else partial(Program, first=first)
+        assert not (fresh and first)
+        process = begin(words, cwd=tmp_path, env=environ)
         started.append(process)
         return process
 
@@ -53,12 +54,6 @@ def start(tmp_path):
         process.wait()
         process.stdout.close()
         process.stderr.close()
-
-
-def _fresh(words, *, cwd, env, first):
-    assert not first
-    command, pipe = [sys.executable, "-m", "bmburst", *words], subprocess.PIPE
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=env)
 
 
 def ended(process, timeout=60):

@@ -1,4 +1,4 @@
-"""Whether what a command writes at its end can be written: asked before its work begins, which may take long."""
+"""Whether what a command writes can be written: asked before its work begins, which may take long."""
 
 import tempfile
 from pathlib import Path
@@ -32,7 +32,7 @@ def require_file(option: str, path: Path) -> None:
 
 
 def require_folder(option: str, path: Path) -> None:
-    """Make a folder, and check that files can be written in it.
+    """Check that files can be written in a folder; one that is not there could be made, and is not.
 
     Args:
         option: What it was given by.
@@ -42,8 +42,9 @@ def require_folder(option: str, path: Path) -> None:
         UserError: They cannot.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
+        whole = path.absolute()
+        there = next(folder for folder in (whole, *whole.parents) if folder.exists() or folder.is_symlink())
+        tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise UserError(
             f"{option} {path}: no file can be written there: {error.strerror}\nfix: a folder that you may write in"
