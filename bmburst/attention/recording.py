@@ -8,6 +8,7 @@ here, and by its addresses it is found again. What kernels need in between is ta
 stream share, and that nobody else gets: about 4 bytes for each number of the queries' gradient.
 """
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 from bmburst.comm.streams import On
 from bmburst_ops.flash.vectors import held
 
-_ROOM = 2 << 30  # bytes of the device: with less, torch's cache could not give way to what a recording needs
+_ROOM = 2 << 30  # bytes of the device: during a recording torch's cache does not give way
+_NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # set where programs are looked for errors of memory
 
 
 class Recording:
@@ -39,7 +41,7 @@ class Recording:
             return
         work()
         self._runs += 1
-        if self._runs == 2 and torch.cuda.mem_get_info()[0] >= _ROOM:
+        if self._runs == 2 and _has_room():
             self._graph, self._held = _record(work)
 
 
@@ -50,6 +52,12 @@ def recording(*_: object) -> Recording:
     The oldest are let go, as where each step of a training has documents of its own.
     """
     return Recording()
+
+
+def _has_room() -> bool:
+    """Whether torch's allocator can set memory aside for graphs, and the device has some that it need not give back."""
+    is_torchs_own = torch.cuda.get_allocator_backend() == "native"
+    return is_torchs_own and _NO_CACHE not in os.environ and torch.cuda.mem_get_info()[0] >= _ROOM
 
 
 def _record(work: Callable[[], None]) -> tuple[Any, object]:

@@ -33,6 +33,7 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(module, "_record", record)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     return made
 
 
@@ -43,8 +44,14 @@ def test_work_is_recorded_behind_its_second_run_and_then_started(graphs):
     assert calls == [0, 0, 0] and [graph.starts for graph in graphs] == [4]
 
 
-def test_without_room_for_a_graph_work_goes_on_being_called(graphs, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 40))
+@pytest.mark.parametrize("why", ["little memory", "another allocator", "no cache"])
+def test_without_room_for_a_graph_work_goes_on_being_called(graphs, monkeypatch, why):
+    if why == "little memory":
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 40))
+    elif why == "another allocator":
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    else:
+        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     calls, one = [], Recording()
     for _ in range(6):
         one.run(lambda: calls.append(None))

@@ -81,7 +81,6 @@ def comparisons():
 
 
 BOUND_BY_THE_HOST = {
-    "llama-2-7b x4, 8K, block-keep-attention, ZeRO-3, 2 GPUs",
     "llama-2-7b x4, 8K, block-keep-attention, ZeRO-3, 4 GPUs",
     "llama-2-7b x4, 16K, none, ZeRO-2, 4 GPUs",
 }
@@ -115,13 +114,6 @@ def test_published_runs_are_met_as_far_as_said(comparisons):
     for each in comparisons:
         assert each.name in text and each.source in text
     assert {row.split(" | ")[0] for row in text.splitlines() if row.startswith("| this project")}
-
-
-def test_the_record_is_what_the_command_prints(comparisons):
-    """Regenerated whenever a rate or a formula changes: the numbers in it are the planner's of today."""
-    record = (ROOT / "benchmarks/results/plan_accuracy_202611.md").read_text()
-    missing = [line for line in markdown(comparisons).splitlines() if line and line not in record]
-    assert missing == []
 
 
 def test_measured_rows_are_those_of_the_records():

@@ -1,0 +1,105 @@
+"""Write again what repeats recorded runs, once a file in `results/` has changed: `python -m benchmarks.records`.
+
+- The tables of attention and training, from the JSON beside them. What stands above the first is written by hand.
+- The planner's rows of this project's runs, `bmburst/plan/data/measured.toml`: their numbers. Rows are added by hand.
+- What `bmburst plan --check` prints, below the line in `results/plan_accuracy_*.md`.
+
+Each file that changed is printed. With `--check` none is written, and the exit status says whether one would be.
+"""
+
+import argparse
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from bmburst.cli import bench_attention, bench_train
+from bmburst.plan import accuracy
+
+_ROOT = Path(__file__).parents[1]
+_RESULTS = _ROOT / "benchmarks" / "results"
+_MEASURED = _ROOT / "bmburst" / "plan" / "data" / "measured.toml"
+_KINDS = MappingProxyType({"attention": bench_attention.KIND, "train": bench_train.KIND})
+
+
+def main() -> int:
+    """Bring the files up to date, or say which are not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something is old")
+    args = parser.parse_args()
+    is_old = False
+    for path, text in derived():
+        if path.read_text(encoding="utf-8") == text:
+            continue
+        is_old = True
+        print(path.relative_to(_ROOT))
+        if not args.check:
+            path.write_text(text, encoding="utf-8")
+    return int(is_old and args.check)
+
+
+def derived() -> Iterator[tuple[Path, str]]:
+    """Yield each file that repeats recorded runs, and what it should say; the planner's accuracy after its rows."""
+    for name, kind in _KINDS.items():
+        for path in sorted(_RESULTS.glob(f"{name}_*.md")):
+            shown = kind.shown()
+            head, _, _ = path.read_text(encoding="utf-8").partition("\n## ")
+            tables = shown.markdown(shown.results.read(path.with_suffix(".json")))
+            yield path, f"{head}\n{tables.rstrip()}\n"
+    yield _MEASURED, _with_rows(_MEASURED.read_text(encoding="utf-8"))
+    for path in sorted(_RESULTS.glob("plan_accuracy_*.md")):
+        head, line, _ = path.read_text(encoding="utf-8").partition("\n---\n")
+        yield path, f"{head}{line}\n{accuracy.markdown(accuracy.compare())}\n"
+
+
+def _with_rows(text: str) -> str:
+    """Return the planner's data with the numbers of the records."""
+    blocks = re.split(r"(?m)^(?=\[\[)", text)
+    return "".join(_with_numbers(block, _numbers(tomllib.loads(block))) for block in blocks)
+
+
+def _with_numbers(block: str, numbers: Mapping[str, str]) -> str:
+    for key, number in numbers.items():
+        block = re.sub(rf"(?m)^{key} = .*$", f"{key} = {number}", block)
+    return block
+
+
+def _numbers(block: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the record says of a row, as far as the row has such numbers."""
+    for kind, read in (("attention", _attention), ("training", _training)):
+        for row in block.get(kind, ()):
+            if row["source"].endswith(".json"):
+                rows = json.loads((_RESULTS / row["source"]).read_text(encoding="utf-8"))["rows"]
+                return read(row, rows)
+    return {}
+
+
+def _attention(row: Mapping[str, Any], rows: Mapping[str, Any]) -> dict[str, str]:
+    found = rows[row["cell"]]
+    times = {
+        f"{prefix}{name}_ms": found[direction][key]["median"]
+        for name, direction in (("forward", "forward"), ("both", "forward_backward"))
+        for prefix, key in (("", "milliseconds"), ("one_", "one_gpu_milliseconds"))
+    }
+    return {key: f"{value:.3f}" for key, value in {**times, "peak_gib": found["peak_memory_gib"]}.items()}
+
+
+def _training(row: Mapping[str, Any], rows: Any) -> dict[str, str]:
+    if isinstance(rows, dict):  # of bmburst bench train
+        found = rows[row["name"]]
+        return {
+            "seconds": f"{found['milliseconds']['median'] / 1e3:.4f}",
+            "memory_gib": f"{found['allocated_gib']:.3f}",
+        }
+    case = [row[key] for key in ("preset", "layers", "sequence", "recompute", "zero")]
+    (found,) = (found for found in rows if found["case"] == case)
+    outside = {"outside_gib": f"{found['outside_gib']:.3f}"}
+    return {"seconds": f"{found['seconds']:.4f}", "memory_gib": f"{found['allocated_gib']:.3f}", **outside}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""What repeats recorded runs says what they say, and `python -m benchmarks.records` sees to it."""
+
+import re
+import sys
+
+import pytest
+
+from benchmarks import records
+
+
+def test_what_repeats_records_is_up_to_date():
+    old = [str(path.relative_to(records._ROOT)) for path, text in records.derived() if path.read_text() != text]
+    assert not old, "run python -m benchmarks.records"
+
+
+def test_the_planners_rows_get_the_numbers_of_the_records():
+    text = records._MEASURED.read_text()
+    numbers = r"(?m)^(\w+_ms|seconds|memory_gib|outside_gib|peak_gib) = .*$"
+    scrambled = re.sub(numbers, r"\1 = 77", text)
+    mended = records._with_rows(scrambled)
+    left = [block for block in mended.split("\n\n") if "= 77" in block]
+    assert all("main_job" in block for block in left)  # a record of that has no JSON
+    assert [block for block in mended.split("\n\n") if block not in left] == [
+        block for block in text.split("\n\n") if "main_job" not in block
+    ]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_what_is_old_is_said_and_written_unless_asked_not_to(tmp_path, monkeypatch, capsys, check):
+    file = tmp_path / "table.md"
+    file.write_text("old")
+    monkeypatch.setattr(records, "_ROOT", tmp_path)
+    monkeypatch.setattr(records, "derived", lambda: iter([(file, "new")]))
+    monkeypatch.setattr(sys, "argv", ["records", *(["--check"] if check else [])])
+    assert records.main() == check
+    assert capsys.readouterr().out == "table.md\n" and file.read_text() == ("old" if check else "new")
+    monkeypatch.setattr(records, "derived", lambda: iter([(file, file.read_text())]))
+    assert records.main() == 0 and not capsys.readouterr().out
