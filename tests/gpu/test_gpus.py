@@ -2,7 +2,6 @@
 
 import math
 import os
-import socket
 from datetime import timedelta
 
 import pytest
@@ -17,6 +16,7 @@ from bmburst.errors import UserError
 from bmburst.mesh import Mesh
 from bmburst.recompute import POLICIES, checkpoint
 from tests.attention.oracle import draw, reference
+from tests.distributed.ports import held_port
 from tests.distributed.programs import run_program
 from tests.test_comm import starts_before_its_peer, verbs
 from tests.train import equality_program as equality
@@ -26,10 +26,8 @@ GPUS = torch.cuda.device_count()
 
 
 def run_nccl(size, body, *args):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_enter, args=(size, port, body, args), nprocs=size)
+    with held_port() as port:
+        mp.spawn(_enter, args=(size, port, body, args), nprocs=size)
 
 
 def _enter(rank, size, port, body, args):
