@@ -26,12 +26,12 @@ def forward_by_tiles(
         v: Shaped as k.
         into: Where to write the results, as `Kernel.forward`. Default: new memory, the output contiguous in q's dtype.
     """
-    if len(tiles) == 1 and len(tiles[0].queries) == q.shape[1]:
-        whole = tile_forward(call, tiles[0], q, k, v, into)
-        return Partial(whole.out.to(q.dtype).contiguous(), whole.lse) if into is None else into
     if into is None:
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
         into = Partial(torch.empty_like(q, memory_format=torch.contiguous_format), lse)
+    if len(tiles) == 1 and len(tiles[0].queries) == q.shape[1]:
+        tile_forward(call, tiles[0], q, k, v, into)
+        return into
     out, lse = into
     done = 0  # rows from here on were not written
     for tile in tiles:
