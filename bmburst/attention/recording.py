@@ -54,6 +54,12 @@ def recording(*_: object) -> Recording:
     return Recording()
 
 
+def forget() -> None:
+    """Let go of all recordings and of the memory that their graphs share: what comes next is called again first."""
+    recording.cache_clear()
+    _studio.cache_clear()
+
+
 def _has_room() -> bool:
     """Whether torch's allocator can set memory aside for graphs, and the device has some that it need not give back."""
     is_torchs_own = torch.cuda.get_allocator_backend() == "native"
