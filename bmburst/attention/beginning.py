@@ -14,7 +14,7 @@ What a rank keeps must be the same part on every rank, or the peak does not fall
 - contiguous, balanced: none. The last ranks would keep everything.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class Beginning:
                 f"mask {call.mask} shows the first {length} tokens later ones: they do not attend alone\n"
                 "fix: recompute policy block-keep-attention, or a causal mask"
             )
-        return cls(replace(call, layout=_first(layout, rows), length=length), rows, (q, k, v))
+        return cls(call.over(_first(layout, rows), length), rows, (q, k, v))
 
     def end(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See `Part.end`."""

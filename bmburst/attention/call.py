@@ -46,6 +46,7 @@ class AttentionCall:
     token: object = field(default_factory=object, init=False, repr=False)
     """Equal to no other call's."""
     _heads_plans: dict[tuple[object, ...], HeadsPlan] = field(default_factory=dict, init=False, repr=False)
+    _others: dict[tuple[Layout, int], "AttentionCall"] = field(default_factory=dict, init=False, repr=False)
 
     def double_schedule(self, travellers: Travellers, *, returning: bool) -> DoubleSchedule:
         """Return this rank's schedule in a double ring; `returning`: whether something follows the travellers home."""
@@ -85,6 +86,12 @@ class AttentionCall:
                 pace=self.strategy.pace,
             )
         return self._heads_plans[key]
+
+    def over(self, layout: Layout, length: int) -> "AttentionCall":
+        """Return this attention of other tokens: one call for all layers, by whose token its kernels are recorded."""
+        if (layout, length) not in self._others:
+            self._others[layout, length] = replace(self, layout=layout, length=length)
+        return self._others[layout, length]
 
     @cached_property
     def outer(self) -> "AttentionCall":

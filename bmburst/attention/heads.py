@@ -7,8 +7,8 @@ they are needed; nothing is packed.
 Memory beside the results, on each rank: the inbox, `q + k + v` bytes of the local tensors forward and
 `2 q + k + v` backward (with KV heads repeated where there are fewer than ranks), and two outboxes for the results of a
 unit each. Over the peer transport they stay allocated for the next call. There the kernels of short sequences are
-recorded as CUDA graphs, which keep what a backward takes for itself: sums in fp32, at most 512 MiB, and with GQA those
-of keys and values (`bmburst.attention.recording`).
+recorded as CUDA graphs, which keep what a backward takes for itself: sums in fp32, at most 512 MiB, with GQA those of
+keys and values, and under a mask of several tiles the gradients of each and their sums (`bmburst.attention.recording`).
 """
 
 from collections.abc import Callable, Sequence
@@ -83,6 +83,7 @@ def _by_units(
     inbox, dtype, going_home = arriving.inbox, targets[0].dtype, list[Transfer]()
     is_alone = call.outer.comm.size == 1  # else memory that does not stay where it is comes between
     is_recorded = is_alone and kernel.recordable and records_kernels(call.comm.transport, plan.sums_nbytes)
+    is_varying = len(targets) == 3 and bool(call.mask.starts)  # backward pads what it takes by documents
 
     def work(i: int, box: Tensor) -> None:
         attend(_tensors(inbox, plan.windows[i], dtype), _tensors(box, plan.outbound[i].windows, dtype))
@@ -94,7 +95,8 @@ def _by_units(
             with working(call.comm):
                 if is_recorded:
                     places = inbox.data_ptr(), box.data_ptr(), current_stream(box.device.index)
-                    recording(call.token, kernel.name, len(targets), i, *places).run(partial(work, i, box))
+                    taken = plan.taken_nbytes(i) if is_varying else 0
+                    recording(call.token, kernel.name, len(targets), i, *places).run(partial(work, i, box), taken)
                 else:
                     work(i, box)
         arriving.start(i + 1)

@@ -129,6 +129,16 @@ class HeadsPlan:
         sizes = self.shapes
         return sizes.batch * sizes.tokens * sizes.own_heads * sizes.head_dim * sizes.statistics_itemsize
 
+    def taken_nbytes(self, i: int) -> int:
+        """Bytes that a backward of unit i takes for itself: sums of dQ, of dK and dV if heads share them, 3 statistics.
+
+        So has it `_flash_attn_bwd` of flash-attn-4, which pads each by documents.
+        """
+        sizes, (heads, kv_heads, _) = self.shapes, self.units[i]
+        summed = len(heads) + (2 * len(kv_heads) if len(heads) > len(kv_heads) else 0)
+        numbers = summed * sizes.head_dim + 3 * len(heads)
+        return sizes.batch * sizes.tokens * numbers * sizes.statistics_itemsize
+
 
 @lru_cache(maxsize=256)
 def make_heads_plan(

@@ -5,7 +5,10 @@ before its kernels start; starting a graph takes it 0.01 ms. A GPU that has shor
 
 A graph reads and writes where its kernels did when it was recorded. So only work on memory that stays where it is comes
 here, and by its addresses it is found again. What kernels need in between is taken from memory that all graphs of a
-stream share, and that nobody else gets: about 4 bytes for each number of the queries' gradient.
+stream share, and that nobody else gets: about 4 bytes for each number of the queries' gradient, up to six times that
+under masks of several tiles. Torch gives no part of it back: where each step of a training has documents of its own,
+one that needs a little more than all before it would add all that it needs. So it is taken in one piece, with room to
+spare.
 """
 
 import os
@@ -18,7 +21,10 @@ import torch
 from bmburst.comm.streams import On
 from bmburst_ops.flash.vectors import held
 
-_ROOM = 2 << 30  # bytes of the device: during a recording torch's cache does not give way
+# Bytes: during a recording torch's cache does not give way. Masks of several tiles take five or six times the sums that
+# `records_kernels` allows: three gradients in fp32, a tile's three, and what the kernel takes itself.
+_ROOM = 3 << 30
+_SPARE = 1.25  # a document pads sums by a block of up to 128 tokens: one of 500 tokens by a quarter
 _NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # set where programs are looked for errors of memory
 
 
@@ -30,11 +36,15 @@ class Recording:
         self._graph: Any = None
         self._held: object = None
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], None], varying: int = 0) -> None:
         """Do the work; from the third time on without calling it.
 
         It is called once before: kernels are compiled then. And once right before it is recorded: then all is on the
         device that it wants to find there.
+
+        Args:
+            work: The work.
+            varying: About how many bytes it takes for itself, where other such work will take a little more or less.
         """
         if self._graph is not None:
             self._graph.replay()
@@ -42,7 +52,7 @@ class Recording:
         work()
         self._runs += 1
         if self._runs == 2 and _has_room():
-            self._graph, self._held = _record(work)
+            self._graph, self._held = _record(work, varying)
 
 
 @lru_cache(maxsize=256)
@@ -54,20 +64,34 @@ def recording(*_: object) -> Recording:
     return Recording()
 
 
+def forget() -> None:
+    """Let go of all recordings and of the memory that their graphs share: what comes next is called again first."""
+    recording.cache_clear()
+    _studio.cache_clear()
+
+
 def _has_room() -> bool:
-    """Whether torch's allocator can set memory aside for graphs, and the device has some that it need not give back."""
+    """Whether torch's allocator can set memory aside for graphs, and may take some that it need not give back."""
     is_torchs_own = torch.cuda.get_allocator_backend() == "native"
-    return is_torchs_own and _NO_CACHE not in os.environ and torch.cuda.mem_get_info()[0] >= _ROOM
+    return is_torchs_own and _NO_CACHE not in os.environ and _free_nbytes() >= _ROOM
 
 
-def _record(work: Callable[[], None]) -> tuple[Any, object]:
-    """Return a graph of the work, which is not done, and what must live as long."""
+def _free_nbytes() -> float:
+    """Return how much more of the device torch's allocator can take: what is free, of the share that it may have."""
+    free, total = torch.cuda.mem_get_info()
+    return min(free, torch.cuda.get_per_process_memory_fraction() * total - torch.cuda.memory_reserved())
+
+
+def _record(work: Callable[[], None], varying: int) -> tuple[Any, object]:
+    """Return a graph of the work, which is not done, and what must live as long; `varying` as above."""
     current = torch.cuda.current_stream()
     stream, pool = _studio(current)
     graph = torch.cuda.CUDAGraph()
     with On(stream), held() as vectors:
         graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         try:
+            if varying:  # at once free again: the work's tensors are cut from it
+                torch.empty(int(varying * _SPARE), dtype=torch.uint8, device=stream.device)
             work()
         finally:
             graph.capture_end()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from bmburst.attention.recording import forget
+
 _USABLE = 0.92  # of a device: context, communicators and fragments take the rest
 
 
@@ -34,6 +36,7 @@ class Gauge:
         """Give back what the last cell left, and begin a new peak."""
         gc.collect()
         if self.device.type == "cuda":
+            forget()  # or what the last cell's graphs keep would be this one's
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 

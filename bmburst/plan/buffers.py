@@ -61,7 +61,7 @@ def held_outside(candidate: Candidate) -> float:
 
 
 def held_by_graphs(candidate: Candidate) -> float:
-    """Return the bytes that kernels take for themselves where they are CUDA graphs, which keep them."""
+    """Return the bytes that kernels of one tile take for themselves where they are CUDA graphs, which keep them."""
     own = sizes(candidate)
     is_taken = candidate.heads > 1 and candidate.groups == 1 and candidate.sequence_nodes == 1
     if not (is_taken and records_kernels(candidate.transport, own.q * WIDE / candidate.task.itemsize)):

@@ -91,6 +91,16 @@ def test_half_of_a_zigzag_sequence_is_a_quarter_of_the_work(calls):
     assert alone[1][0] / alone[0][0] == pytest.approx(1 / 4, rel=0.01)
 
 
+def test_all_layers_compute_one_beginning(calls):
+    """Its plans and recorded kernels are found by the call: of its own in each layer they would never be used again."""
+    x = torch.randn(1, 16, 2, 8)
+    bmburst.burst_attention(x, x, x)
+    call = calls["whole"][0][0]
+    first, second, longer = (beginning.Beginning.before(kept, call, x, x, x).call for kept in (0.5, 0.5, 0.25))
+    assert first is second and first.token is not call.token
+    assert longer.length > first.length and longer.token is not first.token
+
+
 REFUSALS = {
     ("zigzag", 0.4, "causal"): "cuts a sequence into halves",
     ("contiguous", 0.5, "causal"): "they would keep more than others",

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bmburst
+from bmburst.attention import heads as executor
 from bmburst.attention import heads_plan, strategy
 from bmburst.attention.heads_plan import HeadShapes, Strides, make_heads_plan
 from bmburst.comm.checks import Checked
@@ -288,6 +290,31 @@ def test_kernels_write_where_results_go_home_from(monkeypatch, units):
     q = torch.zeros(1, 4, 6, 8)
     run_ranks(2, lambda comm: bmburst.burst_attention(q, q, q, group=Boxes(comm.inner, comm.device), strategy="heads"))
     assert written and written <= boxes
+
+
+@pytest.mark.parametrize(("mask", "varies"), [("causal", False), (bmburst.Documents([3, 5]), True)], ids=str)
+def test_recordings_have_a_place_each_and_know_what_a_backward_under_documents_takes(monkeypatch, units, mask, varies):
+    """Of 8 tokens, 4 query heads and 2 KV heads a rank: fp32 sums of dQ, dK and dV, and three statistics."""
+    asked, ran = [], []
+
+    def recording(*where):
+        asked.append(where)
+        return SimpleNamespace(run=lambda work, varying: ran.append((where[2], varying)) or work())
+
+    monkeypatch.setattr(executor, "recording", recording)
+    monkeypatch.setattr(executor, "records_kernels", lambda *_: True)
+    monkeypatch.setattr(executor, "current_stream", lambda _: "stream")
+    monkeypatch.setattr(CpuKernel, "recordable", True)
+
+    def body(comm):
+        q, k, v = (torch.randn(1, 4, h, 8, requires_grad=True) for h in (8, 4, 4))
+        bmburst.burst_attention(q, k, v, group=comm, mask=mask, strategy="heads", kernel="cpu").sum().backward()
+
+    run_ranks(2, body)
+    assert len({where[:4] for where in asked}) == len(asked)  # also where a box is used again
+    forward, backward = ([varying for kind, varying in ran if kind == n] for n in (2, 3))
+    assert forward and not any(forward)
+    assert sum(backward) == (2 * 8 * (4 * 8 + 2 * 2 * 8 + 3 * 4) * 4 if varies else 0)
 
 
 def test_plans_are_made_once():

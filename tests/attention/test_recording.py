@@ -1,5 +1,8 @@
 """When work is called, when it is recorded, and when what was recorded is started instead; GPUs are in tests/gpu."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -26,13 +29,15 @@ class Graph:
 def graphs(monkeypatch):
     made = []
 
-    def record(work):
+    def record(work, _):
         work()
         made.append(Graph())
         return made[-1], None
 
     monkeypatch.setattr(module, "_record", record)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     return made
 
@@ -44,10 +49,13 @@ def test_work_is_recorded_behind_its_second_run_and_then_started(graphs):
     assert calls == [0, 0, 0] and [graph.starts for graph in graphs] == [4]
 
 
-@pytest.mark.parametrize("why", ["little memory", "another allocator", "no cache"])
+@pytest.mark.parametrize("why", ["little memory", "little of its share", "another allocator", "no cache"])
 def test_without_room_for_a_graph_work_goes_on_being_called(graphs, monkeypatch, why):
     if why == "little memory":
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 40))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((3 << 30) - 1, 1 << 40))
+    elif why == "little of its share":
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.5)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: (1 << 39) - (3 << 30) + 1)
     elif why == "another allocator":
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     else:
@@ -74,6 +82,28 @@ def test_what_a_graph_reads_is_kept_and_not_waited_for(monkeypatch):
     assert kept == [sent]
     with pytest.raises(pytest.fail.Exception):
         sent.here()
+
+
+@pytest.mark.parametrize(("varying", "first"), [(0, []), (800, ["1000 bytes"])])
+def test_work_that_varies_is_recorded_in_memory_of_one_piece(monkeypatch, varying, first):
+    """Or each step with more documents than all before it would add to what graphs keep all that it takes."""
+    log, pool, empty = [], SimpleNamespace(id=(0, 1)), torch.empty
+
+    class Capturing:
+        def capture_begin(self, **options):
+            assert options["pool"] == pool.id
+            log.append("begin")
+
+        def capture_end(self):
+            log.append("end")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Capturing)
+    monkeypatch.setattr(torch, "empty", lambda n, **options: log.append(f"{n} bytes") or empty(n, **options))
+    monkeypatch.setattr(module, "_studio", lambda _: (SimpleNamespace(device=CPU), pool))
+    monkeypatch.setattr(module, "On", lambda _: nullcontext())
+    module._record(lambda: log.append("work"), varying)
+    assert log == ["begin", *first, "work", "end"]
 
 
 def test_nothing_is_sent_into_a_graph():

@@ -5,7 +5,7 @@ import torch
 
 import bmburst
 from bmburst.attention import heads
-from bmburst.attention.recording import _studio, recording
+from bmburst.attention.recording import _studio, forget, recording
 from bmburst.bench.memory import kept_by_graphs
 from bmburst.comm.groups import communicator
 from bmburst_ops.flash import blind, varlen
@@ -26,6 +26,11 @@ TOKENS = 4096
 @pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
 def test_started_kernels_give_what_called_ones_give(size, program):
     run(program, size, _started_kernels)
+
+
+@pytest.mark.parametrize("kv_heads", [24, 8])
+def test_documents_of_their_own_in_each_step_do_not_add_to_what_graphs_keep(kv_heads):
+    run("torch.distributed", 2, _varying_documents, kv_heads)
 
 
 def attend(inputs, grad, mask):
@@ -89,3 +94,18 @@ def _started_kernels():
                 for got, wanted in zip(attend(inputs, grad, MASKS[case[0]]), expected[case], strict=True):
                     assert torch.equal(got, wanted)
     torch.cuda.synchronize()
+
+
+def _varying_documents(kv_heads):
+    inputs, grad = drawn(2, kv_heads, 0)
+    forget()
+    kept = []
+    for count in (3, 4, 5, 6, 8):  # each pads more than the one before
+        lengths = [TOKENS // count] * (count - 1)
+        lengths.append(TOKENS - sum(lengths))
+        for _ in range(6):
+            attend(inputs, grad, bmburst.Documents(lengths))
+        kept.append(kept_by_graphs(torch.device("cuda", torch.cuda.current_device())))
+    assert 0 < kept[-1] <= kept[0]
+    forget()
+    assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) == 0
