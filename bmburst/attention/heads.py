@@ -81,30 +81,40 @@ def _by_units(
 ) -> None:
     """Attend unit by unit, from the inbox into an outbox, and bring the results home to their targets."""
     inbox, dtype, going_home = arriving.inbox, targets[0].dtype, list[Transfer]()
-    is_alone = call.outer.comm.size == 1  # else memory that does not stay where it is comes between
-    is_recorded = is_alone and kernel.recordable and records_kernels(call.comm.transport, plan.sums_nbytes)
-    is_varying = len(targets) == 3 and bool(call.mask.starts)  # backward pads what it takes by documents
 
     def work(i: int, box: Tensor) -> None:
         attend(_tensors(inbox, plan.windows[i], dtype), _tensors(box, plan.outbound[i].windows, dtype))
 
+    start = _recorded(call, plan, kernel, inbox, work)
     for i, at in enumerate(plan.outbound):
         with streams.turn(i):
             arriving.wait(i)
             box = call.comm.outbox(at.exchange.nbytes, _OUT)
             with working(call.comm):
-                if is_recorded:
-                    places = inbox.data_ptr(), box.data_ptr(), current_stream(box.device.index)
-                    taken = plan.taken_nbytes(i) if is_varying else 0
-                    recording(call.token, kernel.name, len(targets), i, *places).run(partial(work, i, box), taken)
-                else:
-                    work(i, box)
+                start(i, box)
         arriving.start(i + 1)
         with streams.turn(i):
             going_home.append(call.comm.pull(at.exchange, box, targets, _OUT))
     streams.join()
     for transfer in going_home:
         transfer.wait()
+
+
+def _recorded(
+    call: AttentionCall, plan: HeadsPlan, kernel: Kernel, inbox: Tensor, work: Callable[[int, Tensor], None]
+) -> Callable[[int, Tensor], None]:
+    """Return what does the work of a unit: the work itself, or where its memory stays what it was recorded as."""
+    stays = call.outer.comm.size == 1  # else what comes between is elsewhere each time
+    if not (stays and kernel.recordable and records_kernels(call.comm.transport, plan.sums_nbytes)):
+        return work
+    is_varying = plan.backward and bool(call.mask.starts)  # what it takes is padded by documents
+
+    def start(i: int, box: Tensor) -> None:
+        places = inbox.data_ptr(), box.data_ptr(), current_stream(box.device.index)
+        found = recording(call.token, kernel.name, plan.backward, i, *places)
+        found.run(partial(work, i, box), plan.taken_nbytes(i) if is_varying else 0)
+
+    return start
 
 
 def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> Succession:

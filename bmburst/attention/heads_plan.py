@@ -109,6 +109,7 @@ class HeadsPlan:
 
     Attributes:
         shapes: The sizes.
+        backward: Which of the two passes.
         nbytes: Size of the inbox.
         units: What is attended together.
         windows: Of each unit, its part of the tensors of the rank's own heads in the inbox.
@@ -117,6 +118,7 @@ class HeadsPlan:
     """
 
     shapes: HeadShapes
+    backward: bool
     nbytes: int
     units: tuple[Unit, ...]
     windows: tuple[tuple[Window, ...], ...]
@@ -173,6 +175,7 @@ def make_heads_plan(
     )
     return HeadsPlan(
         shapes,
+        backward,
         nbytes,
         units,
         tuple(windows),

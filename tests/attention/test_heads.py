@@ -312,7 +312,7 @@ def test_recordings_have_a_place_each_and_know_what_a_backward_under_documents_t
 
     run_ranks(2, body)
     assert len({where[:4] for where in asked}) == len(asked)  # also where a box is used again
-    forward, backward = ([varying for kind, varying in ran if kind == n] for n in (2, 3))
+    forward, backward = ([varying for kind, varying in ran if kind is which] for which in (False, True))
     assert forward and not any(forward)
     assert sum(backward) == (2 * 8 * (4 * 8 + 2 * 2 * 8 + 3 * 4) * 4 if varies else 0)
 
