@@ -29,9 +29,9 @@ from bmburst_ops.flash import Kernel, select_kernel
 from bmburst_ops.merge import accumulation_dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """A checked attention: the executor only obeys it."""
+    """A checked attention: the executor only obeys it. Equal to no other, so that what is kept of it is found by it."""
 
     comm: BlockMover
     kernel: Kernel
@@ -43,8 +43,6 @@ class AttentionCall:
     deterministic: bool
     levels: Levels | None = None
     """Of a double ring."""
-    token: object = field(default_factory=object, init=False, repr=False)
-    """Equal to no other call's."""
     _heads_plans: dict[tuple[object, ...], HeadsPlan] = field(default_factory=dict, init=False, repr=False)
     _others: dict[tuple[Layout, int], "AttentionCall"] = field(default_factory=dict, init=False, repr=False)
 
@@ -88,7 +86,7 @@ class AttentionCall:
         return self._heads_plans[key]
 
     def over(self, layout: Layout, length: int) -> "AttentionCall":
-        """Return this attention of other tokens: one call for all layers, by whose token its kernels are recorded."""
+        """Return this attention of other tokens: one call for all layers, by which its kernels are recorded."""
         if (layout, length) not in self._others:
             self._others[layout, length] = replace(self, layout=layout, length=length)
         return self._others[layout, length]

@@ -111,7 +111,7 @@ def _recorded(
 
     def start(i: int, box: Tensor) -> None:
         places = inbox.data_ptr(), box.data_ptr(), current_stream(box.device.index)
-        found = recording(call.token, kernel.name, plan.backward, i, *places)
+        found = recording(call, kernel.name, plan.backward, i, *places)
         found.run(partial(work, i, box), plan.taken_nbytes(i) if is_varying else 0)
 
     return start
