@@ -18,7 +18,7 @@ from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.merge import row_dots
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import some, visible
-from tests.ops.test_flash_packages import check_statistic_memory, install
+from tests.ops.package_stand_ins import check_statistic_memory, install
 from tests.ops.tiles import EPSILON, assert_same, error, one_number_off, room, some_heads, wider_room
 
 QUERIES, KEYS = 37, 53
