@@ -152,7 +152,7 @@ def _rank(args: argparse.Namespace) -> int:
 def _measure(case: Case, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
 
-    from bmburst.bench.memory import kept_by_graphs
+    from bmburst.bench.memory import beside_peak
     from bmburst.blocks.presets import preset
     from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
     from bmburst.train.trainer import Trainer
@@ -182,9 +182,7 @@ def _measure(case: Case, args: argparse.Namespace, folder: Path) -> dict[str, An
         "outside_gib": 0.0,
     }
     if on_gpu:
-        free, total = torch.cuda.mem_get_info()
-        kept = kept_by_graphs(torch.device("cuda", torch.cuda.current_device()))
-        found["outside_gib"] = (total - free - torch.cuda.memory_reserved() + kept) / GIB
+        found["outside_gib"] = beside_peak(torch.device("cuda", torch.cuda.current_device())) / GIB
     del trainer
     gc.collect()
     if on_gpu:

@@ -13,6 +13,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -73,12 +74,17 @@ def _numbers(block: Mapping[str, Any]) -> dict[str, str]:
     for kind, read in (("attention", _attention), ("training", _training)):
         for row in block.get(kind, ()):
             if row["source"].endswith(".json"):
-                rows = json.loads((_RESULTS / row["source"]).read_text(encoding="utf-8"))["rows"]
-                return read(row, rows)
+                return read(row, _rows(row["source"]))
     return {}
 
 
-def _attention(row: Mapping[str, Any], rows: Mapping[str, Any]) -> dict[str, str]:
+@cache
+def _rows(name: str) -> Any:
+    """Return the rows of a record: by cell, or those of `benchmarks.plan_measure` in a list."""
+    return json.loads((_RESULTS / name).read_text(encoding="utf-8"))["rows"]
+
+
+def _attention(row: Mapping[str, Any], rows: Any) -> dict[str, str]:
     found = rows[row["cell"]]
     times = {
         f"{prefix}{name}_ms": found[direction][key]["median"]
@@ -89,16 +95,15 @@ def _attention(row: Mapping[str, Any], rows: Mapping[str, Any]) -> dict[str, str
 
 
 def _training(row: Mapping[str, Any], rows: Any) -> dict[str, str]:
-    if isinstance(rows, dict):  # of bmburst bench train
+    if isinstance(rows, dict):
         found = rows[row["name"]]
-        return {
-            "seconds": f"{found['milliseconds']['median'] / 1e3:.4f}",
-            "memory_gib": f"{found['allocated_gib']:.3f}",
-        }
-    case = [row[key] for key in ("preset", "layers", "sequence", "recompute", "zero")]
-    (found,) = (found for found in rows if found["case"] == case)
-    outside = {"outside_gib": f"{found['outside_gib']:.3f}"}
-    return {"seconds": f"{found['seconds']:.4f}", "memory_gib": f"{found['allocated_gib']:.3f}", **outside}
+        seconds = found["milliseconds"]["median"] / 1e3
+    else:
+        case = [row[key] for key in ("preset", "layers", "sequence", "recompute", "zero")]
+        (found,) = (found for found in rows if found["case"] == case)
+        seconds = found["seconds"]
+    numbers = {"seconds": f"{seconds:.4f}", "memory_gib": f"{found['allocated_gib']:.3f}"}
+    return numbers | ({"outside_gib": f"{found['outside_gib']:.3f}"} if "outside_gib" in found else {})
 
 
 if __name__ == "__main__":

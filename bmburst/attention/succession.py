@@ -37,7 +37,6 @@ class Succession:
             self._current = torch.cuda.current_stream(device)
             streams = _streams(device)
             self._before = tuple(streams[_place(turns, turn)] for turn in range(turns - 1))
-            self._order = Order()
             self._beginning = self._current.record_event()
             self._begun = set[Any]()
 
@@ -53,7 +52,7 @@ class Succession:
     def join(self) -> None:
         """Let the current stream wait for all that was launched."""
         if self._before:
-            self._order.after(self._current, *set(self._before))
+            Order().after(self._current, *set(self._before))
 
 
 def _place(turns: int, turn: int) -> int:

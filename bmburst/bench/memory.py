@@ -15,22 +15,20 @@ _USABLE = 0.92  # of a device: context, communicators and fragments take the res
 class Gauge:
     """Reads how much memory a cell takes on this rank's GPU.
 
-    Buffers that other ranks read, and NCCL's, are not torch's allocator's: what the driver has given out and the
-    allocator does not hold is added to its peak, less what that was when the run began. So is what the allocator keeps
-    for CUDA graphs.
+    What lies beside the peak of torch's allocator (`beside_peak`) is added to it, less what that was when a run began.
 
     Attributes:
         device: This rank's device. On a CPU nothing is read.
-        outside: Bytes outside torch's allocator when the run began.
+        beside: Bytes beside it when the run began.
     """
 
     device: torch.device
-    outside: int = 0
+    beside: int = 0
 
     @classmethod
     def begin(cls, device: torch.device) -> "Gauge":
         """Return a gauge for a run that has made its communicators but no buffers."""
-        return cls(device, _outside(device) if device.type == "cuda" else 0)
+        return cls(device, beside_peak(device) if device.type == "cuda" else 0)
 
     def clear(self) -> None:
         """Give back what the last cell left, and begin a new peak."""
@@ -51,7 +49,7 @@ class Gauge:
         torch.cuda.synchronize(self.device)
         if allocated is None:
             allocated = torch.cuda.max_memory_allocated(self.device)
-        return allocated + max(0, _outside(self.device) - self.outside) + kept_by_graphs(self.device)
+        return allocated + max(0, beside_peak(self.device) - self.beside)
 
     def capacity(self, ranks_here: int) -> float:
         """Return the bytes that a cell may take on a rank.
@@ -64,12 +62,17 @@ class Gauge:
         return _USABLE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here
 
 
+def beside_peak(device: torch.device) -> int:
+    """Return the bytes of a GPU that no peak of torch's allocator counts.
+
+    What the driver has given out and the allocator does not hold, as buffers that other ranks read and NCCL's, and what
+    the allocator keeps for CUDA graphs.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device) + kept_by_graphs(device)
+
+
 def kept_by_graphs(device: torch.device) -> int:
-    """Return the bytes that torch's allocator keeps for CUDA graphs: nobody else gets them, and no peak counts them."""
+    """Return the bytes that torch's allocator keeps for CUDA graphs: nobody else gets them."""
     segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == device.index)
     return sum(s["total_size"] - s["allocated_size"] for s in segments if s["segment_pool_id"] != (0, 0))
-
-
-def _outside(device: torch.device) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
