@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bmburst.attention.recording import CALLS
 from bmburst.bench.party import Party
 
 LEAST = 3  # rounds that are measured however long they take
@@ -86,9 +87,9 @@ def in_turns(*calls: Callable[[], object], party: Party, repeats: int, seconds: 
     def once_each() -> tuple[float, ...]:
         return tuple(once(call, party) for call in calls)
 
-    # Kernels are compiled, buffers and communicators made. Long calls need no second round for clocks to settle.
-    # What `once` returns is equal on all ranks: they agree on what follows without another word.
-    for _ in range(2):
+    # Kernels are compiled, buffers and communicators made, short kernels recorded. Long calls need no second round for
+    # clocks to settle. What `once` returns is equal on all ranks: they agree on what follows without another word.
+    for _ in range(CALLS):
         if sum(once_each()) > seconds * 1e3 / 4:
             break
     first = once_each()

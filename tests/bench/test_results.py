@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bmburst.amounts import short
+from bmburst.attention.recording import CALLS
 from bmburst.bench import start, timing
 from bmburst.bench.cells import Cell
 from bmburst.bench.figure import draw
@@ -138,14 +139,14 @@ def party():
 def test_calls_are_measured_in_turns():
     calls = []
     times = in_turns(*(lambda n=n: calls.append(n) for n in range(3)), party=party(), repeats=5, seconds=60)
-    assert calls == [0, 1, 2] * 7  # two warm-ups
+    assert calls == [0, 1, 2] * (CALLS + 5)  # warm-ups first
     assert [len(own) for own in times] == [5, 5, 5]
     first = Times.of(times[0])
     assert first.count == 5 and first.least <= first.median <= first.most
 
 
 def test_a_ratio_is_that_of_the_rates(monkeypatch):
-    costs = iter([1, 1, 1, 1, 5.0, 10.0, 6.0, 8.0, 5.0, 20.0])  # warm-ups, then rounds of one GPU and the method
+    costs = iter([*[1, 1] * CALLS, 5.0, 10.0, 6.0, 8.0, 5.0, 20.0])  # warm-ups, then rounds of one GPU and the method
     monkeypatch.setattr(timing, "once", lambda *_: next(costs))
     ones, ours = in_turns(lambda: None, lambda: None, party=party(), repeats=3, seconds=60)
     assert (ones, ours) == ((5, 6, 5), (10, 8, 20))

@@ -5,7 +5,7 @@ import torch
 
 import bmburst
 from bmburst.attention import heads
-from bmburst.attention.recording import _studio, forget, recording
+from bmburst.attention.recording import CALLS, _studio, forget, recording
 from bmburst.bench.memory import kept_by_graphs
 from bmburst.comm.groups import communicator
 from bmburst_ops.flash import blind, varlen
@@ -69,24 +69,24 @@ def _started_kernels():
     expected = {case: called(size, *case) for case in cases}
     recording.cache_clear()
     noise, begun = [], _studio.cache_info().currsize
-    for turn in range(6):
+    for turn in range(2 * CALLS + 4):
         for case in cases:
             inputs, grad = drawn(size, *case[1:])
             for got, wanted in zip(attend(inputs, grad, MASKS[case[0]]), expected[case], strict=True):
                 assert torch.equal(got, wanted), (turn, case)
             noise.append(torch.full((1 << 20,), turn, device="cuda"))  # other places for what comes next
-        if turn == 3:  # what only graphs still need may be let go
+        if turn == CALLS + 1:  # what only graphs still need may be let go
             varlen._offsets.cache_clear()
             blind._sent.cache_clear()
             noise = [torch.full((1 << 16,), -1, dtype=torch.int32, device="cuda") for _ in range(50)]
-        if turn == 4:  # boxes grow, and lie elsewhere
+        if turn == CALLS + 2:  # boxes grow, and lie elsewhere
             far, grad = drawn(size, 24, 0, 16 * tokens)
             attend(far, grad, "causal")
     assert _studio.cache_info().currsize > begun  # something was recorded
     assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) > 0
     other = torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
-    for _ in range(4):
+    for _ in range(CALLS + 2):
         for stream in (other, torch.cuda.current_stream()):
             with torch.cuda.stream(stream):
                 case = cases[0]
@@ -103,7 +103,7 @@ def _varying_documents(kv_heads):
     for count in (3, 4, 5, 6, 8):  # each pads more than the one before
         lengths = [TOKENS // count] * (count - 1)
         lengths.append(TOKENS - sum(lengths))
-        for _ in range(6):
+        for _ in range(CALLS + 2):
             attend(inputs, grad, bmburst.Documents(lengths))
         kept.append(kept_by_graphs(torch.device("cuda", torch.cuda.current_device())))
     assert 0 < kept[-1] <= kept[0]
