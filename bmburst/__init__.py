@@ -11,6 +11,7 @@ from bmburst.lazy import public_name
 if TYPE_CHECKING:
     from bmburst.attention.api import burst_attention
     from bmburst.attention.compat import OpBurstAttn, burst_attn_func, burst_attn_func_striped
+    from bmburst.attention.kept import empty_cache
     from bmburst.attention.module import BurstAttention
     from bmburst.comm.groups import communicator
     from bmburst.errors import UserError
@@ -40,6 +41,7 @@ __all__ = [
     "burst_attn_func",
     "burst_attn_func_striped",
     "communicator",
+    "empty_cache",
     "shard",
     "start",
     "unshard",
@@ -64,6 +66,7 @@ _HOMES = {
     "burst_attn_func": "attention.compat",
     "burst_attn_func_striped": "attention.compat",
     "communicator": "comm.groups",
+    "empty_cache": "attention.kept",
     "shard": "sequence",
     "start": "runtime",
     "unshard": "sequence",

@@ -13,6 +13,7 @@ from typing import Any, Generic
 import torch
 import torch.distributed as dist
 
+from bmburst.attention.kept import empty_cache
 from bmburst.bench.job import LAST_WORDS, AnyJob
 from bmburst.bench.memory import Gauge
 from bmburst.bench.rows import FAILED, OK, REFUSED, C, Row
@@ -123,6 +124,7 @@ class Loop(ABC, Generic[C]):
 
     def _try(self, cell: C) -> None:
         begun = time.perf_counter()
+        empty_cache()  # or this cell would be charged with what attention kept in the last one
         self.gauge.clear()
         takes_part = self.takes_part(cell)
         reason = next((r for r in self.from_all(self.refusal(cell) if takes_part else None) if r), None)

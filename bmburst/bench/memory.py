@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from bmburst.attention.recording import forget
-
 _USABLE = 0.92  # of a device: context, communicators and fragments take the rest
 
 
@@ -31,10 +29,9 @@ class Gauge:
         return cls(device, beside_peak(device) if device.type == "cuda" else 0)
 
     def clear(self) -> None:
-        """Give back what the last cell left, and begin a new peak."""
+        """Give back what nothing holds any more, and begin a new peak."""
         gc.collect()
         if self.device.type == "cuda":
-            forget()  # or what the last cell's graphs keep would be this one's
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 

@@ -57,10 +57,14 @@ class _Box:
     """What is pushed since it was offered; before any of it is waited for, no kernel reads the inbox."""
 
 
+def _outboxes() -> tuple[_Box, ...]:
+    return tuple(_Box() for _ in range(_OUTBOXES))
+
+
 @dataclass(slots=True)
 class _Lane:
     stream: Any
-    outboxes: tuple[_Box, ...] = field(default_factory=lambda: tuple(_Box() for _ in range(_OUTBOXES)))
+    outboxes: tuple[_Box, ...] = field(default_factory=_outboxes)
     inbox: _Box = field(default_factory=_Box)
     turn: int = 0
     number: int = 0
@@ -73,7 +77,7 @@ class _Lane:
 class PeerCommunicator:
     """`Communicator` by copy engines for `pull`, `push` and `ring`; the other verbs go over the one beneath.
 
-    Memory: each lane keeps two outboxes and an inbox, each as large as the largest of its kind so far.
+    Memory: each lane keeps two outboxes and an inbox, each as large as the largest of its kind so far, until `release`.
 
     Args:
         inner: The group's own communicator; exchanges handles now and whenever a box grows.
@@ -196,6 +200,17 @@ class PeerCommunicator:
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
         return self._inner.all_reduce(tensor)
+
+    def release(self) -> None:
+        """Give the boxes back to the driver; the next calls take new ones. Every rank must call it.
+
+        The host waits until what all ranks have moved is there.
+        """
+        for lane in self._lanes:
+            for box in (*lane.outboxes, lane.inbox):
+                if box.memory is not None:
+                    box.memory.close()
+            lane.outboxes, lane.inbox = _outboxes(), _Box()
 
     def _current(self) -> Any:
         if torch.cuda.is_current_stream_capturing():

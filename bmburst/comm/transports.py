@@ -29,12 +29,26 @@ def over_transport(comm: Checked, transport: str) -> Checked:
     return comm
 
 
+def release_boxes() -> None:
+    """Give back what transport "peer" keeps for the next calls. All ranks of all its groups must call it."""
+    for peers in _peers():
+        peers.release()
+
+
 @lru_cache(maxsize=64)
 def _over_peers(comm: Checked) -> Checked | str:
     """Return the group over its GPUs' memory, or why that cannot be; says so once."""
     try:
-        return comm.over(PeerCommunicator(comm.inner, comm.device))
+        peers = PeerCommunicator(comm.inner, comm.device)
     except SharedMemoryError as error:
         if comm.rank == 0:
             warnings.warn(f"bmburst: blocks move by NCCL, because {error}", stacklevel=2)
         return str(error)
+    _peers().append(peers)
+    return comm.over(peers)
+
+
+@lru_cache(maxsize=1)
+def _peers() -> list[PeerCommunicator]:
+    """Return all of this process as they were made: ranks that share two groups made them in one order."""
+    return []

@@ -1,15 +1,33 @@
 """What a cell's memory is read as."""
 
-import torch
+from types import SimpleNamespace
 
-from bmburst.attention.recording import recording
-from bmburst.bench.memory import Gauge
+from bmburst.bench import loop
+from bmburst.bench.loop import Loop
 
 
-def test_a_cell_is_not_charged_with_what_graphs_of_the_last_one_keep(monkeypatch):
-    given_back = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(recording("work") is not before))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
-    before = recording("work")
-    Gauge(torch.device("cuda", 0)).clear()
-    assert given_back == [True]
+def test_a_cell_is_not_charged_with_what_attention_kept_in_the_last(monkeypatch):
+    log = []
+
+    class OneCell(Loop):
+        def __init__(self):
+            self.gauge = SimpleNamespace(clear=lambda: log.append("clear"))
+
+        def takes_part(self, _):
+            return True
+
+        def from_all(self, value):
+            return [value]
+
+        def _keep(self, _, row):
+            log.append(row["reason"])
+
+        def refusal(self, _):
+            return "refused"
+
+        def measure(self, _): ...
+        def line(self, *_): ...
+
+    monkeypatch.setattr(loop, "empty_cache", lambda: log.append("given back"))
+    OneCell()._try(SimpleNamespace(key="a cell"))
+    assert log == ["given back", "clear", "refused"]

@@ -33,6 +33,11 @@ def test_documents_of_their_own_in_each_step_do_not_add_to_what_graphs_keep(kv_h
     run("torch.distributed", 2, _varying_documents, kv_heads)
 
 
+@pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])
+def test_memory_is_given_back_and_taken_again(program):
+    run(program, 2, _memory_given_back)
+
+
 def attend(inputs, grad, mask):
     out = bmburst.burst_attention(*inputs, mask=mask, strategy="heads", transport="peer", deterministic=True)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
@@ -109,3 +114,25 @@ def _varying_documents(kv_heads):
     assert 0 < kept[-1] <= kept[0]
     forget()
     assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) == 0
+
+
+def _memory_given_back():
+    inputs, grad = drawn(2, 8, 0, 16 * TOKENS)
+    expected = attend(inputs, grad, "causal")
+    taken, left = [], []
+    for _ in range(2):
+        for _ in range(CALLS + 2):
+            results = attend(inputs, grad, "causal")
+            assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+        assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) > 0
+        taken.append(_beside_torch())
+        bmburst.empty_cache()
+        left.append(_beside_torch())
+    assert taken[0] - left[0] > inputs[0].nbytes  # an inbox of all that attention reads, and more
+    assert left[1] <= left[0] + (64 << 20)
+    assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) == 0
+
+
+def _beside_torch():
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()

@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 
 from bmburst.bench.loop import Loop, run_rank
-from bmburst.bench.memory import Gauge
 from bmburst.bench.methods import LocalKernel, Setting
 from bmburst.bench.party import Party
 from bmburst.bench.rows import Row
-from bmburst.bench.training.cells import OURS, TrainCell
+from bmburst.bench.training.cells import TrainCell
 from bmburst.bench.training.job import TrainJob
 from bmburst.bench.training.methods import METHODS
 from bmburst.bench.training.table import one_line
@@ -48,11 +47,9 @@ class _TrainLoop(Loop[TrainCell]):
         from bmburst.bench.training.losses import measure_losses
         from bmburst.bench.training.steps import Means, measure_steps
 
-        # Buffers that GPUs read of each other stay for the next cell: ours is charged with them, peers have none.
-        gauge = self.gauge if cell.method == OURS else Gauge.begin(self.device)
         means = Means(
             setting=self.setting,
-            gauge=gauge,
+            gauge=self.gauge,
             from_all=self.from_all,
             folder=self.folder,
             repeats=self.job.repeats,

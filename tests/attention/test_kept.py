@@ -1,0 +1,59 @@
+"""Memory that attention keeps for the next call is given back when it is asked to."""
+
+import weakref
+
+import pytest
+import torch
+
+import bmburst
+from bmburst.attention.recording import recording
+from bmburst.comm import transports
+from bmburst.comm.local import run_ranks
+from tests.attention.oracle import draw, reference
+from tests.stand_in_driver import install
+
+
+@pytest.fixture
+def fresh():
+    transports._peers.cache_clear()
+    yield
+    transports._peers.cache_clear()
+
+
+def test_boxes_and_graphs_are_let_go_before_torch_gives_back(monkeypatch, fresh):
+    log, graph = [], weakref.ref(recording("work"))
+
+    class Peers:
+        def release(self):
+            log.append("boxes")
+
+    transports._peers().extend([Peers(), Peers()])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append(graph() is None))
+    bmburst.empty_cache()
+    assert log == ["boxes", "boxes", True]
+
+
+def test_attention_goes_on_with_new_memory(monkeypatch, fresh):
+    driver = install(monkeypatch, batches=True)
+    whole = draw(0, 1, 16, 4, 2, 8)
+    exact = reference(*whole[:4], "causal")
+
+    def body(comm):
+        from bmburst.comm.peer import PeerCommunicator
+
+        peers = PeerCommunicator(comm, torch.device("cpu"))
+        moved = comm.over(peers)
+        inputs = [bmburst.shard(t, group=comm).requires_grad_() for t in whole[:3]]
+        grad = bmburst.shard(whole[3], group=comm)
+        held = []
+        for strategy in ("heads", "gather", "heads", "ring"):
+            out = bmburst.burst_attention(*inputs, strategy=strategy, group=moved)
+            results = [out, *torch.autograd.grad(out, inputs, grad)]
+            peers.release()
+            held.append([lane.inbox.memory for lane in peers._lanes])
+            for got, wanted in zip(results, (exact[0], *exact[2:]), strict=True):
+                torch.testing.assert_close(bmburst.unshard(got.detach(), group=comm), wanted, rtol=0, atol=1e-12)
+        return held
+
+    assert run_ranks(2, body)[0] == [[None] * 4] * 4
+    assert driver.calls["cuMemFree_v2"] > 8
