@@ -38,19 +38,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the token file and say what is in it."""
-    from bmburst.data.corpus import tokenize
+    from bmburst.data.corpus import Text, tokenize
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
     from bmburst.data.tokenizer import load_tokenizer
     from bmburst.errors import UserError
 
     skipped: list[str] = []
-    tokenizer, sources = load_tokenizer(args.tokenizer), find_sources(args.input)
+    text = Text(load_tokenizer(args.tokenizer), find_sources(args.input))
     if args.output.is_file() and not is_token_file(args.output):
         raise UserError(f"--output {args.output}: is there, and no token file\nfix: the name of a new file")
     file = tokenize(
-        sources,
-        tokenizer,
+        text,
         args.output,
         text_field=args.text_field,
         progress=True,

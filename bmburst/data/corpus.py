@@ -5,17 +5,44 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, read_documents
 from bmburst.data.token_file import VERSION, TokenFile, is_token_file
 from bmburst.data.token_writer import write_token_file
-from bmburst.data.tokenizer import Tokenizer, load_tokenizer
+from bmburst.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from bmburst.errors import UserError
 from bmburst.outputs import require_folder
 
 
+class Text(NamedTuple):
+    """Text that is to be tokenized, and by what."""
+
+    tokenizer: Tokenizer
+    files: Sequence[SourceFile]
+
+
+def find_corpus(source: str | Path | Sequence[str | Path], tokenizer: str | None) -> TokenFile | Text:
+    """Return the token file that a user names, or the text.
+
+    Args:
+        source: As in `open_corpus`.
+        tokenizer: As in `open_corpus`.
+
+    Raises:
+        UserError: There is no text or no such tokenizer, or a token file is of another tokenizer.
+    """
+    inputs = [source] if isinstance(source, str | Path) else source
+    if inputs is not source and str(source) != STANDARD_LIBRARY and is_token_file(Path(inputs[0])):
+        file = TokenFile.open(inputs[0])
+        if tokenizer is not None and tokenizer != file.tokenizer_name:
+            _require_identity(file, load_tokenizer(tokenizer))
+        return file
+    return Text(load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer), find_sources(inputs))
+
+
 def open_corpus(
-    source: str | Path | Sequence[str | Path] | None,
+    source: str | Path | Sequence[str | Path],
     tokenizer: str | None,
     cache_dir: str | Path,
     *,
@@ -29,7 +56,7 @@ def open_corpus(
     To tokenize once, let one rank call it first.
 
     Args:
-        source: A token file, a text or JSONL file, a directory, several of these (but then no token file), or None
+        source: A token file, a text or JSONL file, a directory, several of these (but then no token file), or "stdlib"
             for the source files of the running Python's standard library.
         tokenizer: What `load_tokenizer` takes; None means the token file's own, or bytes for text.
         cache_dir: Where tokenized text is kept. A file there is used again while the paths, sizes and times of the
@@ -41,56 +68,47 @@ def open_corpus(
     Raises:
         UserError: There is no text, it cannot be read, or a token file is of another tokenizer.
     """
-    if isinstance(source, str | Path) and is_token_file(Path(source)):
-        file = TokenFile.open(source)
-        if tokenizer is not None and tokenizer != file.tokenizer_name:
-            _require_identity(file, load_tokenizer(tokenizer))
-        return file
-    inputs = [STANDARD_LIBRARY] if source is None else [source] if isinstance(source, str | Path) else source
-    loaded = load_tokenizer("bytes" if tokenizer is None else tokenizer)
-    files = find_sources(inputs)
-    cached = _cached(cache_dir, files, loaded, text_field)
+    found = find_corpus(source, tokenizer)
+    if isinstance(found, TokenFile):
+        return found
+    cached = _cached(cache_dir, found, text_field)
     if cached.exists():
         return TokenFile.open(cached)
-    return tokenize(files, loaded, cached, text_field=text_field, progress=progress, on_skip=on_skip)
+    return tokenize(found, cached, text_field=text_field, progress=progress, on_skip=on_skip)
 
 
-def require_cache(
-    option: str, cache_dir: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, *, text_field: str = "text"
-) -> None:
-    """Check that a cache has the tokens of `files`, or that `open_corpus` can write them there.
+def require_cache(option: str, cache_dir: Path, text: Text, *, text_field: str = "text") -> None:
+    """Check that a cache has the tokens of a text, or that `open_corpus` can write them there.
 
     Args:
         option: What the cache was given by.
         cache_dir: As in `open_corpus`.
-        files: The text.
-        tokenizer: Its tokenizer.
+        text: The text.
         text_field: As in `open_corpus`.
 
     Raises:
         UserError: It has not, and they cannot be written.
     """
-    if not _cached(cache_dir, files, tokenizer, text_field).exists():
+    if not _cached(cache_dir, text, text_field).exists():
         require_folder(option, cache_dir)
 
 
 def tokenize(
-    files: Sequence[SourceFile],
-    tokenizer: Tokenizer,
+    text: Text,
     output: Path,
     *,
     text_field: str = "text",
     progress: bool = False,
     on_skip: Callable[[str], object] = lambda _: None,
 ) -> TokenFile:
-    """Write the documents of `files` to the token file `output` and open it.
+    """Write the documents of a text to the token file `output` and open it.
 
     Raises:
         UserError: There is no text, or something cannot be read or written.
     """
-    with _bar(sum(_size(file.path) for file in files), shown=progress) as on_read:
-        documents = read_documents(files, text_field=text_field, on_read=on_read, on_skip=on_skip)
-        return write_token_file(output, documents, tokenizer)
+    with _bar(sum(_size(file.path) for file in text.files), shown=progress) as on_read:
+        documents = read_documents(text.files, text_field=text_field, on_read=on_read, on_skip=on_skip)
+        return write_token_file(output, documents, text.tokenizer)
 
 
 def _require_identity(file: TokenFile, tokenizer: Tokenizer) -> None:
@@ -101,13 +119,13 @@ def _require_identity(file: TokenFile, tokenizer: Tokenizer) -> None:
         )
 
 
-def _cached(cache_dir: str | Path, files: Sequence[SourceFile], tokenizer: Tokenizer, text_field: str) -> Path:
-    """Return where the tokens of `files` are kept, by a name from what the file system says of them."""
+def _cached(cache_dir: str | Path, text: Text, text_field: str) -> Path:
+    """Return where the tokens of a text are kept, by a name from what the file system says of its files."""
     texts = []
-    for file in files:
+    for file in text.files:
         status = file.path.stat()
         texts.append([str(file.path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
-    key = json.dumps([VERSION, tokenizer.identity, text_field, texts])
+    key = json.dumps([VERSION, text.tokenizer.identity, text_field, texts])
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     return Path(cache_dir) / f"corpus-{digest[:24]}.tokens"
 

@@ -10,20 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bmburst.data import ByteTokenizer, PackedSequences, Samples, evaluation_batches, load_tokenizer, open_corpus
-from bmburst.data.corpus import require_cache
-from bmburst.data.sources import find_sources
-from bmburst.data.token_file import is_token_file
+from bmburst.data import PackedSequences, Samples, TokenFile, evaluation_batches, open_corpus
+from bmburst.data.corpus import find_corpus, require_cache
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
 from bmburst.sequence import SequenceShard
 from bmburst.train.checkpoint import STATE_FILE, newest_complete, read_progress
-from bmburst.train.config import STANDARD_LIBRARY, check_packing
+from bmburst.train.config import check_packing
 from bmburst.train.eval_config import EvalConfig
 from bmburst.train.local_batch import LocalBatch, causal_cut
-from bmburst.train.resolve import check_tokenizer
 from bmburst.train.token_losses import token_losses
 
 if TYPE_CHECKING:
@@ -83,8 +80,7 @@ def run(config: EvalConfig) -> Measurement:
 
     mesh = Mesh.over_bmtrain(data=1)
     directory, tokenizer, shape = read_model(config)
-    source = None if config.data == STANDARD_LIBRARY else config.data
-    corpus = open_corpus(source, tokenizer, user_cache(), text_field=config.text_field)
+    corpus = open_corpus(config.data, tokenizer, user_cache(), text_field=config.text_field)
     corpus.require_vocab(shape.vocab_size)
     model = Llama(
         shape,
@@ -110,11 +106,9 @@ def check(config: EvalConfig) -> None:
         UserError: `read_model` refuses the checkpoint, there is no such tokenizer, or tokens cannot be kept.
     """
     _, tokenizer, _ = read_model(config)
-    if is_token_file(Path(config.data)):
-        check_tokenizer(tokenizer)
-        return
-    loaded, files = load_tokenizer(tokenizer or ByteTokenizer.name), find_sources([config.data])
-    require_cache("XDG_CACHE_HOME", user_cache(), files, loaded, text_field=config.text_field)
+    text = find_corpus(config.data, tokenizer)
+    if not isinstance(text, TokenFile):
+        require_cache("XDG_CACHE_HOME", user_cache(), text, text_field=config.text_field)
 
 
 def read_model(config: EvalConfig) -> "tuple[Path, str | None, LlamaConfig]":

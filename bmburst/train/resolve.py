@@ -131,19 +131,6 @@ def check_data_path(source: str, text_field: str) -> None:
         check_beginnings(find_sources([path]), text_field=text_field)
 
 
-def check_tokenizer(tokenizer: str | None) -> None:
-    """Check that a tokenizer can be had, by reading it; none is a token file's own, or bytes.
-
-    Raises:
-        UserError: There is none of that name, or it cannot be read or fetched.
-    """
-    # numpy comes with it, and the command line's help does without.
-    from bmburst.data.tokenizer import load_tokenizer
-
-    if tokenizer is not None:
-        load_tokenizer(tokenizer)
-
-
 def read_hugging_face_config(folder: Path) -> LlamaConfig:
     """Return the model that a Hugging Face LLaMA directory describes.
 

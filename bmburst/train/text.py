@@ -10,13 +10,10 @@ from itertools import accumulate
 from pathlib import Path
 
 from bmburst import data
-from bmburst.data.corpus import require_cache, tokenize
-from bmburst.data.sources import find_sources
-from bmburst.data.token_file import is_token_file
+from bmburst.data.corpus import find_corpus, require_cache, tokenize
 from bmburst.errors import UserError
 from bmburst.runtime import Runtime
-from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
-from bmburst.train.resolve import check_tokenizer
+from bmburst.train.config import TrainConfig
 
 _PLENTY = 16  # bytes of text, or tokens, for each token of a sequence: so many are enough without a look
 _QUICK = 8 << 20  # bytes of text that are tokenized in a second or two
@@ -40,23 +37,21 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> None:
         UserError: The tokenizer cannot be had, or tokens cannot be kept; or the text is too short, cannot be read, or
             has tokens that the model does not know.
     """
-    source, named, field = Path(config.data.source), config.data.tokenizer, config.data.text_field
-    if is_token_file(source):
-        check_tokenizer(named)
-        _require_sequence(data.TokenFile.open(source), config)
+    source, field = config.data.source, config.data.text_field
+    text = find_corpus(source, config.data.tokenizer)
+    if isinstance(text, data.TokenFile):
+        _require_sequence(text, config)
         return
-    tokenizer = data.load_tokenizer(named or data.ByteTokenizer.name)
-    files = find_sources([config.data.source])
     if cache is not None:
-        require_cache("data.cache", cache, files, tokenizer, text_field=field)
+        require_cache("data.cache", cache, text, text_field=field)
     enough = min(_QUICK, _PLENTY * config.sequence_length / (1 - config.data.held_out_fraction))
-    if any(size > enough for size in accumulate(file.path.stat().st_size for file in files)):
+    if any(size > enough for size in accumulate(file.path.stat().st_size for file in text.files)):
         return
     left_out: list[str] = []
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
         try:
-            corpus = tokenize(files, tokenizer, Path(folder) / "text.tokens", text_field=field, on_skip=left_out.append)
-            corpus = replace(corpus, path=source)  # the folder is gone when a message is read
+            corpus = tokenize(text, Path(folder) / "text.tokens", text_field=field, on_skip=left_out.append)
+            corpus = replace(corpus, path=Path(source))  # the folder is gone when a message is read
             corpus.require_vocab(config.model.vocab_size)
             _require_sequence(corpus, config)
         except UserError:
@@ -84,13 +79,12 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
     """
     import bmtrain as bmt
 
-    source = None if config.data.source == STANDARD_LIBRARY else config.data.source
     cache = token_cache(config, folder)
     is_main = runtime.rank == 0
 
     def opened() -> data.TokenFile:
         return data.open_corpus(
-            source,
+            config.data.source,
             config.data.tokenizer,
             cache,
             text_field=config.data.text_field,

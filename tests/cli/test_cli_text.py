@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bmburst.cli import main
 from bmburst.data import huggingface
-from bmburst.data.corpus import open_corpus, tokenize
+from bmburst.data.corpus import Text, open_corpus, tokenize
 from bmburst.data.packing import PackedSequences
 from bmburst.data.sources import find_sources
 from bmburst.data.tokenizer import ByteTokenizer
@@ -38,7 +38,7 @@ def refusal(source, length=64, **options):
 def test_the_longest_sequence_that_a_text_has_is_taken_and_no_longer_one(tmp_path, size, fraction, made):
     source = tmp_path / "a.txt"
     source.write_text("x" * size)
-    corpus = tokenize(find_sources([source]), ByteTokenizer(), tmp_path / "a.tokens")
+    corpus = tokenize(Text(ByteTokenizer(), find_sources([source])), tmp_path / "a.tokens")
     if made:
         source = corpus.path
     taken = 0

@@ -44,7 +44,7 @@ def texts_of(file):
 
 
 def test_standard_library_is_the_default(tmp_path):
-    file = open_corpus(None, None, tmp_path)
+    file = open_corpus("stdlib", None, tmp_path)
     assert file.text_bytes > 5_000_000
     found = set(texts_of(file))
     root = Path(sysconfig.get_paths()["stdlib"])
