@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 from bmburst.amounts import TOKENS_TOO
 from bmburst.cli import bench_attention, bench_train
-from bmburst.cli.bench_kind import Kind, Prepared, Shown, numbers
+from bmburst.cli.bench_kind import Kind, Prepared, Shown
+from bmburst.cli.numbers import numbers
 from bmburst.errors import UserError
 from bmburst.outputs import require_file, require_folder
 

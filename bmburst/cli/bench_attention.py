@@ -6,7 +6,8 @@ from typing import Any
 from bmburst.amounts import tokens
 from bmburst.bench.cells import HEAD_DIM, MASKS, Choice, list_cells
 from bmburst.bench.job import RUNTIMES, Job
-from bmburst.cli.bench_kind import Kind, Prepared, Shown, chosen, numbers, of_jobs, require_kernel
+from bmburst.cli.bench_kind import Kind, Prepared, Shown, chosen, of_jobs, require_kernel
+from bmburst.cli.numbers import numbers
 from bmburst.errors import UserError
 
 

@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bmburst.amounts import tokens
 from bmburst.bench.rows import ResultFile
 from bmburst.errors import UserError, require_known, unknown
 
@@ -66,27 +65,6 @@ def of_jobs(args: argparse.Namespace, output: str, deadline: float) -> dict[str,
         "trace": "" if args.trace is None else str(args.trace.absolute()),
         **{name: getattr(args, name) for name in ("again", "repeats", "cell_seconds", "kernel")},
     }
-
-
-def numbers(option: str, text: str, read: Callable[[str], int] = int) -> tuple[int, ...]:
-    """Return the numbers of `N,...`.
-
-    Args:
-        option: What they were given by.
-        text: As given.
-        read: Returns the number of a word, or raises ValueError: int, or `tokens`.
-
-    Raises:
-        UserError: It is something else, or one is less than 1.
-    """
-    try:
-        found = tuple(read(word) for word in text.split(","))
-    except ValueError:
-        example = "64K,131072" if read is tokens else "2,4"
-        raise UserError(f"{option} {text}\nallowed: whole numbers with commas between, for example {example}") from None
-    if min(found) < 1:
-        raise UserError(f"{option} {text}\nallowed: 1 and more")
-    return found
 
 
 def chosen(globs: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.amounts import tokens
-from bmburst.cli.bench_kind import Kind, Prepared, Shown, chosen, numbers, of_jobs, require_kernel
+from bmburst.cli.bench_kind import Kind, Prepared, Shown, chosen, of_jobs, require_kernel
+from bmburst.cli.numbers import numbers
 from bmburst.errors import UserError
 from bmburst.train.resolve import check_data_path
 

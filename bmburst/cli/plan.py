@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bmburst.amounts import TOKENS_TOO, tokens
+from bmburst.cli.numbers import numbers
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import require_file
 
@@ -122,7 +123,7 @@ def _plan(args: argparse.Namespace) -> int:
         hardware,
         recompute=RECOMPUTE if args.recompute is None else args.recompute.split(","),
         zero=[int(stage) for stage in _words("--zero", args.zero, tuple(map(str, ZERO)))],
-        tensor=None if args.tensor is None else _numbers("--tensor", args.tensor),
+        tensor=None if args.tensor is None else numbers("--tensor", args.tensor),
     )
     shown = best_of_each(found, args.ways)
     if args.json:
@@ -161,10 +162,3 @@ def _words(option: str, text: str | None, known: Sequence[str]) -> list[str]:
     for word in words:
         require_known(option, word, known)
     return words
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.isdigit() and int(word) for word in words):
-        raise UserError(f"{option} {text}\nallowed: whole numbers with commas between, for example 1,2")
-    return [int(word) for word in words]
