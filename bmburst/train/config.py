@@ -275,7 +275,9 @@ class TrainConfig:
                 f"allowed: {', '.join(map(str, divisors(rest)))}\n"
                 f"fix: --nproc {data * tensor * max(1, rest // data)}, or another --data-parallel"
             )
-        return MeshShape(data, rest // data, tensor, self.parallel.head_parallel)
+        shape = MeshShape(data, rest // data, tensor)
+        _require_exchange(self.parallel, self.model, shape)
+        return dataclasses.replace(shape, heads=self.parallel.head_parallel)
 
     def validate(self, world_size: int) -> None:
         """Check what only the number of ranks decides. Values alone were checked when the configuration was built.
@@ -286,7 +288,6 @@ class TrainConfig:
         """
         shape = self.mesh_shape(world_size)
         self.model.require_mesh(shape)
-        _require_exchange(self.parallel, shape)
         _require_heads_for_all(self.parallel.strategy, self.model, shape)
         data, sequence = shape.data, shape.sequence
         if self.recompute != AUTO:
@@ -309,26 +310,30 @@ class TrainConfig:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
-def _require_exchange(parallel: ParallelConfig, shape: MeshShape) -> None:
-    """Check that strategy and layout allow as many ranks to exchange heads as is asked for.
+def _require_exchange(parallel: ParallelConfig, model: LlamaConfig, shape: MeshShape) -> None:
+    """Check that model, strategy and layout allow as many ranks to exchange heads as is asked for.
 
     Raises:
         UserError: They do not.
     """
-    heads, strategy = parallel.head_parallel, parallel.strategy
-    if heads is None or shape.sequence == 1:
+    degree, ranks = parallel.head_parallel, shape.sequence
+    if degree is None:
         return
-    asked = STRATEGIES[strategy]
-    allowed = [degree for degree in divisors(shape.sequence) if asked.allows(degree, shape.sequence)]
-    reason = f"parallel.strategy {strategy}"
+    heads, kv_heads = shape.require_heads(model.num_heads, model.num_kv_heads)
+    allowed = [part for part in divisors(ranks) if can_share(part, heads, kv_heads)]
+    reason = f"{heads} query heads and {kv_heads} KV heads"
+    if ranks > 1:
+        allowed = [part for part in allowed if STRATEGIES[parallel.strategy].allows(part, ranks)]
+        reason += f", parallel.strategy {parallel.strategy}"
     if parallel.layout == "striped":
-        allowed = [degree for degree in allowed if degree in (1, shape.sequence)]
-        reason += " in layout striped"
-    if heads not in allowed:
+        allowed = [part for part in allowed if part in (1, ranks)]
+        reason += ", layout striped"
+    if degree not in allowed:
         named = ", ".join(map(str, allowed)) or "none"
+        other = "" if parallel.strategy == "auto" else ", or --parallel.strategy auto"
         raise UserError(
-            f"head_parallel {heads} does not go with {reason} on {shape.sequence} sequence ranks\n"
-            f"allowed: {named}\nfix: another --head-parallel, or --parallel.strategy auto"
+            f"head_parallel {degree} does not go with {reason} on {ranks} sequence ranks\n"
+            f"allowed: {named}\nfix: another --head-parallel{other}"
         )
 
 

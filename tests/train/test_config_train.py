@@ -296,6 +296,7 @@ def test_ranks_that_do_not_match_are_refused(options, world, expected):
         (1, "heads+ring", "zigzag", "2"),
         (2, "kv", "zigzag", "1"),
         (2, "auto", "striped", "1, 4"),
+        (3, "auto", "zigzag", "1, 2, 4"),
     ],
 )
 def test_an_exchange_of_heads_that_the_strategy_forbids_is_refused(heads, strategy, layout, allowed):
@@ -306,6 +307,14 @@ def test_an_exchange_of_heads_that_the_strategy_forbids_is_refused(heads, strate
         TrainConfig(parallel=parallel).validate(4)
     parallel = ParallelConfig(head_parallel=int(allowed[-1]), strategy=strategy, layout=layout)
     TrainConfig(parallel=parallel).validate(4)
+
+
+def test_an_exchange_of_more_ranks_than_the_heads_allow_is_refused():
+    with pytest.raises(
+        UserError, match=r"^head_parallel 3 does not go with 4 query heads and 2 KV heads, .*\nallowed: 1\n"
+    ) as refused:
+        TrainConfig(parallel=ParallelConfig(head_parallel=3)).validate(3)
+    assert str(refused.value).endswith("\nfix: another --head-parallel")
 
 
 def test_a_sequence_of_one_token_a_rank_is_enough():
