@@ -29,13 +29,12 @@ def burst_attn_func(
         k: In the same order of dimensions, with its own number of heads.
         v: Shaped as k.
         softmax_scale: Factor on the scores; default `head_dim ** -0.5`.
-        flash: "cuda" or "triton": the best kernel of that kind on this device, on a CPU the CPU's. None: plain torch.
+        flash: "cuda" or "triton": both take the best kernel of this device. None: plain torch.
         causal: Causal mask over a sequence in zigzag order, or no mask.
-        optimize_bwd_comm: True makes the queries travel in backward; False lets the fewer bytes decide.
+        optimize_bwd_comm: True makes the queries travel in backward (strategy "burst"); False takes the cheapest way.
         deterministic: Whether repeated calls must give the same bits.
         process_group: As `group` in `burst_attention`.
-        double_group: Groups of the two levels of a double ring. The result does not depend on it; the ring here has one
-            level, over `process_group`.
+        double_group: Groups of the two levels of a double ring. Not used: which ranks share a node is found out.
 
     Raises:
         UserError: As `burst_attention`.

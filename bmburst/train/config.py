@@ -100,7 +100,7 @@ class ParallelConfig:
     )
     tensor_parallel: int = field("Ranks that share each matrix and its heads.", default=1, unit="ranks", minimum=1)
     head_parallel: int | None = field(
-        "Ranks of a sequence that exchange attention heads; the others form a ring.",
+        "Ranks of a sequence that exchange attention heads; between such groups goes a ring or a gather.",
         default=None,
         default_text="what is cheapest",
         unit="ranks",
