@@ -33,7 +33,7 @@ def find_corpus(source: str | Path | Sequence[str | Path], tokenizer: str | None
         UserError: There is no text or no such tokenizer, or a token file is of another tokenizer.
     """
     inputs = [source] if isinstance(source, str | Path) else source
-    if inputs is not source and str(source) != STANDARD_LIBRARY and is_token_file(Path(inputs[0])):
+    if inputs is not source and source != STANDARD_LIBRARY and is_token_file(Path(inputs[0])):
         file = TokenFile.open(inputs[0])
         if tokenizer is not None and tokenizer != file.tokenizer_name:
             _require_identity(file, load_tokenizer(tokenizer))

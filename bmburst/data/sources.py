@@ -63,7 +63,7 @@ def find_sources(inputs: Sequence[str | Path]) -> list[SourceFile]:
     found: list[SourceFile] = []
     for item in inputs:
         path = Path(item)
-        if str(item) == STANDARD_LIBRARY:
+        if item == STANDARD_LIBRARY:  # a Path, or ./stdlib, is what lies there
             found += _standard_library()
         elif path.is_dir():
             found += _directory(path)

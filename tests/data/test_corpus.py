@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -52,6 +53,18 @@ def test_standard_library_is_the_default(tmp_path):
         assert (root / name).read_bytes().decode() in found
     for split in ("train", "held_out"):
         assert len(PackedSequences(file, split=split, sequence_length=4096)) >= 10
+
+
+@pytest.mark.parametrize("named", [Path("stdlib"), "./stdlib"])
+def test_what_only_is_called_as_the_standard_library(tmp_path, folder, monkeypatch, named):
+    monkeypatch.chdir(tmp_path)
+    folder.rename("stdlib")
+    assert texts_of(open_corpus(named, "bytes", "cache"))[0] == "hello héllo"
+    assert texts_of(open_corpus([named], "bytes", "cache"))[0] == "hello héllo"
+    made = open_corpus(named, "bytes", "cache").path
+    shutil.rmtree("stdlib")
+    made.rename("stdlib")
+    assert texts_of(open_corpus(named, "bytes", "unused"))[0] == "hello héllo"
 
 
 def test_second_time_is_the_cache_and_a_change_is_seen(tmp_path, folder):
