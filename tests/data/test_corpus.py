@@ -122,8 +122,11 @@ def test_token_file_of_another_tokenizer(tmp_path, folder):
     assert "made with tokenizer 'bytes'" in str(caught.value)
     made = open_corpus(folder, str(tmp_path / "tokenizer.json"), tmp_path / "cache")
     assert made.tokens[0] == 1
-    # The same tokenizer under another name is the same tokenizer.
-    assert open_corpus(made.path, str(tmp_path), tmp_path).fingerprint == made.fingerprint
+    # The same tokenizer under another name is the same tokenizer, which is found by that name from then on.
+    for source in (made.path, folder):
+        again = open_corpus(source, str(tmp_path), tmp_path / "cache")
+        assert (again.path, again.fingerprint) == (made.path, made.fingerprint)
+        assert again.tokenizer_name == str(tmp_path)
 
 
 @pytest.mark.parametrize("source", ["gone.txt", "empty.txt", "folder"])
