@@ -11,7 +11,8 @@ def empty_cache() -> None:
 
     Attention keeps the boxes of transport "peer", outside of torch's cache and as large as the largest call so far
     needed them, and what CUDA graphs of its kernels read and write. Call this between phases of a program where one has
-    longer sequences or more ranks a group than the next. Later calls take new memory.
+    longer sequences or more ranks a group than the next, before the groups of the last are destroyed: boxes of a group
+    that is gone stay until the process ends. Later calls take new memory.
 
     Every rank must call it, at the same point of the program. It waits for the GPU.
     """

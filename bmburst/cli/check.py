@@ -107,7 +107,7 @@ def settle(args: argparse.Namespace) -> TrainConfig:
     config = resolve((Path(args.config),) if args.config is not None else (), given_options(args, TrainConfig))
     if config.resume:
         config = train.settle(args)
-    return config.replace(output=None, resume=False)
+    return config.replace(output=None, resume=False, sample_tokens=0)
 
 
 def plan(config: TrainConfig, nproc: int) -> tuple[_Phase, ...]:

@@ -204,8 +204,11 @@ class PeerCommunicator:
     def release(self) -> None:
         """Give the boxes back to the driver; the next calls take new ones. Every rank must call it.
 
-        The host waits until what all ranks have moved is there.
+        The host waits until what all ranks have moved is there. Those of a group that was destroyed stay: its ranks
+        cannot tell each other any more that they are done with them.
         """
+        if getattr(self._inner, "is_destroyed", False):
+            return
         for lane in self._lanes:
             for box in (*lane.outboxes, lane.inbox):
                 if box.memory is not None:

@@ -59,6 +59,15 @@ class ProcessGroupCommunicator(MessageMover):
             raise UserError("the process group was destroyed\nmake modules and meshes anew after init_process_group")
         return group
 
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether torch knows the group no more, though somebody may still hold it: the same on every rank."""
+        try:
+            dist.get_backend(self._group)
+        except (UserError, ValueError):
+            return True
+        return False
+
     def split(self, partition: Sequence[Sequence[int]]) -> "ProcessGroupCommunicator":
         """Return the communicator of the part that holds this rank; every rank must call it with the same partition.
 

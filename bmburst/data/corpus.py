@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,10 +34,11 @@ def find_corpus(source: str | Path | Sequence[str | Path], tokenizer: str | None
         UserError: There is no text or no such tokenizer, or a token file is of another tokenizer.
     """
     inputs = [source] if isinstance(source, str | Path) else source
-    if inputs is not source and str(source) != STANDARD_LIBRARY and is_token_file(Path(inputs[0])):
+    if inputs is not source and source != STANDARD_LIBRARY and is_token_file(Path(inputs[0])):
         file = TokenFile.open(inputs[0])
         if tokenizer is not None and tokenizer != file.tokenizer_name:
             _require_identity(file, load_tokenizer(tokenizer))
+            return replace(file, tokenizer_name=tokenizer)
         return file
     return Text(load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer), find_sources(inputs))
 
@@ -65,6 +67,9 @@ def open_corpus(
         progress: Show a progress bar on stderr while tokenizing.
         on_skip: Called with a line of text about every file of a directory that is not text, while tokenizing.
 
+    Returns:
+        The token file; its tokenizer has the name that it was given here, which may lie elsewhere by now than at first.
+
     Raises:
         UserError: There is no text, it cannot be read, or a token file is of another tokenizer.
     """
@@ -73,7 +78,7 @@ def open_corpus(
         return found
     cached = _cached(cache_dir, found, text_field)
     if cached.exists():
-        return TokenFile.open(cached)
+        return replace(TokenFile.open(cached), tokenizer_name=found.tokenizer.name)
     return tokenize(found, cached, text_field=text_field, progress=progress, on_skip=on_skip)
 
 

@@ -58,22 +58,15 @@ def find_sources(inputs: Sequence[str | Path]) -> list[SourceFile]:
             left out), or "stdlib" for the running Python's own sources.
 
     Raises:
-        UserError: Nothing is there, or a directory holds no text.
+        UserError: Nothing is there, one may not look, or a directory holds no text.
     """
     found: list[SourceFile] = []
     for item in inputs:
-        path = Path(item)
-        if str(item) == STANDARD_LIBRARY:
-            found += _standard_library()
-        elif path.is_dir():
-            found += _directory(path)
-        elif path.exists():
-            found.append(SourceFile(path=path, name=str(path), kind=_kind(path), named=True))
-        else:
-            raise UserError(
-                f"no file or directory '{path}'\n"
-                f"give text files, JSONL files, directories, or '{STANDARD_LIBRARY}' for Python's own sources"
-            )
+        try:
+            # A Path, or ./stdlib, is what lies there.
+            found += _standard_library() if item == STANDARD_LIBRARY else _named(Path(item))
+        except OSError as error:
+            raise _unreadable(str(item), error) from error
     return found
 
 
@@ -105,7 +98,7 @@ def read_documents(
                 yield Document(name=file.name, pieces=_text_pieces(file.path, on_read))
         except OSError as error:
             if file.named:
-                raise _unreadable(file, error) from error
+                raise _unreadable(file.name, error) from error
             on_skip(f"{file.name}: {error.strerror or error}")
         except UserError as error:
             if file.named or file.kind == "jsonl":
@@ -133,7 +126,7 @@ def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -
                 raise _not_text(file, problem)
         except OSError as error:
             if file.named:
-                raise _unreadable(file, error) from error
+                raise _unreadable(file.name, error) from error
 
 
 def _not_text(file: SourceFile, problem: str) -> UserError:
@@ -143,12 +136,23 @@ def _not_text(file: SourceFile, problem: str) -> UserError:
     )
 
 
-def _unreadable(file: SourceFile, error: OSError) -> UserError:
-    return UserError(f"cannot read '{file.name}': {error.strerror or error}\ngive a file that you may read")
+def _unreadable(name: str, error: OSError) -> UserError:
+    return UserError(f"cannot read '{name}': {error.strerror or error}\ngive a file that you may read")
 
 
 def _kind(path: Path) -> Literal["text", "jsonl"]:
     return "jsonl" if path.suffix.lower() in JSONL_SUFFIXES else "text"
+
+
+def _named(path: Path) -> list[SourceFile]:
+    if path.is_dir():
+        return _directory(path)
+    if path.exists():
+        return [SourceFile(path=path, name=str(path), kind=_kind(path), named=True)]
+    raise UserError(
+        f"no file or directory '{path}'\n"
+        f"give text files, JSONL files, directories, or '{STANDARD_LIBRARY}' for Python's own sources"
+    )
 
 
 def _walk(root: Path, leave_out: frozenset[str] = frozenset()) -> Iterator[Path]:

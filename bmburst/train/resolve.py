@@ -189,7 +189,7 @@ def _check_tokens(config: TrainConfig) -> None:
     from bmburst.data.token_file import is_token_file
 
     path = Path(config.data.source)
-    if is_token_file(path):
+    if config.data.source != STANDARD_LIBRARY and is_token_file(path):
         open_corpus(path, config.data.tokenizer, path.parent).require_vocab(config.model.vocab_size)
     elif config.data.tokenizer is None:
         # Text is read as bytes: check what is checked where that was said.

@@ -41,6 +41,8 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> None:
     text = find_corpus(source, config.data.tokenizer)
     if isinstance(text, data.TokenFile):
         _require_sequence(text, config)
+        if config.sample_tokens:
+            _require_tokenizer(text)
         return
     if cache is not None:
         require_cache("data.cache", cache, text, text_field=field)
@@ -64,6 +66,21 @@ def _require_sequence(corpus: data.TokenFile, config: TrainConfig) -> None:
     plenty = _PLENTY * config.sequence_length
     if corpus.token_count * (1 - config.data.held_out_fraction) <= plenty:  # else documents need not be counted
         sequences_of(corpus, config, "train")
+
+
+def _require_tokenizer(corpus: data.TokenFile) -> None:
+    """Check that the tokenizer of a token file can be had: training does without, the sample at its end does not."""
+    name = corpus.tokenizer_name
+    try:
+        is_same = data.load_tokenizer(name).identity == corpus.tokenizer_identity
+        problem = "" if is_same else f"tokenizer '{name}' is another than '{corpus.path}' was made with"
+    except UserError as error:
+        problem, *_ = str(error).splitlines()
+    if problem:
+        raise UserError(
+            f"{problem}\nthe sample at the end of training is read with the tokenizer of '{corpus.path}'\n"
+            "fix: --data.tokenizer with where it is now, or --sample-tokens 0"
+        )
 
 
 def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:

@@ -4,10 +4,12 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import bmburst
 from bmburst.attention.recording import recording
 from bmburst.comm import transports
+from bmburst.comm.groups import communicator
 from bmburst.comm.local import run_ranks
 from tests.attention.oracle import draw, reference
 from tests.stand_in_driver import install
@@ -57,3 +59,29 @@ def test_attention_goes_on_with_new_memory(monkeypatch, fresh):
 
     assert run_ranks(2, body)[0] == [[None] * 4] * 4
     assert driver.calls["cuMemFree_v2"] > 8
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_groups_that_were_destroyed_are_passed_over(monkeypatch, fresh, tmp_path, held):
+    install(monkeypatch, batches=True)
+
+    from bmburst.comm.peer import PeerCommunicator
+
+    def begin(name):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / name}", rank=0, world_size=1)
+        peers = PeerCommunicator(communicator(None).inner, torch.device("cpu"))
+        transports._peers().append(peers)
+        peers.inbox(100)
+        return peers, dist.group.WORLD if held else None
+
+    def has_inbox(peers):
+        return peers._lanes[0].inbox.memory is not None
+
+    before, _group = begin("before")
+    dist.destroy_process_group()
+    after, _ = begin("after")
+    try:
+        bmburst.empty_cache()
+        assert (has_inbox(before), has_inbox(after)) == (True, False)
+    finally:
+        dist.destroy_process_group()

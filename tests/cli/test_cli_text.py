@@ -101,6 +101,34 @@ def test_the_tokenizer_of_a_text_is_read_once_before_ranks_start(tmp_path, monke
     assert read == [words]
 
 
+def test_a_sample_needs_the_tokenizer_of_a_token_file(tmp_path, words):
+    (tmp_path / "a.txt").write_text("a " * 200)
+    source = open_corpus(tmp_path / "a.txt", words, tmp_path).path
+    check_text(config(source))
+    hint = [
+        f"the sample at the end of training is read with the tokenizer of '{source}'",
+        "fix: --data.tokenizer with where it is now, or --sample-tokens 0",
+    ]
+    moved = Path(words).rename(tmp_path / "moved.json")
+    assert refusal(source) == [f"no tokenizer at '{words}'", *hint]
+    assert refusal(source, data__tokenizer=words) == [f"no tokenizer at '{words}'", *hint]
+    check_text(config(source, sample_tokens=0))
+    check_text(config(source, data__tokenizer=str(moved)))
+    Path(words).write_text(moved.read_text().replace("319", "318"))
+    assert refusal(source) == [f"tokenizer '{words}' is another than '{source}' was made with", *hint]
+
+
+def test_a_check_needs_no_tokenizer_of_a_token_file(tmp_path, launches, words):
+    (tmp_path / "a.txt").write_text("a " * 200)
+    source = open_corpus(tmp_path / "a.txt", words, tmp_path).path
+    Path(words).unlink()
+    options = ("--data", str(source), "--sequence-length", "64", "--model.vocab_size", "400", "--nproc", "2")
+    assert main(["train", *options]) == 2
+    assert not launches
+    main(["check", *options])
+    assert launches
+
+
 def test_tokens_that_the_model_does_not_know(tmp_path, words):
     source = tmp_path / "a.txt"
     source.write_text("a " * 200)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -52,6 +53,18 @@ def test_standard_library_is_the_default(tmp_path):
         assert (root / name).read_bytes().decode() in found
     for split in ("train", "held_out"):
         assert len(PackedSequences(file, split=split, sequence_length=4096)) >= 10
+
+
+@pytest.mark.parametrize("named", [Path("stdlib"), "./stdlib"])
+def test_what_only_is_called_as_the_standard_library(tmp_path, folder, monkeypatch, named):
+    monkeypatch.chdir(tmp_path)
+    folder.rename("stdlib")
+    assert texts_of(open_corpus(named, "bytes", "cache"))[0] == "hello héllo"
+    assert texts_of(open_corpus([named], "bytes", "cache"))[0] == "hello héllo"
+    made = open_corpus(named, "bytes", "cache").path
+    shutil.rmtree("stdlib")
+    made.rename("stdlib")
+    assert texts_of(open_corpus(named, "bytes", "unused"))[0] == "hello héllo"
 
 
 def test_second_time_is_the_cache_and_a_change_is_seen(tmp_path, folder):
@@ -109,8 +122,11 @@ def test_token_file_of_another_tokenizer(tmp_path, folder):
     assert "made with tokenizer 'bytes'" in str(caught.value)
     made = open_corpus(folder, str(tmp_path / "tokenizer.json"), tmp_path / "cache")
     assert made.tokens[0] == 1
-    # The same tokenizer under another name is the same tokenizer.
-    assert open_corpus(made.path, str(tmp_path), tmp_path).fingerprint == made.fingerprint
+    # The same tokenizer under another name is the same tokenizer, which is found by that name from then on.
+    for source in (made.path, folder):
+        again = open_corpus(source, str(tmp_path), tmp_path / "cache")
+        assert (again.path, again.fingerprint) == (made.path, made.fingerprint)
+        assert again.tokenizer_name == str(tmp_path)
 
 
 @pytest.mark.parametrize("source", ["gone.txt", "empty.txt", "folder"])

@@ -1,7 +1,9 @@
 """Every text that is named is read, once, in a fixed order; what cannot be read is said or refused."""
 
+import errno
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +52,16 @@ def test_standard_library_is_neither_packages_nor_tests(tmp_path, monkeypatch):
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(name)
     assert texts("stdlib") == [("a/c.py", "a/c.py"), ("b.py", "b.py")]
+
+
+def test_where_one_may_not_look_is_said(tmp_path, monkeypatch):
+    refuse(tmp_path / ("x" * 300), words=["cannot read", "xxx': File name too long"])
+
+    def denied(_):  # root, who may look everywhere, runs tests too
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", denied)
+    refuse(tmp_path / "a.txt", words=["cannot read", "a.txt': Permission denied"])
 
 
 def test_several_inputs_keep_their_order(tmp_path):

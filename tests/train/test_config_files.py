@@ -5,6 +5,7 @@ import errno
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -63,6 +64,19 @@ def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
     text = TrainConfig(model=model, data=DataConfig(source=str(tmp_path / "text.txt")))
     assert "allowed: at least 259" in refused(check_paths, text)
     check_paths(TrainConfig(data=DataConfig(source=str(file.path))))
+
+
+@pytest.mark.parametrize("source", ["stdlib", "./stdlib"])
+def test_a_token_file_called_as_the_standard_library(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("words and more words")
+    open_corpus("text.txt", "bytes", tmp_path).path.rename("stdlib")
+    before = sorted(tmp_path.iterdir())
+    check_paths(TrainConfig(data=DataConfig(source=source)))
+    assert sorted(tmp_path.iterdir()) == before
+    small = dataclasses.replace(PRESETS["llama-tiny"], vocab_size=256)
+    text = refused(check_paths, TrainConfig(model=small, data=DataConfig(source=source)))
+    assert text.startswith("'stdlib' holds token id 256" if source == "./stdlib" else "model.vocab_size 256")
 
 
 def test_a_token_file_of_another_tokenizer_is_refused(tmp_path):
