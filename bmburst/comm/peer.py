@@ -24,6 +24,7 @@ from bmburst.comm.hop import hop
 from bmburst.comm.liveness import PeerWatch
 from bmburst.comm.objects import gather_objects
 from bmburst.comm.own import copy_own
+from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import Communicator, Transfer
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, agreed, host_identity
 from bmburst.comm.side_stream import SideStreamTransfer
@@ -207,7 +208,7 @@ class PeerCommunicator:
         The host waits until what all ranks have moved is there. Those of a group that was destroyed stay: its ranks
         cannot tell each other any more that they are done with them.
         """
-        if getattr(self._inner, "is_destroyed", False):
+        if isinstance(self._inner, ProcessGroupCommunicator) and self._inner.is_destroyed:
             return
         for lane in self._lanes:
             for box in (*lane.outboxes, lane.inbox):
