@@ -33,14 +33,11 @@ def find_corpus(source: str | Path | Sequence[str | Path], tokenizer: str | None
     Raises:
         UserError: There is no text or no such tokenizer, or a token file is of another tokenizer.
     """
-    inputs = [source] if isinstance(source, str | Path) else source
-    if inputs is not source and source != STANDARD_LIBRARY and is_token_file(Path(inputs[0])):
-        file = TokenFile.open(inputs[0])
-        if tokenizer is not None and tokenizer != file.tokenizer_name:
-            _require_identity(file, load_tokenizer(tokenizer))
-            return replace(file, tokenizer_name=tokenizer)
-        return file
-    return Text(load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer), find_sources(inputs))
+    if isinstance(source, str | Path):
+        if source != STANDARD_LIBRARY and is_token_file(Path(source)):
+            return _read_by(TokenFile.open(source), tokenizer)
+        source = [source]
+    return Text(load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer), find_sources(source))
 
 
 def open_corpus(
@@ -116,12 +113,17 @@ def tokenize(
         return write_token_file(output, documents, text.tokenizer)
 
 
-def _require_identity(file: TokenFile, tokenizer: Tokenizer) -> None:
-    if tokenizer.identity != file.tokenizer_identity:
+def _read_by(file: TokenFile, tokenizer: str | None) -> TokenFile:
+    """Return a token file whose tokenizer is found by the name that a user gives, if it is that of the file."""
+    if tokenizer is None or tokenizer == file.tokenizer_name:
+        return file
+    given = load_tokenizer(tokenizer)
+    if given.identity != file.tokenizer_identity:
         raise UserError(
-            f"'{file.path}' was made with tokenizer '{file.tokenizer_name}', not '{tokenizer.name}'\n"
-            f"name the tokenizer it was made with, or make it again: bmburst data --tokenizer {tokenizer.name}"
+            f"'{file.path}' was made with tokenizer '{file.tokenizer_name}', not '{given.name}'\n"
+            f"name the tokenizer it was made with, or make it again: bmburst data --tokenizer {given.name}"
         )
+    return replace(file, tokenizer_name=tokenizer)
 
 
 def _cached(cache_dir: str | Path, text: Text, text_field: str) -> Path:
