@@ -10,9 +10,6 @@ from typing import Any
 
 from bmburst.errors import UserError, unknown
 
-KINDS = ("measured", "spec", "published", "assumed")
-"""How a number is known: measured on such a machine, the maker's, published by others, a guess."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
@@ -150,6 +147,8 @@ def hardware_like(device: str) -> Hardware:
 
 def read_facts(name: str) -> dict[str, Any]:
     """Return what a machine's file holds: its name, and for each number value, unit, kind and source.
+
+    The kind says how it is known: "measured" on such a machine, "spec" of its maker, "published" by others, "assumed".
 
     Raises:
         UserError: As `load_hardware`.

@@ -17,7 +17,7 @@ from bmburst.layout import make_layout
 class AllGatherKV(Method):
     """K and V of all ranks are gathered and kept; each of a rank's two chunks is one bottom-right causal call."""
 
-    name, about = "allgather-kv", "K and V gathered from all ranks, kernel on rectangles, dK and dV reduce-scattered"
+    name = "allgather-kv"
 
     def layout(self, cell: Cell) -> str:
         """See `Method.layout`: two chunks a rank, so that a causal mask gives all ranks the same work."""

@@ -41,12 +41,10 @@ class Method(ABC):
 
     Attributes:
         name: Of the method in cells.
-        about: One line for the tables.
         masks: The masks that it does.
     """
 
     name = ""
-    about = ""
     masks: tuple[str, ...] = PLAIN_MASKS
 
     def refusal(self, cell: Cell) -> str | None:

@@ -13,7 +13,7 @@ from bmburst.bench.work import Traffic, alone, one_gpu_memory
 class OneGpu(Method):
     """What `work.alone` says on each rank, alone; for accuracy the whole sequence on one."""
 
-    name, about = ONE_GPU, "one GPU's kernel on the same FLOPs"
+    name = ONE_GPU
     masks = MASKS
 
     def traffic(self, cell: Cell) -> Traffic:

@@ -36,9 +36,7 @@ class Ours(Method):
 
     def __init__(self, strategy: str = "auto", transport: str = "auto", balanced: bool = False) -> None:
         plain = strategy == transport == "auto"
-        how = "" if plain else f", strategy {strategy}, transport {transport}"
         self.name = ("ours" if plain else f"ours-{strategy}-{transport}") + (BALANCED if balanced else "")
-        self.about = f"burst_attention{how}" + (", layout balanced" if balanced else "")
         self.strategy, self.transport, self.balanced = strategy, transport, balanced
 
     def shape_refusal(self, cell: Cell) -> str | None:

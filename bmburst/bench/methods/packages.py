@@ -31,7 +31,7 @@ class Package(Method):
 class Yunchang(Package):
     """yunchang (USP, arXiv:2405.07719): Ulysses inside as far as heads go, its ring outside."""
 
-    name, about = "yunchang", "the package yunchang (USP): heads inside, ring outside"
+    name = "yunchang"
     module, distribution = "yunchang", "yunchang"
 
     def shape_refusal(self, cell: Cell) -> str | None:
@@ -52,7 +52,7 @@ class Yunchang(Package):
 class BurstAttentionPackage(Package):
     """Burst-Attention's own package, with its backward that moves queries."""
 
-    name, about = "burst-attention", "the package burst_attn, zigzag, queries travel in backward"
+    name = "burst-attention"
     module, distribution = "burst_attn", "Burst-Attention"
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:

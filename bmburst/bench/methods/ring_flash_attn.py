@@ -24,7 +24,7 @@ class RingFlashAttention(Package):
     Padding is at the end of a document and no real token sees it: results are exact, and only the time grows.
     """
 
-    name, about = "ring-flash-attn", "the package ring-flash-attn, zigzag, over the kernel under test"
+    name = "ring-flash-attn"
     module, distribution = "ring_flash_attn", "ring-flash-attn"
     masks: tuple[str, ...] = (*PLAIN_MASKS, "documents")
 
@@ -98,7 +98,6 @@ class RingFlashAttentionLlama3(RingFlashAttention):
     """Each rank gathers the keys of a few heads at a time, and its run of tokens sees those of its documents."""
 
     name = f"ring-flash-attn{LLAMA3}"
-    about = "the package ring-flash-attn, keys gathered a few heads at a time, over the kernel under test"
     masks = ("documents",)
 
     def layout(self, cell: Cell) -> str:

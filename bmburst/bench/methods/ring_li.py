@@ -15,7 +15,7 @@ from bmburst.bench.work import Traffic, sizes
 class RingLi(Method):
     """K goes around for the scores, V for the output. Memory is quadratic, and a causal mask saves no work."""
 
-    name, about = "ring-li-2021", "Li et al. 2021: K around the ring, whole rows of scores, V around the ring"
+    name = "ring-li-2021"
 
     def traffic(self, cell: Cell) -> Traffic:
         """See `Method.traffic`: K and V around; backward V and K around again, dV and dK reduce-scattered."""

@@ -22,7 +22,7 @@ from bmburst.bench.work import Traffic, sizes
 class TensorParallelV1(Method):
     """An all-reduce behind attention, and another in backward (arXiv:1909.08053)."""
 
-    name, about = "tensor-parallel-v1", "Megatron v1: own heads of the whole sequence, all-reduce of the hidden state"
+    name = "tensor-parallel-v1"
     masks = MASKS
     sequence_parallel = False
 
@@ -73,7 +73,6 @@ class TensorParallelV3(TensorParallelV1):
     """An all-gather before and a reduce-scatter behind attention, and the same in backward (arXiv:2205.05198)."""
 
     name = "tensor-parallel-v3"
-    about = "Megatron v3: own heads of the whole sequence, all-gather before, reduce-scatter after"
     sequence_parallel = True
 
     def cut_output(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:

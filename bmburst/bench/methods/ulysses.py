@@ -20,7 +20,7 @@ class Ulysses(Method):
     Inside of `bmburst.recompute.checkpoint` the kernel's results are kept, and only its transfers are done again.
     """
 
-    name, about = "ulysses", "DeepSpeed-Ulysses: q, k, v in one all-to-all, kernel, all-to-all"
+    name = "ulysses"
     masks = MASKS
 
     def shape_refusal(self, cell: Cell) -> str | None:

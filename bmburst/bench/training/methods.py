@@ -25,7 +25,6 @@ class TrainMethod:
 
     Attributes:
         name: In cells.
-        about: One line.
         shares_matrices: Whether ranks share matrices and heads in place of the sequence.
         replicated: With that, whether each rank has all tokens between the matrices, too.
         peer: Method of `bmburst.bench.methods` that is attention in place of ours, or "".
@@ -35,7 +34,6 @@ class TrainMethod:
     """
 
     name: str
-    about: str
     shares_matrices: bool = False
     replicated: bool = False
     peer: str = ""
@@ -129,32 +127,13 @@ METHODS: Mapping[str, TrainMethod] = MappingProxyType(
     {
         method.name: method
         for method in (
-            TrainMethod(name=OURS, about="bmburst as it is by default, ZeRO-3"),
-            TrainMethod(
-                name="ulysses",
-                about="ZeRO-3, DeepSpeed-Ulysses: NCCL's all-to-all before and behind the kernel, nothing overlaps",
-                peer="ulysses",
-                layout="contiguous",
-            ),
-            TrainMethod(
-                name="zigzag-ring-nccl",
-                about="ZeRO-3, K and V around a zigzag ring by NCCL, dK and dV home: what ring-flash-attn does",
-                strategy="kv",
-                by_messages=True,
-            ),
-            TrainMethod(
-                name="tensor-v1",
-                about="Megatron tensor parallelism, all tokens on all ranks, all-reduces (arXiv:1909.08053)",
-                shares_matrices=True,
-                replicated=True,
-                layout="contiguous",
-            ),
-            TrainMethod(
-                name="tensor-v3",
-                about="Megatron tensor parallelism, own tokens between matrices (arXiv:2205.05198)",
-                shares_matrices=True,
-                layout="contiguous",
-            ),
+            TrainMethod(name=OURS),
+            TrainMethod(name="ulysses", peer="ulysses", layout="contiguous"),
+            # K and V around a zigzag ring, dK and dV home: what ring-flash-attn does
+            TrainMethod(name="zigzag-ring-nccl", strategy="kv", by_messages=True),
+            # Megatron tensor parallelism: with all-reduces (arXiv:1909.08053), and without (arXiv:2205.05198)
+            TrainMethod(name="tensor-v1", shares_matrices=True, replicated=True, layout="contiguous"),
+            TrainMethod(name="tensor-v3", shares_matrices=True, layout="contiguous"),
         )
     }
 )
