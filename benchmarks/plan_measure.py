@@ -152,6 +152,7 @@ def _rank(args: argparse.Namespace) -> int:
 def _measure(case: Case, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
 
+    import bmburst
     from bmburst.bench.memory import beside_peak
     from bmburst.blocks.presets import preset
     from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
@@ -185,8 +186,7 @@ def _measure(case: Case, args: argparse.Namespace, folder: Path) -> dict[str, An
         found["outside_gib"] = beside_peak(torch.device("cuda", torch.cuda.current_device())) / GIB
     del trainer
     gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
+    bmburst.empty_cache()  # or what lies beside torch would be the largest case's from here on
     return found
 
 
