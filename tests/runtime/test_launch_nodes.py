@@ -1,12 +1,16 @@
 """Launchers of several nodes, here of one host: they end together, quietly, and a lost one is missed."""
 
 import signal
+import socket
 from contextlib import contextmanager
-from threading import Timer
+from threading import Thread, Timer
+from types import SimpleNamespace
 
 import pytest
 
+from bmburst.runtime.launch.nodes import NodeWatch
 from bmburst.runtime.launch.pulses import LEFT, SILENT, Pulses
+from bmburst.runtime.launch.spec import LaunchSpec
 from tests.distributed.ports import held_port
 from tests.runtime.launcher import assert_gone, ended, lines_of, start
 
@@ -100,9 +104,9 @@ def test_a_lost_node_ends_the_others(start, lost, signum, reason):
         both = [start(SLEEP, *options, nproc=1, first=SHORT_SILENCE) for options in nodes]
         pids = [int(line) for process in both for line in lines_of(process, 1)]
         both[lost].send_signal(signum)
-        _, err = both[1 - lost].communicate(timeout=60)  # when the store is lost, torch has something to say as well
+        _, err = both[1 - lost].communicate(timeout=60)
     assert both[1 - lost].returncode == 1
-    assert err.splitlines()[-1] == f"bmburst: the run was ended: {reason}"
+    assert err.splitlines() == [f"bmburst: the run was ended: {reason}"]
     both[lost].kill()
     assert_gone(pids)
 
@@ -127,6 +131,22 @@ def test_a_node_that_waits_says_for_whom(start, node, host, awaited):
         end.cancel()
     assert said.startswith(f"bmburst: node {node} waits for {awaited.format(port=port)}")
     assert err.splitlines()[-1] == "bmburst: ended by SIGINT"
+
+
+def test_a_quiet_connection_that_something_between_has_ended_is_made_again():
+    store = SimpleNamespace(add=lambda *_: 1, check=lambda _: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        spec = LaunchSpec(nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=server.getsockname()[1])
+        watch = NodeWatch(spec)
+        listening = Thread(target=watch._listen, args=(store,), daemon=True)
+        listening.start()
+        server.accept()[0].close()
+        again, _ = server.accept()
+        watch._over.set()
+        listening.join(60)
+        again.close()
+    assert not listening.is_alive() and not watch.ended
 
 
 def test_pulses_tell_who_is_missing_there_or_lost():

@@ -7,6 +7,7 @@ answer, and torch writes a stack for each connection that breaks.
 """
 
 import math
+import select
 import socket
 import sys
 import threading
@@ -65,7 +66,7 @@ class NodeWatch(threading.Thread):
         try:
             self._listen(store)
             self._depart(store)
-        except RuntimeError:
+        except (RuntimeError, OSError):
             if not self._over.is_set():
                 self.ended = self.ended or "the launcher of node 0 is gone"
 
@@ -112,7 +113,17 @@ class NodeWatch(threading.Thread):
             sys.stderr.flush()
 
     def _listen(self, store: Any) -> None:
+        """Exchange signs of life until this node's part is over.
+
+        Raises:
+            RuntimeError: The store answers no more.
+            OSError: Node 0's launcher is gone.
+        """
+        line = self._line()
         while True:
+            if select.select([line], [], [], 0)[0]:  # it has ended, perhaps by a firewall
+                line.close()
+                line = self._line()
             store.add(_pulse(self._spec.node_rank), 1)
             self._hear(store)
             if not self.ended and store.check([_FAILED]):
@@ -123,7 +134,15 @@ class NodeWatch(threading.Thread):
                 store.set(_FAILED, self.ended)
             self._rounds += 1
             if self._over.wait(_POLL):
+                line.close()
                 return
+
+    def _line(self) -> socket.socket:
+        """Return a connection to node 0 on which nothing is ever said: it ends with the launcher there.
+
+        It is asked before the store is, whose client writes a stack where its own connection has ended.
+        """
+        return socket.create_connection(self._spec.endpoint, timeout=SILENT)
 
     def _miss_answers(self) -> None:
         """Notice that the store answers no more: a host that has lost its power closes no connection.
