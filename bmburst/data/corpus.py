@@ -34,10 +34,34 @@ def find_corpus(source: str | Path | Sequence[str | Path], tokenizer: str | None
         UserError: There is no text or no such tokenizer, or a token file is of another tokenizer.
     """
     if isinstance(source, str | Path):
-        if source != STANDARD_LIBRARY and is_token_file(Path(source)):
-            return _read_by(TokenFile.open(source), tokenizer)
+        if (file := find_token_file(source, tokenizer)) is not None:
+            return file
         source = [source]
     return Text(load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer), find_sources(source))
+
+
+def find_token_file(source: str | Path, tokenizer: str | None) -> TokenFile | None:
+    """Return the token file that a user names, its tokenizer found by the name given for it, or None: it is text.
+
+    Args:
+        source: A token file or something else, as in `open_corpus`.
+        tokenizer: As in `open_corpus`.
+
+    Raises:
+        UserError: There is no such tokenizer, or the file is of another one.
+    """
+    if source == STANDARD_LIBRARY or not is_token_file(Path(source)):
+        return None
+    file = TokenFile.open(source)
+    if tokenizer is None or tokenizer == file.tokenizer_name:
+        return file
+    given = load_tokenizer(tokenizer)
+    if given.identity != file.tokenizer_identity:
+        raise UserError(
+            f"'{file.path}' was made with tokenizer '{file.tokenizer_name}', not '{given.name}'\n"
+            f"name the tokenizer it was made with, or make it again: bmburst data --tokenizer {given.name}"
+        )
+    return replace(file, tokenizer_name=tokenizer)
 
 
 def open_corpus(
@@ -111,19 +135,6 @@ def tokenize(
     with _bar(sum(_size(file.path) for file in text.files), shown=progress) as on_read:
         documents = read_documents(text.files, text_field=text_field, on_read=on_read, on_skip=on_skip)
         return write_token_file(output, documents, text.tokenizer)
-
-
-def _read_by(file: TokenFile, tokenizer: str | None) -> TokenFile:
-    """Return a token file whose tokenizer is found by the name that a user gives, if it is that of the file."""
-    if tokenizer is None or tokenizer == file.tokenizer_name:
-        return file
-    given = load_tokenizer(tokenizer)
-    if given.identity != file.tokenizer_identity:
-        raise UserError(
-            f"'{file.path}' was made with tokenizer '{file.tokenizer_name}', not '{given.name}'\n"
-            f"name the tokenizer it was made with, or make it again: bmburst data --tokenizer {given.name}"
-        )
-    return replace(file, tokenizer_name=tokenizer)
 
 
 def _cached(cache_dir: str | Path, text: Text, text_field: str) -> Path:

@@ -184,13 +184,11 @@ def write_run_config(config: TrainConfig, folder: Path) -> Path:
 
 
 def _check_tokens(config: TrainConfig) -> None:
-    # numpy comes with these, and the command line's help does without it.
-    from bmburst.data import open_corpus
-    from bmburst.data.token_file import is_token_file
+    # numpy comes with it, and the command line's help does without.
+    from bmburst.data.corpus import find_token_file
 
-    path = Path(config.data.source)
-    if config.data.source != STANDARD_LIBRARY and is_token_file(path):
-        open_corpus(path, config.data.tokenizer, path.parent).require_vocab(config.model.vocab_size)
+    if (file := find_token_file(config.data.source, config.data.tokenizer)) is not None:
+        file.require_vocab(config.model.vocab_size)
     elif config.data.tokenizer is None:
         # Text is read as bytes: check what is checked where that was said.
         config.replace(data=dataclasses.replace(config.data, tokenizer="bytes"))
