@@ -16,7 +16,7 @@ def run(tmp_path, text, timeout=60):
     """Run a script that begins with the watchdog armed for `folder`; returns the finished process."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import faulthandler, os, signal, subprocess, sys, time\n"
+        "import faulthandler, os, signal, subprocess, sys, threading, time\n"
         "from pathlib import Path\n"
         "from bmburst.runtime import watchdog\n"
         f"folder = Path({str(tmp_path)!r})\n" + textwrap.dedent(text)
@@ -107,7 +107,7 @@ def test_a_sigterm_while_the_handler_changes_is_written_down(tmp_path):
         change, asked = signal.signal, []
         def interrupted(signum, handler):
             before = change(signum, handler)
-            os.kill(os.getpid(), signum)
+            signal.pthread_kill(threading.get_ident(), signum)  # the timer's thread could take one to the process
             return before
         watchdog.arm(30, folder, 3)
         signal.signal = interrupted
