@@ -24,8 +24,7 @@ from benchmarks.elementwise import FLUSH, gpu_seconds
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
-from bmburst_ops.linears import linears
-from bmburst_ops.products import add_product
+from bmburst_ops.linears import add_product, linears
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 
 Way = Callable[[], Sequence[Tensor]]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from bmburst_ops.products import add_product, product
+from bmburst_ops.linears import add_product, product
 from bmburst_ops.swiglu import swiglu
 
 

@@ -1,12 +1,11 @@
-"""Products of one input with several matrices: query, key and value, gate and up.
+"""Matrix products that accumulate in fp32, and linear layers that share one input (q, k, v; gate, up).
 
-As one operation they add their gradients of the input up inside of the products, each in fp32 on top of the sum so far.
-As several, each product is rounded by itself and autograd then adds the rounded ones, reading two tensors and writing
-one where a product that adds reads one more: 6 bytes an element in place of 18 for a LLaMA block in 16 bits. A sum in
-fp32 until the end would be rounded once, and would move as many bytes again as autograd does.
+Linear layers that share an input run as one autograd operation. Its backward adds the gradients of the input inside the
+matrix products (addmm), in fp32. With separate operations autograd would round each product and add the rounded
+tensors: 18 bytes an element in a 16-bit LLaMA block instead of 6.
 
-The matrices stay apart. One product of all of them at once would need them side by side in memory, which is a copy of
-the weights for each use: they are parameters of their own, and ZeRO gathers them where it likes.
+The weights stay separate tensors. One fused product would need them side by side in memory, which is a copy on each
+use, because they are separate parameters that ZeRO gathers one by one.
 """
 
 from collections.abc import Sequence
@@ -15,6 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+
+def product(a: Tensor, b: Tensor, wide: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+    """Return a @ b accumulated in, and never rounded below, the wide dtype; in `out`, if that is given."""
+    if a.is_cuda and a.dtype != wide:
+        return torch.mm(a, b, out_dtype=wide, out=out)
+    return torch.mm(a.to(wide), b.to(wide), out=out)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to a wide total in place: a second tensor of the weight's size would cost its memory and traffic."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 class _Linears(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The Triton twin of `bmburst_ops.cross_entropy`: logits are read twice, the gradient is written once.
+"""The Triton twin of `linear_cross_entropy.cross_entropy_`: logits are read twice, the gradient is written once.
 
 The normalizer is found in one reading (Milakov and Gimelshein, arXiv:1805.02867). Importing it needs Triton.
 """
@@ -14,7 +14,7 @@ _NUMBERS = 4096  # of a row, that a program holds
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, gradient: Tensor | None) -> Tensor:
-    """See `bmburst_ops.cross_entropy`."""
+    """See `bmburst_ops.linear_cross_entropy.cross_entropy_`."""
     rows, width = logits.shape
     losses = torch.empty(rows, dtype=logits.dtype, device=logits.device)
     if rows:

@@ -10,7 +10,7 @@ from bmburst.comm.checks import Checked
 from bmburst.comm.protocol import Communicator
 from bmburst.errors import UserError
 from bmburst_ops.biased import Pairs, RelativeBias, Tokens
-from bmburst_ops.biased.once import Once
+from bmburst_ops.biased.pairs import Once
 
 HOW_MADE = "fix: take what a position bias of bmburst.integrations.cpm_live returns"
 

@@ -1,5 +1,6 @@
-"""Queries and keys of a batch, and how the bias of each pair is found: what all layers have in common."""
+"""The inputs of biased attention that all layers of a batch share: tokens, relations and the bias formula."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,9 +8,30 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.biased.formula import RelativeBias
-from bmburst_ops.biased.once import Once
 from bmburst_ops.biased.tokens import Tokens
 from bmburst_ops.errors import KernelError
+from bmburst_ops.flash.vectors import Sent, made
+
+
+class Once:
+    """A cache of derived tensors by name. Each is computed on first use and freed with this object.
+
+    A stream other than the one that computed a tensor waits for it; the host does not. Copies start empty.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Sent] = {}
+
+    def __reduce__(self) -> tuple[type["Once"], tuple[()]]:
+        """Copy and pickle as an empty cache, because CUDA streams cannot be copied."""
+        return Once, ()
+
+    def get(self, name: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return the tensors of that name, computed by `make()` on first use, ready for the current stream."""
+        found = self._made.get(name)
+        if found is None:
+            found = self._made[name] = made(make())
+        return found.here()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

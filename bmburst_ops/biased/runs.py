@@ -125,7 +125,7 @@ def _make_diagonals(pairs: Pairs, cut: Cut, most: int) -> tuple[Tensor, ...]:
 
 
 def _make_extents(pairs: Pairs, side: Side, size: int) -> tuple[Tensor, ...]:
-    from bmburst_ops.biased.triton_extents import NUMBERS, extents_kernel
+    from bmburst_ops.biased.triton_runs import NUMBERS, extents_kernel
 
     packed = pairs.packed()[side == "keys"]
     _, batch, tokens = packed.shape

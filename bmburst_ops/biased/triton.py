@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst_ops.biased.fixed_point import as_numbers, no_sums
 from bmburst_ops.biased.kernel import BiasedGradients, require_inputs
 from bmburst_ops.biased.pairs import Pairs
 from bmburst_ops.biased.runs import diagonal_runs, line_runs
 from bmburst_ops.flash.kernel import Partial
 from bmburst_ops.flash.triton import TritonKernel, near_rows, strides_of
-from bmburst_ops.flash.triton_launch import Blocks, Table, blocks_of, launch, plan_for
+from bmburst_ops.flash.triton_launch import Blocks, Table, blocks_of, launch, padded, plan_for
 
 
 class Plan(NamedTuple):
@@ -46,7 +45,8 @@ _FP32: Table[Plan] = (
 )
 # Uneven, so that small tensors meet every path.
 _INTERPRETED: Table[Plan] = ((256, Plan(*[Blocks(32, 16, 4, 1)] * 4)),)
-_AT_ONCE = 256  # numbers of a table that a program writes
+_AT_ONCE = 256  # table entries, or sums of their gradients, that one program converts
+_NUMBERS = 8192  # matrix elements that one program reads in search of the largest row
 
 
 class BiasedTritonKernel:
@@ -158,3 +158,41 @@ def _biases(table: Tensor, pairs: Pairs) -> Tensor:
                 table, biases, *table.stride(), distances, max_distance, rows, AT_ONCE=_AT_ONCE
             )
     return biases
+
+
+def no_sums(grad_out: Tensor, v: Tensor, delta: Tensor, rows: int) -> tuple[Tensor, int]:
+    """Return zeroed integer accumulators for the table's gradient, and their number of bits.
+
+    `triton_fixed_point` describes the fixed-point format. The host does not wait. A NaN or infinity in the inputs makes
+    the whole gradient non-finite.
+
+    Args:
+        grad_out: dO, `[batch, queries, heads, head_dim]` with dense rows, at least one number, as all of these.
+        v: `[batch, keys, heads, head_dim]`.
+        delta: `[batch, heads, queries]`.
+        rows: Of the table.
+
+    Returns:
+        int64 `[heads * rows + PEAKS]`, which ends with what the unit follows from.
+    """
+    from bmburst_ops.biased.triton_fixed_point import FREE_BITS, PEAKS, peaks_kernel
+
+    batch, queries, heads, head_dim = grad_out.shape
+    dim, keys = padded(head_dim), v.shape[1]
+    sums = torch.zeros(heads * rows + PEAKS, dtype=torch.int64, device=v.device)
+    tokens = _NUMBERS // dim
+    strides = map(strides_of, (grad_out, v, delta.transpose(1, 2)))
+    with torch.cuda.device_of(v):
+        peaks_kernel[(-(-max(queries, keys) // tokens), heads, batch)](
+            *(grad_out, v, delta, sums, *strides, queries, keys, rows), HEAD_DIM=head_dim, DIM=dim, TOKENS=tokens
+        )
+    return sums, FREE_BITS - math.ceil(math.log2(batch * queries))
+
+
+def as_numbers(sums: Tensor, bits: int, numbers: Tensor) -> None:
+    """Convert the integer sums to floating point and write them to `numbers`, `[rows, heads]`, dense, not empty."""
+    from bmburst_ops.biased.triton_fixed_point import numbers_kernel
+
+    programs = -(-numbers.numel() // _AT_ONCE)
+    with torch.cuda.device_of(sums):
+        numbers_kernel[(programs,)](sums, bits, numbers, *numbers.shape, AT_ONCE=_AT_ONCE)

@@ -10,9 +10,9 @@ row of the table add to it; what the others add is `triton_table`'s. That is add
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased.triton_blocks import common_bias, load_others, stop_of, with_bias
 from bmburst_ops.biased.triton_fixed_point import add_integers, unit_of
 from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, as_columns, as_rows, load_tokens, lookup_of, table_row_of
+from bmburst_ops.biased.triton_forward import common_bias, load_others, stop_of, with_bias
 from bmburst_ops.biased.triton_runs import line_of, load_run
 from bmburst_ops.flash.triton_backward import load_queries, queries_of
 from bmburst_ops.flash.triton_forward import add_product, load_rows, matrix_of, product, store_rows

@@ -1,7 +1,10 @@
-"""The formula of a learned bias and its mask inside kernels: see `formula`, whose twin this is. Needs Triton.
+"""The bias formula and its mask as Triton functions: the twin of `formula`. Needs Triton.
 
-A token's integers are loaded as a vector of six; what is returned of two blocks has the shape that they broadcast to,
-so that scores may lie either way round.
+Each token has six integers. Functions of two blocks return the shape to which the blocks broadcast, so that scores may
+have queries in rows or in columns.
+
+Table lookups go through inline PTX. Triton would prefetch an ordinary load in a loop into shared memory, in the layout
+of matrix rows. That suits rows, but not one 32-bit number for each pair, which is best read from L1 where it is used.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -9,8 +12,37 @@ so that scores may lie either way round.
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased.triton_gather import gather, gather_some
 from bmburst_ops.flash.triton_backward import LOG2_E
+
+_ALL = tl.constexpr("ld.global.nc.b32 $0, [$1];")
+_SOME = tl.constexpr(
+    "{ .reg .pred there; setp.ne.s32 there, $2, 0; mov.b32 $0, $3; @there ld.global.nc.b32 $0, [$1]; }"
+)
+
+
+@triton.jit
+def gather(vector, index, PRECISION: tl.constexpr):
+    """Return int32 or fp32 `vector[index]`, all of which is there; for PRECISION see `flash.triton_forward.product`."""
+    if PRECISION == "interpreter":
+        found = tl.load(vector + index)
+    else:
+        bits = tl.inline_asm_elementwise(_ALL, "=r,l", [(vector + index).to(tl.int64)], tl.int32, True, 1)
+        found = bits.to(vector.dtype.element_ty, bitcast=True)
+    return found
+
+
+@triton.jit
+def gather_some(vector, index, is_there, other, PRECISION: tl.constexpr):
+    """Return int32 or fp32 `vector[index]`, `other` where it is not there."""
+    if PRECISION == "interpreter":
+        found = tl.load(vector + index, mask=is_there, other=other)
+    else:
+        absent = tl.full([], other, vector.dtype.element_ty).to(tl.int32, bitcast=True)
+        operands = [(vector + index).to(tl.int64), is_there.to(tl.int32), absent]
+        bits = tl.inline_asm_elementwise(_SOME, "=r,l,r,r", operands, tl.int32, True, 1)
+        found = bits.to(vector.dtype.element_ty, bitcast=True)
+    return found
+
 
 IN_CONTEXT = tl.constexpr(1)
 PADDING = tl.constexpr(-1)

@@ -1,6 +1,7 @@
-"""Biased attention's forward pass in Triton. Importing this file needs Triton.
+"""Biased attention in Triton: scores of a block with their bias, and the forward pass. Needs Triton.
 
-Scores are kept in units of log 2, for `exp2`; so is the table that kernels read.
+Scores and the table are scaled by log2(e), for `exp2`. KIND is "common" (all pairs of the block see each other and have
+one bias), "near" (all see each other, and distance decides the bias) or "general".
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -8,10 +9,75 @@ Scores are kept in units of log 2, for `exp2`; so is the table that kernels read
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased.triton_blocks import common_bias, load_others, stop_of, with_bias
-from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, as_columns, as_rows, load_tokens, lookup_of, table_row_of
-from bmburst_ops.biased.triton_runs import line_of, load_run
+from bmburst_ops.biased.triton_formula import (
+    NOT_SPECIALIZED,
+    as_columns,
+    as_rows,
+    bias_of,
+    bucket_of,
+    load_positions,
+    load_tokens,
+    lookup_of,
+    near_bias,
+    sees,
+    table_row_of,
+)
+from bmburst_ops.biased.triton_runs import GENERAL, NEAR, line_of, load_run
 from bmburst_ops.flash.triton_forward import LN_2, add_product, load_rows, matrix_of, product, store_rows
+
+
+@triton.jit
+def stop_of(start, stop, kind, KIND: tl.constexpr):
+    """Return where a loop over a run of blocks ends: at its start if they are of another kind."""
+    if KIND == "common":
+        is_it = kind >= 0
+    elif KIND == "near":
+        is_it = kind == NEAR
+    else:
+        is_it = kind == GENERAL
+    return tl.where(is_it, stop, start)
+
+
+@triton.jit
+def common_bias(table_row, kind):
+    """Return the bias of a run of blocks, 0 where they have none in common."""
+    return tl.load(table_row + kind, mask=kind >= 0, other=0.0)
+
+
+@triton.jit
+def load_others(vectors, batch, first, batches, length, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """Return what a kind of block asks of tokens `first` to `first + ROWS`: positions, or all integers."""
+    if KIND == "general":
+        found = load_tokens(vectors, batch, first, batches, length, ROWS)
+    else:
+        position = load_positions(vectors, batch, first, length, ROWS)
+        found = (position, position, position, position, position, position)
+    return found
+
+
+@triton.jit
+def with_bias(
+    scores, of_queries, of_keys, common, table_row, lookup, KIND: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Return scores with their bias, -inf where a query does not see a key.
+
+    Args:
+        scores: Of a block, either way round, in units of log 2.
+        of_queries: Their integers, as rows or columns; positions are enough if KIND is not "general".
+        of_keys: Theirs, the other way.
+        common: The bias of "common".
+        table_row: The head's biases, `table_row_of`.
+        lookup: How they are looked up, `lookup_of`.
+    """
+    if KIND == "common":
+        scores += common
+    elif KIND == "near":
+        scores += near_bias(table_row, of_queries[0], of_keys[0], lookup, PRECISION)
+    else:
+        visible = sees(of_queries, of_keys)
+        bucket = bucket_of(of_queries, of_keys, visible, lookup, PRECISION)
+        scores = tl.where(visible, scores + bias_of(table_row, bucket, lookup[5], PRECISION), float("-inf"))
+    return scores
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)

@@ -9,7 +9,6 @@ up place by place, and goes to the rows of the table once a run. Only where rela
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased.triton_extents import common_bucket, load_extents
 from bmburst_ops.biased.triton_fixed_point import add_integers, unit_of
 from bmburst_ops.biased.triton_formula import (
     NOT_SPECIALIZED,
@@ -25,7 +24,17 @@ from bmburst_ops.biased.triton_formula import (
     sees,
     table_row_of,
 )
-from bmburst_ops.biased.triton_runs import GENERAL, NEAR, PARTLY, diagonal, is_singled_out, line_of, load_run
+from bmburst_ops.biased.triton_runs import (
+    GENERAL,
+    NEAR,
+    PARTLY,
+    common_bucket,
+    diagonal,
+    is_singled_out,
+    line_of,
+    load_extents,
+    load_run,
+)
 from bmburst_ops.flash.triton_backward import load_queries, queries_of
 from bmburst_ops.flash.triton_forward import load_rows, matrix_of, product
 

@@ -1,9 +1,8 @@
 """Attention of one tile on one device: one file a backend, and the table that picks."""
 
-from bmburst_ops.flash.ahead import queries_ahead
 from bmburst_ops.flash.kernel import Given, Gradients, Kernel, Partial
 from bmburst_ops.flash.reference import ReferenceKernel
-from bmburst_ops.flash.select import KERNELS, NAMES, able_kernels, select_kernel
+from bmburst_ops.flash.select import KERNELS, NAMES, able_kernels, queries_ahead, select_kernel
 from bmburst_ops.flash.triton import TritonKernel
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, Need, Pattern, Segments
 

@@ -10,7 +10,7 @@ from bmburst_ops.flash import top_left
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.limits import PACKED, unless_able, without_cells
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
-from bmburst_ops.flash.visible import Visibility
+from bmburst_ops.flash.reference import Visibility
 from bmburst_ops.merge import accumulation_dtype, dense_rows, surrogate_out
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Need, Pattern, Segments, rectangles
 

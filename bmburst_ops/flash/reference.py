@@ -1,18 +1,47 @@
-"""Attention of one tile in plain torch, any float dtype: what every other kernel is compared with."""
+"""Attention of one tile in plain torch, any float dtype: the definition that every other kernel is tested against."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
-from bmburst_ops.flash.visible import Visibility
 from bmburst_ops.merge import accumulation_dtype
-from bmburst_ops.pattern import Need, Pattern
+from bmburst_ops.pattern import FULL, Cells, IntArray, Need, Pattern, rows_of
 
 _ROWS = 512  # queries scored at once: memory stays linear in the keys
+
+
+class Visibility:
+    """The boolean mask of a pattern, a slab of queries at a time, so that memory stays linear in the keys."""
+
+    def __init__(self, pattern: Pattern, queries: int, keys: int) -> None:
+        self.keys = keys
+        self.is_full = pattern == FULL
+        self.rows = rows_of(pattern, queries, keys)
+        self.cells = pattern if isinstance(pattern, Cells) else None
+
+    def block(self, queries: slice) -> tuple[slice, Tensor | None]:
+        """Return the keys that any of these queries may see, and which see which, `[queries, keys]`; None for all."""
+        if self.is_full or queries.start == queries.stop:
+            return slice(0, self.keys), None
+        start, stop = self.rows.start[queries], self.rows.stop[queries]
+        seen = slice(int(start[0]), int(stop[-1]))
+        columns = np.arange(seen.start, seen.stop)
+        mask = (columns >= start[:, None]) & (columns < stop[:, None])
+        if self.cells is not None:
+            query_cells = cell_of(self.cells.query_edges, queries.start, queries.stop)
+            key_cells = cell_of(self.cells.key_edges, seen.start, seen.stop)
+            mask &= self.cells.cells[query_cells[:, None], key_cells]
+        return seen, torch.from_numpy(mask)
+
+
+def cell_of(edges: IntArray, start: int, stop: int) -> IntArray:
+    """Return in which cell each of the places `start` to `stop` lies."""
+    return np.searchsorted(edges, np.arange(start, stop), side="right") - 1
 
 
 class ReferenceKernel:

@@ -1,7 +1,10 @@
 """The table of kernels, in order of preference, and the choice from it."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from bmburst_ops.errors import KernelError, unknown_kernel
@@ -83,3 +86,26 @@ def _refusal(kernel: Kernel, q: Tensor, k: Tensor, deterministic: bool, needs: f
     if reason is None and deterministic and isinstance(kernel, NotAlwaysDeterministic):
         return kernel.nondeterminism(q)
     return reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Queries:
+    """The properties of queries that `Kernel.refusal` reads."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_cuda: bool
+
+
+def queries_ahead(device: torch.device, dtype: torch.dtype, head_dim: int) -> Tensor:
+    """Return a stand-in for queries or keys, without memory, for `select_kernel`, `able_kernels` and `Kernel.refusal`.
+
+    A launcher uses it to select a kernel before any tensor exists.
+
+    Args:
+        device: Device of the queries.
+        dtype: Dtype of the queries.
+        head_dim: Features per head.
+    """
+    return cast(Tensor, _Queries(device, dtype, (1, 1, 1, head_dim), device.type == "cuda"))

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bmburst_ops.bounded_cache import bounded_cache
+from bmburst_ops.flash.reference import cell_of
 from bmburst_ops.flash.vectors import Sent, send
-from bmburst_ops.flash.visible import cell_of
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, IntArray, Pattern, Rows, rows_of, transposed
 
 _CHUNK = 2**22  # tiles looked at once

@@ -17,7 +17,7 @@ from bmburst_ops.biased import (
     require_relations,
     select_biased_kernel,
 )
-from bmburst_ops.biased.fixed_point import as_numbers, no_sums
+from bmburst_ops.biased.triton import as_numbers, no_sums
 from bmburst_ops.errors import KernelError
 from tests.ops.test_biased import DEVICE
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bmburst_ops import (
-    cross_entropy,
     fused,
+    linear_cross_entropy,
     rms_norm,
     rotary,
     swiglu,
@@ -46,7 +46,7 @@ def triton(monkeypatch):
         used.add(name)
         return KERNELS[name]
 
-    for module in (rms_norm, swiglu, rotary, cross_entropy):
+    for module in (rms_norm, swiglu, rotary, linear_cross_entropy):
         monkeypatch.setattr(module, "triton_twin", twin)
     return used
 
@@ -96,13 +96,13 @@ def test_cross_entropy(triton, rows, words, dtype):
     wanted = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
     (of_logits,) = torch.autograd.grad(wanted.sum(), exact)
     gradient = torch.empty_like(logits, dtype=dtype)
-    losses = cross_entropy.cross_entropy_(logits.clone(), labels, -100, gradient)
+    losses = linear_cross_entropy.cross_entropy_(logits.clone(), labels, -100, gradient)
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses.double(), wanted.detach(), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(gradient.double(), of_logits, **TOLERANCE[dtype] | {"atol": 2e-6})
-    assert torch.equal(cross_entropy.cross_entropy_(logits.clone(), labels, -100, None), losses)
+    assert torch.equal(linear_cross_entropy.cross_entropy_(logits.clone(), labels, -100, None), losses)
     in_place = logits.clone()
-    assert torch.equal(cross_entropy.cross_entropy_(in_place, labels, -100, in_place), losses)
+    assert torch.equal(linear_cross_entropy.cross_entropy_(in_place, labels, -100, in_place), losses)
     torch.testing.assert_close(in_place.double(), of_logits, rtol=3e-6, atol=2e-6)
     assert triton == {"triton_cross_entropy"}
 
