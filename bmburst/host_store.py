@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.comm.flat import bytes_of
+from bmburst.comm.memory import bytes_of
 
 PIECE = 1 << 26
 """Bytes of a piece of pinned memory: a copy of 1.3 ms, beside which its launch is nothing."""

@@ -11,7 +11,7 @@ from typing import BinaryIO, Self
 import torch
 from torch import Tensor
 
-from bmburst.comm.flat import bytes_of
+from bmburst.comm.memory import bytes_of
 
 Announced = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype of a tensor."""

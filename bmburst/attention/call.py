@@ -13,8 +13,8 @@ from bmburst.attention.options import AttentionOptions, scale_of
 from bmburst.attention.strategy import Strategy, choose_strategy
 from bmburst.comm.checks import Checked, describe
 from bmburst.comm.levels import Levels, find_nodes, over_levels
-from bmburst.comm.members import EveryNth
 from bmburst.comm.protocol import BlockMover
+from bmburst.comm.subgroups import EveryNth
 from bmburst.comm.transports import over_transport
 from bmburst.double_schedule import DoubleSchedule, make_double_schedule
 from bmburst.errors import UserError

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmburst.comm.flat import bytes_of
+from bmburst.comm.memory import bytes_of
 from bmburst.comm.process_group import ALL_GATHER, REDUCE_SCATTER, named_verb
 
 

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bmburst.comm.flat import bytes_of, contiguous
+from bmburst.comm.memory import bytes_of, contiguous
 from bmburst.comm.messages import MessageMover
 from bmburst.comm.objects import gather_objects
 from bmburst.comm.protocol import Arrived, Transfer
-from bmburst.comm.side_stream import SideStreamTransfer
+from bmburst.comm.streams import SideStreamTransfer
 
 
 @dataclass(frozen=True, slots=True)

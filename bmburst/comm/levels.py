@@ -19,10 +19,10 @@ from typing import Protocol, runtime_checkable
 
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import LocalCommunicator, Wire
-from bmburst.comm.members import Members
 from bmburst.comm.objects import gather_objects
 from bmburst.comm.protocol import BlockMover, Communicator
 from bmburst.comm.shared_memory import host_identity
+from bmburst.comm.subgroups import Members
 from bmburst.comm.transports import over_transport
 
 NODE_SWITCH = "BMBURST_NODE"

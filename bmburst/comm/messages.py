@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.exchange import Block, Exchange, Move
-from bmburst.comm.own import WIDE, copy_own, shape_of, whole_memory
+from bmburst.comm.memory import WIDE, copy_own, shape_of, whole_memory
 from bmburst.comm.protocol import Transfer
 
 

@@ -20,15 +20,14 @@ from torch import Tensor
 
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
 from bmburst.comm.exchange import Block, Exchange, Move
-from bmburst.comm.hop import hop
 from bmburst.comm.liveness import PeerWatch
+from bmburst.comm.memory import copy_own
 from bmburst.comm.objects import gather_objects
-from bmburst.comm.own import copy_own
 from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import Communicator, Transfer
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, agreed, host_identity
-from bmburst.comm.side_stream import SideStreamTransfer
-from bmburst.comm.streams import FIRST, On, Order, current_stream
+from bmburst.comm.streams import FIRST, On, Order, SideStreamTransfer, current_stream
+from bmburst.comm.subgroups import hop
 from bmburst.errors import UserError
 from bmburst_ops.bounded_cache import bounded_cache
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmburst.comm.flat import bytes_of, contiguous
+from bmburst.comm.memory import bytes_of, contiguous
 from bmburst.comm.messages import MessageMover
 from bmburst.comm.objects import device_of
 from bmburst.comm.protocol import Transfer

@@ -16,9 +16,9 @@ from bmburst.errors import UserError
 from bmburst.mesh import Mesh
 from bmburst.recompute import POLICIES, checkpoint
 from tests.attention.oracle import draw, reference
+from tests.comm.test_communicators import starts_before_its_peer, verbs
 from tests.distributed.ports import held_port
 from tests.distributed.programs import run_program
-from tests.test_comm import starts_before_its_peer, verbs
 from tests.train import equality_program as equality
 
 pytestmark = pytest.mark.gpu

@@ -20,9 +20,9 @@ from bmburst.errors import UserError
 from bmburst.recompute import checkpoint
 from bmburst.strategy_names import STRATEGIES
 from tests.attention.oracle import draw, reference
+from tests.comm.test_communicators import verbs
 from tests.distributed.programs import run_program
 from tests.gpu.test_gpus import check_streams, run_nccl
-from tests.test_comm import verbs
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()

@@ -13,7 +13,7 @@ from bmburst.errors import UserError
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig
 from bmburst_ops.swiglu import swiglu
 from tests.blocks.program import MINICPM, _bmtrain_checkpoint, _moved
-from tests.test_comm import check_mesh
+from tests.comm.test_communicators import check_mesh
 from tests.train import run_program
 
 # Its one KV head is shared by two tensor ranks; 47 tokens are padded on them. The other has a KV head for each.

@@ -11,8 +11,8 @@ from bmburst.comm.groups import communicator
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
 from tests.attention.oracle import draw, reference
+from tests.comm.test_communicators import check_mesh, starts_before_its_peer, verbs
 from tests.distributed.programs import run_program
-from tests.test_comm import check_mesh, starts_before_its_peer, verbs
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -1,4 +1,4 @@
-"""What a rank keeps for itself of an exchange: copies inside one device, prepared once."""
+"""Views of tensor memory: contiguous tensors, raw bytes, and the copies that an exchange makes inside one rank."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,23 @@ from torch import Tensor
 
 from bmburst.comm.exchange import Block, Exchange
 
+
+def contiguous(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the tensors detached and contiguous, as libraries send them."""
+    return tuple(t.detach().contiguous() for t in tensors)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as uint8 `[bytes]`, for transfers that do not depend on the dtype."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # of one number any stride is contiguous
+
+
 WIDE = {dtype.itemsize: dtype for dtype in (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)}
-"""Elements by their bytes: a copy is as fast as it has few."""
+"""Dtypes by element size in bytes. A copy with wider elements has fewer of them and is faster."""
 
 
 class _View(NamedTuple):
-    """One or two blocks as rows of a buffer in elements of `width` bytes, as which `start` counts too."""
+    """A strided view of a buffer in elements of `width` bytes; `start` is in elements as well."""
 
     buffer: int
     width: int
@@ -24,18 +35,18 @@ class _View(NamedTuple):
     start: int
 
 
-_Pair = tuple[_View, _View]  # where to, and what
+_Pair = tuple[_View, _View]  # (target, source)
 
 
 def copy_own(exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy, in one call on the current stream, what a rank keeps for itself."""
+    """Copy the blocks that a rank sends to itself, in one call on the current stream."""
     if exchange.receives[exchange.rank]:
         into, what = _views(exchange, math.gcd(max(WIDE), *(_first_bytes(t) for t in (*sources, *targets))))
         torch._foreach_copy_(_tensors(targets, into), _tensors(sources, what))
 
 
 def _first_bytes(tensor: Tensor) -> int:
-    """Return a number that is divided by what divides where a tensor begins in memory and in its storage."""
+    """Return the greatest common divisor of a tensor's address and its offset in the storage, in bytes."""
     return math.gcd(tensor.data_ptr(), tensor.storage_offset() * tensor.element_size())
 
 
@@ -51,24 +62,24 @@ def _tensors(buffers: Sequence[Tensor], views: Sequence[_View]) -> list[Tensor]:
 
 
 def shape_of(block: Block, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return size and strides of a block as rows of elements of `width` bytes."""
+    """Return the size and the strides of a block in elements of `width` bytes."""
     assert block.rows == 1 or block.step >= block.width
     return (block.rows, block.width // width), (block.step // width, 1)
 
 
 def whole_memory(tensor: Tensor, width: int) -> tuple[Tensor, int]:
-    """Return all memory behind a tensor in elements of `width` bytes, and where its own first one is."""
+    """Return the storage of a tensor in elements of `width` bytes, and the index of its first element there."""
     memory = torch.empty(0, dtype=WIDE[width], device=tensor.device).set_(tensor.untyped_storage())
     return memory, tensor.storage_offset() * tensor.element_size() // width
 
 
 @lru_cache(maxsize=1024)
 def _views(exchange: Exchange, aligned: int) -> tuple[list[_View], list[_View]]:
-    """Return the targets and the sources of a rank's moves to itself.
+    """Return the targets and the sources of the moves from a rank to itself.
 
     Args:
         exchange: The exchange.
-        aligned: What divides the address of every buffer's first element.
+        aligned: A common divisor of the addresses of all buffers, in bytes.
     """
     pairs: list[_Pair] = []
     for source, target in exchange.receives[exchange.rank]:
@@ -89,7 +100,7 @@ def _view(block: Block, width: int) -> _View:
 
 
 def _joined(before: _Pair, after: _Pair) -> _Pair | None:
-    """Return two copies of equal geometry as one, as are those of the two parts of a zigzag; else None."""
+    """Merge two copies of equal geometry into one, such as the two halves of a zigzag; None if they differ."""
     distances = [two.start - one.start for one, two in zip(before, after, strict=True)]
     if min(distances) <= 0 or any(one._replace(start=two.start) != two for one, two in zip(before, after, strict=True)):
         return None

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from bmburst.comm.side_stream import SideStreamTransfer
+from bmburst.comm.streams import SideStreamTransfer
 
 
 def test_memory_in_flight(monkeypatch):

@@ -10,7 +10,7 @@ from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator
 from bmburst.comm.levels import NODE_SWITCH, find_nodes, over_levels
 from bmburst.comm.local import run_ranks
-from bmburst.comm.members import Members
+from bmburst.comm.subgroups import Members
 from bmburst.errors import UserError
 from tests.attention.test_burst_attention import compare
 from tests.distributed.processes import run_processes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmburst.comm.exchange import Block, Move, make_exchange
-from bmburst.comm.own import copy_own
+from bmburst.comm.memory import copy_own
 
 
 def copied(moves, sources, target):
