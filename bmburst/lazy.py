@@ -5,14 +5,14 @@ from importlib import import_module
 from typing import Any
 
 
-def public_name(package: str, name: str, homes: Mapping[str, str], *, over_bmtrain: str) -> Any:
+def public_name(package: str, name: str, homes: Mapping[str, str], *, over_bmtrain: str | None = None) -> Any:
     """Return a public name of a package: what its module `__getattr__` returns.
 
     Args:
         package: The package's name.
         name: What is asked for.
         homes: The module of the package in which each public name lives.
-        over_bmtrain: The one that imports BMTrain at its top.
+        over_bmtrain: The module that imports BMTrain at its top, if one does.
 
     Raises:
         AttributeError: The package has no such name.

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from bmburst.config import field, read_config_file, write_json
 from bmburst.convert.model_center import ModelCenterConfig, is_model_center
 from bmburst.errors import unknown
-from bmburst.recompute_policy import Policy
+from bmburst.recompute.policy import Policy
 
 Self = TypeVar("Self", bound="LlamaConfig")
 _CONFIG_FILE = "config.json"
@@ -61,7 +61,7 @@ class LlamaConfig(ModelCenterConfig):
         Raises:
             UserError: There is no such directory, or its config.json is of another model.
         """
-        from bmburst.hugging_face import read_config
+        from bmburst.checkpoint.hugging_face import read_config
 
         path = Path(directory) / _CONFIG_FILE
         values = read_config_file(path)

@@ -14,12 +14,12 @@ from bmburst.attention.api import resolve_group
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.model import Llama as Blocks
+from bmburst.checkpoint.sharded_files import together
 from bmburst.convert.directory import Weights, open_weights
 from bmburst.convert.model_center import model_center_name
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
 from bmburst.sequence import SequenceShard
-from bmburst.weight_parts import together
 from bmburst.zero import named_shards, scatter_piece
 from model_center_ext.config import LlamaConfig
 from model_center_ext.names import as_model_center, initial_values

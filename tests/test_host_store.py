@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from bmburst import host_store
-from bmburst.host_store import HostStore
-from bmburst.recompute import checkpoint
+from bmburst.recompute import checkpoint, host_store
+from bmburst.recompute.host_store import HostStore
 from tests.live_bytes import LiveBytes
 
 SHAPE = (3, 5, 7)

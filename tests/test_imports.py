@@ -45,14 +45,13 @@ FORBIDDEN = {
 }
 BMTRAIN_AT_TOP = {
     "bmburst/attention/module.py",
-    "bmburst/blocks/initialization.py",
-    "bmburst/blocks/layers.py",
     "bmburst/blocks/model.py",
+    "bmburst/blocks/layers.py",
     "bmburst/blocks/tensor_parallel.py",
     "bmburst/bench/training/tensor_v1.py",
     "bmburst/blocks/transformer.py",
     "bmburst/integrations/cpm_live_layers.py",
-    "bmburst/optim.py",
+    "bmburst/optim/adamw.py",
     "bmburst/zero.py",
     "model_center_ext/llama.py",
     "model_center_ext/names.py",

@@ -9,10 +9,10 @@ import bmburst
 from bmburst.attention import function
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
-from bmburst.host_store import HostStore
 from bmburst.mesh import Mesh, MeshShape, current_mesh
 from bmburst.recompute import checkpoint, is_recomputing
-from bmburst.recompute_policy import POLICIES, BlockBytes, Policy
+from bmburst.recompute.host_store import HostStore
+from bmburst.recompute.policy import POLICIES, BlockBytes, Policy
 from tests.live_bytes import LiveBytes
 
 EMPTY = 64  # torch's checkpoint keeps an empty tensor, and one for each input that lies in host memory

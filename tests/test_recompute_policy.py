@@ -3,7 +3,7 @@
 import pytest
 
 from bmburst.errors import UserError
-from bmburst.recompute_policy import AUTO, POLICIES, BlockBytes, Policy
+from bmburst.recompute.policy import AUTO, POLICIES, BlockBytes, Policy
 from bmburst.train.config import ParallelConfig, TrainConfig
 
 BLOCK = BlockBytes(input=100.0, attended=40.0, rest=1000.0)

@@ -24,7 +24,7 @@ from bmburst.attention.call import AttentionCall
 from bmburst.attention.executor import forward
 from bmburst.errors import UserError
 from bmburst.layout import Contiguous, Layout, Striped
-from bmburst.recompute_policy import require_end
+from bmburst.recompute.policy import require_end
 
 
 @dataclass(frozen=True, slots=True)

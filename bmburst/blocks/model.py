@@ -1,5 +1,7 @@
 """LLaMA on BMTrain: the whole model, on this rank's part of the sequence."""
 
+import hashlib
+import math
 from functools import partial
 
 import bmtrain as bmt
@@ -9,21 +11,53 @@ from torch import Tensor
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.initialization import initialize
 from bmburst.blocks.layers import RMSNorm, Table
 from bmburst.blocks.rope import rotary_tables
 from bmburst.blocks.tensor_parallel import TensorGroup
 from bmburst.blocks.transformer import AttentionFactory, NormFactory, TransformerBlock
 from bmburst.errors import UserError
-from bmburst.host_store import HostStore
 from bmburst.loss import DEFAULT_CHUNK, IGNORE_INDEX, require_ids, token_loss_sum
 from bmburst.mask import Causal, Mask, SlidingWindow, make_mask
 from bmburst.mesh import current_mesh
 from bmburst.mesh_shape import MeshShape
-from bmburst.recompute_policy import Policy
+from bmburst.recompute.host_store import HostStore
+from bmburst.recompute.policy import Policy
+from bmburst.zero import named_shards, scatter
 from bmburst_ops.errors import KernelError
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import choose_norm
+
+_IN_BLOCKS = ".layers."
+_INTO_THE_STREAM = ("o_proj.weight", "down_proj.weight")
+
+
+def initialize(model: torch.nn.Module, config: LlamaConfig, seed: int) -> None:
+    """Fill a model: norms with 1, biases with 0, tables from N(0, init_std), matrices of blocks from N(0, matrix_std).
+
+    The two projections of a block that add to the stream are drawn with matrix_std / sqrt(2 num_layers), so that the
+    stream's variance does not grow with depth (GPT-2, section 2.3 of "Language Models are Unsupervised Multitask
+    Learners"; common in LLaMA training codes). With scale_depth the model itself sees to that.
+
+    Numbers are drawn in fp32 and rounded, so runs in two dtypes start from the same weights, but for rounding.
+    """
+    for shard in named_shards(model):
+        if not shard.count:
+            continue
+        device = shard.storage.device
+        if len(shard.shape) == 1:
+            scatter(shard, torch.full(shard.shape, 0.0 if shard.name.endswith("bias") else 1.0, device=device))
+            continue
+        shrinks = config.scale_depth is None and shard.name.endswith(_INTO_THE_STREAM)
+        depth = math.sqrt(2 * config.num_layers) if shrinks else 1.0
+        std = config.matrix_std / depth if _IN_BLOCKS in shard.name else config.init_std
+        scatter(shard, _normal(shard.shape, std, f"{seed} {shard.name}", device))
+
+
+def _normal(shape: tuple[int, ...], std: float, key: str, device: torch.device) -> Tensor:
+    generator = torch.Generator(device)
+    # 63 bits of a hash: neighbouring seeds must not give related numbers, and Python's own hash differs by process.
+    generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
+    return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)
 
 
 class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
@@ -84,7 +118,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         attention: Makes one block's attention; by default causal `BurstAttention` over the mesh that is current now.
             To choose, pass for example `functools.partial(BurstAttention, layout="striped", group=mesh.sequence)`.
         dtype: Of weights and activations.
-        recompute: Policy of `bmburst.recompute_policy`, for example "none", "block", "block-keep-attention",
+        recompute: Policy of `bmburst.recompute.policy`, for example "none", "block", "block-keep-attention",
             "block-keep-attention:0.5" or "block-keep-attention+offload", or of the first layers alone
             "block-keep-attention+first-20". All but "auto", which needs to know the step.
         zero_level: 2 or 3, BMTrain's.

@@ -13,11 +13,11 @@ from torch import Tensor
 from bmburst import recompute
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.config import mlp_chunk as choose_chunk
 from bmburst.blocks.layers import Linear, RMSNorm, project
-from bmburst.blocks.mlp_chunks import mlp_chunk as choose_chunk
 from bmburst.blocks.tensor_parallel import TensorGroup
-from bmburst.host_store import HostStore
-from bmburst.recompute_policy import Policy
+from bmburst.recompute.host_store import HostStore
+from bmburst.recompute.policy import Policy
 from bmburst_ops.gated_mlp import gated_mlp
 from bmburst_ops.rotary import apply_rotary
 from bmburst_ops.swiglu import swiglu

@@ -25,7 +25,7 @@ def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> P
     from bmburst.bench.training.cells import Choice, TrainCell, list_cells
     from bmburst.bench.training.job import TrainJob
     from bmburst.bench.training.methods import METHODS
-    from bmburst.recompute_policy import Policy
+    from bmburst.recompute.policy import Policy
 
     if args.steps < 0:
         raise UserError(f"--steps {args.steps}\nallowed: 1 and more, or 0 for each suite's own")

@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     """Convert, and say what was written."""
     from tqdm import tqdm
 
+    from bmburst.checkpoint.training import newest_complete
     from bmburst.convert.run import convert
     from bmburst.errors import UserError
-    from bmburst.train.checkpoint import newest_complete
 
     if not 0 < args.part_size < math.inf:
         raise UserError(f"--part-size {args.part_size:g}\nallowed: gigabytes above 0, for example 5")

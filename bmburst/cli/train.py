@@ -144,7 +144,7 @@ def steps_done(folder: Path) -> int:
     Raises:
         UserError: There is no complete checkpoint.
     """
-    from bmburst.train.checkpoint import newest_complete, read_progress
+    from bmburst.checkpoint.training import newest_complete, read_progress
 
     newest = newest_complete(folder)
     if newest is None:

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from bmburst import hugging_face
 from bmburst.blocks.config import LlamaConfig
+from bmburst.checkpoint import hugging_face
+from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, read_json
 from bmburst.convert.model_center import ModelCenterConfig, is_model_center, model_center_name
 from bmburst.errors import UserError
-from bmburst.weight_files import TensorFile, open_tensors, read_json
 
 HUGGING_FACE, MODEL_CENTER = "huggingface", "model-center"
 CONFIG_FILE, MODEL_CENTER_FILE = "config.json", "pytorch_model.pt"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from bmburst.tensor_writer import Announced, TensorWriter
+from bmburst.checkpoint.tensor_files import Announced, TensorWriter
 
 _STORAGES = {
     torch.float64: torch.DoubleStorage,

@@ -1,8 +1,7 @@
 """Text to token ids to packed sequences to the batches of each data rank."""
 
-from bmburst.data.batches import Batches
+from bmburst.data.batches import Batches, evaluation_batches
 from bmburst.data.corpus import open_corpus
-from bmburst.data.evaluation import evaluation_batches
 from bmburst.data.packing import PackedSequences
 from bmburst.data.samples import Samples
 from bmburst.data.token_file import TokenFile

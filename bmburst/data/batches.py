@@ -1,11 +1,63 @@
 """The order of training: which samples each step takes, and which of them this rank gets."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
 
 from bmburst.data.packing import PackedSequences
 from bmburst.data.samples import Samples
-from bmburst.data.shuffle import Permutation
 from bmburst.errors import UserError
+
+_ROUNDS = 8
+_MASK = (1 << 64) - 1
+
+
+class Permutation:
+    """A permutation of range(size), the same for the same key.
+
+    A Feistel network permutes the numbers of 2b bits, for the smallest such range that holds `size`; a number that
+    falls outside `size` goes through it again until it is inside ("cycle walking", Black and Rogaway 2002,
+    doi:10.1007/3-540-45760-7_9). The range is less than four times `size`, so that takes less than four turns on
+    average.
+
+    Args:
+        size: How many things there are, at least 1.
+        key: What chooses the permutation; any numbers.
+    """
+
+    def __init__(self, size: int, *key: int) -> None:
+        self._size = size
+        self._half_bits = max(1, -(-(size - 1).bit_length() // 2))
+        digest = hashlib.blake2b(repr((size, *key)).encode(), digest_size=8 * _ROUNDS // 2).digest()
+        self._keys = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, len(digest), 4)]
+
+    def __call__(self, index: int) -> int:
+        """Return where `index` goes.
+
+        Raises:
+            IndexError: `index` is not in range(size).
+        """
+        if not 0 <= index < self._size:
+            raise IndexError(f"{index} is not in range({self._size})")
+        while True:
+            index = self._turn(index)
+            if index < self._size:
+                return index
+
+    def _turn(self, value: int) -> int:
+        mask = (1 << self._half_bits) - 1
+        left, right = value >> self._half_bits, value & mask
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right ^ key << 32) & mask)
+        return left << self._half_bits | right
+
+
+def _mix(value: int) -> int:
+    """Return 64 well-mixed bits: SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31
+
 
 STATE_VERSION = 1
 
@@ -126,3 +178,39 @@ def local_batch_size(batch_size: int, data_rank: int, data_parallel: int) -> int
             f"it counts the sequences of all ranks: give {nearest}"
         )
     return batch_size // data_parallel
+
+
+def evaluation_batches(
+    sequences: PackedSequences,
+    *,
+    batch_size: int = 1,
+    limit: int | None = None,
+    data_rank: int = 0,
+    data_parallel: int = 1,
+) -> Iterator[Samples]:
+    """Return an iterator over the samples in order, the partial one, padded, at the end.
+
+    Every data rank gets the same number of batches of as many rows; rows beyond the last sample are without text.
+
+    Args:
+        sequences: Usually the "held_out" part of a corpus, or "all" of a file.
+        batch_size: Sequences a step, over all data ranks.
+        limit: Stop after that many sequences; None takes all.
+        data_rank: This rank's data group, in [0, data_parallel).
+        data_parallel: How many data groups there are.
+
+    Raises:
+        UserError: `batch_size` is not a positive multiple of `data_parallel`, or `limit` is less than 1.
+    """
+    local = local_batch_size(batch_size, data_rank, data_parallel)
+    if limit is not None and limit < 1:
+        raise UserError(f"the limit of evaluation must be at least 1 sequence, got {limit}")
+    count = len(sequences) + (sequences.partial_labels > 0)
+    count = count if limit is None else min(count, limit)
+
+    def step(first: int) -> Samples:
+        taken = tuple(range(first, min(first + batch_size, count)))
+        mine = taken[data_rank * local : (data_rank + 1) * local]
+        return Samples(sequences, taken, mine + (None,) * (local - len(mine)))
+
+    return map(step, range(0, count, batch_size))

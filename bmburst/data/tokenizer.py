@@ -1,10 +1,19 @@
 """Text to token ids and back: what a tokenizer is, and the one that needs no file."""
 
-from collections.abc import Sequence
-from typing import Protocol
+import contextlib
+import difflib
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from bmburst.errors import UserError, unknown
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -90,6 +99,160 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     if name_or_path == ByteTokenizer.name:
         return ByteTokenizer()
     # The byte tokenizer must work where the tokenizers package is missing.
-    from bmburst.data.huggingface import load_huggingface_tokenizer
+    from bmburst.data.tokenizer import load_huggingface_tokenizer
 
     return load_huggingface_tokenizer(name_or_path)
+
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# What models call the end of a document, for a tokenizer.json that comes without tokenizer_config.json.
+END_TOKENS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<|eos|>", "<|end|>", "[EOS]", "[SEP]")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizers.Tokenizer` as the data pipeline wants it: no truncation, no padding, nothing added.
+
+    Args:
+        name: What the user called it.
+        tokenizer: The `tokenizers.Tokenizer`; its truncation and padding are switched off here.
+        eos_token: The token that ends a document; None looks for one of `END_TOKENS`.
+
+    Raises:
+        UserError: It has no end-of-document token.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, eos_token: str | None = None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True  # text that spells a special token stays text
+        candidates = END_TOKENS if eos_token is None else (eos_token,)
+        eos_id = next((i for i in map(tokenizer.token_to_id, candidates) if i is not None), None)
+        if eos_id is None:
+            raise UserError(
+                f"tokenizer '{name}' has no end-of-document token; looked for {', '.join(candidates)}\n"
+                f'name it in a {TOKENIZER_CONFIG} beside {TOKENIZER_FILE}: {{"eos_token": "..."}}'
+            )
+        self._tokenizer = tokenizer
+        self.name = name
+        self.eos_id = int(eos_id)
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        digest = hashlib.sha256(f"{self.eos_id} {tokenizer.to_str()}".encode()).hexdigest()
+        self.identity = f"huggingface-{digest[:16]}"
+
+    def encode(self, text: str) -> TokenIds:
+        """Return the ids of `text`, int64 `[tokens]`."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Return the ids of each text; the package spreads them over the cores."""
+        clean = [text.encode("utf-8", "replace").decode() for text in texts]
+        encodings = self._tokenizer.encode_batch(clean, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
+        """Return the text, without special tokens; ids outside the vocabulary are left out."""
+        values = [i for i in np.asarray(ids, np.int64).reshape(-1).tolist() if 0 <= i < self.vocab_size]
+        return str(self._tokenizer.decode(values, skip_special_tokens=True))
+
+
+def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
+    """Return the tokenizer of a file, a directory or a hub name.
+
+    Raises:
+        UserError: There is no such file, directory or name, no network to look it up, or it cannot be read.
+    """
+    path = Path(name_or_path)
+    if path.is_dir():
+        file = path / TOKENIZER_FILE
+        if not file.is_file():
+            raise UserError(
+                f"no {TOKENIZER_FILE} in tokenizer directory '{path}'\n"
+                "save it with the tokenizers package: Tokenizer.save('tokenizer.json')"
+            )
+        return _from_file(name_or_path, file)
+    if path.is_file():
+        return _from_file(name_or_path, path)
+    looks_like_a_path = path.suffix == ".json" or name_or_path.startswith((".", "/", "~"))
+    if looks_like_a_path or not _HUB_NAME.fullmatch(name_or_path):
+        raise UserError(
+            f"no tokenizer at '{name_or_path}'\n"
+            f"give 'bytes', a {TOKENIZER_FILE}, a directory that holds one, or a Hugging Face name"
+        )
+    if difflib.get_close_matches(name_or_path, ["bytes"], n=1):
+        raise unknown("tokenizer", name_or_path, ["bytes", TOKENIZER_FILE, "a Hugging Face name"])
+    return _from_hub(name_or_path)
+
+
+def _from_file(name: str, file: Path) -> HuggingFaceTokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises bare Exception, whatever is wrong with the file
+        raise UserError(
+            f"cannot read tokenizer '{file}': {_first_line(error)}\n"
+            "give 'bytes', or the tokenizer.json of a Hugging Face tokenizer"
+        ) from error
+    return HuggingFaceTokenizer(name, tokenizer, _eos_token(file.parent / TOKENIZER_CONFIG))
+
+
+def _from_hub(name: str) -> HuggingFaceTokenizer:
+    """Load from the local cache of the hub, or fetch into it."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    def fetch(file: str) -> Path:
+        cached = try_to_load_from_cache(name, file)
+        if isinstance(cached, str):
+            return Path(cached)
+        try:  # once: hf_hub_download asks again and again for half a minute where there is no network
+            get_hf_file_metadata(hf_hub_url(name, file))
+        except (HfHubHTTPError, ValueError):
+            raise
+        except Exception as error:  # those of whichever HTTP package the hub's uses
+            raise LocalEntryNotFoundError(f"it cannot be reached: {_first_line(error)}") from error
+        return Path(hf_hub_download(name, file))
+
+    try:
+        with _quiet("huggingface_hub"):
+            file = fetch(TOKENIZER_FILE)
+            with contextlib.suppress(EntryNotFoundError):  # many tokenizers have no configuration
+                fetch(TOKENIZER_CONFIG)
+    except (OSError, ValueError) as error:  # what the package derives its errors from
+        raise UserError(
+            f"cannot get tokenizer '{name}' from the Hugging Face hub: {_first_line(error)}\n"
+            f"without a network, give 'bytes', a {TOKENIZER_FILE} or a directory that holds one"
+        ) from error
+    return _from_file(name, file)
+
+
+def _eos_token(config: Path) -> str | None:
+    """Return the end-of-document token that a tokenizer_config.json names, if there is one and it does."""
+    if not config.is_file():
+        return None
+    try:
+        value = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"cannot read '{config}': {_first_line(error)}") from error
+    token = value.get("eos_token") if isinstance(value, dict) else None
+    if isinstance(token, dict):  # an AddedToken, written out
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Keep a package's retries off the screen: the one error that follows says it."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,9 +7,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.errors import UserError
-from bmburst.host_store import HostStore
 from bmburst.recompute import checkpoint
-from bmburst.recompute_policy import Policy
+from bmburst.recompute.host_store import HostStore
+from bmburst.recompute.policy import Policy
 
 
 def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> None:
@@ -19,7 +19,7 @@ def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> N
 
     Args:
         model: A model of transformers, before or after it is wrapped.
-        policy: One of `bmburst.recompute_policy`; a part of attention, as "block-keep-attention:0.5" keeps, must be
+        policy: One of `bmburst.recompute.policy`; a part of attention, as "block-keep-attention:0.5" keeps, must be
             one that the layout has. "block-keep-attention+first-20" holds for the first 20 layers, in the order of
             `model.modules()`.
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from bmburst.blocks.mlp_chunks import mlp_chunk
+from bmburst.blocks.config import mlp_chunk
 from bmburst.errors import UserError
 from bmburst.mesh_shape import can_share, divisors
 from bmburst.plan.task import Task
-from bmburst.recompute_policy import POLICIES, Policy
+from bmburst.recompute.policy import POLICIES, Policy
 
 RECOMPUTE = POLICIES
 ZERO = (2, 3)
@@ -31,7 +31,7 @@ class Candidate:
         heads: Ranks of a sequence that exchange heads among themselves.
         outer: Between groups of these: blocks go round one ring ("ring"), round rings inside nodes and between them
             ("double-ring"), or each rank gathers what it sees ("gather"); "none" where there is one group.
-        recompute: Name of a policy of `bmburst.recompute_policy`.
+        recompute: Name of a policy of `bmburst.recompute.policy`.
         zero: ZeRO's stage.
         transport: What moves blocks inside a node.
         travellers: What a ring sends backward: "kv", "q", or "auto" for whatever is less.

@@ -11,7 +11,7 @@ from bmburst.plan.first_layers import of_first_layers, with_margin
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.memory import taken
 from bmburst.plan.search import ALIKE, Prediction, predict
-from bmburst.recompute_policy import POLICIES, Policy, require_end
+from bmburst.recompute.policy import POLICIES, Policy, require_end
 from bmburst.strategy_names import STRATEGIES
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from bmburst.blocks.config import LlamaConfig
 from bmburst.plan.operators import WIDE
 from bmburst.plan.task import Task
-from bmburst.recompute_policy import Policy
+from bmburst.recompute.policy import Policy
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 BACKWARD = 2.0  # products with each weight in backward over those in forward: its gradient and its input's
@@ -92,7 +92,7 @@ def hardware_flops(model: LlamaConfig, tokens: float, pairs: float, recompute: s
         model: See `step_flops`, as `tokens` and `pairs`.
         tokens: See above.
         pairs: See above.
-        recompute: One of `bmburst.recompute_policy`. A block's last product, of which backward reads nothing, is not
+        recompute: One of `bmburst.recompute.policy`. A block's last product, of which backward reads nothing, is not
             computed again; of a kept fraction of attention the beginning is, as if heads are exchanged.
     """
     policy, last = Policy.parse(recompute), model.hidden_size * model.intermediate_size

@@ -7,7 +7,7 @@ From the second step on: gradients and optimizer states exist.
 
 Where the first layers are computed again and the last ones keep everything, the last block is one of the latter. When
 backward comes to the last one of the former, the latter have let go of what they kept: its moments are never fuller,
-which is why it is the first ones that are computed again (`bmburst.recompute_policy`).
+which is why it is the first ones that are computed again (`bmburst.recompute.policy`).
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from bmburst.plan.counts import adam_bytes, held_block, mlp_matrix, table
 from bmburst.plan.hardware import Hardware
 from bmburst.plan.operators import CURRENT, WIDE, Operators
 from bmburst.plan.task import Task
-from bmburst.recompute_policy import BlockBytes
+from bmburst.recompute.policy import BlockBytes
 
 Lines = dict[str, float]
 HOST_SHARE = 0.9  # of a host's memory; the rest is the system's and the processes' own

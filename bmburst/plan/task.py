@@ -25,7 +25,7 @@ class Task:
         micro_batch: Sequences that a data rank computes at once.
         dtype: Of weights and activations.
         loss_chunk: Tokens of a rank whose logits exist at once.
-        mlp_chunk: Tokens of a rank that pass through an MLP at once: `bmburst.blocks.mlp_chunks`.
+        mlp_chunk: Tokens of a rank that pass through an MLP at once: `bmburst.blocks.config`.
         host_optimizer: Whether AdamW's state lies in host memory. Only memory takes that into account.
 
     Raises:

@@ -14,8 +14,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from bmburst.checkpoint.tensor_files import open_tensors
 from bmburst.train.check_rank import AFTER_FILE, BEFORE_FILE, GRADIENT_FILE, Steps
-from bmburst.weight_files import open_tensors
 
 # Largest relative errors. A gradient's says whether the numbers are right. Adam divides by the gradient's own size, so
 # where a gradient is all rounding, the step may go either way: hence the wider limit on what the steps changed. BMTrain

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import CONFIG_FILE, resolve
-from bmburst.weight_files import SafetensorsWriter
 
 if TYPE_CHECKING:
     from bmburst.zero import NamedShard, Weights

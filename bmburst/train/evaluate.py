@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bmburst.checkpoint.training import STATE_FILE, newest_complete, read_progress
 from bmburst.data import PackedSequences, Samples, TokenFile, evaluation_batches, open_corpus
 from bmburst.data.corpus import find_corpus, require_cache
 from bmburst.errors import UserError
@@ -17,7 +18,6 @@ from bmburst.mesh import Mesh
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
 from bmburst.sequence import SequenceShard
-from bmburst.train.checkpoint import STATE_FILE, newest_complete, read_progress
 from bmburst.train.config import check_packing
 from bmburst.train.eval_config import EvalConfig
 from bmburst.train.local_batch import LocalBatch, causal_cut
@@ -74,9 +74,9 @@ def run(config: EvalConfig) -> Measurement:
         UserError: The checkpoint or the text cannot be read, or they do not go together.
     """
     runtime = start()
-    from bmburst import hugging_face
     from bmburst.attention.module import BurstAttention
     from bmburst.blocks.model import Llama
+    from bmburst.checkpoint import hugging_face
 
     mesh = Mesh.over_bmtrain(data=1)
     directory, tokenizer, shape = read_model(config)
@@ -118,7 +118,7 @@ def read_model(config: EvalConfig) -> "tuple[Path, str | None, LlamaConfig]":
         UserError: There are no weights of a model that is known, they do not fit it, or the model cannot tell packed
             documents apart.
     """
-    from bmburst import hugging_face
+    from bmburst.checkpoint import hugging_face
 
     directory, tokenizer = find_model(config)
     shape = hugging_face.read_config(directory)

@@ -12,7 +12,7 @@ from bmburst.mesh import Mesh
 from bmburst.plan.choice import choose
 from bmburst.plan.hardware import hardware_like
 from bmburst.plan.memory import HOST_SHARE, memory_of
-from bmburst.recompute_policy import AUTO, POLICIES, Policy
+from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.train.config import TrainConfig
 from bmburst.train.host_memory import available_bytes
 from bmburst.train.planned import planned

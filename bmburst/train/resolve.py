@@ -89,7 +89,7 @@ def check_paths(config: TrainConfig) -> None:
                 f"{getattr(there, key)}\nfix: leave model.{key} out: --init-from brings its own"
             )
         # It imports torch, which the command line's help does without.
-        from bmburst import hugging_face
+        from bmburst.checkpoint import hugging_face
 
         hugging_face.check(config.init_from, config.model)
     _check_tokens(config)
@@ -149,7 +149,7 @@ def read_hugging_face_config(folder: Path) -> LlamaConfig:
         raise UserError(f"{path}: holds no object\nfix: give a directory of a Hugging Face LLaMA")
     if "model_type" not in values:
         # It imports torch, which the command line's help does without.
-        from bmburst.train.checkpoint import newest_complete
+        from bmburst.checkpoint.training import newest_complete
 
         if newest := newest_complete(folder):
             raise UserError(f"init_from {folder}: is a run folder\nfix: give one of its checkpoints, such as {newest}")

@@ -119,7 +119,7 @@ def run(folder: Path, output: Path) -> None:
 def _load(directory: Path, mesh: Mesh, layout: str = "zigzag", mask: str = "causal", **options: Any) -> Any:
     from bmburst.attention.module import BurstAttention
     from bmburst.blocks.model import Llama
-    from bmburst.hugging_face import load, read_config
+    from bmburst.checkpoint.hugging_face import load, read_config
 
     attention = partial(BurstAttention, mask=mask, layout=layout, group=mesh.sequence)
     model = Llama(read_config(directory), attention=attention, seed=None, **options)
@@ -325,7 +325,7 @@ def _norms() -> list[str]:
 
 def _export(folder: Path, output: Path) -> None:
     from bmburst.blocks.model import Llama
-    from bmburst.hugging_face import load, read_config, save
+    from bmburst.checkpoint.hugging_face import load, read_config, save
 
     for name in EXPORTED:
         model = Llama(read_config(folder / name), seed=None)
@@ -350,7 +350,7 @@ def _bmtrain_checkpoint(output: Path, size: int) -> bool:
 def _problems(folder: Path, output: Path) -> dict[str, str]:
     """What this rank is told about bad input."""
     from bmburst.blocks.model import Llama
-    from bmburst.hugging_face import load, save
+    from bmburst.checkpoint.hugging_face import load, save
 
     model = Llama(_PLAIN, seed=0)
     (output / "file").touch()

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from bmburst.blocks.presets import PRESETS
+from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.cli import main
 from bmburst.data import open_corpus
 from bmburst.errors import UserError
-from bmburst.hugging_face import expected_shapes
 from bmburst.train.eval_config import EvalConfig
 from bmburst.train.resolve import resolve
 from tests.cli.commands import checkpoint, refused, started

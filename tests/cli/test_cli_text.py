@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bmburst.cli import main
-from bmburst.data import huggingface
+from bmburst.data import tokenizer as tokenizers_of_data
 from bmburst.data.corpus import Text, open_corpus, tokenize
 from bmburst.data.packing import PackedSequences
 from bmburst.data.sources import find_sources
@@ -92,8 +92,8 @@ def words(tmp_path):
 @pytest.mark.parametrize("repeats", [200, 5000], ids=["short", "left to the ranks"])
 def test_the_tokenizer_of_a_text_is_read_once_before_ranks_start(tmp_path, monkeypatch, launches, words, repeats):
     read = []
-    load = huggingface.load_huggingface_tokenizer
-    monkeypatch.setattr(huggingface, "load_huggingface_tokenizer", lambda name: read.append(name) or load(name))
+    load = tokenizers_of_data.load_huggingface_tokenizer
+    monkeypatch.setattr(tokenizers_of_data, "load_huggingface_tokenizer", lambda name: read.append(name) or load(name))
     (tmp_path / "a.txt").write_text("a " * repeats)
     options = ("--sequence-length", "64", "--model.vocab_size", "400")
     assert main(["train", "--data", "a.txt", "--data.tokenizer", words, *options]) == 0

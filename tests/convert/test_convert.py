@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bmburst import hugging_face
 from bmburst.blocks.config import LlamaConfig, RopeScaling
+from bmburst.checkpoint import hugging_face
+from bmburst.checkpoint.tensor_files import SafetensorsWriter
+from bmburst.checkpoint.training import FORMAT
 from bmburst.cli import main
 from bmburst.convert import run as converting
 from bmburst.convert.model_center import model_center_name
 from bmburst.convert.run import convert
 from bmburst.convert.torch_file import TorchFileWriter
 from bmburst.errors import UserError
-from bmburst.train.checkpoint import FORMAT
-from bmburst.weight_files import SafetensorsWriter
 
 CONFIG = LlamaConfig(
     vocab_size=61,

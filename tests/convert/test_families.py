@@ -10,10 +10,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bmburst import hugging_face
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import FAMILIES
 from bmburst.blocks.presets import PRESETS
+from bmburst.checkpoint import hugging_face
 from bmburst.convert.run import convert
 from bmburst.errors import UserError
 from tests.convert.test_convert import TOKENIZER, assert_same, hugging_face_directory, tensors, weights_of

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmburst.data import Batches, ByteTokenizer, PackedSequences
-from bmburst.data.shuffle import Permutation
+from bmburst.data.batches import Permutation
 from bmburst.data.sources import Document
 from bmburst.data.token_writer import write_token_file
 from bmburst.errors import UserError

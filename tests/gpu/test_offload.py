@@ -23,8 +23,8 @@ def test_trains_and_resumes(size, tmp_path):
 
 
 def make(dtype, is_offloaded, piece=4096):
-    from bmburst.host_adam import HostAdam
     from bmburst.optim import AdamW
+    from bmburst.optim.host_adam import HostAdam
 
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(size, generator=generator).to(dtype).cuda() for size in SIZES]

@@ -7,16 +7,15 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.mlp_chunks import mlp_chunk
+from bmburst.blocks.config import LlamaConfig, mlp_chunk
 from bmburst.blocks.presets import PRESETS
-from bmburst.host_store import HostStore
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.hardware import load_hardware
 from bmburst.plan.memory import memory_of
 from bmburst.plan.task import Task
 from bmburst.recompute import checkpoint
-from bmburst.recompute_policy import POLICIES, Policy
+from bmburst.recompute.host_store import HostStore
+from bmburst.recompute.policy import POLICIES, Policy
 from bmburst_ops.gated_mlp import gated_mlp
 from tests.distributed.programs import run_program
 

@@ -82,7 +82,7 @@ def test_adamws_kernel_is_bmtrains():
 
 
 def _adamws_kernel_is_bmtrains():
-    from bmburst import optim
+    from bmburst.optim import adamw as optim
 
     made = {}
     for kernel in optim.KERNELS:

@@ -8,11 +8,11 @@ import pytest
 from bmburst.blocks.config import LlamaConfig as Shape
 from bmburst.blocks.config import RopeScaling
 from bmburst.blocks.presets import PRESETS
+from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.cli import CommandParser
 from bmburst.cli.train import configure, settle
 from bmburst.convert.model_center import ModelCenterConfig, model_center_name
 from bmburst.errors import UserError
-from bmburst.hugging_face import expected_shapes
 from bmburst.train.resolve import resolve
 from model_center_ext import LlamaConfig, config_files
 

@@ -17,7 +17,7 @@ from bmburst.plan.hardware import hardware_like, load_hardware
 from bmburst.plan.memory import memory_of, taken
 from bmburst.plan.search import predict
 from bmburst.plan.task import Task
-from bmburst.recompute_policy import AUTO, POLICIES, Policy
+from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.train import recompute_choice
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
 

@@ -19,10 +19,10 @@ from bmburst.runtime.doctor import (
     Finding,
     bmtrain,
     can_train,
+    checks,
     examine,
     kernels,
     nccl,
-    packages,
     system,
     to_json,
     to_text,
@@ -244,9 +244,9 @@ def test_only_what_training_needs_decides():
 def test_a_broken_package_is_told_from_a_missing_one(tmp_path, monkeypatch):
     folder = package(monkeypatch, tmp_path, "bmburst_test_package")
     (folder / "__init__.py").write_text("import no_such_module_at_all\n")
-    look = packages.Package("bmburst_test_package", "some-name", "nothing")
+    look = checks.Package("bmburst_test_package", "some-name", "nothing")
     assert look("x").status == "broken" and look("x").fix.endswith("--force-reinstall some-name")
-    look = packages.Package("bmburst_no_package", "some-name", "nothing")
+    look = checks.Package("bmburst_no_package", "some-name", "nothing")
     assert look("x").status == "missing" and look("x").fix.endswith("pip install some-name")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.blocks.config import LlamaConfig
-from bmburst.train import checkpoint
+from bmburst.checkpoint import training as checkpoint
 from bmburst.train.config import DataConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from bmburst.train.trainer import run
 

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
+from bmburst.checkpoint import training as checkpoint
 from bmburst.errors import UserError
-from bmburst.train import checkpoint
 from bmburst.train.config import DataConfig
 from tests.distributed.programs import run_program
 from tests.train import run_program as program

@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
+from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.data.corpus import open_corpus
-from bmburst.hugging_face import expected_shapes
 from bmburst.train.config import (
     DataConfig,
     TrainConfig,

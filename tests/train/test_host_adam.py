@@ -38,7 +38,7 @@ def _check():
 
 
 def host_adam(piece, depth):
-    from bmburst.host_adam import HostAdam
+    from bmburst.optim.host_adam import HostAdam
 
     return HostAdam(piece=piece, depth=depth)
 
@@ -49,7 +49,7 @@ def state_of(weights):
 
 
 def update(weights, gradient, state, **changes):
-    from bmburst.host_adam import Update
+    from bmburst.optim.host_adam import Update
 
     return Update(weights=weights, gradient=gradient, state=state, **{"weight_decay": 0.0, **RATES, **changes})
 

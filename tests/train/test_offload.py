@@ -25,7 +25,7 @@ def _on_two_ranks(folder):
 
 
 def trainer(folder, name, offload, dtype, level, **changes):
-    from bmburst.host_adam import HostAdam
+    from bmburst.optim.host_adam import HostAdam
     from bmburst.train.trainer import Trainer
 
     made = Trainer(

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from bmburst.checkpoint import training as checkpoint
 from bmburst.errors import UserError
-from bmburst.train import checkpoint
 from bmburst.train.config import DataConfig, ParallelConfig
 from bmburst.train.resolve import resolve
 from tests.distributed.programs import run_program

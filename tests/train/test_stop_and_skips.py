@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 import torch
 
+from bmburst.checkpoint import training as checkpoint
 from bmburst.errors import RunError
-from bmburst.train import checkpoint
 from bmburst.train.config import ScheduleConfig
 from bmburst.train.exchange import HostFacts, StepFacts
 from bmburst.train.skips import Skips

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bmburst.errors import UserError
-from bmburst.recompute_policy import POLICIES
+from bmburst.recompute.policy import POLICIES
 from bmburst.train.config import OptimizerConfig
 from bmburst.train.gradient import gradients_of
 from tests.distributed.programs import run_program

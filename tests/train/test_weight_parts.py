@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bmburst.checkpoint import training as checkpoint
+from bmburst.checkpoint.sharded_files import owners_of
+from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.errors import UserError
-from bmburst.train import checkpoint
-from bmburst.weight_files import SafetensorsWriter
-from bmburst.weight_parts import owners_of
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 
@@ -59,7 +59,7 @@ def _save_in_parts(folder):
     progress = checkpoint.Progress(step=2, data=ours.batches.state_dict(), tokenizer="bytes")
     for name, part_bytes in (("whole", None), ("parts", 1)):
         checkpoint.save(folder / name, ours.model, ours.optimizer, progress, keep=1, part_bytes=part_bytes)
-    from bmburst import hugging_face
+    from bmburst.checkpoint import hugging_face
 
     target = folder / "export"
     for part_bytes, there in ((None, True), (1, False), (None, True)):
@@ -71,7 +71,7 @@ def _save_in_parts(folder):
 
 
 def _fails_together(folder, ours):
-    from bmburst import hugging_face
+    from bmburst.checkpoint import hugging_face
 
     write = SafetensorsWriter.write
 

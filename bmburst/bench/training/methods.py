@@ -13,7 +13,7 @@ from bmburst.plan.choice import way_of
 from bmburst.plan.hardware import Hardware, load_hardware
 from bmburst.plan.search import Prediction, predict
 from bmburst.plan.task import Task
-from bmburst.recompute_policy import Policy
+from bmburst.recompute.policy import Policy
 from bmburst.train.config import ParallelConfig, TrainConfig
 
 _KEEP = "block-keep-attention"

@@ -1,12 +1,11 @@
 """What is installed and usable here, and the command that repairs the rest.
 
-`finding` holds what a check says and runs checks so that none can end the others; `system`, `bmtrain`, `nccl`,
-`kernels` and `packages` are the checks by subject; `machine_code` reads which GPUs a binary was compiled for; `checks`
-is the list; `report` prints it.
+`finding` runs a check, catches its failure, and writes findings as text or JSON. `system`, `bmtrain`, `nccl` and
+`kernels` are the checks by subject, `checks` lists them all, and `machine_code` reads which GPUs a binary was compiled
+for.
 """
 
 from bmburst.runtime.doctor.checks import CHECKS, examine
-from bmburst.runtime.doctor.finding import Check, Finding, Status
-from bmburst.runtime.doctor.report import can_train, to_json, to_text
+from bmburst.runtime.doctor.finding import Check, Finding, Status, can_train, to_json, to_text
 
 __all__ = ["CHECKS", "Check", "Finding", "Status", "can_train", "examine", "to_json", "to_text"]

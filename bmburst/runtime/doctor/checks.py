@@ -1,11 +1,41 @@
 """Every check, in the order in which a reader can use the answers."""
 
+import importlib
+import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
 
 from bmburst.runtime.doctor import bmtrain, kernels, nccl, system
-from bmburst.runtime.doctor.finding import Check, Finding, ask
+from bmburst.runtime.doctor.finding import PIP, Check, Finding, ask, one_line
 from bmburst.runtime.doctor.kernels import GpuPackage
-from bmburst.runtime.doctor.packages import Package
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A check for a package: `name` is filled in by the list of checks.
+
+    Attributes:
+        module: What a program imports.
+        distribution: Its name in the registry.
+        use: What it is for.
+    """
+
+    module: str
+    distribution: str
+    use: str
+
+    def __call__(self, name: str) -> Finding:
+        """Look for the package and import it."""
+        if importlib.util.find_spec(self.module) is None:
+            return Finding(name, "missing", f"for {self.use}", f"{PIP} install {self.distribution}")
+        try:
+            importlib.import_module(self.module)
+        except (ImportError, OSError) as error:
+            fix = f"{PIP} install --force-reinstall {self.distribution}"
+            return Finding(name, "broken", one_line(error), fix)
+        return Finding(name, "ok", metadata.version(self.distribution))
+
 
 _FA3 = '--no-build-isolation "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"'
 _FROM_AMPERE = frozenset({8, 9, 10, 12})

@@ -1,8 +1,9 @@
-"""What a check says, and running one so that it cannot end the others."""
+"""Findings: the result of a check, running checks so that a failing one cannot stop the rest, text and JSON output."""
 
+import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 Status = Literal["ok", "missing", "broken", "note"]
@@ -57,3 +58,33 @@ def ask(check: Check) -> Finding:
 def one_line(error: BaseException) -> str:
     """Return an error's text as one line of at most 300 characters."""
     return " ".join(str(error).split())[:300]
+
+
+def can_train(checks: Sequence[Check], findings: Sequence[Finding]) -> bool:
+    """Whether nothing that training needs is missing or broken.
+
+    Args:
+        checks: What was asked.
+        findings: The answers, in the same order.
+    """
+    pairs = zip(checks, findings, strict=True)
+    return not any(check.needed and found.status in ("missing", "broken") for check, found in pairs)
+
+
+def to_text(checks: Sequence[Check], findings: Sequence[Finding]) -> str:
+    """Return one line a finding, the command that repairs it under it, and a last line that sums up."""
+    width = max(len(found.name) for found in findings)
+    lines = []
+    for found in findings:
+        lines.append(f"{found.status:<8}{found.name:<{width}}  {found.detail}")
+        if found.fix:
+            lines.append(f"{'':<8}{'':<{width}}  fix: {found.fix}")
+    needed = [f.name for c, f in zip(checks, findings, strict=True) if c.needed and f.status in ("missing", "broken")]
+    last = "training can run here" if not needed else f"training cannot run here: see {', '.join(needed)}"
+    return "\n".join([*lines, "", last])
+
+
+def to_json(checks: Sequence[Check], findings: Sequence[Finding]) -> str:
+    """Return {"can_train": bool, "findings": [{"name", "status", "detail", "fix", "needed"}]}."""
+    listed = [asdict(f) | {"needed": c.needed} for c, f in zip(checks, findings, strict=True)]
+    return json.dumps({"can_train": can_train(checks, findings), "findings": listed}, indent=2)

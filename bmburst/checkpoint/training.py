@@ -80,8 +80,9 @@ def save(
     keep: int,
     part_bytes: int | None = None,
 ) -> Path:
-    """Write a checkpoint, and remove all but the newest `keep` up to it. Every rank calls it; `bmburst.weight_parts`
-    says who writes.
+    """Write a checkpoint, and remove all but the newest `keep` up to it. Every rank calls it.
+
+    `bmburst.checkpoint.sharded_files` says which ranks write.
 
     The folder appears under its name when everything in it is on disk: a run killed at any point leaves the checkpoint
     before, and at most folders whose names begin with a dot, which the next call removes.
@@ -91,7 +92,7 @@ def save(
     """
     import bmtrain as bmt
 
-    from bmburst import hugging_face
+    from bmburst.checkpoint import hugging_face
 
     target = run_folder / FOLDER / f"step-{progress.step:06d}"
     partial = target.with_name(f".{target.name}")
@@ -125,7 +126,7 @@ def load(checkpoint: Path, model: "Llama", optimizer: "AdamW") -> Progress:
     Raises:
         UserError: The checkpoint is truncated, no checkpoint of bmburst, or of another model.
     """
-    from bmburst import hugging_face
+    from bmburst.checkpoint import hugging_face
 
     progress = read_progress(checkpoint)
     hugging_face.load(model, checkpoint)
@@ -222,8 +223,8 @@ def _save_state(path: Path, progress: Progress) -> None:
 def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes: int | None) -> None:
     import torch
 
+    from bmburst.checkpoint.sharded_files import Gathered, save_parts
     from bmburst.optim import initial_state, state_names
-    from bmburst.weight_parts import Gathered, save_parts
     from bmburst.zero import gather, named_shards
 
     def gathered(shard: "NamedShard", name: str, root: int) -> "Tensor | None":
@@ -239,8 +240,8 @@ def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes
 
 
 def _load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) -> None:
+    from bmburst.checkpoint.sharded_files import open_parts
     from bmburst.optim import initial_state, state_names
-    from bmburst.weight_parts import open_parts
     from bmburst.zero import named_shards, scatter_piece
 
     file = open_parts(folder, OPTIMIZER)

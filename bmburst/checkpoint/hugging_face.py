@@ -14,9 +14,9 @@ from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import SCALES
+from bmburst.checkpoint.sharded_files import Gathered, parts_of, save_parts, together
+from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, read_json, write_text
 from bmburst.errors import UserError
-from bmburst.weight_files import TensorFile, open_tensors, read_json, write_text
-from bmburst.weight_parts import Gathered, parts_of, save_parts, together
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -149,8 +149,8 @@ def load(model: "Llama", directory: str | Path) -> None:
 def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None) -> None:
     """Write `model.safetensors`, or its parts, and `config.json`, for transformers' `from_pretrained(directory)`.
 
-    Every rank calls it; ranks of the first host write, see `bmburst.weight_parts`. Each file appears only when it is
-    whole.
+    Every rank calls it; ranks of the first host write (see `bmburst.checkpoint.sharded_files`). Each file appears only
+    when it is whole.
 
     Raises:
         UserError: On all ranks, if one cannot write.

@@ -9,7 +9,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from bmburst.errors import UserError, unknown
-from bmburst.host_adam import MASTER, MEAN, SQUARE, STEP, HostAdam, Update
+from bmburst.optim.host_adam import MASTER, MEAN, SQUARE, STEP, HostAdam, Update
 from bmburst.train.config import OptimizerConfig
 from bmburst.zero import NamedShard, named_shards
 from bmburst_ops.fused import triton_twin
@@ -26,12 +26,12 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     Triton kernel does what BMTrain's does, in fewer and wider accesses (`bmburst_ops.triton_adam`); the state is the
     same.
 
-    With `offload` the state and the fp32 master weights live in host memory and are updated there by
-    `bmburst.host_adam`: 12 bytes a weight in 16 bits and 8 in fp32 that the GPU then has free. What a step gives may
-    differ in the last bits: fp32 weights are within `4 * 2**-23` of the larger of weight and update, for the fused
-    kernel multiplies in another order; moments are within a last bit; 16-bit weights are the nearest to their master,
-    with and without. What `state` and checkpoints hold is the same; only of fp16 weights BMTrain keeps other
-    moments, in fp16 and times the loss scale, and neither takes the other's.
+    With `offload` the state and the fp32 master weights live in host memory, and `bmburst.optim.host_adam` updates them
+    there. This frees 12 bytes of GPU memory for each 16-bit weight and 8 for each fp32 weight. Results may differ in
+    the last bits. fp32 weights agree within `4 * 2**-23` of the larger of weight and update, because the fused kernel
+    multiplies in another order. Moments agree within one last bit. 16-bit weights are the nearest to their master in
+    both cases. `state` and checkpoints have the same content, except for fp16 weights: BMTrain keeps their moments in
+    fp16, multiplied by the loss scale, so neither optimizer can load the other's state.
 
     Args:
         params: As of any torch optimizer; fp32, bf16 or fp16.

@@ -5,7 +5,7 @@ and log-sum-exp are kept, so that the recomputation sends nothing over the ring.
 `checkpoint` that made them, in no table: two models, several microbatches in flight, an exception in between, or a
 forward that never sees a backward cannot mix them up, and under no_grad nothing is kept.
 
-`bmburst.recompute_policy` has the policies, and what each costs in memory and time.
+`bmburst.recompute.policy` has the policies, and what each costs in memory and time.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from bmburst.errors import UserError
-from bmburst.host_store import Deposit, HostStore
 from bmburst.mesh import current_mesh, using_mesh
-from bmburst.recompute_policy import POLICIES, Policy
+from bmburst.recompute.host_store import Deposit, HostStore
+from bmburst.recompute.policy import POLICIES, Policy
 
 __all__ = ["POLICIES", "Part", "checkpoint", "is_recomputing", "keep"]
 
@@ -49,7 +49,7 @@ def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, s
     """Call `function(*args)` and compute its activations again in backward, by policy.
 
     Args:
-        policy: One of `bmburst.recompute_policy`, which says what a call keeps until its backward. "block": its
+        policy: One of `bmburst.recompute.policy`, which says what a call keeps until its backward. "block": its
             inputs; "block-keep-attention": also attention's output and log-sum-exp, `batch * tokens * heads *
             (head_dim * itemsize + 4)` bytes, of which "block-keep-attention:0.5" keeps the half of the sequence's end;
             with "+offload" the inputs that need a gradient, with "+offload-all" all of it, lie in host memory.

@@ -1,0 +1,28 @@
+"""Activation checkpointing that never runs attention twice: `checkpoint`, the policies, and the host memory store.
+
+Names are imported on first use, because the planner reads `bmburst.recompute.policy` where torch is not installed.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from bmburst.lazy import public_name
+
+if TYPE_CHECKING:
+    from bmburst.recompute.checkpointing import Part, checkpoint, is_recomputing, keep
+    from bmburst.recompute.policy import POLICIES, Policy
+
+__all__ = ["POLICIES", "Part", "Policy", "checkpoint", "is_recomputing", "keep"]
+
+_HOMES = {
+    "POLICIES": "policy",
+    "Part": "checkpointing",
+    "Policy": "policy",
+    "checkpoint": "checkpointing",
+    "is_recomputing": "checkpointing",
+    "keep": "checkpointing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from the module that defines it."""
+    return public_name(__name__, name, _HOMES)
