@@ -20,8 +20,7 @@ from bmburst.runtime.watchdog import beat
 from bmburst.sequence import SequenceShard
 from bmburst.train.config import check_packing
 from bmburst.train.eval_config import EvalConfig
-from bmburst.train.local_batch import LocalBatch, causal_cut
-from bmburst.train.token_losses import token_losses
+from bmburst.train.local_batch import LocalBatch, causal_cut, token_losses
 
 if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig

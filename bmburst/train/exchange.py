@@ -1,6 +1,10 @@
-"""What ranks tell each other once a step, in one all-gather: with it the host waits for the device once a step."""
+"""The one all-gather of a step: losses, gradient norms and host statistics of all ranks; and gradient clipping.
+
+It is the only point of a step at which the host waits for the device.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
 import torch
@@ -8,6 +12,36 @@ from torch import Tensor
 
 from bmburst.comm.protocol import Communicator
 from bmburst.train.clock import Timing
+
+_EPS = 1e-6
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return this rank's ZeRO shards of the gradient."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+@torch.no_grad()
+def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares of all elements as an fp64 scalar; norms of tensors are computed in fp32 or wider."""
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([norm.double() for norm in norms]).square().sum()
+
+
+@torch.no_grad()
+def clip_(gradients: Sequence[Tensor], norm: float, most: float | None) -> None:
+    """Scale the gradient in place so that its norm is at most `most`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Args:
+        gradients: This rank's shards.
+        norm: Norm of the whole gradient, over all ranks.
+        most: The largest norm; None does not clip.
+    """
+    if most is not None and most < norm + _EPS and gradients:
+        torch._foreach_mul_(list(gradients), most / (norm + _EPS))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,9 @@
-"""This rank's part of a step's sequences, read from where they are."""
+"""This rank's part of a batch of sequences, and its token losses."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -83,3 +83,24 @@ class LocalBatch:
         for first in range(0, self.ids.shape[1], size):
             rows = slice(first, first + size)
             yield replace(self, ids=self.ids[:, rows], masks=self.masks and self.masks[rows])
+
+
+if TYPE_CHECKING:
+    from bmburst.blocks.model import Llama
+
+
+def token_losses(model: "Llama", batch: LocalBatch) -> Tensor:
+    """Return the sum of the token losses of this rank's part of sequences, in nats.
+
+    Args:
+        model: On all ranks.
+        batch: Of this rank, on its device; every rank has its part of the same sequences.
+
+    Raises:
+        UserError: Layout "balanced" gets several sequences with documents.
+    """
+    tokens, labels, positions = batch.ids
+    if batch.masks is None:
+        return model.loss(tokens, positions, labels, batch.length)
+    mask = batch.masks[0] if len(batch.masks) == 1 else batch.masks
+    return model.loss(tokens, positions, labels, None, mask)  # the masks know how many are real

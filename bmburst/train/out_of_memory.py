@@ -18,8 +18,7 @@ from bmburst.plan.hardware import Hardware, hardware_like
 from bmburst.plan.memory import Memory, memory_of
 from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.train.config import TrainConfig
-from bmburst.train.host_memory import available_bytes
-from bmburst.train.planned import planned
+from bmburst.train.memory_plan import available_bytes, planned
 
 _MOST = 8  # settings that are shown
 _SMALL_CHUNK = 256  # tokens

@@ -26,25 +26,20 @@ from bmburst.trace import traced
 from bmburst.train.clock import StepClock, measure_waits
 from bmburst.train.config import TrainConfig
 from bmburst.train.evaluate import measure
-from bmburst.train.exchange import HostFacts, StepFacts, exchange
-from bmburst.train.gradient import clip_, gradients_of, square_sum
-from bmburst.train.host_memory import require_host_memory
-from bmburst.train.lag import LagWatch
+from bmburst.train.exchange import HostFacts, StepFacts, clip_, exchange, gradients_of, square_sum
 from bmburst.train.loading import Loader
-from bmburst.train.local_batch import LocalBatch, causal_cut
+from bmburst.train.local_batch import LocalBatch, causal_cut, token_losses
 from bmburst.train.lr import learning_rate
+from bmburst.train.memory_plan import recompute_for, require_host_memory
 from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_bytes
 from bmburst.train.out_of_memory import explained
-from bmburst.train.recompute_choice import recompute_for
 from bmburst.train.report import Report
 from bmburst.train.resolve import write_run_config
 from bmburst.train.sample import generate
-from bmburst.train.skips import Skips
-from bmburst.train.stop import StopRequest, stopped_by
 from bmburst.train.text import open_text, sequences_of
 from bmburst.train.timeline import Timeline, profiled_steps
-from bmburst.train.token_losses import token_losses
-from bmburst.train.utilisation import Utiliser, known_peak
+from bmburst.train.utilisation import FlopsMeter, known_peak
+from bmburst.train.watches import LagWatch, Skips, StopRequest, stopped_by
 
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
@@ -150,7 +145,7 @@ class Trainer:
         self._skips = Skips(self._hosts, config.max_skipped_steps)
         device = None if self.runtime.on_host else torch.cuda.get_device_name()
         peak, self._no_peak = known_peak(device, config.dtype)
-        self._utiliser = Utiliser(model=config.model, recompute=recompute, ranks=self.runtime.world_size, peak=peak)
+        self._flops = FlopsMeter(model=config.model, recompute=recompute, ranks=self.runtime.world_size, peak=peak)
 
     @property
     def is_main(self) -> bool:
@@ -223,7 +218,7 @@ class Trainer:
         rate, norm = self.update()
         seconds, timing, facts = time.perf_counter() - started, self._clock.last, self._facts
         ranks, trained = self.runtime.world_size, self.config.batch_size * self.config.sequence_length
-        used = self._utiliser.of(trained, facts.pairs / (ranks // self.mesh.shape.data), seconds)
+        used = self._flops.of(trained, facts.pairs / (ranks // self.mesh.shape.data), seconds)
         return StepMetrics(
             step=self.steps_done,
             loss=loss,

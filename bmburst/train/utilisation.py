@@ -25,7 +25,7 @@ class Utilisation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Utiliser:
+class FlopsMeter:
     """What does not change over a run.
 
     Attributes:

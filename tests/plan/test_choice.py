@@ -18,7 +18,7 @@ from bmburst.plan.memory import memory_of, taken
 from bmburst.plan.search import predict
 from bmburst.plan.task import Task
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
-from bmburst.train import recompute_choice
+from bmburst.train import memory_plan
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
 
 H200 = load_hardware("h200")
@@ -160,9 +160,9 @@ def decide(asked, size, monkeypatch, free):
 
     def body(comm):
         mesh = Mesh(MeshShape(1, size), comm.rank, comm, comm, comm)
-        return recompute_choice.recompute_for(asked, mesh, size)
+        return memory_plan.recompute_for(asked, mesh, size)
 
-    monkeypatch.setattr(recompute_choice, "_free", lambda _: free.pop())
+    monkeypatch.setattr(memory_plan, "_free", lambda _: free.pop())
     return run_ranks(size, body)
 
 
@@ -189,7 +189,7 @@ def test_a_run_takes_what_lies_between(monkeypatch, capsys):
 def test_unlike_ranks_decide_by_the_first(monkeypatch):
     """By its GPU and by the ranks of its host: two policies in one run would wait for each other."""
     asked, names, decided = config(recompute=AUTO), {0: "NVIDIA A100-SXM4-80GB", 1: "NVIDIA H200", 2: "a board"}, []
-    real, here = recompute_choice.planned, threading.local()
+    real, here = memory_plan.planned, threading.local()
 
     def spy(config, ranks, nodes, hardware):
         decided.append((ranks, nodes, hardware.name))
@@ -198,12 +198,12 @@ def test_unlike_ranks_decide_by_the_first(monkeypatch):
     def body(comm):
         here.rank = comm.rank
         mesh = Mesh(MeshShape(1, comm.size), comm.rank, comm, comm, comm)
-        return recompute_choice.recompute_for(asked, mesh, 1 + (comm.rank > 0))
+        return memory_plan.recompute_for(asked, mesh, 1 + (comm.rank > 0))
 
-    monkeypatch.setattr(recompute_choice, "planned", spy)
-    monkeypatch.setattr(recompute_choice, "_free", lambda _: 64 * GIB)
-    monkeypatch.setattr(recompute_choice.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(recompute_choice.torch.cuda, "get_device_name", lambda: names[here.rank])
+    monkeypatch.setattr(memory_plan, "planned", spy)
+    monkeypatch.setattr(memory_plan, "_free", lambda _: 64 * GIB)
+    monkeypatch.setattr(memory_plan.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory_plan.torch.cuda, "get_device_name", lambda: names[here.rank])
     assert len(set(run_ranks(3, body))) == 1
     assert decided == [(3, 3, "NVIDIA A100")] * 3
 
@@ -212,7 +212,7 @@ def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
     assert decide(config(recompute="block"), 2, monkeypatch, []) == ["block"] * 2
     offload = config(recompute="block+offload", optimizer=OptimizerConfig(offload=True))
     assert decide(offload, 2, monkeypatch, [1, 1]) == ["block+offload"] * 2
-    monkeypatch.setattr(recompute_choice, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(memory_plan, "available_bytes", lambda: 1 << 20)
     with pytest.raises(UserError, match=r"recompute block\+offload needs .* GiB of each host's memory") as caught:
         decide(offload, 2, monkeypatch, [1, 1])
     assert len(str(caught.value).splitlines()) <= 3

@@ -12,8 +12,7 @@ from bmburst.data.sources import Document
 from bmburst.data.token_writer import write_token_file
 from bmburst.errors import UserError
 from bmburst.sequence import SequenceShard
-from bmburst.train.ahead import Ahead
-from bmburst.train.loading import Loader
+from bmburst.train.loading import Loader, Prefetch
 from bmburst.train.local_batch import LocalBatch
 
 SECONDS = 30  # until a test is sure that nothing comes
@@ -37,26 +36,26 @@ class Kitchen:
 
 def test_the_next_is_made_before_it_is_asked_for():
     kitchen = Kitchen()
-    ahead = Ahead(kitchen)
+    prefetch = Prefetch(kitchen)
     for key in range(3):
-        assert ahead.take(key, key + 1) == -key
+        assert prefetch.take(key, key + 1) == -key
         assert kitchen.finished[key + 1].wait(SECONDS)
         assert kitchen.made == list(range(key + 2))
     assert threading.main_thread() not in kitchen.threads
     with pytest.raises(OSError, match="the disk is gone"):
-        ahead.take(3, 4)
-    assert ahead.take(3) == -3  # asked again, made again
+        prefetch.take(3, 4)
+    assert prefetch.take(3) == -3  # asked again, made again
     assert kitchen.made == [0, 1, 2, 3, 3]
 
 
 def test_another_than_was_announced():
     kitchen = Kitchen()
-    ahead = Ahead(kitchen)
-    assert ahead.take(1, 2) == -1
-    assert ahead.take(5, 6) == -5
-    assert ahead.take(6) == -6
+    prefetch = Prefetch(kitchen)
+    assert prefetch.take(1, 2) == -1
+    assert prefetch.take(5, 6) == -5
+    assert prefetch.take(6) == -6
     assert kitchen.made == [1, 2, 5, 6]
-    assert ahead.take(7) == -7
+    assert prefetch.take(7) == -7
     assert kitchen.made == [1, 2, 5, 6, 7]
 
 
@@ -64,9 +63,9 @@ def test_it_does_not_keep_the_process():
     """The thread is waited for a moment, no longer: it would sleep for an hour."""
     program = """
 import time
-from bmburst.train import ahead
-ahead._LAST_SECONDS = 0.1
-one = ahead.Ahead(lambda key: time.sleep(key))
+from bmburst.train import loading
+loading._LAST_SECONDS = 0.1
+one = loading.Prefetch(lambda key: time.sleep(key))
 one.take(0, 3600)
 print("end")
 """

@@ -19,7 +19,7 @@ import pytest
 from bmburst.errors import UserError
 from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, peak_bytes, read_lines
 from bmburst.train.plot import plot_losses, smoothed
-from bmburst.train.progress import Progress
+from bmburst.train.report import Progress
 
 KEYS = ["step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_gib"]
 MORE = ["tokens_per_second_per_gpu", "mfu", "mfu_kernel", "hardware_tflops", "exposed_seconds", "data_seconds"]
@@ -256,7 +256,7 @@ def test_evaluations_and_notes_stay():
 PROGRAM = """
 import time
 from bmburst.train.metrics import StepMetrics
-from bmburst.train.progress import Progress
+from bmburst.train.report import Progress
 with Progress(5, first_step=3) as progress:
     for n in (3, 4, 5):
         time.sleep(0.15)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmburst.errors import UserError
-from bmburst.train import host_memory
+from bmburst.train import memory_plan
 from bmburst.train.config import OptimizerConfig, ParallelConfig
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
@@ -120,7 +120,7 @@ def _edges(folder):
     assert equal(held(fresh), before)
     # One host has too little memory: every rank refuses.
     if bmt.rank() == 1:
-        host_memory.available_bytes = lambda: 1
+        memory_plan.available_bytes = lambda: 1
     with pytest.raises(UserError, match=r"optimizer\.offload needs 0\.0 GiB of each host's memory") as caught:
         trainer(folder, "short", True, "bfloat16", 3)
     assert ("free on this one" in str(caught.value)) == (bmt.rank() == 1)
@@ -131,17 +131,17 @@ def _edges(folder):
 def test_what_a_host_needs_and_has(tmp_path, monkeypatch):
     config = program.config(tmp_path, "run")
     weights = config.model.num_parameters
-    assert host_memory.state_bytes(config, 2, 2) == 8 * weights
-    assert host_memory.state_bytes(replace(config, dtype="bfloat16"), 16, 8) == 12 * weights // 2
+    assert memory_plan.state_bytes(config, 2, 2) == 8 * weights
+    assert memory_plan.state_bytes(replace(config, dtype="bfloat16"), 16, 8) == 12 * weights // 2
     files = {"_MEMORY": "MemTotal: 9 kB\nMemAvailable:    5 kB\n", "_LIMIT": "max\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        monkeypatch.setattr(host_memory, name, tmp_path / name)
-    assert host_memory.available_bytes() == 5 * 1024
+        monkeypatch.setattr(memory_plan, name, tmp_path / name)
+    assert memory_plan.available_bytes() == 5 * 1024
     for limit, free in [("4096\n", 4096), ("8192\n", 5 * 1024)]:
         (tmp_path / "_LIMIT").write_text(limit)
-        assert host_memory.available_bytes() == free
+        assert memory_plan.available_bytes() == free
     (tmp_path / "_LIMIT").unlink()
-    assert host_memory.available_bytes() == 5 * 1024
+    assert memory_plan.available_bytes() == 5 * 1024
     (tmp_path / "_MEMORY").unlink()
-    assert host_memory.available_bytes() is None
+    assert memory_plan.available_bytes() is None

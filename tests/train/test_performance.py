@@ -13,11 +13,11 @@ from bmburst.plan.counts import causal_pairs, hardware_flops, step_flops
 from bmburst.plan.hardware import hardware_of
 from bmburst.train.clock import Timing
 from bmburst.train.config import TrainConfig
-from bmburst.train.lag import LagWatch
 from bmburst.train.metrics import StepMetrics
-from bmburst.train.summary import Summary
+from bmburst.train.report import Summary
 from bmburst.train.timeline import profiled_steps
-from bmburst.train.utilisation import Utiliser, known_peak
+from bmburst.train.utilisation import FlopsMeter, known_peak
+from bmburst.train.watches import LagWatch
 
 MODEL = preset("llama-3-8b")
 
@@ -36,8 +36,8 @@ def test_utilisation_in_both_conventions():
     matrices = MODEL.num_parameters - MODEL.vocab_size * MODEL.hidden_size
     attention = 32 * 2 * 2**40 * 32 * 128  # layers, causal half of 4 S^2 H D
     assert step_flops(MODEL, tokens, pairs) == pytest.approx(6 * matrices * tokens + 3 * attention)
-    utiliser = Utiliser(model=MODEL, recompute="block", ranks=8, peak=989.5e12)
-    used = utiliser.of(tokens, pairs, 100.0)
+    flops_meter = FlopsMeter(model=MODEL, recompute="block", ranks=8, peak=989.5e12)
+    used = flops_meter.of(tokens, pairs, 100.0)
     assert used.mfu == pytest.approx((6 * matrices * tokens + 3 * attention) / 800 / 989.5e12)
     assert used.mfu_kernel == pytest.approx((6 * matrices * tokens + 3.5 * attention) / 800 / 989.5e12)
     again = matrices - MODEL.vocab_size * MODEL.hidden_size - 32 * MODEL.hidden_size * MODEL.intermediate_size
@@ -51,7 +51,7 @@ def test_utilisation_in_both_conventions():
     assert half - keep == pytest.approx(attention / 4, rel=1e-2)
     first = hardware_flops(MODEL, tokens, pairs, "block-keep-attention:0.5+offload+first-8")
     assert first - none == pytest.approx((half - none) / 4)
-    packed = utiliser.of(tokens, causal_pairs([2**10] * 2**10), 100.0)
+    packed = flops_meter.of(tokens, causal_pairs([2**10] * 2**10), 100.0)
     assert packed.mfu * 800 * 989.5e12 == pytest.approx(6 * matrices * tokens + 3 * attention / 2**10)
 
 
@@ -79,7 +79,7 @@ def test_no_peak_is_said_why():
     assert known_peak("NVIDIA H200", "bfloat16") == (9.895e14, "")
     assert "16-bit" in known_peak("NVIDIA H200", "float32")[1]
     assert "no GPU" in known_peak(None, "bfloat16")[1]
-    assert Utiliser(model=MODEL, recompute="none", ranks=1, peak=None).of(8, 32, 1.0).mfu is None
+    assert FlopsMeter(model=MODEL, recompute="none", ranks=1, peak=None).of(8, 32, 1.0).mfu is None
 
 
 @pytest.mark.parametrize(("text", "steps"), [("3", [3]), ("3-5", [3, 4, 5]), (" 7-7 ", [7])])

@@ -15,7 +15,7 @@ from bmburst.checkpoint import training as checkpoint
 from bmburst.errors import RunError
 from bmburst.train.config import ScheduleConfig
 from bmburst.train.exchange import HostFacts, StepFacts
-from bmburst.train.skips import Skips
+from bmburst.train.watches import Skips
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 

@@ -6,7 +6,7 @@ import torch
 
 from bmburst.mask import Documents
 from bmburst.sequence import SequenceShard
-from bmburst.train.token_losses import token_losses
+from bmburst.train.local_batch import token_losses
 from tests.train.given import local
 
 
