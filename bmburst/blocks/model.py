@@ -17,10 +17,10 @@ from bmburst.blocks.transformer import AttentionFactory, NormFactory, Transforme
 from bmburst.errors import UserError
 from bmburst.host_store import HostStore
 from bmburst.loss import DEFAULT_CHUNK, IGNORE_INDEX, require_ids, token_loss_sum
-from bmburst.mask import Causal, Mask, SlidingWindow, make_mask
 from bmburst.mesh import current_mesh
-from bmburst.mesh_shape import MeshShape
 from bmburst.recompute_policy import Policy
+from bmburst.schedule.mask import Causal, Mask, SlidingWindow, make_mask
+from bmburst.schedule.mesh_shape import MeshShape
 from bmburst_ops.errors import KernelError
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import choose_norm

@@ -5,9 +5,9 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from bmburst.comm.exchange import Exchange
 from bmburst.comm.hop import hop
 from bmburst.comm.protocol import BlockMover, Transfer
+from bmburst.schedule.exchange import Exchange
 
 
 class Members:

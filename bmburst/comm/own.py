@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst.comm.exchange import Block, Exchange
+from bmburst.schedule.exchange import Block, Exchange
 
 WIDE = {dtype.itemsize: dtype for dtype in (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)}
 """Elements by their bytes: a copy is as fast as it has few."""

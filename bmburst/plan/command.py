@@ -3,7 +3,7 @@
 import shlex
 
 from bmburst.plan.candidates import Candidate
-from bmburst.strategy_names import name_of
+from bmburst.schedule.strategy_names import name_of
 
 
 def options(candidate: Candidate) -> list[str]:

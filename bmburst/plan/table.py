@@ -6,10 +6,10 @@ from typing import Any
 
 from bmburst.amounts import GIB, short
 from bmburst.plan.command import command
-from bmburst.plan.hardware import Hardware
 from bmburst.plan.search import Prediction
 from bmburst.plan.step import StepTime
 from bmburst.plan.task import Task
+from bmburst.schedule.hardware import Hardware
 
 PARTS = {declared.name: declared.name.replace("_", " ") for declared in fields(StepTime)}
 

@@ -2,9 +2,9 @@
 
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.choice import way_of
-from bmburst.plan.hardware import Hardware
 from bmburst.plan.task import Task
 from bmburst.recompute_policy import AUTO
+from bmburst.schedule.hardware import Hardware
 from bmburst.train.config import TrainConfig
 
 _UNDECIDED = "block-keep-attention"

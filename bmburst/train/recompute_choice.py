@@ -10,9 +10,9 @@ from bmburst.comm.objects import gather_objects
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
 from bmburst.plan.choice import choose
-from bmburst.plan.hardware import hardware_like
 from bmburst.plan.memory import HOST_SHARE, memory_of
 from bmburst.recompute_policy import AUTO, POLICIES, Policy
+from bmburst.schedule.hardware import hardware_like
 from bmburst.train.config import TrainConfig
 from bmburst.train.host_memory import available_bytes
 from bmburst.train.planned import planned

@@ -14,7 +14,7 @@ from torch import Tensor
 from bmburst.blocks.config import LlamaConfig
 from bmburst.errors import UserError
 from bmburst.hugging_face import check, expected_shapes, read_config
-from bmburst.mesh_shape import MeshShape
+from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.weight_files import SafetensorsWriter, open_tensors
 
 MINICPM: dict[str, Any] = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 2}
