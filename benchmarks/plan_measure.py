@@ -81,9 +81,9 @@ def predicted(case: Case, gpus: int, hardware: str) -> dict[str, float]:
     """Return what the planner says of a case."""
     from bmburst.blocks.presets import preset
     from bmburst.plan.candidates import Candidate
-    from bmburst.plan.hardware import load_hardware
     from bmburst.plan.search import predict
     from bmburst.plan.task import Task
+    from bmburst.schedule.hardware import load_hardware
 
     model = dataclasses.replace(preset(case.preset), num_layers=case.layers)
     task = Task(model=model, preset=case.preset, sequence=case.tokens, gpus=gpus)

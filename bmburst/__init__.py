@@ -6,7 +6,7 @@ import it before the runtime is in place.
 
 from typing import TYPE_CHECKING, Any
 
-from bmburst.lazy import public_name
+from bmburst.lazy import keep_moved_modules, public_name
 
 if TYPE_CHECKING:
     from bmburst.attention.api import burst_attention
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from bmburst.attention.module import BurstAttention
     from bmburst.comm.groups import communicator
     from bmburst.errors import UserError
-    from bmburst.mask import BlockSparse, Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
-    from bmburst.mesh import Mesh, MeshShape
+    from bmburst.mesh import Mesh
     from bmburst.runtime import start
+    from bmburst.schedule.documents import Documents, PrefixLM
+    from bmburst.schedule.mask import BlockSparse, Causal, Full, Mask, SlidingWindow
+    from bmburst.schedule.mesh_shape import MeshShape
     from bmburst.sequence import SequenceShard, ShardedBatch, shard, unshard
 
 __version__ = "0.1.0"
@@ -48,19 +50,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BlockSparse": "mask",
+    "BlockSparse": "schedule.mask",
     "BurstAttention": "attention.module",
-    "Causal": "mask",
-    "Documents": "mask",
-    "Full": "mask",
-    "Mask": "mask",
+    "Causal": "schedule.mask",
+    "Documents": "schedule.documents",
+    "Full": "schedule.mask",
+    "Mask": "schedule.mask",
     "Mesh": "mesh",
-    "MeshShape": "mesh",
+    "MeshShape": "schedule.mesh_shape",
     "OpBurstAttn": "attention.compat",
-    "PrefixLM": "mask",
+    "PrefixLM": "schedule.documents",
     "SequenceShard": "sequence",
     "ShardedBatch": "sequence",
-    "SlidingWindow": "mask",
+    "SlidingWindow": "schedule.mask",
     "UserError": "errors",
     "burst_attention": "attention.api",
     "burst_attn_func": "attention.compat",
@@ -71,6 +73,9 @@ _HOMES = {
     "start": "runtime",
     "unshard": "sequence",
 }
+
+
+keep_moved_modules()
 
 
 def __getattr__(name: str) -> Any:

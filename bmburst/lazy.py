@@ -1,8 +1,23 @@
-"""A package's public names, each imported from its module when it is first used."""
+"""Public names that are imported from their module when they are first used, and modules that have moved."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
+
+MOVED = {
+    "bmburst.attention.strategy": "bmburst.schedule.strategy",
+    "bmburst.comm.exchange": "bmburst.schedule.exchange",
+    "bmburst.double_schedule": "bmburst.schedule.double_schedule",
+    "bmburst.layout": "bmburst.schedule.layout",
+    "bmburst.mask": "bmburst.schedule",
+    "bmburst.tiles": "bmburst.schedule.tiles",
+    "bmburst.units": "bmburst.schedule.units",
+}
+"""Import paths that an earlier README or page of the documentation showed, and the module that has their names now."""
 
 
 def public_name(package: str, name: str, homes: Mapping[str, str], *, over_bmtrain: str | None = None) -> Any:
@@ -30,3 +45,24 @@ def public_name(package: str, name: str, homes: Mapping[str, str], *, over_bmtra
 
         raise needs_bmtrain(f"{package}.{name}") from error
     return getattr(module, name)
+
+
+def keep_moved_modules() -> None:
+    """Let `import` find the modules of `MOVED` under their earlier names, each when it is asked for."""
+    if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
+        sys.meta_path.append(_Moved())
+
+
+class _Moved(MetaPathFinder, Loader):
+    """Finds a module of `MOVED`: the same object under both names."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        del path, target
+        return ModuleSpec(fullname, self) if fullname in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module of the new name in place of the empty one that `import` has made."""
+        sys.modules[module.__name__] = import_module(MOVED[module.__name__])

@@ -1,6 +1,6 @@
 """The ranks as a grid, data x sequence x tensor, with the communicators of its groups. Only a Mesh knows groups.
 
-`bmburst.mesh_shape` says which rank stands where.
+`bmburst.schedule.mesh_shape` says which rank stands where.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ import torch
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import Split, alone, bmtrain_groups, bmtrain_tensor_degree, process_groups
 from bmburst.errors import UserError
-from bmburst.mesh_shape import MeshShape
+from bmburst.schedule.mesh_shape import MeshShape
 
 __all__ = ["Mesh", "MeshShape", "current_mesh", "using_mesh"]
 

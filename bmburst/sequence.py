@@ -14,9 +14,9 @@ from bmburst.attention.api import resolve_group
 from bmburst.attention.differentiable import no_autocast
 from bmburst.comm.checks import Checked, describe
 from bmburst.errors import UserError
-from bmburst.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
-from bmburst.mask import Mask, make_mask
 from bmburst.numbers import brief, whole_number
+from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
+from bmburst.schedule.mask import Mask, make_mask
 from bmburst.sequence_parts import dimension_of, put, require_value, take
 from bmburst_ops.constants import IGNORE_INDEX
 

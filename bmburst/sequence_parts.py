@@ -6,7 +6,7 @@ from torch import Tensor
 from bmburst.attention.differentiable import no_autocast
 from bmburst.comm.checks import require_own_memory
 from bmburst.errors import UserError
-from bmburst.layout import Layout
+from bmburst.schedule.layout import Layout
 
 
 def dimension_of(x: Tensor, dim: int) -> int:

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from bmburst.mask import BlockSparse, Both, Causal, Documents, Full, PrefixLM, SlidingWindow
+from bmburst.schedule.documents import Documents, PrefixLM
+from bmburst.schedule.mask import BlockSparse, Both, Causal, Full, SlidingWindow
 
 KINDS = ("full", "causal", "window", "documents", "prefix", "prefixes", "blocks", "both")
 

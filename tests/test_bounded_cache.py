@@ -10,22 +10,22 @@ import torch
 
 import bmburst
 from bmburst.comm.local import run_ranks
-from bmburst.document_lengths import edges_of
-from bmburst.double_schedule import make_double_schedule
-from bmburst.layout import make_layout
+from bmburst.schedule.documents import edges_of
+from bmburst.schedule.double_schedule import make_double_schedule
+from bmburst.schedule.layout import make_layout
 from bmburst_ops.bounded_cache import BoundedCache, bounded_cache
 from bmburst_ops.flash import blind, triton_masks, varlen
 from bmburst_ops.pattern import Band, Cells, Segments
 
 KIB = 1 << 10
 PLANNERS = (
-    "bmburst.document_lengths",
-    "bmburst.layout",
-    "bmburst.schedule",
-    "bmburst.double_schedule",
+    "bmburst.schedule.documents",
+    "bmburst.schedule.layout",
+    "bmburst.schedule.ring_schedule",
+    "bmburst.schedule.double_schedule",
     "bmburst.attention.call",
-    "bmburst.attention.strategy",
-    "bmburst.attention.gather_plan",
+    "bmburst.schedule.strategy",
+    "bmburst.schedule.gather_plan",
     "bmburst_ops.flash.blind",
     "bmburst_ops.flash.varlen",
     "bmburst_ops.flash.triton_masks",

@@ -3,26 +3,31 @@
 import ast
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from bmburst.lazy import MOVED
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(
     path for package in ("bmburst", "bmburst_ops", "model_center_ext") for path in (ROOT / package).rglob("*.py")
 )
-PURE = {"torch", "bmtrain", "bmburst.comm", "bmburst_ops.flash", "bmburst_ops.merge"}
+PURE = {
+    *("torch", "triton", "bmtrain", "model_center_ext", "bmburst_ops.flash", "bmburst_ops.merge"),
+    *(f"bmburst.{part}" for part in ("attention", "comm", "data", "mesh", "runtime", "sequence", "train")),
+}
 # Where a package's files may not look. Longer prefixes first: the first that fits a file decides.
 FORBIDDEN = {
     "bmburst_ops/pattern.py": {"torch", "bmburst"},
     "bmburst_ops": {"bmburst", "model_center_ext", "bmtrain", "torch.distributed"},
-    "bmburst/layout.py": PURE,
-    "bmburst/mask.py": PURE,
-    "bmburst/mesh_shape.py": PURE | {"bmburst_ops"},
-    "bmburst/tiles.py": PURE,
-    "bmburst/plan": {"bmtrain", "bmburst.comm", "bmburst.attention", "bmburst.mesh"},
-    "bmburst/schedule.py": PURE,
-    "bmburst/strategy_names.py": {"torch", "numpy", "bmtrain", "bmburst"},
+    "bmburst/plan/calibrate": {"bmtrain", "bmburst.comm", "bmburst.attention", "bmburst.mesh"},
+    "bmburst/plan": PURE,
+    "bmburst/schedule": PURE | {"bmburst.plan"},
+    "bmburst/schedule/mesh_shape.py": PURE | {"numpy", "bmburst_ops"},
+    "bmburst/schedule/strategy_names.py": {"torch", "numpy", "bmtrain", "bmburst"},
     "bmburst/errors.py": {"torch", "bmtrain", "bmburst"},
     "bmburst/config": {"torch", "bmtrain"},
     "bmburst/blocks/config.py": {"torch", "bmtrain"},
@@ -45,8 +50,9 @@ FORBIDDEN = {
 }
 BMTRAIN_AT_TOP = {
     "bmburst/attention/module.py",
-    "bmburst/blocks/model.py",
+    "bmburst/blocks/initialization.py",
     "bmburst/blocks/layers.py",
+    "bmburst/blocks/model.py",
     "bmburst/blocks/tensor_parallel.py",
     "bmburst/bench/training/tensor_v1.py",
     "bmburst/blocks/transformer.py",
@@ -85,6 +91,51 @@ def test_importing_the_package_starts_nothing():
         "assert 'bmtrain' not in sys.modules and torch.cuda.Stream is before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        "import bmburst.schedule",
+        "import pkgutil, bmburst.schedule as s\n"
+        "for each in pkgutil.iter_modules(s.__path__): __import__(f'bmburst.schedule.{each.name}')\n"
+        "for name in s.__all__: getattr(s, name)",
+        "from bmburst.cli import main; assert main('plan --model llama-3-8b --seq 64K --gpus 8'.split()) == 0",
+        "from bmburst.schedule.hardware import hardware_like; assert hardware_like('an H100').name == 'NVIDIA H100'",
+    ],
+    ids=["package", "every module", "plan", "hardware"],
+)
+def test_schedules_and_plans_need_no_torch(does):
+    refusing = (
+        "import sys\n"
+        "class Refusing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'triton', 'bmtrain', 'transformers'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Refusing())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", refusing + does], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("earlier", MOVED)
+def test_a_module_that_moved_is_found_under_its_earlier_name(earlier):
+    assert import_module(earlier) is import_module(MOVED[earlier])
+    parent, _, name = earlier.rpartition(".")
+    assert getattr(import_module(parent), name) is import_module(MOVED[earlier])
+    spec = find_spec(MOVED[earlier])
+    assert spec is not None and spec.name == MOVED[earlier]
+
+
+def test_names_that_pages_showed_are_found_where_they_were():
+    from bmburst.layout import make_layout, padded_layout  # noqa: F401
+    from bmburst.mask import BlockSparse, Causal, Documents, Full, Mask, PrefixLM, SlidingWindow, make_mask  # noqa: F401
+
+    from bmburst.schedule import make_schedule
+
+    assert len(make_schedule(make_layout("zigzag", 4, 8), 32, Causal(), 0, "kv").steps) == 4
 
 
 @pytest.mark.parametrize(("package", "name"), [("bmburst", "BurstAttention"), ("model_center_ext", "Llama")])

@@ -95,7 +95,7 @@ def burst_attention(
             ranks), "gather" (each rank pulls the keys and values that its queries see), "ring" (blocks go round, as far
             as any rank needs them), "heads+ring" and "heads+gather" (heads among neighbours, the other between their
             groups), "double-ring" (blocks go round inside nodes, and from node to node behind that; BMBURST_NODE names
-            a process's node where it is not its host), or "auto", the one that `bmburst.attention.strategy.cost` finds
+            a process's node where it is not its host), or "auto", the one that `bmburst.schedule.strategy.cost` finds
             cheapest. "kv" and "burst" are rings whose backward moves keys and
             values, or queries and their gradients; "ring" takes the one with fewer bytes.
         transport: "peer" (copy engines between the GPUs of one host, beside the kernels), "nccl", "gloo", or "auto":

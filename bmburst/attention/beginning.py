@@ -23,8 +23,8 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.executor import forward
 from bmburst.errors import UserError
-from bmburst.layout import Contiguous, Layout, Striped
 from bmburst.recompute.policy import require_end
+from bmburst.schedule.layout import Contiguous, Layout, Striped
 
 
 @dataclass(frozen=True, slots=True)

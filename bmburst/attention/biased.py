@@ -27,7 +27,7 @@ from bmburst.comm.checks import Checked, describe
 from bmburst.comm.transports import TRANSPORTS, over_transport
 from bmburst.errors import UserError, require_known
 from bmburst.recompute import keep
-from bmburst.schedule import Schedule, Step
+from bmburst.schedule.ring_schedule import Schedule, Step
 from bmburst.trace import traced
 from bmburst_ops.biased import (
     BiasedGradients,

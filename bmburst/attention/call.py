@@ -7,22 +7,22 @@ from functools import cached_property
 from torch import Tensor
 
 from bmburst.attention.differentiable import gradient_signature
-from bmburst.attention.heads_plan import HeadShapes, HeadsPlan, Strides, make_heads_plan
 from bmburst.attention.inputs import require_tensors, require_transport
 from bmburst.attention.options import AttentionOptions, scale_of
-from bmburst.attention.strategy import Strategy, choose_strategy
 from bmburst.comm.checks import Checked, describe
 from bmburst.comm.levels import Levels, find_nodes, over_levels
 from bmburst.comm.protocol import BlockMover
 from bmburst.comm.subgroups import EveryNth
 from bmburst.comm.transports import over_transport
-from bmburst.double_schedule import DoubleSchedule, make_double_schedule
 from bmburst.errors import UserError
-from bmburst.layout import Layout, make_layout, real_length
-from bmburst.mask import Mask, make_mask
-from bmburst.schedule import Schedule, make_schedule, tiles
-from bmburst.strategy_names import STRATEGIES, Travellers
-from bmburst.tiles import Tile
+from bmburst.schedule.double_schedule import DoubleSchedule, make_double_schedule
+from bmburst.schedule.heads_plan import HeadShapes, HeadsPlan, Strides, make_heads_plan
+from bmburst.schedule.layout import Layout, make_layout, real_length
+from bmburst.schedule.mask import Mask, make_mask
+from bmburst.schedule.ring_schedule import Schedule, make_schedule, tiles
+from bmburst.schedule.strategy import Strategy, choose_strategy
+from bmburst.schedule.strategy_names import STRATEGIES, Travellers
+from bmburst.schedule.tiles import Tile
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import Kernel, select_kernel

@@ -14,7 +14,7 @@ from torch import Tensor
 from bmburst.attention.single_ring import Blocks, add_blocks, collect_shares
 from bmburst.comm.levels import Levels
 from bmburst.comm.protocol import Arrived, BlockMover, Transfer
-from bmburst.double_schedule import Itinerary
+from bmburst.schedule.double_schedule import Itinerary
 
 
 def visits(levels: Levels, itinerary: Itinerary, *own: Tensor) -> Iterator[Blocks]:

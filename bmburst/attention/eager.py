@@ -12,7 +12,7 @@ from bmburst.attention.inputs import require_tensors
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import Checked
 from bmburst.errors import UserError
-from bmburst.mask import make_mask
+from bmburst.schedule.mask import make_mask
 
 
 def attend(

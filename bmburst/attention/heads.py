@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.attention.heads_plan import HeadsPlan, Window
 from bmburst.attention.outer import outer_backward, outer_forward
 from bmburst.attention.recording import recording
 from bmburst.attention.succession import Succession
 from bmburst.comm.meter import working
 from bmburst.comm.protocol import Transfer
 from bmburst.comm.streams import current_stream
-from bmburst.units import records_kernels
+from bmburst.schedule.heads_plan import HeadsPlan, Window
+from bmburst.schedule.units import records_kernels
 from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.tile import add_tiles, cut, tile_backward, tile_forward
-from bmburst.tiles import Tile
+from bmburst.schedule.tiles import Tile
 from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 from bmburst_ops.flash.memory import deliver_gradients
 from bmburst_ops.merge import accumulation_dtype, merge_partials_

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
-from bmburst.layout import LAYOUTS
-from bmburst.mask import Mask, make_mask
 from bmburst.numbers import brief, require_flag
-from bmburst.strategy_names import STRATEGIES
+from bmburst.schedule.layout import LAYOUTS
+from bmburst.schedule.mask import Mask, make_mask
+from bmburst.schedule.strategy_names import STRATEGIES
 from bmburst_ops.flash import NAMES
 
 MaskOption = Mask | str | tuple[Mask | str, ...]

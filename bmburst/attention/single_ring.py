@@ -6,7 +6,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from bmburst.comm.protocol import BlockMover, Transfer
-from bmburst.schedule import Schedule, Step
+from bmburst.schedule.ring_schedule import Schedule, Step
 from bmburst_ops.merge import add_
 
 Blocks = tuple[Tensor, ...]

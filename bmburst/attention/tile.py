@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.tiles import Span, Tile
+from bmburst.schedule.tiles import Span, Tile
 from bmburst.trace import traced
 from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 from bmburst_ops.merge import add_

@@ -3,7 +3,8 @@
 from itertools import accumulate
 
 from bmburst.bench.pairs import document_lengths, window_tokens
-from bmburst.mask import Documents, Mask, SlidingWindow, make_mask
+from bmburst.schedule.documents import Documents
+from bmburst.schedule.mask import Mask, SlidingWindow, make_mask
 from bmburst_ops.flash import CAUSAL, FULL, Band, Segments
 
 

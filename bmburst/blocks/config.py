@@ -8,7 +8,7 @@ from typing import Any, Literal
 from bmburst.blocks.families import FAMILIES, SCALES, family_of, read_settings, write_settings
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError, unknown
-from bmburst.mesh_shape import MeshShape
+from bmburst.schedule.mesh_shape import MeshShape
 
 ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
 # Hugging Face's own defaults, used where a config.json leaves the key out.

@@ -17,11 +17,11 @@ from bmburst.blocks.tensor_parallel import TensorGroup
 from bmburst.blocks.transformer import AttentionFactory, NormFactory, TransformerBlock
 from bmburst.errors import UserError
 from bmburst.loss import DEFAULT_CHUNK, IGNORE_INDEX, require_ids, token_loss_sum
-from bmburst.mask import Causal, Mask, SlidingWindow, make_mask
 from bmburst.mesh import current_mesh
-from bmburst.mesh_shape import MeshShape
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
+from bmburst.schedule.mask import Causal, Mask, SlidingWindow, make_mask
+from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.zero import named_shards, scatter
 from bmburst_ops.errors import KernelError
 from bmburst_ops.merge import accumulation_dtype

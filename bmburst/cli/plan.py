@@ -93,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from bmburst.plan.candidates import RECOMPUTE, ZERO
-    from bmburst.plan.hardware import load_hardware
     from bmburst.plan.search import best_of_each, search
     from bmburst.plan.table import as_json, report
     from bmburst.plan.task import Task, model_named
+    from bmburst.schedule.hardware import load_hardware
 
     for name in ("model", "seq"):
         if getattr(args, name) is None:

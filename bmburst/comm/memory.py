@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst.comm.exchange import Block, Exchange
+from bmburst.schedule.exchange import Block, Exchange
 
 
 def contiguous(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst.comm.exchange import Block, Exchange, Move
 from bmburst.comm.memory import WIDE, copy_own, shape_of, whole_memory
 from bmburst.comm.protocol import Transfer
+from bmburst.schedule.exchange import Block, Exchange, Move
 
 
 class MessageMover(ABC):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
-from bmburst.comm.exchange import Block, Exchange, Move
 from bmburst.comm.liveness import PeerWatch
 from bmburst.comm.memory import copy_own
 from bmburst.comm.objects import gather_objects
@@ -29,6 +28,7 @@ from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, agreed, 
 from bmburst.comm.streams import FIRST, On, Order, SideStreamTransfer, current_stream
 from bmburst.comm.subgroups import hop
 from bmburst.errors import UserError
+from bmburst.schedule.exchange import Block, Exchange, Move
 from bmburst_ops.bounded_cache import bounded_cache
 
 LANES = 4

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from bmburst.comm.exchange import Exchange
+from bmburst.schedule.exchange import Exchange
 
 
 class Transfer(Protocol):

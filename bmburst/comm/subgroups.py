@@ -6,9 +6,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.comm.messages import tensor_in
 from bmburst.comm.protocol import BlockMover, Transfer
+from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, placed
 
 
 def hop(comm: BlockMover, tensors: Sequence[Tensor], shift: int) -> Transfer:

@@ -12,10 +12,10 @@ from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.integrations.cpm_live_checks import Data, additional_rows, lengths, relations, require_batch, vectors
 from bmburst.integrations.mesh_check import require_mesh
-from bmburst.layout import LAYOUTS
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh
 from bmburst.numbers import whole_number
+from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import BIASED_NAMES, RelativeBias, Tokens, ant_relations, ant_tokens, bee_tokens
 

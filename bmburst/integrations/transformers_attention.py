@@ -17,7 +17,8 @@ from bmburst.attention.api import attend
 from bmburst.attention.options import AttentionOptions, MaskOption
 from bmburst.comm.checks import Checked
 from bmburst.errors import UserError
-from bmburst.mask import Causal, Documents, Mask, SlidingWindow
+from bmburst.schedule.documents import Documents
+from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 
 NAME = "bmburst"
 

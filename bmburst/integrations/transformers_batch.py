@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bmburst.errors import UserError
-from bmburst.mask import Documents
+from bmburst.schedule.documents import Documents
 from bmburst_ops.constants import IGNORE_INDEX
 
 DocumentsOption = Documents | Sequence[Documents] | None

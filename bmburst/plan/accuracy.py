@@ -16,10 +16,10 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.plan.attention import attention_cost
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import attention_flops
-from bmburst.plan.hardware import Hardware, load_hardware
 from bmburst.plan.operators import FUSED, OPERATORS
 from bmburst.plan.search import predict
 from bmburst.plan.task import Task
+from bmburst.schedule.hardware import Hardware, load_hardware
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 MEASURED, PUBLISHED = "measured", "published"

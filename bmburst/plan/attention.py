@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import attention_flops
-from bmburst.plan.hardware import Hardware
 from bmburst.plan.sizes import Sizes, sizes
 from bmburst.plan.traffic import Pipe, between, inside, mixed
+from bmburst.schedule.hardware import Hardware
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 _TILE = 128  # queries of a kernel's tile

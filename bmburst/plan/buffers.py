@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.operators import WIDE
 from bmburst.plan.sizes import Sizes, sizes
-from bmburst.units import records_kernels
+from bmburst.schedule.units import records_kernels
 
 _TURNS = 2  # buffers and boxes: one is filled while the other is read
 

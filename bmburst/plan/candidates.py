@@ -1,7 +1,7 @@
 """The ways to train: meshes of data x sequence x tensor, how attention is spread, what is recomputed, ZeRO's stage.
 
-Ranks stand as `bmburst.mesh_shape` says: tensor ranks are neighbours, then those that exchange heads, then the ring or
-gather between such groups, then data; node by node.
+Ranks stand as `bmburst.schedule.mesh_shape` says: tensor ranks are neighbours, then those that exchange heads, then
+the ring or gather between such groups, then data; node by node.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ from itertools import product
 
 from bmburst.blocks.config import mlp_chunk
 from bmburst.errors import UserError
-from bmburst.mesh_shape import can_share, divisors
 from bmburst.plan.task import Task
 from bmburst.recompute.policy import POLICIES, Policy
+from bmburst.schedule.mesh_shape import can_share, divisors
 
 RECOMPUTE = POLICIES
 ZERO = (2, 3)

@@ -8,11 +8,11 @@ from bmburst.errors import UserError
 from bmburst.plan.attention import attention_cost
 from bmburst.plan.candidates import Candidate, strategies
 from bmburst.plan.first_layers import of_first_layers, with_margin
-from bmburst.plan.hardware import Hardware
 from bmburst.plan.memory import taken
 from bmburst.plan.search import ALIKE, Prediction, predict
 from bmburst.recompute.policy import POLICIES, Policy, require_end
-from bmburst.strategy_names import STRATEGIES
+from bmburst.schedule.hardware import Hardware
+from bmburst.schedule.strategy_names import STRATEGIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def way_of(candidate: Candidate, strategy: str, heads: int | None, hardware: Har
 
     Args:
         candidate: Its mesh counts.
-        strategy: One of `bmburst.strategy_names.STRATEGIES`.
+        strategy: One of `bmburst.schedule.strategy_names.STRATEGIES`.
         heads: Ranks that exchange heads, if that is set.
         hardware: By which "auto" takes the fastest, which may be another one than attention itself takes.
     """

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.hardware import Hardware
 from bmburst.plan.memory import block_bytes, memory_of, taken
 from bmburst.plan.task import Task
 from bmburst.recompute.policy import FIRST, MIXED
+from bmburst.schedule.hardware import Hardware
 
 MARGIN = 0.05
 """Of the free memory: fragments, and how far formulas may be off."""

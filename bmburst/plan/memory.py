@@ -17,10 +17,10 @@ from functools import cached_property
 from bmburst.plan.buffers import attention_buffers, held_by_graphs, held_outside
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import adam_bytes, held_block, mlp_matrix, table
-from bmburst.plan.hardware import Hardware
 from bmburst.plan.operators import CURRENT, WIDE, Operators
 from bmburst.plan.task import Task
 from bmburst.recompute.policy import BlockBytes
+from bmburst.schedule.hardware import Hardware
 
 Lines = dict[str, float]
 HOST_SHARE = 0.9  # of a host's memory; the rest is the system's and the processes' own

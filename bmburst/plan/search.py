@@ -7,11 +7,11 @@ from functools import cached_property
 from bmburst.plan.attention import attention_cost
 from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, candidates
 from bmburst.plan.first_layers import of_first_layers, with_margin
-from bmburst.plan.hardware import Hardware
 from bmburst.plan.memory import Memory, memory_of, taken
 from bmburst.plan.operators import CURRENT, Operators
 from bmburst.plan.step import StepTime, step_time, utilisation
 from bmburst.plan.task import Task
+from bmburst.schedule.hardware import Hardware
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 ALIKE = 1e-3  # of a step: predictions closer than this are the same, and memory decides: of hosts, then of GPUs

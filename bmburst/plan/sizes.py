@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.operators import WIDE
-from bmburst.units import even_units, hides_transfers, make_units, most_exchanged, most_gathered
+from bmburst.schedule.units import even_units, hides_transfers, make_units, most_exchanged, most_gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Sizes:
 
     @property
     def most_kv_heads(self) -> int:
-        """KV heads that move in one step, as `bmburst.attention.strategy` decides; 0: all."""
+        """KV heads that move in one step, as `bmburst.schedule.strategy` decides; 0: all."""
         candidate, task = self.candidate, self.candidate.task
         whole = candidate.tokens * candidate.sequence
         work = 2.0 * task.micro_batch * whole**2 * task.model.head_dim

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from bmburst.plan.attention import AttentionCost, attention_cost, beginning_seconds
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import BACKWARD, block_matrices, held_block, mlp_matrix, model_flops, table, tables
-from bmburst.plan.hardware import Hardware
 from bmburst.plan.memory import block_bytes
 from bmburst.plan.operators import CURRENT, DELTA, SCALED, WIDE, Operators
 from bmburst.plan.traffic import collective
+from bmburst.schedule.hardware import Hardware
 
 OUTSIDE_BLOCKS = 2  # what embedding, head and optimizer take of the host, in blocks
 _OPTIMIZER_BYTES = 44  # a number: AdamW 30, norm of the gradient 10, clipping and clearing 4

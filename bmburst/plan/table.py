@@ -7,11 +7,11 @@ from typing import Any
 
 from bmburst.amounts import GIB, short
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.hardware import Hardware
 from bmburst.plan.search import Prediction
 from bmburst.plan.step import StepTime
 from bmburst.plan.task import Task
-from bmburst.strategy_names import name_of
+from bmburst.schedule.hardware import Hardware
+from bmburst.schedule.strategy_names import name_of
 
 
 def options(candidate: Candidate) -> list[str]:

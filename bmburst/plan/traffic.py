@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.hardware import Hardware
+from bmburst.schedule.hardware import Hardware
 
 
 @dataclass(frozen=True, slots=True)

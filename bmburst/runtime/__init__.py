@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bmburst.errors import UserError
-from bmburst.mesh_shape import MeshShape
+from bmburst.schedule.mesh_shape import MeshShape
 
 if TYPE_CHECKING:
     import torch

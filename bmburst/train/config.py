@@ -9,10 +9,10 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
 from bmburst.errors import UserError
-from bmburst.mesh_shape import MeshShape, can_share, divisors
 from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
-from bmburst.strategy_names import STRATEGIES
+from bmburst.schedule.mesh_shape import MeshShape, can_share, divisors
+from bmburst.schedule.strategy_names import STRATEGIES
 from bmburst.train.timeline import profiled_steps
 
 STANDARD_LIBRARY = "stdlib"

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmburst.mask import Documents
 from bmburst.mesh import Mesh
+from bmburst.schedule.documents import Documents
 from bmburst.sequence import Ids, SequenceShard
 
 

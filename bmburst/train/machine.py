@@ -5,11 +5,11 @@ import os
 import torch
 
 from bmburst.attention.call import head_shapes
-from bmburst.attention.strategy import choose_strategy
 from bmburst.comm.levels import NODE_SWITCH
 from bmburst.errors import UserError
-from bmburst.layout import padded_layout
-from bmburst.mask import Causal
+from bmburst.schedule.layout import padded_layout
+from bmburst.schedule.mask import Causal
+from bmburst.schedule.strategy import choose_strategy
 from bmburst.train.config import TrainConfig
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import Need, able_kernels, queries_ahead, select_kernel

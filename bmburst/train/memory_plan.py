@@ -13,10 +13,10 @@ from bmburst.mesh import Mesh
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.choice import choose, way_of
 from bmburst.plan.counts import adam_bytes
-from bmburst.plan.hardware import Hardware, hardware_like
 from bmburst.plan.memory import HOST_SHARE, memory_of
 from bmburst.plan.task import ITEMSIZE, Task
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
+from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.train.config import TrainConfig
 
 _MEMORY = Path("/proc/meminfo")

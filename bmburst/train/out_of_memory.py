@@ -14,9 +14,9 @@ import torch
 from bmburst.amounts import GIB
 from bmburst.errors import RunError, UserError
 from bmburst.plan.first_layers import of_first_layers
-from bmburst.plan.hardware import Hardware, hardware_like
 from bmburst.plan.memory import Memory, memory_of
 from bmburst.recompute.policy import POLICIES, Policy
+from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.train.config import TrainConfig
 from bmburst.train.memory_plan import available_bytes, planned
 

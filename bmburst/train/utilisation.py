@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.plan.counts import hardware_flops, step_flops
-from bmburst.plan.hardware import hardware_of
+from bmburst.schedule.hardware import hardware_of
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 
@@ -66,5 +66,5 @@ def known_peak(device: str | None, dtype: str) -> tuple[float | None, str]:
         return None, f"MFU is left out: the planner knows peaks of 16-bit products, not of {dtype}"
     hardware = hardware_of(device)
     if hardware is None:
-        return None, f"MFU is left out: the planner has no file of {device} (bmburst/plan/data)"
+        return None, f"MFU is left out: the planner has no file of {device} (bmburst/schedule/machines)"
     return hardware.peak, ""

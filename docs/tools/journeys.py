@@ -2,14 +2,14 @@
 
 from typing import NamedTuple
 
-from bmburst.attention.heads_plan import HeadShapes, HeadsPlan, Strides, make_heads_plan
-from bmburst.attention.strategy import LINKS, Strategy, choose_strategy
-from bmburst.double_schedule import Itinerary, layout_itinerary
-from bmburst.layout import Layout, make_layout, rank_areas
-from bmburst.mask import Causal
-from bmburst.plan.hardware import load_hardware
-from bmburst.schedule import AttentionShape, backward_bytes, choose_travellers, make_schedule
-from bmburst.strategy_names import Travellers
+from bmburst.schedule.double_schedule import Itinerary, layout_itinerary
+from bmburst.schedule.hardware import load_hardware
+from bmburst.schedule.heads_plan import HeadShapes, HeadsPlan, Strides, make_heads_plan
+from bmburst.schedule.layout import Layout, make_layout, rank_areas
+from bmburst.schedule.mask import Causal
+from bmburst.schedule.ring_schedule import AttentionShape, backward_bytes, choose_travellers, make_schedule
+from bmburst.schedule.strategy import LINKS, Strategy, choose_strategy
+from bmburst.schedule.strategy_names import Travellers
 from docs.tools.svg import Drawing
 
 RANKS = 4

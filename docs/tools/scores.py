@@ -6,9 +6,10 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from bmburst.layout import Layout, make_layout, rank_areas, real_positions
-from bmburst.mask import Causal, Documents, Mask, SlidingWindow
-from bmburst.schedule import make_schedule
+from bmburst.schedule.documents import Documents
+from bmburst.schedule.layout import Layout, make_layout, rank_areas, real_positions
+from bmburst.schedule.mask import Causal, Mask, SlidingWindow
+from bmburst.schedule.ring_schedule import make_schedule
 from docs.tools.svg import Drawing
 
 RANKS = 4

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-from bmburst.mask import make_mask
+from bmburst.schedule.mask import make_mask
 from tests.mask_oracle import visible
 
 

@@ -7,8 +7,8 @@ import bmburst
 from bmburst.attention import beginning, function
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
-from bmburst.layout import rank_areas
 from bmburst.recompute import checkpoint
+from bmburst.schedule.layout import rank_areas
 from tests.attention.oracle import draw, reference
 
 DOCUMENTS = bmburst.Documents([9, 3, 14, 1, 2])  # 29 tokens: one lies across the half

@@ -10,7 +10,7 @@ from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import LocalCommunicator, Wire
 from bmburst.errors import UserError
-from bmburst.strategy_names import STRATEGIES
+from bmburst.schedule.strategy_names import STRATEGIES
 
 OPTIONS = AttentionOptions()
 

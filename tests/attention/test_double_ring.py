@@ -15,8 +15,8 @@ from bmburst.attention.ring import ring_backward, ring_forward
 from bmburst.comm.levels import Levels, over_levels
 from bmburst.comm.local import run_ranks
 from bmburst.comm.protocol import Arrived
-from bmburst.double_schedule import make_itinerary
 from bmburst.errors import UserError
+from bmburst.schedule.double_schedule import make_itinerary
 from bmburst_ops.flash import Given
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention

@@ -143,7 +143,7 @@ class Watching:
 
 def seen_by(layout, size, rank, length, mask):
     """Return how many keys of other ranks stand before one of a rank's queries, in 8 tokens a rank."""
-    runs = [bmburst.layout.make_layout(layout, size, 8).runs(r) for r in range(size)]
+    runs = [bmburst.schedule.layout.make_layout(layout, size, 8).runs(r) for r in range(size)]
     places = [[run.start + run.stride * i for run in each for i in range(run.tokens)] for each in runs]
     real = [[place for place in each if place < length] for each in places]
     last = max(real[rank], default=-1) if mask == "causal" else length

@@ -9,13 +9,13 @@ import torch
 
 import bmburst
 from bmburst.attention import heads as executor
-from bmburst.attention import heads_plan, strategy
-from bmburst.attention.heads_plan import HeadShapes, Strides, make_heads_plan
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
-from bmburst.layout import LAYOUTS, make_layout
-from bmburst.mask import Causal
+from bmburst.schedule import heads_plan, strategy
+from bmburst.schedule.heads_plan import HeadShapes, Strides, make_heads_plan
+from bmburst.schedule.layout import LAYOUTS, make_layout
+from bmburst.schedule.mask import Causal
 from bmburst_ops.flash.cpu import CpuKernel
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmburst.attention.local import forward_by_tiles
-from bmburst.tiles import Span, Tile
+from bmburst.schedule.tiles import Span, Tile
 from bmburst_ops.flash import FULL, Partial, Segments
 from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.reference import ReferenceKernel

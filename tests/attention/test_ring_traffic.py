@@ -9,7 +9,7 @@ import bmburst
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.comm.protocol import Arrived
-from bmburst.schedule import AttentionShape, backward_bytes, forward_bytes
+from bmburst.schedule.ring_schedule import AttentionShape, backward_bytes, forward_bytes
 from bmburst_ops.flash import ReferenceKernel
 from tests.attention.test_burst_attention import LAYOUTS, zeros
 from tests.live_bytes import LiveBytes

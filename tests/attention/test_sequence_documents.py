@@ -9,8 +9,9 @@ import torch
 import bmburst
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
-from bmburst.layout import make_layout
-from bmburst.mask import Causal, Documents, Mask, PrefixLM, SlidingWindow
+from bmburst.schedule.documents import Documents, PrefixLM
+from bmburst.schedule.layout import make_layout
+from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.sequence import SequenceShard
 from bmburst_ops.constants import IGNORE_INDEX
 

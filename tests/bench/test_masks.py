@@ -21,7 +21,7 @@ from bmburst.bench.results import OK, REFUSED, Results
 from bmburst.bench.speed import Effort, measure_speed
 from bmburst.bench.table import markdown, one_line
 from bmburst.bench.work import alone, forward_flops, plain_causal
-from bmburst.tiles import visible_area
+from bmburst.schedule.tiles import visible_area
 from bmburst_ops.pattern import rows_of
 from tests.bench.masked import visible
 

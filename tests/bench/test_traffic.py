@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from bmburst.attention.gather_plan import GatherShapes, Sight, make_gather_plan
-from bmburst.attention.strategy import Strategy
 from bmburst.bench.cells import Cell
 from bmburst.bench.methods.ours import traffic
 from bmburst.bench.patterns import mask_of
 from bmburst.bench.work import sizes
-from bmburst.layout import make_layout
-from bmburst.schedule import make_schedule
+from bmburst.schedule.gather_plan import GatherShapes, Sight, make_gather_plan
+from bmburst.schedule.layout import make_layout
+from bmburst.schedule.ring_schedule import make_schedule
+from bmburst.schedule.strategy import Strategy
 
 TOKENS = 256
 CASES = [

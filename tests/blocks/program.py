@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bmburst.blocks.config import LlamaConfig, RopeScaling
 from bmburst.errors import UserError
-from bmburst.layout import LAYOUTS
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
-from bmburst.mask import Documents
 from bmburst.mesh import Mesh
+from bmburst.schedule.documents import Documents
+from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import SequenceShard
 
 TOKENS = 37  # odd, and padded on 2 and 4 ranks

@@ -15,7 +15,7 @@ from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint.hugging_face import check, expected_shapes, read_config
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, open_tensors
 from bmburst.errors import UserError
-from bmburst.mesh_shape import MeshShape
+from bmburst.schedule.mesh_shape import MeshShape
 
 MINICPM: dict[str, Any] = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 2}
 CONFIG = LlamaConfig(vocab_size=11, hidden_size=6, intermediate_size=10, num_layers=2, num_heads=3, num_kv_heads=1)

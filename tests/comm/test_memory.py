@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from bmburst.comm.exchange import Block, Move, make_exchange
 from bmburst.comm.memory import copy_own
+from bmburst.schedule.exchange import Block, Move, make_exchange
 
 
 def copied(moves, sources, target):

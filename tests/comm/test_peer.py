@@ -17,12 +17,12 @@ from bmburst.attention import call, heads
 from bmburst.attention.succession import Succession
 from bmburst.comm import cuda_driver, peer
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
-from bmburst.comm.exchange import Block, Move, make_exchange
 from bmburst.comm.local import run_ranks
 from bmburst.comm.objects import gather_objects
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError
 from bmburst.comm.subgroups import hop_exchange
+from bmburst.schedule.exchange import Block, Move, make_exchange
 from bmburst_ops.bounded_cache import bounded_cache
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import random_exchanges, verbs

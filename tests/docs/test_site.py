@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from bmburst.config.tree import leaves
-from bmburst.layout import make_layout
-from bmburst.mask import Causal, Documents
+from bmburst.schedule.documents import Documents
+from bmburst.schedule.layout import make_layout
+from bmburst.schedule.mask import Causal
 from bmburst.train.config import TrainConfig
 from docs.tools import journeys, scores
 from docs.tools.figures import FIGURES, FOLDER
@@ -131,7 +132,7 @@ def test_tiles_are_drawn_where_the_mask_is_visible_and_once(layout: str, mask) -
 
 
 def _stops(layout, mask) -> int:
-    from bmburst.schedule import make_schedule
+    from bmburst.schedule.ring_schedule import make_schedule
 
     return len(make_schedule(layout, scores.TOKENS, mask, 0, "kv").steps)
 

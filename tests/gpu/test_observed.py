@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from bmburst.plan.hardware import hardware_of
+from bmburst.schedule.hardware import hardware_of
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 

@@ -10,12 +10,12 @@ import bmburst
 from bmburst.blocks.config import LlamaConfig, mlp_chunk
 from bmburst.blocks.presets import PRESETS
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.hardware import load_hardware
 from bmburst.plan.memory import memory_of
 from bmburst.plan.task import Task
 from bmburst.recompute import checkpoint
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import POLICIES, Policy
+from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.gated_mlp import gated_mlp
 from tests.distributed.programs import run_program
 

@@ -7,10 +7,10 @@ import torch
 
 from bmburst.blocks.presets import PRESETS
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.hardware import load_hardware
 from bmburst.plan.memory import memory_of
 from bmburst.plan.operators import CURRENT
 from bmburst.plan.task import Task
+from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 from tests.distributed.programs import run_program
 from tests.gpu.test_recompute import make, use

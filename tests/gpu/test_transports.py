@@ -18,7 +18,7 @@ from bmburst.comm.local import LocalCommunicator, Wire
 from bmburst.comm.transports import _over_peers, over_transport
 from bmburst.errors import UserError
 from bmburst.recompute import checkpoint
-from bmburst.strategy_names import STRATEGIES
+from bmburst.schedule.strategy_names import STRATEGIES
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import verbs
 from tests.distributed.programs import run_program

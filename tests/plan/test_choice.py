@@ -13,11 +13,11 @@ from bmburst.mesh import Mesh, MeshShape
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.choice import choose, way_of
 from bmburst.plan.first_layers import of_first_layers, with_margin
-from bmburst.plan.hardware import hardware_like, load_hardware
 from bmburst.plan.memory import memory_of, taken
 from bmburst.plan.search import predict
 from bmburst.plan.task import Task
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
+from bmburst.schedule.hardware import hardware_like, load_hardware
 from bmburst.train import memory_plan
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
 

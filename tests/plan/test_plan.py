@@ -12,12 +12,9 @@ from bmburst.cli import CommandParser, main
 from bmburst.cli import train as train_command
 from bmburst.config import given_options
 from bmburst.errors import UserError
-from bmburst.layout import make_layout
-from bmburst.mesh_shape import MeshShape
 from bmburst.plan.attention import attention_cost
 from bmburst.plan.candidates import Candidate, candidates
 from bmburst.plan.counts import attention_flops, model_flops
-from bmburst.plan.hardware import load_hardware, shipped
 from bmburst.plan.memory import taken
 from bmburst.plan.search import best_of_each, predict, search
 from bmburst.plan.sizes import sizes
@@ -26,6 +23,9 @@ from bmburst.plan.table import options
 from bmburst.plan.task import Task
 from bmburst.plan.traffic import collective
 from bmburst.recompute.policy import POLICIES
+from bmburst.schedule.hardware import load_hardware, shipped
+from bmburst.schedule.layout import make_layout
+from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import resolve
 

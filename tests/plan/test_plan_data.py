@@ -15,7 +15,7 @@ from bmburst.cli import main
 from bmburst.errors import UserError
 from bmburst.plan.accuracy import compare, markdown
 from bmburst.plan.calibrate.facts import complete, measured, render, write
-from bmburst.plan.hardware import NUMBERS, hardware_from, load_hardware, read_facts, shipped
+from bmburst.schedule.hardware import NUMBERS, hardware_from, load_hardware, read_facts, shipped
 from tests.distributed.processes import run_processes
 from tests.plan.program import links
 

@@ -4,17 +4,17 @@ import json
 
 import pytest
 
-from bmburst.attention.heads_plan import HeadShapes, Strides, make_heads_plan
 from bmburst.blocks.config import LlamaConfig
-from bmburst.layout import make_layout
 from bmburst.plan.buffers import attention_buffers, held_outside
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import block_matrices, held_block
-from bmburst.plan.hardware import load_hardware
 from bmburst.plan.memory import memory_of
 from bmburst.plan.operators import PLAIN
 from bmburst.plan.sizes import sizes
 from bmburst.plan.task import Task
+from bmburst.schedule.hardware import load_hardware
+from bmburst.schedule.heads_plan import HeadShapes, Strides, make_heads_plan
+from bmburst.schedule.layout import make_layout
 from tests.distributed.programs import run_program
 from tests.plan.program import measure_all
 

@@ -15,9 +15,9 @@ from bmburst.config import build, read_layer, to_dict
 from bmburst.data.corpus import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.errors import UserError
-from bmburst.layout import LAYOUTS
-from bmburst.mesh_shape import MeshShape
-from bmburst.strategy_names import STRATEGIES
+from bmburst.schedule.layout import LAYOUTS
+from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.schedule.strategy_names import STRATEGIES
 from bmburst.train.config import (
     BYTE_IDS,
     STANDARD_LIBRARY,

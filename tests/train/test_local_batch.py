@@ -11,8 +11,8 @@ from bmburst.data import Batches, ByteTokenizer, PackedSequences, evaluation_bat
 from bmburst.data.sources import Document
 from bmburst.data.token_writer import write_token_file
 from bmburst.errors import UserError
-from bmburst.layout import LAYOUTS
-from bmburst.mask import Documents
+from bmburst.schedule.documents import Documents
+from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import IGNORE_INDEX, SequenceShard
 from bmburst.train.local_batch import LocalBatch
 from tests.data.test_samples import Counted

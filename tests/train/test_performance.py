@@ -10,7 +10,7 @@ import pytest
 from bmburst.blocks.presets import preset
 from bmburst.errors import UserError
 from bmburst.plan.counts import causal_pairs, hardware_flops, step_flops
-from bmburst.plan.hardware import hardware_of
+from bmburst.schedule.hardware import hardware_of
 from bmburst.train.clock import Timing
 from bmburst.train.config import TrainConfig
 from bmburst.train.metrics import StepMetrics

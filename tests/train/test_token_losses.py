@@ -4,7 +4,7 @@ whether they begin again at each document.
 
 import torch
 
-from bmburst.mask import Documents
+from bmburst.schedule.documents import Documents
 from bmburst.sequence import SequenceShard
 from bmburst.train.local_batch import token_losses
 from tests.train.given import local

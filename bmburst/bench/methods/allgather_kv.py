@@ -11,7 +11,7 @@ from bmburst.bench.methods.local import ForBackward, Shape
 from bmburst.bench.methods.method import Attend, Method, Setting
 from bmburst.bench.patterns import pattern_of
 from bmburst.bench.work import Traffic, sizes
-from bmburst.layout import make_layout
+from bmburst.schedule.layout import make_layout
 
 
 class AllGatherKV(Method):

@@ -13,7 +13,7 @@ from bmburst.bench.methods.local import LocalKernel
 from bmburst.bench.party import Party
 from bmburst.bench.patterns import mask_of
 from bmburst.bench.work import Traffic, sizes
-from bmburst.layout import make_layout
+from bmburst.schedule.layout import make_layout
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of a rank's q, k and v: differentiable, every rank of the party calls it."""

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from bmburst.attention.api import burst_attention, resolve_group
 from bmburst.attention.call import AttentionCall, decide
-from bmburst.attention.gather_plan import Sight, pulled
 from bmburst.attention.options import AttentionOptions
 from bmburst.bench.cells import BALANCED, MASKS, Cell
 from bmburst.bench.methods.method import Attend, Method, Setting
 from bmburst.bench.patterns import mask_of
 from bmburst.bench.work import Traffic, sizes
 from bmburst.comm.transports import TRANSPORTS
-from bmburst.layout import Balanced
-from bmburst.schedule import distances
-from bmburst.strategy_names import STRATEGIES
+from bmburst.schedule.gather_plan import Sight, pulled
+from bmburst.schedule.layout import Balanced
+from bmburst.schedule.ring_schedule import distances
+from bmburst.schedule.strategy_names import STRATEGIES
 
 _LAYOUTS = {"causal": "zigzag", "documents": "zigzag", "full": "contiguous", "window": "contiguous"}
 

@@ -7,13 +7,13 @@ from types import MappingProxyType
 from bmburst.amounts import GIB
 from bmburst.bench.training.cells import OURS, TrainCell
 from bmburst.errors import UserError
-from bmburst.mesh_shape import MeshShape
 from bmburst.plan.candidates import Candidate, candidates
 from bmburst.plan.choice import way_of
-from bmburst.plan.hardware import Hardware, load_hardware
 from bmburst.plan.search import Prediction, predict
 from bmburst.plan.task import Task
 from bmburst.recompute.policy import Policy
+from bmburst.schedule.hardware import Hardware, load_hardware
+from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.train.config import ParallelConfig, TrainConfig
 
 _KEEP = "block-keep-attention"
@@ -79,7 +79,7 @@ class TrainMethod:
 
         Args:
             cell: What is asked for.
-            machine: A name of `bmburst.plan.hardware.shipped`.
+            machine: A name of `bmburst.schedule.hardware.shipped`.
         """
         policy = self.recompute(cell)
         if cell.dtype != "bfloat16" or self.refusal(cell) is not None:

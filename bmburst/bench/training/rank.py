@@ -14,7 +14,7 @@ from bmburst.bench.training.cells import TrainCell
 from bmburst.bench.training.job import TrainJob
 from bmburst.bench.training.methods import METHODS
 from bmburst.bench.training.table import one_line
-from bmburst.plan.hardware import machine_of
+from bmburst.schedule.hardware import machine_of
 
 
 def main(argv: list[str]) -> None:

@@ -7,7 +7,7 @@ from bmburst.bench.rows import OK, ResultFile
 from bmburst.bench.training.bound import flops
 from bmburst.bench.training.cells import STEPS, TrainCell
 from bmburst.bench.training.methods import METHODS
-from bmburst.plan.hardware import machine_of
+from bmburst.schedule.hardware import machine_of
 
 _BUILDING = 10.0  # seconds of a cell beside its steps: weights, kernels, rates
 _FEW = 5  # steps of a long cell, warm-up included

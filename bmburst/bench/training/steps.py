@@ -22,7 +22,7 @@ from bmburst.bench.training.methods import METHODS
 from bmburst.bench.training.peers import attention_cell, build
 from bmburst.bench.training.random_text import write_random_tokens
 from bmburst.bench.training.rates import measure_rates
-from bmburst.plan.hardware import hardware_of, machine_of
+from bmburst.schedule.hardware import hardware_of, machine_of
 from bmburst.train.config import DataConfig
 from bmburst.train.metrics import StepMetrics
 from bmburst.train.trainer import Trainer

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bmburst.errors import UserError
-from bmburst.plan.hardware import NUMBERS, hardware_from
+from bmburst.schedule.hardware import NUMBERS, hardware_from
 
 
 class Fact(NamedTuple):
@@ -28,7 +28,7 @@ def complete(found: Mapping[str, Fact], base: Mapping[str, Any], name: str) -> d
 
     Args:
         found: What was measured.
-        base: The known machine's file, as `bmburst.plan.hardware.read_facts` returns it.
+        base: The known machine's file, as `bmburst.schedule.hardware.read_facts` returns it.
         name: The known machine's name.
     """
     taken = {

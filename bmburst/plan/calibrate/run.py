@@ -10,8 +10,8 @@ import torch
 
 from bmburst.plan.calibrate.device import Say, measure_device
 from bmburst.plan.calibrate.facts import Fact, complete, measured, render
-from bmburst.plan.hardware import read_facts
 from bmburst.runtime.launch import LaunchSpec, launch
+from bmburst.schedule.hardware import read_facts
 
 _LINKS_TIMEOUT = 60.0  # seconds without an answer after which ranks are ended
 

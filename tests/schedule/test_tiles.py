@@ -6,9 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from bmburst.layout import make_layout, real_positions
-from bmburst.mask import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow
-from bmburst.tiles import Span, Tile, make_tiles, seen_by, visible_area, visible_rows
+from bmburst.schedule.documents import Documents, PrefixLM
+from bmburst.schedule.layout import make_layout, real_positions
+from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
+from bmburst.schedule.tiles import Span, Tile, make_tiles, seen_by, visible_area, visible_rows
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, Segments
 from tests.mask_oracle import random_mask, visible
 from tests.ops.masks import visible as shown

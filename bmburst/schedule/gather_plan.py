@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
-from bmburst.layout import Layout, Run, real_positions, real_tokens
-from bmburst.mask import Full, Mask
-from bmburst.tiles import Span, Tile, make_tiles, seen_by
-from bmburst.units import Unit, even_units
+from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, placed
+from bmburst.schedule.layout import Layout, Run, real_positions, real_tokens
+from bmburst.schedule.mask import Full, Mask
+from bmburst.schedule.tiles import Span, Tile, make_tiles, seen_by
+from bmburst.schedule.units import Unit, even_units
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import FULL, IntArray
 

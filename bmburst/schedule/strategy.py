@@ -3,21 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from bmburst.attention.gather_plan import Sight, most_seen
-from bmburst.attention.heads_plan import HeadShapes
-from bmburst.double_schedule import layout_itinerary
 from bmburst.errors import UserError
-from bmburst.layout import Layout, rank_areas
-from bmburst.mask import Full, Mask
-from bmburst.schedule import (
+from bmburst.schedule.double_schedule import layout_itinerary
+from bmburst.schedule.gather_plan import Sight, most_seen
+from bmburst.schedule.heads_plan import HeadShapes
+from bmburst.schedule.layout import Layout, rank_areas
+from bmburst.schedule.mask import Full, Mask
+from bmburst.schedule.ring_schedule import (
     AttentionShape,
     backward_bytes,
     choose_travellers,
     distances,
     forward_bytes,
 )
-from bmburst.strategy_names import STRATEGIES, Asked, Outer, Travellers
-from bmburst.units import hides_transfers, most_exchanged, most_gathered
+from bmburst.schedule.strategy_names import STRATEGIES, Asked, Outer, Travellers
+from bmburst.schedule.units import hides_transfers, most_exchanged, most_gathered
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
@@ -86,7 +86,7 @@ def choose_strategy(
     """Return the strategy of that name, or for "auto" the one with the lowest `cost`.
 
     Args:
-        name: One of `bmburst.strategy_names.STRATEGIES`.
+        name: One of `bmburst.schedule.strategy_names.STRATEGIES`.
         shapes: Sizes; `degree` is not looked at.
         length: Real tokens of the sequence.
         mask: The mask.

@@ -1,8 +1,8 @@
 """From a mask to rectangles of kernel calls, for any two ascending lists of positions: pure index arithmetic.
 
-What a query sees of any keys in global order is an interval of them (`bmburst.mask`), whose two ends never move back
-from one query to the next. Rows of such intervals are cut where they stop being one band of a rectangle, and the
-rectangles along the diagonal that have the same band become the segments of one call.
+What a query sees of any keys in global order is an interval of them (`bmburst.schedule.mask`), whose two ends never
+move back from one query to the next. Rows of such intervals are cut where they stop being one band of a rectangle, and
+the rectangles along the diagonal that have the same band become the segments of one call.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bmburst.mask import Blocks, Mask
+from bmburst.schedule.mask import Blocks, Mask
 from bmburst_ops.pattern import FULL, Band, Cells, IntArray, Pattern, Rows, Segments, transposed
 
 

@@ -8,9 +8,10 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from bmburst.layout import LAYOUTS, Layout, Run, make_layout, padded_layout, rank_areas, real_positions
-from bmburst.mask import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow
-from bmburst.schedule import (
+from bmburst.schedule.documents import Documents, PrefixLM
+from bmburst.schedule.layout import LAYOUTS, Layout, Run, make_layout, padded_layout, rank_areas, real_positions
+from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
+from bmburst.schedule.ring_schedule import (
     AttentionShape,
     backward_bytes,
     choose_travellers,
@@ -19,7 +20,7 @@ from bmburst.schedule import (
     make_schedule,
     meet,
 )
-from bmburst.tiles import Span
+from bmburst.schedule.tiles import Span
 from bmburst_ops.pattern import CAUSAL, Segments
 from tests.mask_oracle import random_mask, visible
 from tests.ops.masks import visible as shown

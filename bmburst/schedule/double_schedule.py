@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from bmburst.layout import Layout
-from bmburst.mask import Mask
-from bmburst.schedule import Step, make_step, meet
-from bmburst.strategy_names import Travellers
+from bmburst.schedule.layout import Layout
+from bmburst.schedule.mask import Mask
+from bmburst.schedule.ring_schedule import Step, make_step, meet
+from bmburst.schedule.strategy_names import Travellers
 from bmburst_ops.bounded_cache import bounded_cache
 
 

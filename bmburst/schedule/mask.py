@@ -2,7 +2,7 @@
 
 Every mask but `BlockSparse` lets a query see one interval of keys, and neither end of the interval ever moves back as
 the query moves on. That holds in the local order of any layout too, where it decides tiles, blocks that move and
-balance (`bmburst.tiles`).
+balance (`bmburst.schedule.tiles`).
 """
 
 from abc import ABC, abstractmethod
@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bmburst.document_lengths import described, document_lengths, documents_at, edges_of, lengths_between, starts_of
 from bmburst.errors import UserError, require_known
-from bmburst.numbers import array_of, digest, require_flag, whole_number, whole_numbers
+from bmburst.numbers import array_of, digest, require_flag, whole_number
 from bmburst_ops.pattern import IntArray, Need, Rows
 
 NAMES = ("causal", "full")
@@ -139,118 +138,6 @@ class SlidingWindow(Mask):
 
     def __str__(self) -> str:
         return f"window of {self.tokens}{', causal' if self.causal else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class Documents(Mask):
-    """Documents packed one after another: a query sees keys of its own one; if causal, not those behind it.
-
-    Args:
-        lengths: Tokens of each document: any sequence of numbers, or a tensor `[documents]`. None is empty.
-        causal: Whether a query sees only itself and what is before it.
-
-    Raises:
-        UserError: There is no document, one has no token, or `causal` is neither true nor false.
-    """
-
-    lengths: tuple[int, ...]
-    causal: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", document_lengths(self.lengths))
-        require_flag("causal", self.causal)
-
-    @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Any, causal: bool = True) -> "Documents":
-        """Return documents from where each starts and the last one ends: `[0, first, first + second, ...]`.
-
-        Raises:
-            UserError: It does not start at 0, or does not ascend.
-        """
-        return cls(lengths_between(cu_seqlens), causal)
-
-    @property
-    def length(self) -> int:
-        """See `Mask.length`."""
-        return sum(self.lengths)
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """See `Mask.starts`."""
-        return starts_of(self.lengths)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """See `Mask.needs`."""
-        return frozenset({"segments"})
-
-    def rows(self, positions: IntArray, length: int) -> Rows:
-        """See `Mask.rows`."""
-        del length
-        edges, document = edges_of(self.lengths), documents_at(self.lengths, positions)
-        start, stop = edges[document], edges[document + 1]
-        return Rows(start, positions + 1 if self.causal else stop)
-
-    def __str__(self) -> str:
-        return f"{described(self.lengths)}{', causal' if self.causal else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixLM(Mask):
-    """Causal, but the first tokens of each document are seen by all of its tokens (arXiv:1910.10683, section 3.2.1).
-
-    Args:
-        prefix_lengths: Tokens of each document's prefix, 0 or more; a number for a single document.
-        lengths: Tokens of each document. Default: the sequence is one document.
-
-    Raises:
-        UserError: The two have different numbers of documents, or a prefix is longer than its document.
-    """
-
-    prefix_lengths: tuple[int, ...]
-    lengths: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        prefixes = tuple(whole_number("prefix", n, 0) for n in whole_numbers("prefix_lengths", self.prefix_lengths))
-        lengths = None if self.lengths is None else document_lengths(self.lengths)
-        if len(prefixes) != (1 if lengths is None else len(lengths)):
-            documents = "one document (no lengths given)" if lengths is None else f"{len(lengths)} documents"
-            raise UserError(
-                f"got {len(prefixes)} prefix lengths for {documents}\ngive one to each document, 0 for none"
-            )
-        if lengths is not None and (long := [i for i, n in enumerate(lengths) if prefixes[i] > n]):
-            i = long[0]
-            raise UserError(f"the prefix of document {i} has {prefixes[i]} tokens, but the document has {lengths[i]}")
-        object.__setattr__(self, "prefix_lengths", prefixes)
-        object.__setattr__(self, "lengths", lengths)
-
-    @property
-    def length(self) -> int | None:
-        """See `Mask.length`."""
-        return None if self.lengths is None else sum(self.lengths)
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """See `Mask.starts`."""
-        return () if self.lengths is None else starts_of(self.lengths)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """See `Mask.needs`."""
-        return frozenset() if self.lengths is None else frozenset({"segments"})
-
-    def rows(self, positions: IntArray, length: int) -> Rows:
-        """See `Mask.rows`."""
-        lengths = (length,) if self.lengths is None else self.lengths
-        edges, document = edges_of(lengths), documents_at(lengths, positions)
-        start, stop = edges[document], edges[document + 1]
-        prefixes = self.prefix_lengths if self.lengths is not None else (min(self.prefix_lengths[0], length),)
-        prefix = np.minimum(start + np.asarray(prefixes)[document], stop)
-        return Rows(start, np.minimum(np.maximum(positions + 1, prefix), stop))
-
-    def __str__(self) -> str:
-        packed = "" if self.lengths is None else f" of {described(self.lengths)}"
-        return f"prefixes{packed} ({digest(np.asarray(self.prefix_lengths))})"
 
 
 @dataclass(frozen=True, slots=True, init=False)

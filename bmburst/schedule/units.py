@@ -3,7 +3,7 @@
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from bmburst.tiles import Span
+from bmburst.schedule.tiles import Span
 from bmburst_ops.constants import ATTENTION_BACKWARD, TILE_ROWS
 
 _OUTBOX_BYTES = 1 << 30

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from bmburst.layout import Layout, real_positions
-from bmburst.mask import Mask
-from bmburst.strategy_names import Travellers
-from bmburst.tiles import Span, Tile, make_tiles, seen_by
+from bmburst.schedule.layout import Layout, real_positions
+from bmburst.schedule.mask import Mask
+from bmburst.schedule.strategy_names import Travellers
+from bmburst.schedule.tiles import Span, Tile, make_tiles, seen_by
 from bmburst_ops.bounded_cache import bounded_cache
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from bmburst.comm.exchange import Block, Exchange, Move, make_exchange, placed
-from bmburst.layout import Layout, Run
-from bmburst.tiles import Span
-from bmburst.units import Unit, make_units
+from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, placed
+from bmburst.schedule.layout import Layout, Run
+from bmburst.schedule.tiles import Span
+from bmburst.schedule.units import Unit, make_units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from bmburst.tiles import Span
-from bmburst.units import even_units, make_units, most_exchanged, most_gathered, records_kernels
+from bmburst.schedule.tiles import Span
+from bmburst.schedule.units import even_units, make_units, most_exchanged, most_gathered, records_kernels
 
 SHARES = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 8), (9, 3), (16, 1), (32, 8)]
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bmburst.errors import UserError
-from bmburst.layout import (
+from bmburst.schedule.documents import Documents, PrefixLM
+from bmburst.schedule.layout import (
     LAYOUTS,
     Balanced,
     Run,
@@ -22,7 +23,7 @@ from bmburst.layout import (
     real_positions,
     real_tokens,
 )
-from bmburst.mask import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow
+from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
 from tests.mask_oracle import random_mask, visible
 
 

@@ -5,12 +5,13 @@ from itertools import product
 
 import pytest
 
-from bmburst.attention.heads_plan import HeadShapes, Strides, make_heads_plan
-from bmburst.attention.strategy import LINKS, Strategy, choose_strategy, cost, gather_refusal
 from bmburst.errors import UserError
-from bmburst.layout import LAYOUTS, make_layout, rank_areas
-from bmburst.mask import BlockSparse, Causal, Documents, Full, SlidingWindow
-from bmburst.strategy_names import STRATEGIES
+from bmburst.schedule.documents import Documents
+from bmburst.schedule.heads_plan import HeadShapes, Strides, make_heads_plan
+from bmburst.schedule.layout import LAYOUTS, make_layout, rank_areas
+from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
+from bmburst.schedule.strategy import LINKS, Strategy, choose_strategy, cost, gather_refusal
+from bmburst.schedule.strategy_names import STRATEGIES
 
 CAUSAL = Causal()
 

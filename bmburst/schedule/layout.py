@@ -14,8 +14,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from bmburst.errors import UserError, require_known
-from bmburst.mask import Mask
-from bmburst.tiles import visible_area
+from bmburst.schedule.mask import Mask
+from bmburst.schedule.tiles import visible_area
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import IntArray
 

@@ -108,7 +108,7 @@ _SLOWER_BOARDS = {"PCIE", "NVL"}
 
 def shipped() -> tuple[str, ...]:
     """Return the names of the machines whose numbers come with the package."""
-    return tuple(sorted(path.name.removesuffix(".toml") for path in _folder().iterdir() if _is_machine(path.name)))
+    return tuple(sorted(path.name.removesuffix(".toml") for path in _folder().iterdir()))
 
 
 def load_hardware(name: str) -> Hardware:
@@ -208,8 +208,4 @@ def _unknown_hardware(name: str) -> UserError:
 
 
 def _folder() -> Any:
-    return files("bmburst.plan") / "data"
-
-
-def _is_machine(name: str) -> bool:
-    return name.endswith(".toml") and not name.startswith(("published", "measured"))
+    return files("bmburst.schedule") / "machines"

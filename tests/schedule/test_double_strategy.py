@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from bmburst.attention.heads_plan import HeadShapes
-from bmburst.attention.strategy import BETWEEN_NODES, LINKS, Strategy, choose_strategy, cost
 from bmburst.errors import UserError
-from bmburst.layout import make_layout
-from bmburst.mask import Causal
-from bmburst.schedule import AttentionShape, backward_bytes, forward_bytes
+from bmburst.schedule.heads_plan import HeadShapes
+from bmburst.schedule.layout import make_layout
+from bmburst.schedule.mask import Causal
+from bmburst.schedule.ring_schedule import AttentionShape, backward_bytes, forward_bytes
+from bmburst.schedule.strategy import BETWEEN_NODES, LINKS, Strategy, choose_strategy, cost
 
 TOKENS, SIZE = 1 << 17, 16
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from bmburst.attention.gather_plan import (
+from bmburst.schedule.documents import Documents, PrefixLM
+from bmburst.schedule.gather_plan import (
     GatherShapes,
     Rows,
     Sight,
@@ -16,9 +17,9 @@ from bmburst.attention.gather_plan import (
     most_seen,
     pulled,
 )
-from bmburst.layout import make_layout, padded_layout, real_tokens
-from bmburst.mask import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow
-from bmburst.tiles import Span
+from bmburst.schedule.layout import make_layout, padded_layout, real_tokens
+from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
+from bmburst.schedule.tiles import Span
 from bmburst_ops.pattern import FULL, Segments
 from tests.mask_oracle import random_mask
 from tests.mask_oracle import visible as defined

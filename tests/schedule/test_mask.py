@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bmburst.errors import UserError
-from bmburst.mask import BlockSparse, Both, Causal, Documents, Full, Mask, PrefixLM, SlidingWindow, make_mask
+from bmburst.schedule.documents import Documents, PrefixLM
+from bmburst.schedule.mask import BlockSparse, Both, Causal, Full, Mask, SlidingWindow, make_mask
 from tests.mask_oracle import random_mask, visible
 
 MAP = [[1, 0, 1], [0, 1, 0], [1, 1, 1]]

@@ -1,0 +1,177 @@
+"""Masks of documents packed one after another, and the lengths that define them."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from bmburst.errors import UserError
+from bmburst.numbers import brief, digest, require_flag, whole_number, whole_numbers
+from bmburst.schedule.mask import Mask
+from bmburst_ops.bounded_cache import bounded_cache
+from bmburst_ops.pattern import IntArray, Need, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Documents(Mask):
+    """Documents packed one after another: a query sees keys of its own one; if causal, not those behind it.
+
+    Args:
+        lengths: Tokens of each document: any sequence of numbers, or a tensor `[documents]`. None is empty.
+        causal: Whether a query sees only itself and what is before it.
+
+    Raises:
+        UserError: There is no document, one has no token, or `causal` is neither true nor false.
+    """
+
+    lengths: tuple[int, ...]
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", document_lengths(self.lengths))
+        require_flag("causal", self.causal)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Any, causal: bool = True) -> "Documents":
+        """Return documents from where each starts and the last one ends: `[0, first, first + second, ...]`.
+
+        Raises:
+            UserError: It does not start at 0, or does not ascend.
+        """
+        return cls(lengths_between(cu_seqlens), causal)
+
+    @property
+    def length(self) -> int:
+        """See `Mask.length`."""
+        return sum(self.lengths)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """See `Mask.starts`."""
+        return _starts_of(self.lengths)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """See `Mask.needs`."""
+        return frozenset({"segments"})
+
+    def rows(self, positions: IntArray, length: int) -> Rows:
+        """See `Mask.rows`."""
+        del length
+        edges, document = edges_of(self.lengths), _documents_at(self.lengths, positions)
+        start, stop = edges[document], edges[document + 1]
+        return Rows(start, positions + 1 if self.causal else stop)
+
+    def __str__(self) -> str:
+        return f"{_described(self.lengths)}{', causal' if self.causal else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLM(Mask):
+    """Causal, but the first tokens of each document are seen by all of its tokens (arXiv:1910.10683, section 3.2.1).
+
+    Args:
+        prefix_lengths: Tokens of each document's prefix, 0 or more; a number for a single document.
+        lengths: Tokens of each document. Default: the sequence is one document.
+
+    Raises:
+        UserError: The two have different numbers of documents, or a prefix is longer than its document.
+    """
+
+    prefix_lengths: tuple[int, ...]
+    lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        prefixes = tuple(whole_number("prefix", n, 0) for n in whole_numbers("prefix_lengths", self.prefix_lengths))
+        lengths = None if self.lengths is None else document_lengths(self.lengths)
+        if len(prefixes) != (1 if lengths is None else len(lengths)):
+            documents = "one document (no lengths given)" if lengths is None else f"{len(lengths)} documents"
+            raise UserError(
+                f"got {len(prefixes)} prefix lengths for {documents}\ngive one to each document, 0 for none"
+            )
+        if lengths is not None and (long := [i for i, n in enumerate(lengths) if prefixes[i] > n]):
+            i = long[0]
+            raise UserError(f"the prefix of document {i} has {prefixes[i]} tokens, but the document has {lengths[i]}")
+        object.__setattr__(self, "prefix_lengths", prefixes)
+        object.__setattr__(self, "lengths", lengths)
+
+    @property
+    def length(self) -> int | None:
+        """See `Mask.length`."""
+        return None if self.lengths is None else sum(self.lengths)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """See `Mask.starts`."""
+        return () if self.lengths is None else _starts_of(self.lengths)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """See `Mask.needs`."""
+        return frozenset() if self.lengths is None else frozenset({"segments"})
+
+    def rows(self, positions: IntArray, length: int) -> Rows:
+        """See `Mask.rows`."""
+        lengths = (length,) if self.lengths is None else self.lengths
+        edges, document = edges_of(lengths), _documents_at(lengths, positions)
+        start, stop = edges[document], edges[document + 1]
+        prefixes = self.prefix_lengths if self.lengths is not None else (min(self.prefix_lengths[0], length),)
+        prefix = np.minimum(start + np.asarray(prefixes)[document], stop)
+        return Rows(start, np.minimum(np.maximum(positions + 1, prefix), stop))
+
+    def __str__(self) -> str:
+        packed = "" if self.lengths is None else f" of {_described(self.lengths)}"
+        return f"prefixes{packed} ({digest(np.asarray(self.prefix_lengths))})"
+
+
+def document_lengths(values: Any) -> tuple[int, ...]:
+    """Return the lengths of documents, from any sequence of numbers or a tensor `[documents]`.
+
+    Raises:
+        UserError: There is no document, or one has no token.
+    """
+    lengths = tuple(whole_numbers("lengths of documents", values))
+    if not lengths:
+        raise UserError("documents need at least one length, got none")
+    if (first := next((i for i, n in enumerate(lengths) if n < 1), None)) is not None:
+        raise UserError(f"document {first} has {lengths[first]} tokens\nleave documents without a token out")
+    return lengths
+
+
+def lengths_between(cu_seqlens: Any) -> tuple[int, ...]:
+    """Return the lengths of documents, from where each starts and the last one ends.
+
+    Raises:
+        UserError: It does not start at 0, or does not ascend.
+    """
+    edges = whole_numbers("cu_seqlens", cu_seqlens)
+    if len(edges) < 2 or edges[0] != 0:
+        raise UserError(
+            f"cu_seqlens must start at 0 and end with the total, got {brief(edges)}\n"
+            "for example [0, 5, 12] for documents of 5 and 7 tokens"
+        )
+    return document_lengths([after - before for before, after in pairwise(edges)])
+
+
+@bounded_cache(maxsize=16)
+def edges_of(lengths: tuple[int, ...]) -> IntArray:
+    """Return where each document starts, and where the last one ends."""
+    edges: IntArray = np.cumsum((0, *lengths), dtype=np.int64)
+    edges.setflags(write=False)
+    return edges
+
+
+def _starts_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where each document starts."""
+    return tuple(edges_of(lengths)[:-1].tolist())
+
+
+def _documents_at(lengths: tuple[int, ...], positions: IntArray) -> IntArray:
+    """Return which document is at each position."""
+    return np.searchsorted(edges_of(lengths), positions, side="right") - 1
+
+
+def _described(lengths: tuple[int, ...]) -> str:
+    """Return a short text that differs for different lengths."""
+    return f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens ({digest(np.asarray(lengths))})"
