@@ -15,7 +15,7 @@ def test_equal_signatures_are_no_disagreement():
 def test_only_what_differs_is_shown_of_the_first_rank_that_differs():
     other = CALL.replace("causal", "full").replace("zigzag", "striped")
     assert disagreement([CALL, CALL, other, "ring"]) == (
-        "the ranks of the group disagree\n"
+        "the ranks of the group disagree; fix: pass the same value on every rank\n"
         "rank 0: burst_attention mask causal, layout zigzag\n"
         "rank 2: burst_attention mask full, layout striped"
     )
