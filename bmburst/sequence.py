@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from bmburst.attention.api import resolve_group
 from bmburst.attention.differentiable import no_autocast
-from bmburst.comm.checks import Checked, contents, describe, is_exact
+from bmburst.comm.checks import Checked, contents, describe, is_exact, require_numbers
 from bmburst.errors import UserError
 from bmburst.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.mask import Mask
@@ -203,6 +203,7 @@ class SequenceShard:
         """Return what `batch` does."""
         if not isinstance(tokens, Tensor):
             raise UserError(f"tokens must be a torch tensor [batch, {self.length}], got {type(tokens).__name__}")
+        require_numbers("tokens", tokens)
         shape = (len(tokens) if tokens.dim() else 0, self.length)
         if tokens.shape != shape or (labels is not None and labels.shape != shape):
             shapes = " and ".join(str(list(t.shape)) for t in (tokens, labels) if t is not None)

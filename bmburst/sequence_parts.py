@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.differentiable import no_autocast
-from bmburst.comm.checks import contents, describe, require_own_memory
+from bmburst.comm.checks import contents, describe, require_numbers, require_own_memory
 from bmburst.errors import UserError
 from bmburst.layout import Layout
 from bmburst.mask import Mask, make_mask
@@ -23,6 +23,7 @@ def dimension_of(x: Tensor, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise UserError(f"a sequence is cut as a torch tensor, got {type(x).__name__}\nfix: torch.as_tensor")
     require_own_memory("a sequence that is cut", x)
+    require_numbers("a sequence that is cut", x)
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise UserError(
             f"dim {dim!r} is not a dimension of a tensor of shape {list(x.shape)}\nallowed: {-x.dim()} to {x.dim() - 1}"

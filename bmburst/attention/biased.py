@@ -23,7 +23,7 @@ from bmburst.attention.differentiable import gradient_signature, no_autocast, ou
 from bmburst.attention.inputs import require_transport
 from bmburst.attention.options import require_scale, scale_of
 from bmburst.attention.single_ring import carry_home, visits
-from bmburst.comm.checks import Checked, describe
+from bmburst.comm.checks import Checked, describe, require_numbers
 from bmburst.comm.transports import TRANSPORTS, over_transport
 from bmburst.errors import UserError, require_known
 from bmburst.recompute import keep
@@ -118,6 +118,7 @@ def _decide(q: Tensor, k: Tensor, v: Tensor, table: Tensor, sequence: BiasedSequ
         try:
             own = Pairs(sequence.formula, sequence.relations, sequence.tokens, sequence.tokens)
             require_inputs(q, k, v, table, own)
+            require_numbers("q", q)
             require_transport(sequence.group, q, sequence.transport)
             if not q.is_cuda and sequence.is_new:  # where the host need not wait; on a GPU such biases are NaN
                 require_relations(own)

@@ -49,7 +49,7 @@ def is_exact(tensor: Tensor) -> bool:
 
 
 def require_own_memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that only stands for others, as torch's DTensor and meta tensors do: there is nothing to read.
+    """Refuse a tensor that only stands for others, as torch's DTensor does: there is nothing at its address.
 
     Raises:
         UserError: It is one.
@@ -59,6 +59,14 @@ def require_own_memory(name: str, tensor: Tensor) -> None:
             f"{name} must be a plain tensor, got a {type(tensor).__name__}\n"
             "pass the tensor that this rank holds, of a DTensor its to_local()"
         )
+
+
+def require_numbers(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor on torch's meta device, which has a shape and no numbers.
+
+    Raises:
+        UserError: It is there.
+    """
     if tensor.is_meta:
         raise UserError(
             f"{name} must hold numbers, got a meta tensor {list(tensor.shape)}\n"
