@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bmburst.attention.api import resolve_group
 from bmburst.attention.differentiable import no_autocast
@@ -30,6 +29,7 @@ from bmburst.sequence_parts import (
     without_padding,
 )
 from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops.first_order import first_order
 
 Ids = npt.NDArray[np.int64]
 
@@ -389,7 +389,7 @@ class _Unshard(torch.autograd.Function):
             return cut.join(comm.all_gather(x_local).wait()[0], dim)
 
     @staticmethod
-    @once_differentiable
+    @first_order(UserError)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layout: Layout = ctx.cut.layout
         with no_autocast(grad.device.type):

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bmburst_ops.constants import GATHERED_CHUNKS, IGNORE_INDEX
 from bmburst_ops.cross_entropy import cross_entropy_
+from bmburst_ops.errors import KernelError
+from bmburst_ops.first_order import first_order
 from bmburst_ops.products import add_product, product
 
 DEFAULT_CHUNK = 1024  # tokens; the chunk's fp32 logits for 128,256 words are 501 MiB
@@ -75,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grads = [
             None if grad is None else torch.mul(grad, grad_output, out=torch.empty_like(grad, dtype=dtype))

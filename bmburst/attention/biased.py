@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bmburst.attention.biased_sequence import HOW_MADE, BiasedSequence
 from bmburst.attention.differentiable import gradient_signature, no_autocast, output_gradients
@@ -38,6 +37,7 @@ from bmburst_ops.biased import (
     select_biased_kernel,
 )
 from bmburst_ops.errors import KernelError
+from bmburst_ops.first_order import first_order
 from bmburst_ops.flash import Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
@@ -175,7 +175,7 @@ class _BiasedAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order(UserError)
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, table, out, lse = ctx.saved_tensors
         grad_out, delta = output_gradients(out, grad_out, grad_lse)
