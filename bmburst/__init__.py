@@ -10,7 +10,7 @@ from bmburst.lazy import public_name
 
 if TYPE_CHECKING:
     from bmburst.attention.api import burst_attention
-    from bmburst.attention.compat import OpBurstAttn, burst_attn_func, burst_attn_func_striped
+    from bmburst.attention.compat import OpBurstAttn, OpBurstAttnStrip, burst_attn_func, burst_attn_func_striped
     from bmburst.attention.kept import empty_cache
     from bmburst.attention.module import BurstAttention
     from bmburst.comm.groups import communicator
@@ -32,6 +32,7 @@ __all__ = [
     "Mesh",
     "MeshShape",
     "OpBurstAttn",
+    "OpBurstAttnStrip",
     "PrefixLM",
     "SequenceShard",
     "ShardedBatch",
@@ -57,6 +58,7 @@ _HOMES = {
     "Mesh": "mesh",
     "MeshShape": "mesh",
     "OpBurstAttn": "attention.compat",
+    "OpBurstAttnStrip": "attention.compat",
     "PrefixLM": "mask",
     "SequenceShard": "sequence",
     "ShardedBatch": "sequence",
