@@ -73,7 +73,7 @@ def burst_attention(
     tokens of its own heads; "gather" also holds all tokens of a few KV heads. Gradients are those of a loss that is
     the sum of the ranks' losses, once: `create_graph=True` is refused.
 
-    What is not a number in q, k or v never leaves its sample, nor its document under masks with documents, by outputs or
+    A NaN in q, k or v stays in its sample, and with kernels "reference" and "cpu" in its document, in outputs and in
     gradients. Inside a document it may reach queries that do not see it: kernels multiply whole tiles, and a weight of
     zero times NaN is NaN.
 

@@ -40,7 +40,7 @@ def describe(*tensors: Tensor) -> str:
 def contents(tensor: Tensor) -> str:
     """Return a short text that differs for tensors that hold other numbers: `#1a2b3c4d`. Waits for their device."""
     data = tensor.detach().contiguous().cpu()
-    return f"#{zlib.crc32(data.reshape(-1).view(torch.uint8).numpy()):08x}"
+    return f"#{zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().tobytes()):08x}"
 
 
 def is_exact(tensor: Tensor) -> bool:
