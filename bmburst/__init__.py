@@ -10,7 +10,7 @@ from bmburst.lazy import keep_moved_modules, public_name
 
 if TYPE_CHECKING:
     from bmburst.attention.api import burst_attention
-    from bmburst.attention.compat import OpBurstAttn, burst_attn_func, burst_attn_func_striped
+    from bmburst.attention.compat import OpBurstAttn, OpBurstAttnStrip, burst_attn_func, burst_attn_func_striped
     from bmburst.attention.kept import empty_cache
     from bmburst.attention.module import BurstAttention
     from bmburst.comm.groups import communicator
@@ -34,6 +34,7 @@ __all__ = [
     "Mesh",
     "MeshShape",
     "OpBurstAttn",
+    "OpBurstAttnStrip",
     "PrefixLM",
     "SequenceShard",
     "ShardedBatch",
@@ -60,6 +61,7 @@ _HOMES = {
     "MeshShape": "schedule.mesh_shape",
     "OpBurstAttn": "attention.compat",
     "PrefixLM": "schedule.documents",
+    "OpBurstAttnStrip": "attention.compat",
     "SequenceShard": "sequence",
     "ShardedBatch": "sequence",
     "SlidingWindow": "schedule.mask",

@@ -23,7 +23,7 @@ def array_of(what: str, values: Any) -> NDArray[Any]:
     """
     try:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, NotImplementedError):  # the last of a meta tensor
         raise UserError(f"{what} must be an array of numbers, got {brief(values)}") from None
 
 

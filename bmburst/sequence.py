@@ -1,24 +1,35 @@
 """Cutting a sequence over ranks and putting it together again. Nothing else in the package cuts one."""
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bmburst.attention.api import resolve_group
 from bmburst.attention.differentiable import no_autocast
-from bmburst.comm.checks import Checked, describe
+from bmburst.comm.checks import Checked, contents, describe, is_exact, require_numbers
 from bmburst.errors import UserError
-from bmburst.numbers import brief, whole_number
+from bmburst.numbers import whole_number
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
-from bmburst.schedule.mask import Mask, make_mask
-from bmburst.sequence_parts import dimension_of, put, require_value, take
+from bmburst.schedule.mask import Mask
+from bmburst.sequence_parts import (
+    batch_facts,
+    dimension_of,
+    fitting,
+    following,
+    masks_of_samples,
+    put,
+    require_value,
+    take,
+    without_padding,
+)
 from bmburst_ops.constants import IGNORE_INDEX
+from bmburst_ops.first_order import first_order
 
 Ids = npt.NDArray[np.int64]
 
@@ -47,31 +58,55 @@ class SequenceShard:
         length: Real tokens of a sequence, over all ranks; any number of at least one a rank.
         layout: Which rank holds which positions, padding included.
         rank: This rank in its sequence group.
+        group: The ranks that share the sequences, over which `batch` compares them; None: found where it can be.
     """
 
     length: int
     layout: Layout
     rank: int
+    group: Checked | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def cut(cls, length: int, *, layout: str, size: int, rank: int, mask: Mask | str | None = None) -> "SequenceShard":
+    def cut(
+        cls,
+        length: int,
+        *,
+        layout: str,
+        size: int | None = None,
+        rank: int | None = None,
+        mask: Mask | str | None = None,
+        group: object = None,
+    ) -> "SequenceShard":
         """Return the shard of `rank` among `size`, with as little padding as the layout allows.
 
         Args:
             length: Real tokens of a sequence.
             layout: "contiguous", "zigzag", "striped" or "balanced".
-            size: Ranks of the sequence group.
-            rank: One of them.
+            size: Ranks of the sequence group; default: the group's.
+            rank: One of them; default: this one's in the group.
             mask: What attention will be called with. Layout "balanced" needs it; the others do not look at it.
+            group: As in `burst_attention`, for example `mesh.sequence`: `batch` then compares what its ranks hold.
 
         Raises:
-            UserError: The layout is unknown, there are fewer tokens than ranks, no such rank, or the mask is missing or
-                made for another number of tokens.
+            UserError: The layout is unknown, there are fewer tokens than ranks, no such rank, the mask is missing or
+                made for another number of tokens, or neither size and rank nor a group are given.
         """
+        comm = None if group is None else resolve_group(group)
+        if size is None or rank is None:
+            if comm is None:
+                raise UserError(
+                    "a shard needs size and rank, or a group\nfix: SequenceShard.cut(..., group=mesh.sequence)"
+                )
+            size, rank = comm.size, comm.rank
         length, size = whole_number("length", length, 0), whole_number("size", size, 1)
         if not 0 <= rank < size:
             raise UserError(f"rank {rank} is not one of {size} ranks\nranks count from 0 to {size - 1}")
-        return cls(length, padded_layout(layout, size, length, _fitting(mask, length)), rank)
+        if comm is not None and (comm.size, comm.rank) != (size, rank):
+            raise UserError(
+                f"rank {rank} of {size} is not this rank's place in the group, {comm.rank} of {comm.size}\n"
+                "fix: leave size and rank out, or the group"
+            )
+        return cls(length, padded_layout(layout, size, length, fitting(mask, length)), rank, comm)
 
     def under(self, mask: Mask | Sequence[Mask]) -> "SequenceShard":
         """Return the shard of the same ranks for a batch with a mask of its own, by which "balanced" deals its chunks.
@@ -124,7 +159,11 @@ class SequenceShard:
     def batch(
         self, tokens: Tensor, labels: Tensor | None = None, documents: Mask | Sequence[Mask] | None = None
     ) -> ShardedBatch:
-        """Return this rank's part of whole sequences.
+        """Return this rank's part of whole sequences, which every rank of the group holds.
+
+        The first calls compare what the ranks hold, so every rank must make them: over `group`, or, without one, over
+        the group that functions use when none is named, where this rank has the same place in it. Not in a data
+        loader's worker or a thread, which cannot talk to other ranks.
 
         With documents, positions begin again at each of them, and a document's last token has no label. Where they
         have fewer tokens than the sequence, what lies behind them is padding and has no label: give attention their
@@ -138,17 +177,40 @@ class SequenceShard:
                 a sequence is one document.
 
         Raises:
-            UserError: The shapes differ from these, or the documents do not fit the batch.
+            UserError: The shapes differ from these, the documents do not fit the batch, or the ranks hold different
+                batches.
         """
+        comm = self._comparing()
+        if comm is None:
+            return self._batch(tokens, labels, documents)
+        with comm.first_calls("SequenceShard.batch"):
+
+            def decide() -> tuple[ShardedBatch, str]:
+                part = self._batch(tokens, labels, documents)
+                return part, batch_facts(tokens, labels, documents) if comm.active else ""
+
+            return comm.decided(decide)
+
+    def _comparing(self) -> Checked | None:
+        """Return the group over which batches are compared, if there is one and this thread may talk to it."""
+        is_alone = self.layout.size == 1 or threading.current_thread() is not threading.main_thread()
+        if is_alone or torch.utils.data.get_worker_info() is not None:
+            return None
+        comm = resolve_group(None) if self.group is None else self.group
+        return comm if (comm.size, comm.rank) == (self.layout.size, self.rank) else None
+
+    def _batch(self, tokens: Tensor, labels: Tensor | None, documents: Mask | Sequence[Mask] | None) -> ShardedBatch:
+        """Return what `batch` does."""
         if not isinstance(tokens, Tensor):
             raise UserError(f"tokens must be a torch tensor [batch, {self.length}], got {type(tokens).__name__}")
+        require_numbers("tokens", tokens)
         shape = (len(tokens) if tokens.dim() else 0, self.length)
         if tokens.shape != shape or (labels is not None and labels.shape != shape):
             shapes = " and ".join(str(list(t.shape)) for t in (tokens, labels) if t is not None)
             raise UserError(f"tokens and labels must be [batch, {self.length}], got shape {shapes}")
-        masks = self._of_samples(documents, len(tokens))
+        masks = masks_of_samples(documents, len(tokens))
         lengths = [self._real(mask) for mask in masks]
-        labels = _without_padding(_following(tokens, masks, lengths) if labels is None else labels, lengths)
+        labels = without_padding(following(tokens, masks, lengths) if labels is None else labels, lengths)
         mine, valid = self.take(labels, pad_value=IGNORE_INDEX), (labels != IGNORE_INDEX).sum()
         weights = (mine != IGNORE_INDEX).float() / valid.clamp(min=1)
         return ShardedBatch(self.take(tokens), mine, self._positions_in(masks, tokens), weights)
@@ -204,19 +266,6 @@ class SequenceShard:
             return self.length
         return mask.length
 
-    def _of_samples(self, documents: Mask | Sequence[Mask] | None, batch: int) -> tuple[Mask, ...]:
-        """Return one mask for all samples, one for each, or none."""
-        if documents is None or isinstance(documents, Mask):
-            return () if documents is None else (documents,)
-        if isinstance(documents, str) or not all(isinstance(mask, Mask) for mask in documents):
-            raise UserError(f"documents must be masks, got {brief(documents)}\nfix: bmburst.Documents(lengths)")
-        if len(documents) != batch:
-            raise UserError(
-                f"got documents of {len(documents)} samples for a batch of {batch}\n"
-                "give one bmburst.Documents to each sample, or a single one for all"
-            )
-        return tuple(documents)
-
     def _positions_in(self, masks: tuple[Mask, ...], tokens: Tensor) -> Tensor:
         """Return the position of each local token in its document, `[batch, local_tokens]`; padding counts on."""
         whole = self.positions(tokens.device)
@@ -237,6 +286,9 @@ def shard(
 ) -> Tensor:
     """Return this rank's part of a tensor that every rank holds whole. A compiled caller's graph ends before it.
 
+    Every rank of the group calls it. On CPUs, and in the first calls on GPUs, the ranks compare what they hold: whole
+    numbers bit by bit, of others a sample, but for rounding.
+
     Args:
         x: Any dtype; dimension `dim` is the sequence, of any length of at least one token a rank.
         dim: The sequence dimension.
@@ -253,7 +305,7 @@ def shard(
 
     Raises:
         UserError: The layout is unknown, there are fewer tokens than ranks, the mask is missing or for another number
-            of tokens, `x` cannot hold the padding's value, or the ranks of the group disagree.
+            of tokens, `x` cannot hold the padding's value, or the ranks disagree or hold different tensors.
     """
     if torch.compiler.is_compiling():
         from bmburst.uncompiled import shard as run
@@ -265,9 +317,12 @@ def shard(
         along = dimension_of(x, dim)
         cut = SequenceShard.cut(x.shape[along], layout=layout, size=comm.size, rank=comm.rank, mask=mask)
         require_value(x, pad_value)
-        return (cut, along), f"shard\n{describe(x)}\ndim={along}\nlayout={layout}\nmask={mask}"
+        told = f"\ncontents {contents(x)}" if comm.active and comm.size > 1 and is_exact(x) else ""
+        return (cut, along), f"shard\n{describe(x)}\ndim={along}\nlayout={layout}\nmask={mask}{told}"
 
-    cut, along = comm.decided(decide)
+    with comm.first_calls("shard"):
+        cut, along = comm.decided(decide)
+        comm.require_alike("shard", x)
     part: Tensor = _Shard.apply(x, cut, along, pad_value)  # type: ignore[no-untyped-call]
     return part
 
@@ -307,7 +362,7 @@ def unshard(
         along = dimension_of(x_local, dim)
         size, tokens = comm.size, x_local.shape[along]
         real = real_length(size, tokens, length)
-        cut = SequenceShard(real, make_layout(layout, size, tokens, _fitting(mask, real), real), comm.rank)
+        cut = SequenceShard(real, make_layout(layout, size, tokens, fitting(mask, real), real), comm.rank)
         return (cut, along), f"unshard\n{describe(x_local)}\ndim={along}\nlayout={layout}\nmask={mask}\nlength={real}"
 
     cut, along = comm.decided(decide)
@@ -334,35 +389,9 @@ class _Unshard(torch.autograd.Function):
             return cut.join(comm.all_gather(x_local).wait()[0], dim)
 
     @staticmethod
-    @once_differentiable
+    @first_order(UserError)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layout: Layout = ctx.cut.layout
         with no_autocast(grad.device.type):
             parts = torch.stack([take(grad, layout, rank, ctx.dim, 0) for rank in range(layout.size)])
             return ctx.comm.reduce_scatter(parts).wait()[0], None, None, None
-
-
-def _fitting(mask: Mask | str | None, length: int) -> Mask | None:
-    """Return the mask, if any, checked to fit `length` tokens."""
-    if mask is None:
-        return None
-    made = make_mask(mask)
-    made.require(length)
-    return made
-
-
-def _following(tokens: Tensor, masks: tuple[Mask, ...], lengths: list[int]) -> Tensor:
-    """Return each token's follower in its document; a mask and a length for all rows, for each, or none."""
-    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
-    for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
-        last = torch.tensor([*mask.starts[1:], length], dtype=torch.int64, device=tokens.device) - 1
-        labels[row if len(masks) > 1 else slice(None), last] = IGNORE_INDEX
-    return labels
-
-
-def _without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
-    """Return labels of which those from the given lengths on, one for all rows or one for each, do not count."""
-    if all(length == labels.shape[1] for length in lengths):
-        return labels
-    column = torch.tensor(lengths, device=labels.device)[:, None]
-    return labels.masked_fill(torch.arange(labels.shape[1], device=labels.device) >= column, IGNORE_INDEX)

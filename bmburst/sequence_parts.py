@@ -1,12 +1,17 @@
-"""A rank's tokens of a whole tensor, taken and put back."""
+"""A rank's tokens of a whole tensor, taken and put back, and the labels of a whole sequence."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from bmburst.attention.differentiable import no_autocast
-from bmburst.comm.checks import require_own_memory
+from bmburst.comm.checks import contents, describe, require_numbers, require_own_memory
 from bmburst.errors import UserError
+from bmburst.numbers import brief
 from bmburst.schedule.layout import Layout
+from bmburst.schedule.mask import Mask, make_mask
+from bmburst_ops.constants import IGNORE_INDEX
 
 
 def dimension_of(x: Tensor, dim: int) -> int:
@@ -18,6 +23,7 @@ def dimension_of(x: Tensor, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise UserError(f"a sequence is cut as a torch tensor, got {type(x).__name__}\nfix: torch.as_tensor")
     require_own_memory("a sequence that is cut", x)
+    require_numbers("a sequence that is cut", x)
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise UserError(
             f"dim {dim!r} is not a dimension of a tensor of shape {list(x.shape)}\nallowed: {-x.dim()} to {x.dim() - 1}"
@@ -59,3 +65,50 @@ def put(whole: Tensor, part: Tensor, layout: Layout, rank: int, dim: int) -> Ten
             places = slice(run.start, run.start + run.stride * real, run.stride)
             whole[(*before, places)] = part[(*before, slice(run.offset, run.offset + real))]
     return whole
+
+
+def following(tokens: Tensor, masks: tuple[Mask, ...], lengths: list[int]) -> Tensor:
+    """Return each token's follower in its document; a mask and a length for all rows, for each, or none."""
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
+    for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
+        last = torch.tensor([*mask.starts[1:], length], dtype=torch.int64, device=tokens.device) - 1
+        labels[row if len(masks) > 1 else slice(None), last] = IGNORE_INDEX
+    return labels
+
+
+def without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
+    """Return labels of which those from the given lengths on, one for all rows or one for each, do not count."""
+    if all(length == labels.shape[1] for length in lengths):
+        return labels
+    column = torch.tensor(lengths, device=labels.device)[:, None]
+    return labels.masked_fill(torch.arange(labels.shape[1], device=labels.device) >= column, IGNORE_INDEX)
+
+
+def batch_facts(tokens: Tensor, labels: Tensor | None, documents: object) -> str:
+    """Return what of a batch must be equal on the ranks of a group."""
+    given = [("tokens", tokens), *([] if labels is None else [("labels", labels)])]
+    facts = [f"{name} {told}" for name, tensor in given for told in (describe(tensor), contents(tensor))]
+    return "\n".join(["SequenceShard.batch", *facts, f"documents {documents}"])
+
+
+def fitting(mask: Mask | str | None, length: int) -> Mask | None:
+    """Return the mask, if any, checked to fit `length` tokens."""
+    if mask is None:
+        return None
+    made = make_mask(mask)
+    made.require(length)
+    return made
+
+
+def masks_of_samples(documents: Mask | Sequence[Mask] | None, batch: int) -> tuple[Mask, ...]:
+    """Return one mask for all samples, one for each, or none."""
+    if documents is None or isinstance(documents, Mask):
+        return () if documents is None else (documents,)
+    if isinstance(documents, str) or not all(isinstance(mask, Mask) for mask in documents):
+        raise UserError(f"documents must be masks, got {brief(documents)}\nfix: bmburst.Documents(lengths)")
+    if len(documents) != batch:
+        raise UserError(
+            f"got documents of {len(documents)} samples for a batch of {batch}\n"
+            "give one bmburst.Documents to each sample, or a single one for all"
+        )
+    return tuple(documents)

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from bmburst_ops.errors import KernelError
+from bmburst_ops.first_order import first_order
 from bmburst_ops.linears import add_product, product
 from bmburst_ops.swiglu import swiglu
 
@@ -37,7 +38,7 @@ class _GatedMLP(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, down = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad[:4]

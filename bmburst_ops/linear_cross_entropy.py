@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bmburst_ops.constants import GATHERED_CHUNKS, IGNORE_INDEX
+from bmburst_ops.errors import KernelError
+from bmburst_ops.first_order import first_order
 from bmburst_ops.fused import triton_twin
 from bmburst_ops.linears import add_product, product
 
@@ -105,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grads = [
             None if grad is None else torch.mul(grad, grad_output, out=torch.empty_like(grad, dtype=dtype))

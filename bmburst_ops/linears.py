@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from bmburst_ops.errors import KernelError
+from bmburst_ops.first_order import first_order
 
 
 def product(a: Tensor, b: Tensor, wide: torch.dtype, *, out: Tensor | None = None) -> Tensor:
@@ -48,7 +50,7 @@ class _Linears(torch.autograd.Function):
         return tuple(torch.nn.functional.linear(x, part) for part in parts)
 
     @staticmethod
-    @once_differentiable
+    @first_order(KernelError)
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         grads, states = [grad.flatten(0, -2) for grad in grad_outputs], x.flatten(0, -2)

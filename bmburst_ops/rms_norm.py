@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bmburst_ops import cpm_kernels
 from bmburst_ops.errors import KernelError, unknown_kernel
+from bmburst_ops.first_order import first_order
 from bmburst_ops.fused import triton_twin
 
 KERNELS = ("auto", "torch", "triton", cpm_kernels.NAME)
@@ -30,7 +30,7 @@ class _RMSNorm(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = _gradients(ctx, grad_output)
         return grad_x, grad_weight, None, None
@@ -55,7 +55,7 @@ class _StreamNorm(torch.autograd.Function):
         return stream, normed
 
     @staticmethod
-    @once_differentiable
+    @first_order(KernelError)
     def backward(ctx: Any, grad_stream: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = _gradients(ctx, grad_normed, grad_stream)
         grad_added = grad_x if ctx.factor in (None, 1) else grad_x * ctx.factor

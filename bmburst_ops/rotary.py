@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from bmburst_ops.errors import KernelError
+from bmburst_ops.first_order import first_order
 from bmburst_ops.fused import triton_twin
 
 
@@ -36,7 +37,7 @@ class _Rotary(torch.autograd.Function):
         return _rotate(x, cos, sin, back=False)
 
     @staticmethod
-    @once_differentiable
+    @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(grad_output, cos, sin, back=True), None, None

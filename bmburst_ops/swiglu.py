@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from bmburst_ops.errors import KernelError
+from bmburst_ops.first_order import first_order
 from bmburst_ops.fused import triton_twin
 
 
@@ -20,7 +21,7 @@ class _SwiGLU(torch.autograd.Function):
         return fused.forward(gate, up) if fused else _forward(gate, up)
 
     @staticmethod
-    @once_differentiable
+    @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         # One that is expanded, as the gradient of a sum, has several numbers at one place.

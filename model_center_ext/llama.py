@@ -10,15 +10,16 @@ import bmtrain as bmt
 import torch
 from torch import Tensor
 
-from bmburst.attention.api import resolve_group
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.model import Llama as Blocks
 from bmburst.checkpoint.sharded_files import together
+from bmburst.comm.checks import contents, describe
+from bmburst.comm.groups import alone, communicator
 from bmburst.convert.directory import Weights, open_weights
 from bmburst.convert.model_center import model_center_name
 from bmburst.errors import UserError
-from bmburst.mesh import Mesh
+from bmburst.mesh import Mesh, current_mesh
 from bmburst.sequence import SequenceShard
 from bmburst.zero import named_shards, scatter_piece
 from model_center_ext.config import LlamaConfig
@@ -55,14 +56,16 @@ class Llama(Blocks):
 
     Args:
         config: The model, and how it runs.
-        mesh: Says which ranks share a sequence. Default: the mesh that is current now, or else all ranks.
+        mesh: Says which ranks share a sequence. Default: the mesh that is current now, or else none do: every rank has
+            sequences of its own, as with ModelCenter's.
 
     Raises:
         UserError: An option is unknown, or ranks of a tensor group cannot share the model.
     """
 
     def __init__(self, config: LlamaConfig, mesh: Mesh | None = None) -> None:
-        sequence = resolve_group(None) if mesh is None else mesh.sequence
+        mesh = current_mesh() if mesh is None else mesh
+        sequence = alone(communicator(None)) if mesh is None else mesh.sequence
         # One rank has every token in order, whatever the layout, and need not pad for one.
         layout = config.layout if sequence.size > 1 else "contiguous"
         super().__init__(
@@ -164,9 +167,10 @@ class Llama(Blocks):
         Args:
             input_ids: `[batch, local_tokens]` int64: this rank's part, as `bmburst.SequenceShard` or `bmburst.shard`
                 cut it, in the configuration's layout.
-            length: Of the whole sequence over all ranks, where padding follows its real tokens. Or, as in ModelCenter,
-                `[batch]`: real tokens of each sample, of which the rest is padding at the end; what comes out there
-                means nothing (real tokens never see it), and its labels must not count.
+            length: Of the whole sequence over all ranks, where padding follows its real tokens; of a split sequence
+                it or `positions` must be given. Or, as in ModelCenter, `[batch]`: real tokens of each sample, of which
+                the rest is padding at the end; what comes out there means nothing (real tokens never see it), and its
+                labels must not count.
             attention_mask: None; `length` or `mask` says what is seen.
             inputs_embeds: None.
             use_cache: False.
@@ -180,7 +184,8 @@ class Llama(Blocks):
             mask: As in `bmburst.burst_attention`.
 
         Raises:
-            UserError: An argument is set that this model does not have, or ids, positions and length do not fit.
+            UserError: An argument is set that this model does not have, or ids, positions and length do not fit, or
+                are no parts of one split batch.
         """
         refused = {
             "attention_mask": attention_mask is not None,
@@ -195,14 +200,60 @@ class Llama(Blocks):
                 raise UserError(f"{name} is not supported\nfix: leave it out; length and mask say what attention sees")
         if input_ids is None:
             raise UserError("input_ids are missing\nfix: [batch, local_tokens] int64")
+        positions = self._placed(input_ids, positions, length)
         whole = length if isinstance(length, int) else None
-        if positions is None:
-            positions = self._positions(input_ids, whole)
         embedding = self.model.embed_tokens.weight
         local = self._hidden(input_ids, positions, whole, embedding, mask)
         hidden = self.tensor.gather(local, input_ids.shape[1])
         logits = torch.nn.functional.linear(hidden, self._head(embedding)) if output_logits else None
         return LlamaOutput(last_hidden_state=hidden, logits=logits)
+
+    def loss(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        labels: Tensor,
+        length: int | None = None,
+        mask: MaskOption | None = None,
+    ) -> Tensor:
+        """Return the sum of this rank's token losses; see `bmburst.blocks.model.Llama.loss`.
+
+        Raises:
+            UserError: As there, or the ranks have no parts of one split batch.
+        """
+        return super().loss(tokens, self._placed(tokens, positions, length), labels, length, mask)
+
+    def _placed(self, ids: Tensor, positions: Tensor | None, length: int | Tensor | None) -> Tensor:
+        """Return positions, having compared what the ranks of a sequence were given: parts of one batch.
+
+        Whole batches of each rank's own, which a script has that never cut anything, are not told from parts by their
+        shapes: so a split sequence's length or positions must be there.
+        """
+
+        def decide() -> tuple[Tensor, str]:
+            if self._sequence.size > 1:
+                self._require_parts(ids, positions, length)
+            whole = length if isinstance(length, int) else None
+            told = contents(length) if isinstance(length, Tensor) else length
+            facts = f"input_ids {describe(ids)}\nlength {told}\npositions {'given' if positions is not None else None}"
+            return self._positions(ids, whole) if positions is None else positions, f"ModelCenter's Llama\n{facts}"
+
+        with self._sequence.first_calls("ModelCenter's Llama"):
+            return self._sequence.decided(decide)
+
+    def _require_parts(self, ids: Tensor, positions: Tensor | None, length: int | Tensor | None) -> None:
+        size, local = self._sequence.size, ids.shape[-1]
+        problem = None
+        if length is None and positions is None:
+            problem = "but neither length nor positions"
+        elif isinstance(length, Tensor) and length.numel() and int(length.max()) <= local:
+            problem = f"and lengths of at most {int(length.max())}, as of whole sequences"
+        if problem is not None:
+            raise UserError(
+                f"{size} ranks share a sequence, and this one was given input_ids {list(ids.shape)}, {problem}\n"
+                "fix: cut each batch by bmburst.SequenceShard.cut(...).batch(...), and pass length, of the whole "
+                "sequence\nor, if every rank has sequences of its own: Llama(config) without a mesh"
+            )
 
     def _positions(self, ids: Tensor, length: int | None) -> Tensor:
         size, local = self._sequence.size, ids.shape[-1]

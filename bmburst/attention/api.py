@@ -71,7 +71,11 @@ def burst_attention(
     Every rank of the group calls it with its own tokens, in the layout's order (`bmburst.shard` cuts them), with equal
     shapes. A rank needs memory for its share of the sequence only: its local tokens of all heads, or all
     tokens of its own heads; "gather" also holds all tokens of a few KV heads. Gradients are those of a loss that is
-    the sum of the ranks' losses.
+    the sum of the ranks' losses, once: `create_graph=True` is refused.
+
+    A NaN in q, k or v stays in its sample, and with kernels "reference" and "cpu" in its document, in outputs and in
+    gradients. Inside a document it may reach queries that do not see it: kernels multiply whole tiles, and a weight of
+    zero times NaN is NaN.
 
     Args:
         q: `[batch, local_tokens, heads, head_dim]`, any float dtype, any strides.

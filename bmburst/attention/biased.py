@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bmburst.attention.biased_sequence import HOW_MADE, BiasedSequence
 from bmburst.attention.differentiable import gradient_signature, no_autocast, output_gradients
 from bmburst.attention.inputs import require_transport
 from bmburst.attention.options import require_scale, scale_of
 from bmburst.attention.single_ring import carry_home, visits
-from bmburst.comm.checks import Checked, describe
+from bmburst.comm.checks import Checked, describe, require_numbers
 from bmburst.comm.transports import TRANSPORTS, over_transport
 from bmburst.errors import UserError, require_known
 from bmburst.recompute import keep
@@ -38,6 +37,7 @@ from bmburst_ops.biased import (
     select_biased_kernel,
 )
 from bmburst_ops.errors import KernelError
+from bmburst_ops.first_order import first_order
 from bmburst_ops.flash import Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
@@ -118,6 +118,7 @@ def _decide(q: Tensor, k: Tensor, v: Tensor, table: Tensor, sequence: BiasedSequ
         try:
             own = Pairs(sequence.formula, sequence.relations, sequence.tokens, sequence.tokens)
             require_inputs(q, k, v, table, own)
+            require_numbers("q", q)
             require_transport(sequence.group, q, sequence.transport)
             if not q.is_cuda and sequence.is_new:  # where the host need not wait; on a GPU such biases are NaN
                 require_relations(own)
@@ -174,7 +175,7 @@ class _BiasedAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order(UserError)
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, table, out, lse = ctx.saved_tensors
         grad_out, delta = output_gradients(out, grad_out, grad_lse)

@@ -66,6 +66,12 @@ class OpBurstAttn:
     apply = staticmethod(burst_attn_func)
 
 
+class OpBurstAttnStrip:
+    """Burst-Attention's autograd function of striped order: `apply` takes what `burst_attn_func_striped` takes."""
+
+    apply = staticmethod(burst_attn_func_striped)
+
+
 def _attention(
     q: Tensor,
     k: Tensor,

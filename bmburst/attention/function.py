@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bmburst.attention.beginning import Beginning
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.differentiable import no_autocast, output_gradients
 from bmburst.attention.executor import backward, forward
+from bmburst.errors import UserError
 from bmburst.recompute import keep
+from bmburst_ops.first_order import first_order
 from bmburst_ops.flash import Given, Kernel, ReferenceKernel, TritonKernel
 
 
@@ -28,7 +29,7 @@ class SequenceAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order(UserError)
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bmburst.comm.checks import Checked, require_own_memory
+from bmburst.comm.checks import Checked, require_numbers, require_own_memory
 from bmburst.errors import UserError
 
 
@@ -34,6 +34,7 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise UserError(
             f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}\nfix: move all to this rank's"
         )
+    require_numbers("q", q)
     if k.shape != v.shape:
         raise UserError(
             f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}\n"

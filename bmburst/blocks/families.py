@@ -59,6 +59,10 @@ FAMILIES = {
 }
 
 
+_LACKING = {"gemma2": "logit softcap (attn_logit_softcapping)", "gpt_oss": "attention sinks"}
+"""Families that are refused for a part of their attention that switching off would not leave out but change."""
+
+
 def family_of(*, qkv_bias: bool, qk_norm: bool, sliding_window: int | None, scaled: bool) -> str:
     """Return the first family that has these settings.
 
@@ -84,6 +88,11 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         UserError: The family is unknown, a key is missing, or layers differ.
     """
     name = values.get("model_type")
+    if name in _LACKING:
+        raise UserError(
+            f"a {name} model has {_LACKING[name]}, which attention here does not do; without, it is another model\n"
+            f"allowed: model_type {', '.join(FAMILIES)}"
+        )
     if name not in FAMILIES:
         raise unknown("model_type", name, FAMILIES)
     family = FAMILIES[name]

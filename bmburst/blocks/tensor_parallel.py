@@ -19,11 +19,12 @@ from typing import Any
 import bmtrain as bmt
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import alone, communicator
+from bmburst.errors import UserError
+from bmburst_ops.first_order import first_order
 
 
 class TensorGroup:
@@ -77,7 +78,7 @@ class _Gather(torch.autograd.Function):
         return _gathered(x, tokens, comm)
 
     @staticmethod
-    @once_differentiable
+    @first_order(UserError)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _added_up(grad, ctx.comm), None, None
 
@@ -89,7 +90,7 @@ class _AddUp(torch.autograd.Function):
         return _added_up(x, comm)
 
     @staticmethod
-    @once_differentiable
+    @first_order(UserError)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _gathered(grad, ctx.tokens, ctx.comm), None
 

@@ -1,9 +1,10 @@
 """A mismatch between ranks is an error on all of them, not a hang."""
 
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
 import torch
@@ -22,6 +23,9 @@ DEBUG_SWITCH = "BMBURST_CHECK"
 """The environment variable that, set to 1 on every rank, compares every call on GPUs too."""
 
 _SAME, _PROBLEM = "=", "!"
+_FIRST = 8  # calls of a kind: token ids, labels, positions and masks of a first step, or two
+_SAMPLED = 64
+_ALIKE = 0.25  # of the norm: far above what 16 bits round, far below the 1.4 of unrelated numbers
 
 
 class Mismatch(UserError):
@@ -31,6 +35,17 @@ class Mismatch(UserError):
 def describe(*tensors: Tensor) -> str:
     """Return shapes and dtypes as a short text: `float32[2, 8], int64[4]`."""
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+
+
+def contents(tensor: Tensor) -> str:
+    """Return a short text that differs for tensors that hold other numbers: `#1a2b3c4d`. Waits for their device."""
+    data = tensor.detach().contiguous().cpu()
+    return f"#{zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().tobytes()):08x}"
+
+
+def is_exact(tensor: Tensor) -> bool:
+    """Return whether ranks that compute the same get the same bits: token ids do, hidden states may be rounded."""
+    return tensor.element_size() == 1 or not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def require_own_memory(name: str, tensor: Tensor) -> None:
@@ -46,10 +61,25 @@ def require_own_memory(name: str, tensor: Tensor) -> None:
         )
 
 
+def require_numbers(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor on torch's meta device, which has a shape and no numbers.
+
+    Raises:
+        UserError: It is there.
+    """
+    if tensor.is_meta:
+        raise UserError(
+            f"{name} must hold numbers, got a meta tensor {list(tensor.shape)}\n"
+            "fix: make it on this rank's device; of a model, model.to_empty(device=...) and load its weights"
+        )
+
+
 @dataclass(slots=True)
 class _Switch:
     on: bool
     meter: WaitMeter | None = None
+    compared: dict[str, int] = field(default_factory=dict)
+    """How many calls of a kind were compared because they were the first."""
 
 
 class Checked:
@@ -119,6 +149,44 @@ class Checked:
             yield
         finally:
             self.active = before
+
+    @contextmanager
+    def first_calls(self, kind: str) -> Iterator[None]:
+        """Compare the first calls of a kind, on GPUs too. Every rank makes them, so every rank counts alike.
+
+        Args:
+            kind: For example the name of a function. A call that raises is not counted.
+        """
+        count = self._switch.compared.get(kind, 0)
+        if count >= _FIRST:
+            yield
+            return
+        with self.checking():
+            yield
+        self._switch.compared[kind] = count + 1
+
+    def require_alike(self, call: str, tensor: Tensor) -> None:
+        """Check, while active, that every rank holds this tensor of rounded numbers, but for rounding.
+
+        Some 64 of its numbers are compared. What all ranks compute from one batch may differ by a rounding; what they
+        compute from different ones differs by about as much as it is.
+
+        Raises:
+            Mismatch: The ranks hold different ones.
+        """
+        if not self.active or self.size == 1 or is_exact(tensor) or not tensor.numel():
+            return
+        places = torch.linspace(0, tensor.numel() - 1, _SAMPLED, dtype=torch.float64).long()
+        drawn = tensor.detach()[torch.unravel_index(places.to(tensor.device), tensor.shape)]
+        mine = (drawn.real if drawn.is_complex() else drawn).double().nan_to_num(0, 0, 0).to(self.device)
+        (gathered,) = self.inner.all_gather(mine).wait()
+        rows = gathered.cpu()
+        near = (rows - rows[0]).norm(dim=1) <= _ALIKE * torch.maximum(rows.norm(dim=1), rows[0].norm())
+        different = disagreement(
+            [f"{call}\ncontents {contents(rows[0 if same else r])}" for r, same in enumerate(near.tolist())]
+        )
+        if different:
+            raise Mismatch(different)
 
     def decided(self, decide: Callable[[], tuple[T, str]]) -> T:
         """Return this rank's decision, once every rank has decided and all of them agree.

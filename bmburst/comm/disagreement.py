@@ -5,6 +5,7 @@ Only lines that differ are shown.
 """
 
 import hashlib
+import re
 from itertools import zip_longest
 
 NBYTES = 512
@@ -14,14 +15,31 @@ _CAPS = (NBYTES, 192, 96, 48, 24)  # bytes of a line, the first that lets all of
 _SHOWN, _FACT, _TAIL = 200, 80, 20  # characters of a rank's line, of one of its facts, and of the end of that
 _GAP = "..."
 
+_SAME_CALLS = "make the same calls in the same order on every rank, none of them under an if on the rank"
+_ONE_BATCH = (
+    "ranks that share a sequence need the same batch: a sampler by data-parallel rank "
+    "(num_replicas=mesh.shape.data, rank=mesh.data_rank), or a mesh with fewer sequence ranks"
+)
+_GRADIENT = "call it under the same grad mode, with the same inputs that require a gradient, on every rank"
+_EQUAL = "pass the same value on every rank"
+_FIXES = (
+    (re.compile(r"#[0-9a-f]{8}$|^documents "), _ONE_BATCH),  # of a batch: a digest (`checks.contents`), documents
+    (re.compile(r"\d\[\d|shape \["), f"equal shapes and dtypes; {_ONE_BATCH}"),
+    (re.compile(r"with(out)? gradient$"), _GRADIENT),
+)
+"""What to do about a fact that differs, by what it looks like; the first that fits."""
+
 
 def disagreement(signatures: list[str]) -> str | None:
-    """Return three lines on the first rank whose signature is not rank 0's, or None if all are equal."""
+    """Return three lines on the first rank whose signature is not rank 0's, with the fix, or None if all are equal."""
     if len(set(signatures)) < 2:
         return None
     first = signatures[0]
     rank, other = next((rank, text) for rank, text in enumerate(signatures) if text != first)
-    return f"the ranks of the group disagree\nrank 0: {_told(first, other)}\nrank {rank}: {_told(other, first)}"
+    return (
+        f"the ranks of the group disagree; fix: {_fix(first, other)}\n"
+        f"rank 0: {_told(first, other)}\nrank {rank}: {_told(other, first)}"
+    )
 
 
 def encoded(text: str) -> bytes:
@@ -41,6 +59,14 @@ def _capped(data: bytes, cap: int) -> bytes:
         return data
     digest = f"{_GAP} #{hashlib.sha256(data).hexdigest()[:12]}".encode()
     return data[: cap - len(digest)] + digest
+
+
+def _fix(mine: str, theirs: str) -> str:
+    (call, *facts), (their_call, *others) = mine.split("\n"), theirs.split("\n")
+    if call != their_call:
+        return _SAME_CALLS
+    differing = [a or b for a, b in zip_longest(facts, others, fillvalue="") if a != b]
+    return next((fix for looks, fix in _FIXES for fact in differing if looks.search(fact)), _EQUAL)
 
 
 def _told(mine: str, theirs: str) -> str:

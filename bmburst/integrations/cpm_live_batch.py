@@ -6,15 +6,23 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.biased_sequence import BiasedSequence
-from bmburst.comm.checks import Checked, describe
+from bmburst.comm.checks import Checked, contents, describe
 from bmburst.comm.objects import broadcast_object
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
-from bmburst.integrations.cpm_live_checks import Data, additional_rows, lengths, relations, require_batch, vectors
+from bmburst.integrations.cpm_live_checks import (
+    Data,
+    additional_rows,
+    lengths,
+    relations,
+    require_batch,
+    require_segment_types,
+    require_segments,
+    vectors,
+)
 from bmburst.integrations.mesh_check import require_mesh
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh
-from bmburst.numbers import whole_number
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import BIASED_NAMES, RelativeBias, Tokens, ant_relations, ant_tokens, bee_tokens
@@ -163,13 +171,23 @@ class SplitSequences:
     def bee(self, data: Data) -> BeePart:
         """Return this rank's part of a batch of CPM-Bee's `MixedDataset`, the same on all ranks of the group.
 
+        On CPUs, and the first times on GPUs, the ranks compare what they hold.
+
         Raises:
-            UserError: A name is missing, shapes differ, or segments have no place among the relations.
+            UserError: A name is missing, shapes differ, segments have no place among the relations, or the ranks hold
+                different batches: on every rank, where they compare.
         """
-        whole = vectors(require_batch(data), _BEE_VECTORS)
+
+        def decide() -> tuple[tuple[dict[str, Tensor], Tensor, Tensor, tuple[Tensor, Tensor]], str]:
+            whole = vectors(require_batch(data), _BEE_VECTORS)
+            real = lengths(data, "length", *whole["inputs"].shape)
+            related, rows = relations(data, whole, real), additional_rows(data)
+            told = whole | {"length": real, "segment_rel": related, "ext_ids": rows[0], "ext_sub": rows[1]}
+            return (whole, real, related, rows), self._told("bee", told)
+
+        with self.mesh.sequence.first_calls("CPM-Live's batch"):
+            whole, real, related, (ext_ids, ext_sub) = self.mesh.sequence.decided(decide)
         batch, length = whole["inputs"].shape
-        real = lengths(data, "length", batch, length)
-        related, (ext_ids, ext_sub) = relations(data, whole, real), additional_rows(data)
         cut = self._cut(length)
         part = {name: self._part(cut, whole[name], IGNORE_INDEX if name == "target" else 0) for name in whole}
         tokens = bee_tokens(
@@ -186,27 +204,27 @@ class SplitSequences:
     def ant(self, data: Data, num_segments: int) -> AntPart:
         """Return this rank's part of a batch of CPM-Ant's `BatchPacker`, the same on all ranks of the group.
 
-        As in CPM-Ant, the last `len_ctx` tokens of a sequence are real.
+        As in CPM-Ant, the last `len_ctx` tokens of a sequence are real. Ranks compare as in `bee`.
 
         Args:
             data: The batch.
             num_segments: The model's `segment_types`.
 
         Raises:
-            UserError: A name is missing, shapes differ, or there is a segment of another kind.
+            UserError: A name is missing, shapes differ, there is a segment of another kind, or the ranks hold different
+                batches: on every rank, where they compare.
         """
-        try:
-            num_segments = whole_number("num_segments", num_segments, 1)
-        except UserError as error:
-            raise UserError(f"{error}\nfix: the model's segment_types") from None
-        whole = vectors(require_batch(data), _ANT_VECTORS)
+
+        def decide() -> tuple[tuple[dict[str, Tensor], Tensor], str]:
+            require_segment_types(num_segments)
+            whole = vectors(require_batch(data), _ANT_VECTORS)
+            real = lengths(data, "len_ctx", *whole["ctx"].shape)
+            require_segments(whole["segment"], num_segments)
+            return (whole, real), self._told(f"ant of {num_segments} segments", whole | {"len_ctx": real})
+
+        with self.mesh.sequence.first_calls("CPM-Live's batch"):
+            whole, real = self.mesh.sequence.decided(decide)
         batch, length = whole["ctx"].shape
-        real, segment = lengths(data, "len_ctx", batch, length), whole["segment"]
-        if bool(((segment < 0) | (segment >= num_segments)).any()):
-            raise UserError(
-                f"segments go from {int(segment.min())} to {int(segment.max())}, num_segments={num_segments}\n"
-                f"allowed: 0 to {num_segments - 1}\nfix: the num_segments that the data are made for"
-            )
         cut = self._cut(length)
         part = {name: self._part(cut, whole[name], IGNORE_INDEX if name == "tgt" else 0) for name in whole}
         place = self._positions(cut, batch)
@@ -237,6 +255,14 @@ class SplitSequences:
         valid = self.mesh.world.decided(lambda: (_valid(loss_sum, target), "SplitSequences.mean"))
         (valid,) = self.mesh.world.all_reduce(valid).wait()
         return global_mean(loss_sum, valid, self.mesh.world.size)
+
+    def _told(self, kind: str, vectors: Data) -> str:
+        """Return what of a batch must be equal on the ranks that share it."""
+        if not self.mesh.sequence.active or self.mesh.sequence.size == 1:
+            return ""
+        shape = list(next(iter(vectors.values())).shape)
+        facts = [f"{name} {contents(vector)}" for name, vector in vectors.items()]
+        return "\n".join([f"batch {kind}", f"shape {shape}", *facts])
 
     @property
     def _device(self) -> torch.device:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bmburst.errors import UserError
-from bmburst.numbers import array_of
+from bmburst.numbers import array_of, whole_number
 
 Data = Mapping[str, Any]
 """What CPM-Live's loaders yield: NumPy arrays or tensors by name, whole sequences."""
@@ -137,3 +137,28 @@ def additional_rows(data: Data) -> tuple[Tensor, Tensor]:
             "fix: pass what CPM-Live's loader yields, unchanged"
         )
     return ids, numbers
+
+
+def require_segment_types(num_segments: object) -> None:
+    """Check the number of CPM-Ant's kinds of segments.
+
+    Raises:
+        UserError: It is no whole number above 0.
+    """
+    try:
+        whole_number("num_segments", num_segments, 1)
+    except UserError as error:
+        raise UserError(f"{error}\nfix: the model's segment_types") from None
+
+
+def require_segments(segment: Tensor, num_segments: int) -> None:
+    """Check that segments are of kinds that there are.
+
+    Raises:
+        UserError: One is not.
+    """
+    if bool(((segment < 0) | (segment >= num_segments)).any()):
+        raise UserError(
+            f"segments go from {int(segment.min())} to {int(segment.max())}, num_segments={num_segments}\n"
+            f"allowed: 0 to {num_segments - 1}\nfix: the num_segments that the data are made for"
+        )

@@ -4,7 +4,6 @@
 loss. docs/hugging_face.md is the guide.
 """
 
-import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.checks import describe
+from bmburst.comm.checks import contents, describe
 from bmburst.errors import UserError
 from bmburst.integrations.mesh_check import require_mesh
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
@@ -273,8 +272,7 @@ def _ends(position_ids: Tensor, cut: SequenceShard) -> tuple[int, ...]:
 def _signature(whole: WholeBatch) -> str:
     """Return a text that tells batches apart; waits for the device that holds them."""
     tensors = (whole.input_ids, whole.labels, whole.position_ids)
-    digests = [f"{zlib.crc32(tensor.contiguous().cpu().numpy().tobytes()):08x}" for tensor in tensors]
     names = ("input_ids", "labels", "position_ids")
-    told = [f"{name} #{digest}" for name, digest in zip(names, digests, strict=True)]
+    told = [f"{name} {contents(tensor)}" for name, tensor in zip(names, tensors, strict=True)]
     documents = "; ".join(map(str, whole.documents)) or "one"
     return "\n".join(["batch", f"shape {list(whole.input_ids.shape)}", *told, f"documents {documents}"])

@@ -35,6 +35,22 @@ _NOT_ASKED = frozenset(
 """What models pass along to attention and what does not change it."""
 
 
+_ELSEWHERE = "train this model with another attn_implementation"
+
+_KNOWN = {
+    "s_aux": ("attention sinks (s_aux)", f"{_ELSEWHERE}: without its sinks it is another model"),
+    "softcap": (
+        "logit softcap (attn_logit_softcapping)",
+        f"{_ELSEWHERE}: with attn_logit_softcapping=None it is another model",
+    ),
+}
+"""What models are known to ask for, by the argument: what it is called, and what to do."""
+
+
+class _NoTensor(UserError, AttributeError):
+    """Something of a tensor was asked of a mask; an AttributeError for who only looks whether it is there."""
+
+
 class SequenceMask:
     """What attention must know of a split batch; a model takes it as its `attention_mask`.
 
@@ -64,6 +80,16 @@ class SequenceMask:
         batch, tokens = shape
         self.shape = (batch, 1, tokens, tokens)  # the keys of a mask are its last dimension
         self.comm, self.options, self.length, self.documents, self.mask = comm, options, length, documents, mask
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what a model asks of a mask that it takes for a tensor, to change it or to compute with it."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _NoTensor(str(_cannot(f"a model that computes with its mask (mask.{name})", _ELSEWHERE)))
+
+    def __getitem__(self, places: object) -> Any:
+        """See `__getattr__`."""
+        raise _cannot("a model that computes with its mask (mask[...])", _ELSEWHERE)
 
     def seen(self, window: int | None) -> "SequenceMask":
         """Return the same for layers that see the last `window` tokens, None for all, of their document."""
@@ -148,7 +174,7 @@ def attention(
         raise _not_split(attention_mask)
     _require_exact(attention_mask, dropout, sliding_window, asked)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise _cannot("attention that is not causal", "train this model with another attn_implementation")
+        raise _cannot("attention that is not causal", _ELSEWHERE)
     if torch.is_autocast_enabled(query.device.type):  # norms and rotary embeddings leave it, as fp32
         low = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(low), key.to(low), value.to(low)
@@ -176,7 +202,7 @@ def _require_exact(mask: SequenceMask, dropout: float, sliding_window: int | Non
         name for name, value in asked.items() if name not in _NOT_ASKED and value is not None and value is not False
     ]
     if other:
-        raise _cannot(other[0], "leave it out of the call, or train this model with another attn_implementation")
+        raise _cannot(*_KNOWN.get(other[0], (other[0], f"leave it out of the call, or {_ELSEWHERE}")))
 
 
 def _window(function: Callable[..., Any]) -> int | None:
@@ -196,7 +222,7 @@ def _window(function: Callable[..., Any]) -> int | None:
     name = function.__qualname__.split(".")[0]
     raise _cannot(
         f"a mask that is neither causal nor a causal window ({name})",
-        "train this model with another attn_implementation",
+        _ELSEWHERE,
     )
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from bmburst.comm.checks import require_numbers
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 from bmburst_ops.constants import IGNORE_INDEX
@@ -46,6 +47,10 @@ def whole_batch(
             f"input_ids must be token ids [batch, length], got {_kind(input_ids)}\n"
             "allowed: a tensor of int64 with one token or more, as tokenizers give it with return_tensors='pt'"
         )
+    given = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "attention_mask": attention_mask}
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor):
+            require_numbers(name, tensor)
     input_ids = input_ids.long()
     labels, position_ids = (
         _shaped(name, tensor, input_ids, integers=True)

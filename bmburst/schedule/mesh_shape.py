@@ -6,6 +6,7 @@ so that a ring stays inside a node as long as it can. Inside a sequence group, r
 and nodes are outermost: `s = (node * ring + r) * heads + h`.
 """
 
+import operator
 from dataclasses import dataclass
 
 from bmburst.errors import UserError
@@ -33,6 +34,9 @@ class MeshShape:
     nodes: int = 1
 
     def __post_init__(self) -> None:
+        axes = {"data": self.data, "sequence": self.sequence, "tensor": self.tensor, "nodes": self.nodes}
+        for name, ranks in axes.items() if self.heads is None else (axes | {"heads": self.heads}).items():
+            _require_whole(name, ranks)
         if min(self.data, self.sequence, self.tensor) < 1:
             raise UserError(f"a mesh needs at least 1 rank on each axis, got {self}")
         _require_part("nodes", self.nodes, self.sequence, f"{self.sequence} sequence ranks")
@@ -67,9 +71,9 @@ class MeshShape:
         Raises:
             UserError: The axes do not multiply to the ranks there are; the message names what would.
         """
-        for name, ranks in (("data", data), ("sequence", sequence), ("tensor", tensor)):
-            if ranks is not None and not hasattr(ranks, "__index__"):
-                raise UserError(f"{name} of a mesh must be a whole number, got {ranks!r}")
+        for name, ranks in (("world_size", world_size), ("data", data), ("sequence", sequence), ("tensor", tensor)):
+            if ranks is not None:
+                _require_whole(name, ranks)
         _require_part("tensor", tensor, world_size, f"{world_size} ranks")
         rest = world_size // tensor
         if data is None:
@@ -151,6 +155,16 @@ def divisors(number: int) -> list[int]:
 def can_share(degree: int, heads: int, kv_heads: int) -> bool:
     """Return whether so many ranks get whole groups of query heads with their KV heads, or a part of one group each."""
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
+def _require_whole(axis: str, ranks: object) -> None:
+    try:
+        operator.index(ranks)  # type: ignore[arg-type]  # what is none raises
+        is_whole = not isinstance(ranks, bool)
+    except TypeError:
+        is_whole = False
+    if not is_whole:
+        raise UserError(f"{axis} of a mesh must be a whole number, got {ranks!r}\nallowed: 1 or more")
 
 
 def _require_part(axis: str, degree: int, whole: int, said: str) -> None:

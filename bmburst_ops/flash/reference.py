@@ -1,6 +1,7 @@
 """Attention of one tile in plain torch, any float dtype: the definition that every other kernel is tested against."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -105,14 +106,25 @@ def _slabs(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> Iterator[_Sl
     """Yield runs of queries, in order; at least one, and none of several queries that is empty."""
     dtype, (count, keys), kv_heads = accumulation_dtype(q.dtype), (q.shape[1], k.shape[1]), k.shape[2]
     wide, visible = k.to(dtype), Visibility(pattern, count, keys)
-    for first in range(0, max(count, 1), _ROWS):
-        rows = slice(first, min(first + _ROWS, count))
+    for rows in _runs(visible, count):
         seen, mask = visible.block(rows)
         queries = q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))
         scores = torch.einsum("bqkgd,bnkd->bkgqn", queries, wide[:, seen]) * scale
         if mask is not None:
             scores = scores.masked_fill(~mask.to(q.device), -torch.inf)
         yield _Slab(rows, seen, scores)
+
+
+def _runs(visible: Visibility, count: int) -> Iterator[slice]:
+    """Yield so many queries in runs, none with queries of several documents.
+
+    A weight of zero times what is not a number is not a number: keys of other documents must not be multiplied at all.
+    """
+    start, stop = visible.rows
+    edges = np.flatnonzero(start[1:] >= stop[:-1]) + 1  # sees nothing of what those before it see
+    for document, end in pairwise([0, *edges.tolist(), count]):
+        for first in range(document, max(end, 1), _ROWS):
+            yield slice(first, min(first + _ROWS, end))
 
 
 def _finite(lse: Tensor) -> Tensor:

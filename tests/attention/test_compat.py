@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from bmburst import OpBurstAttn, burst_attn_func, burst_attn_func_striped, shard
+from bmburst import OpBurstAttn, OpBurstAttnStrip, burst_attn_func, burst_attn_func_striped, shard
 from bmburst.attention import compat
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
@@ -14,7 +14,12 @@ from tests.attention.oracle import draw, reference
 
 @pytest.mark.parametrize(
     ("function", "layout"),
-    [(burst_attn_func, "zigzag"), (burst_attn_func_striped, "striped"), (OpBurstAttn.apply, "zigzag")],
+    [
+        (burst_attn_func, "zigzag"),
+        (burst_attn_func_striped, "striped"),
+        (OpBurstAttn.apply, "zigzag"),
+        (OpBurstAttnStrip.apply, "striped"),
+    ],
 )
 @pytest.mark.parametrize("flash", ["cuda", "triton", None])
 @pytest.mark.parametrize("causal", [True, False])
@@ -38,7 +43,7 @@ def test_by_position(function, layout, flash, causal, optimize):
 
 
 def test_the_order_of_arguments_is_that_projects():
-    for function in (burst_attn_func, burst_attn_func_striped, OpBurstAttn.apply):
+    for function in (burst_attn_func, burst_attn_func_striped, OpBurstAttn.apply, OpBurstAttnStrip.apply):
         parameters = inspect.signature(function).parameters.values()
         assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
         assert [p.name for p in parameters][:3] == ["q", "k", "v"]

@@ -76,7 +76,7 @@ def test_unknown_values_are_refused_on_every_rank(options, message, wrong_ranks)
         (lambda q, k, v: (q.long(), k, v), "share one floating-point dtype of at least 16 bits, got torch.int64"),
         (lambda q, k, v: [t.to(torch.float8_e4m3fn) for t in (q, k, v)], "of at least 16 bits, got torch.float8"),
         (lambda q, k, v: (q, k.to("meta"), v), "must be on one device, got cpu, meta and cpu\nfix: "),
-        (lambda q, k, v: [t.to("meta") for t in (q, k, v)], "moves cpu tensors by threads, but q is on meta"),
+        (lambda q, k, v: [t.to("meta") for t in (q, k, v)], "q must hold numbers, got a meta tensor .*\nfix: "),
         (lambda q, k, v: (q, k.double(), v), "share one floating-point dtype"),
         (lambda q, k, v: (q, k, v[:, :, :1]), "k and v must have the same shape, got .*\nfix: "),
         (lambda q, k, v: (q, k[:, :2], v[:, :2]), "local_tokens and head_dim must be equal"),
@@ -135,13 +135,16 @@ def test_what_only_stands_for_tensors_is_not_cut(function):
         function(torch.zeros(1, 8, 2).as_subclass(Standing))
 
 
+SAME = "pass the same value on every rank"
+
+
 def test_ranks_that_disagree_are_not_shown_what_nobody_set():
     def body(comm):
         q = torch.zeros(1, 64, 4, 32)
         with pytest.raises(UserError) as caught:  # an exchange of heads, whose pace hangs on the length
             bmburst.burst_attention(q, q, q, group=comm, strategy="heads", length=128 - comm.rank)
         told = [f"rank {rank}: burst_attention length {length}" for rank, length in enumerate((128, 127))]
-        assert str(caught.value).splitlines() == ["the ranks of the group disagree", *told]
+        assert str(caught.value).splitlines() == [f"the ranks of the group disagree; fix: {SAME}", *told]
 
     run_ranks(2, body)
 
@@ -160,7 +163,7 @@ def test_ranks_that_disagree_are_refused_on_every_rank():
                 bmburst.burst_attention(*zeros(comm), group=comm, **{"strategy": "kv", name: values[comm.rank]})
             shown = ("strategy.travellers", ("kv", "q")) if name == "strategy" else (name, values)
             told = [f"rank {rank}: burst_attention {shown[0]} {value}" for rank, value in enumerate(shown[1])]
-            assert str(caught.value).splitlines() == ["the ranks of the group disagree", *told]
+            assert str(caught.value).splitlines() == [f"the ranks of the group disagree; fix: {SAME}", *told]
         with pytest.raises(UserError, match=r"rank 1: burst_attention q float32\[1, 6, 2, 8\]"):
             bmburst.burst_attention(*zeros(comm, tokens=4 + 2 * comm.rank), group=comm)
         inputs = [t.requires_grad_(comm.rank == 1) for t in zeros(comm)]  # a backward that only one rank would run
@@ -170,3 +173,20 @@ def test_ranks_that_disagree_are_refused_on_every_rank():
             bmburst.burst_attention(*inputs, group=comm)
 
     run_ranks(2, body)
+
+
+def test_meta_tensors_are_refused():
+    """They have shapes and no numbers."""
+    q, ids = torch.zeros(1, 4, 2, 8, device="meta"), torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    cut = bmburst.SequenceShard.cut(8, layout="zigzag", size=2, rank=0)
+    for call in (
+        lambda: bmburst.burst_attention(q, q, q),
+        lambda: bmburst.shard(ids),
+        lambda: bmburst.unshard(ids),
+        lambda: cut.take(ids),
+        lambda: cut.batch(ids),
+        lambda: bmburst.Documents.from_cu_seqlens(ids[0]),
+    ):
+        with pytest.raises(UserError, match="meta") as caught:
+            call()
+        assert len(str(caught.value).splitlines()) <= 3

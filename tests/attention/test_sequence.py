@@ -1,12 +1,14 @@
 """shard and unshard are exact inverses, and transposes of each other, for any length."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 
 import bmburst
+from bmburst.comm.groups import communicator
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst_ops.constants import IGNORE_INDEX
@@ -197,7 +199,7 @@ def test_second_derivatives():
         part = partial(bmburst.shard, group=comm)
         assert torch.autograd.gradgradcheck(lambda t: part(t).sin(), (x,))
         whole = bmburst.unshard(part(x), group=comm)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
+        with pytest.raises(UserError, match="create_graph=True"):
             torch.autograd.grad(whole.square().sum(), x, create_graph=True)[0].sum().backward()
 
     run_ranks(1, body)
@@ -223,3 +225,81 @@ def _compiled_caller():
         got = compiled(x)
         torch.testing.assert_close(got, expected)
         torch.testing.assert_close(*torch.autograd.grad(got.sum(), x), wanted)
+
+
+WHOLE = {
+    "ids": torch.arange(24).view(2, 12),
+    "half": torch.linspace(-1, 1, 24, dtype=torch.float64).view(2, 12).bfloat16(),
+    "complex": torch.linspace(-1, 1, 24).view(2, 12) * (1 + 1j),
+    "flags": torch.arange(24).view(2, 12) % 2 == 0,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("always", [True, False])
+def test_shard_refuses_ranks_that_hold_different_tensors(name, always):
+    def body(comm):
+        comm.always = comm.active = always  # not: as on GPUs
+        whole = WHOLE[name]
+        different = whole if comm.rank == 0 else whole.roll(1, dims=1)
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"mesh\.data_rank(?s:.)*rank 1: shard contents") as caught:
+                bmburst.shard(different, group=comm)
+            assert len(str(caught.value).splitlines()) == 3
+        for _ in range(8):
+            bmburst.shard(whole, group=comm)
+        if not always:
+            bmburst.shard(different, group=comm)
+
+    run_ranks(2, body)
+
+
+def test_shard_takes_what_differs_by_a_rounding():
+    def body(comm):
+        whole = torch.linspace(-1, 1, 24).view(1, 12, 2)
+        whole[0, 3, 1] = float("nan")
+        noisy = whole * (1 + 0.01 * comm.rank)
+        for x in (noisy, noisy.bfloat16(), noisy.mT.contiguous().mT, torch.zeros(1, 12), torch.zeros(0, 12)):
+            bmburst.shard(x, group=comm)
+        with pytest.raises(UserError, match="fix: "):
+            bmburst.shard(torch.full((1, 12), float(comm.rank)), group=comm)
+
+    run_ranks(2, body)
+
+
+def test_batches_of_ranks_that_share_a_sequence_are_compared():
+    run_processes(2, _different_batches)
+
+
+def _different_batches():
+    world = communicator(None)
+    ids = torch.arange(24).view(2, 12)
+    cuts = [
+        bmburst.SequenceShard.cut(12, layout="zigzag", size=2, rank=world.rank),
+        bmburst.SequenceShard.cut(12, layout="zigzag", group=world),
+    ]
+    assert cuts[0] == cuts[1]
+    other = bmburst.SequenceShard.cut(12, layout="zigzag", size=3, rank=world.rank)
+    for cut in cuts:
+        for given in (
+            (ids + world.rank,),
+            (ids, ids + world.rank),
+            (ids, None, bmburst.Documents((5 + world.rank, 7 - world.rank))),
+            (ids[: 1 + world.rank],),
+        ):
+            with pytest.raises(UserError, match=r"mesh\.data_rank") as caught:
+                cut.batch(*given)
+            assert len(str(caught.value).splitlines()) == 3
+        with pytest.raises(UserError, match=r"must be \[batch, 12\]"):
+            cut.batch(ids[:, : 12 - world.rank])  # which rank 1 refuses
+        cut.batch(ids)
+    other.batch(ids + world.rank)  # of nobody here
+    with ThreadPoolExecutor(1) as pool:  # a loader's thread talks to nobody
+        pool.submit(cuts[0].batch, ids + world.rank).result()
+
+
+def test_a_shard_of_a_group_has_its_size_and_rank():
+    with pytest.raises(UserError, match="size and rank, or a group\nfix: "):
+        bmburst.SequenceShard.cut(12, layout="zigzag", size=2)
+    with pytest.raises(UserError, match="0 of 1\nfix: "):
+        bmburst.SequenceShard.cut(12, layout="zigzag", size=2, rank=1, group=communicator(None))

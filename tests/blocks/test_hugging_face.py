@@ -211,6 +211,8 @@ def test_settings_that_cannot_be() -> None:
         (_text("config.json", "[]"), "config.json holds no JSON object"),
         (_config(model_type="gpt2"), "unknown model_type 'gpt2'.*\nknown: llama, minicpm, mistral, qwen2, qwen3"),
         (_config(sliding_window=4), "a llama model has no sliding_window"),
+        (_config(model_type="gemma2"), "logit softcap .* another model\nallowed: model_type llama"),
+        (_config(model_type="gpt_oss"), "attention sinks, .* another model\nallowed: model_type llama"),
         (_config(model_type="minicpm", scale_emb=12), "a minicpm model lacks scale_depth, dim_model_base"),
         (_config(model_type="minicpm", **MINICPM), "scale_emb is None in this model but 12.0 in "),
         (_config(model_type="minicpm", **MINICPM, num_experts=8), "num_experts of a minicpm model is not supported"),

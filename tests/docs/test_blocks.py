@@ -132,7 +132,8 @@ def test_migrations_check_themselves_to_the_end(run_page) -> None:
 
 def test_a_mismatch_is_an_error_and_no_hang(run_page) -> None:
     told = [f"rank {rank}: burst_attention mask window of {16 + rank}, causal" for rank in (0, 1)]
-    assert "\n".join(["the ranks of the group disagree", *told]) in run_page("troubleshooting.md").printed
+    fixed = "the ranks of the group disagree; fix: pass the same value on every rank"
+    assert "\n".join([fixed, *told]) in run_page("troubleshooting.md").printed
 
 
 def test_a_schedule_is_printed_step_by_step(run_page) -> None:

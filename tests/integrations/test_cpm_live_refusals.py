@@ -203,3 +203,35 @@ def on_every_rank():
 @pytest.mark.parametrize(("size", "body"), [(1, of_batches), (1, of_modules), (2, on_every_rank)])
 def test_refuses_with_what_is_allowed(size, body):
     run_program(size, body)
+
+
+def of_different_batches():
+    from bmburst.integrations import cpm_live
+
+    mesh = bmburst.Mesh.over_bmtrain()
+    split, rank = cpm_live.SplitSequences(mesh), mesh.sequence_rank
+    for compared in (True, False):  # on CPUs always, on GPUs the first times
+        mesh.sequence.always = mesh.sequence.active = compared
+        mesh.sequence._switch.compared.clear()
+        for name, values in BEE.items():
+            change = {name: np.concatenate([values.reshape(-1)[:-1], values.reshape(-1)[-1:] ^ rank])}
+            change = {name: change[name].reshape(values.shape)}
+            if name == "length":
+                change = {name: values - rank}
+            with pytest.raises(UserError, match=r"mesh\.data_rank|allowed: ") as caught:
+                split.bee(BEE | change)
+            assert len(str(caught.value).splitlines()) <= 3
+        for change in ({"ctx": ANT["ctx"] + rank}, {"len_ctx": ANT["len_ctx"] - rank}):
+            with pytest.raises(UserError, match=r"mesh\.data_rank"):
+                split.ant(ANT | change, 3)
+        with pytest.raises(UserError, match="same"):
+            split.ant(ANT, 3 + rank)
+        split.ant(ANT, 3)
+        for _ in range(8):
+            split.bee(BEE)
+    split.bee(BEE | {"inputs": BEE["inputs"] + rank})  # compared no longer
+    mesh.sequence.always = mesh.sequence.active = True
+
+
+def test_ranks_with_different_batches_are_told_on_every_rank():
+    run_program(2, of_different_batches)

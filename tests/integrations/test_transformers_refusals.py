@@ -1,5 +1,6 @@
 """What cannot be done exactly on split sequences is refused: in at most three lines, before any work starts."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,8 +54,9 @@ def _rope(kind: str) -> dict[str, Any]:
     ("family", "options", "message"),
     [
         ("llama", {"attention_dropout": 0.1}, r"dropout of 0.1 .*fix: set it to 0"),
-        ("gemma2", {}, "cannot do softcap exactly"),
-        ("gpt_oss", {"num_local_experts": 2}, "cannot do s_aux exactly"),
+        ("gemma2", {}, "cannot do logit softcap .*=None it is another model"),
+        ("gpt_oss", {"num_local_experts": 2}, "cannot do attention sinks .* it is another model"),
+        ("doge", {}, r"computes with its mask \(mask.dtype\) exactly\nfix: "),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "has layers of type 'conv'"),
         ("llama4_text", {"num_local_experts": 2}, "has layers of type 'chunked_attention'"),
         ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, "router's loss is no sum over tokens"),
@@ -128,6 +130,14 @@ def test_what_layers_ask_for(options: dict[str, Any], message: str) -> None:
     _call(mask, sliding_window=11, use_cache=False, position_ids=IDS, softcap=None, output_attentions=False)
     with _refused(message):
         _call(mask, **options)
+
+
+def test_a_mask_is_no_tensor() -> None:
+    mask = _part().mask
+    assert not hasattr(mask, "dtype")
+    assert copy.copy(mask).shape == mask.shape
+    with _refused("computes with its mask"):
+        mask[:, :, :3]
 
 
 def test_a_model_that_makes_its_masks_itself() -> None:

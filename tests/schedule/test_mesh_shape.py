@@ -51,7 +51,7 @@ def test_axes_that_do_not_multiply_are_refused():
     assert "data 2 x sequence 2 with tensor 2" in refused(MeshShape.fit, 12, 2, 2, tensor=2)
     assert "each one of 1, 2, 3, 6" in refused(MeshShape.fit, 12, 5, tensor=2)
     assert "data 1 x sequence 3" in refused(MeshShape.fit, 2, sequence=3)
-    assert refused(MeshShape.fit, 8, sequence="2").endswith("must be a whole number, got '2'")
+    assert refused(MeshShape.fit, 8, sequence="2").startswith("sequence of a mesh must be a whole number, got '2'")
     assert "data 1 x sequence 2 x tensor 0" in refused(MeshShape, 1, 2, 0)
 
 
@@ -113,3 +113,12 @@ def test_mesh_shape_names_what_would_fit():
             MeshShape.fit(6, data, sequence)
     with pytest.raises(UserError, match="at least 1 rank on each axis"):
         MeshShape(0, 2)
+
+
+@pytest.mark.parametrize("axis", ["data", "sequence", "tensor", "heads", "nodes"])
+@pytest.mark.parametrize("value", ["1", 1.0, True, 2.5, [1]])
+def test_an_axis_is_a_whole_number(axis, value):
+    told = f"{axis} of a mesh must be a whole number, got {value!r}\nallowed: "
+    assert refused(MeshShape, **({"data": 1, "sequence": 4} | {axis: value})).startswith(told)
+    assert refused(MeshShape.fit, 4, **{axis: value}).startswith(told)
+    assert refused(MeshShape.fit, "4").startswith("world_size of a mesh must be a whole number")

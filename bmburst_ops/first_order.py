@@ -1,0 +1,41 @@
+"""Backward passes that have no derivative of their own refuse to be asked for one.
+
+torch's `once_differentiable` notices only where the gradient that comes in requires a gradient itself. Of a loss that
+is linear in the output (a sum) it does not: `create_graph=True` then returns gradients without a graph, and what is
+derived of them, a penalty on gradients or a Hessian, is silently without this part.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+Backward = Callable[..., Any]
+
+
+def first_order(error: type[Exception]) -> Callable[[Backward], Backward]:
+    """Return a decorator for the `backward` of a `torch.autograd.Function`, below `@staticmethod`.
+
+    Args:
+        error: Raised where a graph of the gradients is asked for: torch runs backward with gradients enabled only then.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        once = once_differentiable(backward)
+        name = backward.__qualname__.partition(".")[0].lstrip("_")
+
+        @wraps(backward)
+        def checked(ctx: Any, *grads: Any) -> Any:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise error(
+                    f"create_graph=True: the gradients of {name} cannot be differentiated again\n"
+                    "allowed: create_graph=False\n"
+                    "fix: for second derivatives compute this part in plain torch, on one rank"
+                )
+            return once(ctx, *grads)
+
+        return checked
+
+    return decorate
