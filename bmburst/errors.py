@@ -3,7 +3,6 @@
 import difflib
 from collections.abc import Iterable
 
-
 _MOST_LINES, _MOST_CHARACTERS = 3, 1000  # of a message; of one of its lines
 
 

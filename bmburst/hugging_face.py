@@ -14,8 +14,9 @@ from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import SCALES
+from bmburst.config import read_json
 from bmburst.errors import UserError
-from bmburst.weight_files import TensorFile, open_tensors, read_json, write_text
+from bmburst.weight_files import TensorFile, open_tensors, write_text
 from bmburst.weight_parts import Gathered, parts_of, save_parts, together
 
 if TYPE_CHECKING:

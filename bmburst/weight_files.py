@@ -136,23 +136,6 @@ def write_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def read_json(path: Path) -> dict[str, object]:
-    """Return the object in a JSON file.
-
-    Raises:
-        UserError: It is missing, or no JSON object.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}\nfix: name a directory that has it") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}\nfix: copy the file again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds no JSON object\nfix: copy the file again")
-    return values
-
-
 def _damaged(path: Path, error: Exception) -> UserError:
     reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
     return UserError(f"cannot read {path}: {reason}\nfix: the file is truncated or of another format; copy it again")

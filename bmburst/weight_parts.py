@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bmburst.config import read_json
 from bmburst.errors import UserError
-from bmburst.weight_files import SafetensorsWriter, TensorFile, open_tensors, read_json, write_text
+from bmburst.weight_files import SafetensorsWriter, TensorFile, open_tensors, write_text
 
 PART_BYTES = 2 << 30
 """From this size on one more rank writes a file of its own, as long as there are ranks on the first host."""

@@ -275,7 +275,7 @@ def _rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
         given = values.get(key)
         if given is not None and not isinstance(given, Mapping):
             raise UserError(
-                f"{key} {shown(given)} is no object\nallowed: for example {{\"rope_type\": \"linear\", \"factor\": 4.0}}"
+                f'{key} {shown(given)} is no object\nallowed: for example {{"rope_type": "linear", "factor": 4.0}}'
             )
     rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     if by_layer := [key for key, value in rope.items() if isinstance(value, Mapping)]:

@@ -7,6 +7,7 @@ imported only when it is called, so that `bmburst --help` takes milliseconds.
 import argparse
 import difflib
 import importlib
+import math
 import os
 import re
 import sys
@@ -15,7 +16,7 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from bmburst import __version__
-from bmburst.amounts import TOKENS_TOO
+from bmburst.amounts import TOKENS_TOO, whole, why_not_text
 from bmburst.config import FieldHelpFormatter, nearest_name
 from bmburst.errors import UserError
 
@@ -50,6 +51,8 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(
             prog=prog, description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter, add_help=True
         )
+        self.register("type", int, whole)
+        self.register("type", float, _number)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print.
@@ -68,6 +71,10 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             UserError: An option or argument is unknown, or an option lacks its value.
         """
+        own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is a script's
+        for word in own:
+            if (reason := why_not_text(word)) is not None:
+                raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the word")
         args, rest = self.parse_known_args(list(argv))
         if rest:
             raise self._unexpected(rest[0].partition("=")[0])
@@ -84,6 +91,13 @@ class CommandParser(argparse.ArgumentParser):
         near = nearest_name(word.lstrip("-"), known)
         hint = f"; did you mean '{known[near]}'?" if near else ""
         return UserError(f"unknown option '{word}'{hint}\nfix: {self.prog} --help lists every option")
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if math.isnan(number):
+        raise ValueError("not a number")
+    return number
 
 
 def main(argv: Sequence[str] | None = None) -> int:

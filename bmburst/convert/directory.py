@@ -9,9 +9,10 @@ from torch import Tensor
 
 from bmburst import hugging_face
 from bmburst.blocks.config import LlamaConfig
+from bmburst.config import read_json
 from bmburst.convert.model_center import ModelCenterConfig, is_model_center, model_center_name
 from bmburst.errors import UserError
-from bmburst.weight_files import TensorFile, open_tensors, read_json
+from bmburst.weight_files import TensorFile, open_tensors
 
 HUGGING_FACE, MODEL_CENTER = "huggingface", "model-center"
 CONFIG_FILE, MODEL_CENTER_FILE = "config.json", "pytorch_model.pt"

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.config import read_json
 from bmburst.convert.directory import CONFIG_FILE, HUGGING_FACE, MODEL_CENTER, MODEL_CENTER_FILE, Weights, open_weights
 from bmburst.convert.model_center import ModelCenterConfig, model_center_name
 from bmburst.convert.torch_file import TorchFileWriter
 from bmburst.errors import UserError, require_known
-from bmburst.weight_files import SafetensorsWriter, read_json, write_text
+from bmburst.weight_files import SafetensorsWriter, write_text
 from bmburst.weight_parts import index_name
 
 FAMILIES = (HUGGING_FACE, "bmburst", MODEL_CENTER)

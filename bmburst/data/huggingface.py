@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bmburst.config import read_json
 from bmburst.data.tokenizer import TokenIds
 from bmburst.errors import UserError, unknown
 
@@ -144,11 +144,7 @@ def _eos_token(config: Path) -> str | None:
     """Return the end-of-document token that a tokenizer_config.json names, if there is one and it does."""
     if not config.is_file():
         return None
-    try:
-        value = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"cannot read '{config}': {_first_line(error)}") from error
-    token = value.get("eos_token") if isinstance(value, dict) else None
+    token = read_json(config).get("eos_token")
     if isinstance(token, dict):  # an AddedToken, written out
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from bmburst.config import parse_json
 from bmburst.errors import UserError
 
 STANDARD_LIBRARY = "stdlib"
@@ -240,9 +241,11 @@ def _jsonl(file: SourceFile, text_field: str, on_read: Callable[[int], object]) 
                 continue
             name = f"{file.name}:{number}"
             try:  # an editor may have put a byte-order mark before the first line
-                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{name}: not a line of JSON: {error}\nput one object a line") from error
+                value = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError as error:
+                raise UserError(
+                    f"{name}: not a line of JSON: {str(error).splitlines()[0]}\nput one object a line"
+                ) from error
             if not isinstance(value, dict):
                 raise UserError(f'{name}: must be an object such as {{"{text_field}": "..."}}, got {_short(value)}')
             if text_field not in value:

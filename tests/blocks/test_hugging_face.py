@@ -224,7 +224,7 @@ def test_settings_that_cannot_be() -> None:
         (_config(model_type="qwen2"), "qkv_bias is False in this model but True in "),
         (_config(model_type="qwen3", attention_bias=True), "attention_bias True is not supported"),
         (_config(hidden_size="wide"), "hidden_size"),
-        (_config(rope_scaling="linear"), "config.json has a value of a wrong type"),
+        (_config(rope_scaling="linear"), "rope_scaling .linear. is no object"),
         (_config(num_hidden_layers=3), "num_layers is 2 in this model but 3 in "),
         (_config(rms_norm_eps=1e-6), "norm_eps is 1e-05 in this model but 1e-06 in "),
         (_without("model.safetensors"), "no weights in "),
