@@ -6,7 +6,6 @@ dictionary of everything.
 """
 
 import json
-import pickle
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -41,7 +40,11 @@ def open_tensors(path: Path) -> TensorFile:
     Raises:
         UserError: It is missing, truncated, of another format, or holds other than floating point numbers.
     """
-    if not path.is_file():
+    try:
+        is_there = path.is_file()
+    except OSError:  # a name that is too long
+        is_there = False
+    if not is_there:
         raise UserError(f"no file {path}\nfix: copy the missing file there, or name another directory")
     return _Safetensors(path) if path.suffix == ".safetensors" else _TorchFile(path)
 
@@ -70,9 +73,11 @@ class _TorchFile:
     def __init__(self, path: Path) -> None:
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        except Exception as error:  # what unpickling raises hangs on the bytes it is given
             raise _damaged(path, error) from error
-        if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        if not isinstance(tensors, Mapping) or not all(
+            isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
+        ):
             raise UserError(f"{path} holds no dictionary of tensors\nfix: a file of a Hugging Face model's weights")
         self._tensors: Mapping[str, Tensor] = tensors
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -12,6 +12,8 @@ from bmburst.errors import UserError, require_known
 from bmburst.mesh_shape import MeshShape
 
 ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
+# Far above every model there is, and low enough that a file with a number of another order is refused at once.
+MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 10_000, 65_536, 2**24
 _MOST_SCALE = 1e6  # of yarn's mscale, so that its ratio is a number
 # Hugging Face's own defaults, used where a config.json leaves the key out.
 _HF_NORM_EPS, _HF_INIT_STD, _HF_ROPE_THETA, _HF_MAX_POSITIONS = 1e-6, 0.02, 10000.0, 2048
@@ -26,7 +28,7 @@ class RopeScaling:
     """
 
     kind: Literal["linear", "dynamic", "yarn", "llama3"] = field("Method of scaling.")
-    factor: float = field("New length over the length trained on.", unit="times", minimum=1)
+    factor: float = field("New length over the length trained on.", unit="times", minimum=1, maximum=1e6)
     original_max_position_embeddings: int | None = field(
         "Length that the model was trained on; dynamic takes max_position_embeddings where it is none.",
         default=None,
@@ -71,17 +73,22 @@ class LlamaConfig:
     What Mistral, Qwen2, Qwen3 and MiniCPM have besides LLaMA's are the last six fields (`bmburst.blocks.families`).
     """
 
-    vocab_size: int = field("Rows of the embedding and of the head.", unit="token ids", minimum=1)
-    hidden_size: int = field("Width of the residual stream.", unit="features", minimum=1)
-    intermediate_size: int = field("Width inside the gated MLP.", unit="features", minimum=1)
-    num_layers: int = field("Blocks.", unit="layers", minimum=1)
-    num_heads: int = field("Query heads.", unit="heads", minimum=1)
-    num_kv_heads: int = field("Key and value heads; divides num_heads.", unit="heads", minimum=1)
+    vocab_size: int = field("Rows of the embedding and of the head.", unit="token ids", minimum=1, maximum=2**31 - 1)
+    hidden_size: int = field("Width of the residual stream.", unit="features", minimum=1, maximum=MOST_WIDTH)
+    intermediate_size: int = field("Width inside the gated MLP.", unit="features", minimum=1, maximum=MOST_WIDTH)
+    num_layers: int = field("Blocks.", unit="layers", minimum=1, maximum=MOST_LAYERS)
+    num_heads: int = field("Query heads.", unit="heads", minimum=1, maximum=MOST_HEADS)
+    num_kv_heads: int = field("Key and value heads; divides num_heads.", unit="heads", minimum=1, maximum=MOST_HEADS)
     # DEVIATION from keeping what was given: 0 is replaced at once, so that every reader sees the width in use.
     head_dim: int = field(
-        "Width of a head, even.", default=0, default_text="hidden_size / num_heads", unit="features", minimum=0
+        "Width of a head, even.",
+        default=0,
+        default_text="hidden_size / num_heads",
+        unit="features",
+        minimum=0,
+        maximum=MOST_HEADS,
     )
-    rope_theta: float = field("Base of the rotary frequencies.", default=10000.0, above=1)
+    rope_theta: float = field("Base of the rotary frequencies.", default=10000.0, above=1, maximum=1e15)
     rope_scaling: RopeScaling | None = field("Scaling of rotary positions.", default=None)  # noqa: RUF009
     norm_eps: float = field("Added to the mean square in RMSNorm.", default=1e-5, above=0)
     tie_embeddings: bool = field("Whether the head is the embedding, transposed.", default=False)
@@ -257,7 +264,9 @@ def _refuse_foreign(values: Mapping[str, Any]) -> None:
     plain: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
     for key, allowed in plain.items():
         if values.get(key, allowed) != allowed:
-            raise UserError(f"{key} {values[key]!r} is not supported\nallowed: {allowed!r}, as in Meta's LLaMA models")
+            raise UserError(
+                f"{key} {shown(values[key])} is not supported\nallowed: {allowed!r}, as in Meta's LLaMA models"
+            )
     if values.get("quantization_config"):
         raise UserError("the weights are quantized (quantization_config)\nfix: give the unquantized model")
 

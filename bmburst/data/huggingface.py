@@ -98,16 +98,24 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
 
 
 def _from_file(name: str, file: Path) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(name, require_tokenizer(file), _eos_token(file.parent / TOKENIZER_CONFIG))
+
+
+def require_tokenizer(file: Path) -> Any:
+    """Return the `tokenizers.Tokenizer` of a tokenizer.json.
+
+    Raises:
+        UserError: It is none.
+    """
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        return Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception, whatever is wrong with the file
         raise UserError(
             f"cannot read tokenizer '{file}': {_first_line(error)}\n"
             "give 'bytes', or the tokenizer.json of a Hugging Face tokenizer"
         ) from error
-    return HuggingFaceTokenizer(name, tokenizer, _eos_token(file.parent / TOKENIZER_CONFIG))
 
 
 def _from_hub(name: str) -> HuggingFaceTokenizer:
