@@ -6,6 +6,7 @@ imported only when it is called, so that `bmburst --help` takes milliseconds.
 
 import argparse
 import difflib
+import errno
 import importlib
 import math
 import os
@@ -39,6 +40,7 @@ _WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float|tokens) value: '(.
 _KINDS = MappingProxyType(
     {"int": "a whole number", "float": "a number", "tokens": f"a whole number, {TOKENS_TOO}"},
 )
+_BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 _INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
 # Set in a rank by the launcher, which shows the first rank's error once for all of them.
 _LAUNCHED = "BMBURST_LAUNCH_FOLDER"
@@ -123,6 +125,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         name = f"bmburst {command}" if command in COMMANDS else "bmburst"
         print(f"{name}: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    except OSError as error:
+        # A path that the user gave, which no file system takes, or where one may not look.
+        if error.errno not in _BAD_PATHS or error.filename is None or _LAUNCHED in os.environ:
+            raise
+        refusal = UserError(f"{error.filename}: {error.strerror}\nfix: a path that exists and that you may use")
+        print(f"bmburst {command}: {refusal}", file=sys.stderr)
         return _BAD_INPUT
     except KeyboardInterrupt:
         return _INTERRUPTED

@@ -202,9 +202,15 @@ def _redraw(args: argparse.Namespace, kind: Kind) -> int:
         raise UserError(f"--output {args.output}: there is no such file\nfix: one that a run with --output has written")
     shown = kind.shown()
     results = shown.results.read(args.output)
-    if args.table:
-        print(shown.markdown(results))
-    if args.plot:
-        for path in shown.draw(results, args.output.with_suffix("")):
-            print(path)
+    try:
+        if args.table:
+            print(shown.markdown(results))
+        if args.plot:
+            for path in shown.draw(results, args.output.with_suffix("")):
+                print(path)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of a row's own values
+        raise UserError(
+            f"--output {args.output} has a row that cannot be shown: {type(error).__name__} {error}\n"
+            "fix: measure it again, or take it out"
+        ) from error
     return 0

@@ -17,6 +17,7 @@ from bmburst.amounts import MOST, TOKENS_TOO, tokens, why_not_text
 from bmburst.errors import UserError, unknown
 
 _SPEC = "bmburst.field"
+_MOST_NAME, _MOST_PATH = 255, 4096  # bytes that Linux takes: more is an OSError wherever it is looked at
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
 
@@ -250,7 +251,8 @@ def _to_text(value: Any) -> str | None:
 def _to_path(value: Any) -> Path | None:
     if not isinstance(value, Path | str) or not str(value) or why_not_text(str(value)) is not None:
         return None
-    return Path(value) if all(len(part.encode()) <= 255 for part in str(value).split("/")) else None
+    sizes = [len(part.encode()) for part in str(value).split("/")]
+    return Path(value) if max(sizes) <= _MOST_NAME and sum(sizes) + len(sizes) <= _MOST_PATH else None
 
 
 _CONVERTERS: Mapping[Any, Callable[[Any], Any]] = types.MappingProxyType(

@@ -148,6 +148,8 @@ def _kind(path: Path) -> Literal["text", "jsonl"]:
 def _named(path: Path) -> list[SourceFile]:
     if path.is_dir():
         return _directory(path)
+    if path.exists() and not path.is_file():  # it is read twice, and may never end
+        raise UserError(f"'{path}' is a device or a pipe\ngive a file of text")
     if path.exists():
         return [SourceFile(path=path, name=str(path), kind=_kind(path), named=True)]
     raise UserError(

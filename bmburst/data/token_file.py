@@ -95,7 +95,7 @@ class TokenFile:
             )
         except UserError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _damaged(path, f"its header does not describe it ({error})") from error
 
     @property

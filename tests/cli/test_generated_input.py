@@ -100,9 +100,12 @@ NASTY = [
         "file",
         "folder",
     ),
-    *("pipe", "new.json", "new.png", "file.json", "gone/new.json", "*", "[", "[!", "{}", "%s", "'", '"', "$(true)"),
-    *("llama-tiny", "auto", "causal", "float32", "bfloat16", "block", "none:0.5", "none+first-0", "block:2", "+", ":"),
-    *("2024-13-45", "!!int x", "zigzag", "bytes", "stdlib", "3-5", "5-3", "0-0", "9" * 30 + "-1", "2**9", "h200"),
+    *("pipe", "new.json", "new.png", "file.json", "gone/new.json", "*", "[", "[!", "{}", "%s", "'"),
+    *('"', "$(true)"),
+    *("llama-tiny", "auto", "causal", "float32", "bfloat16", "block", "none:0.5", "none+first-0"),
+    *("block:2", "+", ":"),
+    *("2024-13-45", "!!int x", "zigzag", "bytes", "stdlib", "3-5", "5-3", "0-0", "9" * 30 + "-1"),
+    *("2**9", "h200"),
 ]
 WORDS = st.one_of(
     st.sampled_from(NASTY),
@@ -280,6 +283,10 @@ def _read_jsonl(path):
     return [list(document.pieces) for document in read_documents(files)]
 
 
+def _read_parts(path):
+    hugging_face._open(path.parent)
+
+
 def _read_model(path):
     hugging_face.check(path.parent, hugging_face.read_config(path.parent))
     read_hugging_face_config(path.parent)
@@ -345,3 +352,103 @@ def test_json(here, tmp_path, name):
         written(_with(values, place, json.dumps(value)))
 
     change()
+
+
+@settings(BOUNDED, max_examples=EXAMPLES)
+@given(
+    st.text(max_size=200)
+    | st.lists(WORDS, max_size=5).map("\n".join)
+    | st.sampled_from(
+        [
+            "output: 2024-13-45",
+            "steps: !!int x",
+            "seed: !!float x",
+            "output: !!timestamp x",
+            "steps: 0x" + "f" * 5000,
+            "steps: " + "9" * 5000,
+            "a: &a [*a]",
+            "? *a",
+            DEEP,
+            "{a: " * 3000,
+            '"\\ud800": 1',
+            "output: a\0b",
+            "<<: 5",
+            "- &a {b: 1}\n" + "- <<: [*a, *a]\n" * 50,
+            "output: !!binary x",
+            "!!set x",
+            "!!python/name:os.system x",
+        ]
+    )
+)
+def test_yaml(here, text):
+    path = here / "train.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    _taken_or_refused(resolve, (path,))
+
+
+def test_token_headers(here, tmp_path):
+    path = tmp_path / "text.tokens"
+    write_token_file(path, read_documents(find_sources([here / "file"])), ByteTokenizer())
+    whole = path.read_bytes()
+    _, at, length = PREAMBLE.unpack(whole[: PREAMBLE.size])
+    header = json.loads(whole[at : at + length])
+    places = list(_places(header))
+
+    def written(text):
+        data = text.encode("utf-8", "surrogatepass")
+        path.write_bytes(PREAMBLE.pack(MAGIC, at, len(data)) + whole[PREAMBLE.size : at] + data)
+        _taken_or_refused(TokenFile.open, path)
+
+    for place in places:
+        for text in RAW:
+            written(_with(header, place, text))
+
+    @settings(BOUNDED, max_examples=EXAMPLES)
+    @given(st.sampled_from(places), VALUES)
+    def change(place, value):
+        written(_with(header, place, json.dumps(value)))
+
+    change()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "text.tokens", "machine.toml"])
+def test_bytes(here, tmp_path, name):
+    """Any byte of a file may have changed, and its end may be missing."""
+    path = tmp_path / name
+    read = {"text.tokens": TokenFile.open, "machine.toml": lambda path: load_hardware(str(path))}.get(
+        name, open_tensors
+    )
+    if name == "text.tokens":
+        write_token_file(path, read_documents(find_sources([here / "file"])), ByteTokenizer())
+    elif name == "machine.toml":
+        path.write_text("name = 'here'\n[peak]\nvalue = 0x" + "f" * 5000 + "\n")
+    elif name == "model.safetensors":
+        path.write_bytes(save({"a": torch.ones(2, 3)}))
+    else:
+        torch.save({"a": torch.ones(2, 3)}, path)
+    _taken_or_refused(read, path)
+    whole = path.read_bytes()
+
+    @settings(BOUNDED, max_examples=EXAMPLES)
+    @given(st.integers(0, len(whole) - 1), st.binary(min_size=1, max_size=9), st.booleans())
+    def change(at, data, cut):
+        path.write_bytes(whole[:at] + data + (b"" if cut else whole[at + len(data) :]))
+        _taken_or_refused(read, path)
+
+    change()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", "--model", "llama-tiny", "--seq", "9" * 23],
+        ["train", "--steps", "9" * 23],
+        ["train", "--output", b"caf\xe9"],
+        ["bench", "train", "--ranks", "2", "--steps", "-1"],
+    ],
+)
+def test_the_command_itself(tmp_path, argv):
+    done = subprocess.run([sys.executable, "-m", "bmburst", *argv], cwd=tmp_path, capture_output=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    _require_brief(done.stderr.decode())
+    assert not list(tmp_path.iterdir())
