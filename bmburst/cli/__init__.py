@@ -126,6 +126,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = f"bmburst {command}" if command in COMMANDS else "bmburst"
         print(f"{name}: {error}", file=sys.stderr)
         return _BAD_INPUT
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output, for example head, has gone. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
     except OSError as error:
         # A path that the user gave, which no file system takes, or where one may not look.
         if error.errno not in _BAD_PATHS or error.filename is None or _LAUNCHED in os.environ:
@@ -133,12 +139,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         refusal = UserError(f"{error.filename}: {error.strerror}\nfix: a path that exists and that you may use")
         print(f"bmburst {command}: {refusal}", file=sys.stderr)
         return _BAD_INPUT
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output, for example head, has gone. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
 
 
 def _run(command: str, words: Sequence[str]) -> int:
