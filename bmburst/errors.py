@@ -3,13 +3,37 @@
 import difflib
 from collections.abc import Iterable
 
+_MOST_LINES, _MOST_CHARACTERS = 3, 1000  # of a message; of one of its lines
+
 
 class UserError(ValueError):
     """What the user gave cannot work.
 
     The message is at most three lines: the value, what is allowed, and what to do. The command line prints it
-    as it stands and exits with status 2.
+    as it stands and exits with status 2. A value in it may be anything: what cannot be printed is escaped, and what
+    would make more or endless lines is cut.
     """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(_printable(text))
+
+
+def _printable(text: str) -> str:
+    if len(text) <= _MOST_CHARACTERS and text.count("\n") < _MOST_LINES and text.replace("\n", "").isprintable():
+        return text
+    lines = text.split("\n")
+    rest = len(lines) - _MOST_LINES  # line ends inside of a value, which stands in the first line
+    lines = [" ".join(lines[: rest + 1]), *lines[rest + 1 :]] if rest > 0 else lines
+    return "\n".join(_shortened("".join(map(_escaped, line))) for line in lines)
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+
+
+def _shortened(line: str) -> str:
+    half = _MOST_CHARACTERS // 2 - 3
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:half]} ... {line[-half:]}"
 
 
 class RunError(Exception):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.bench.cells import ONE_GPU
+from bmburst.outputs import PICTURE
 
 _ALONE = {"color": "#000000", "linestyle": "--", "marker": ""}
 _OURS = ("#b2182b", "#d6604d", "#f4a582", "#e08214", "#8c510a", "#bf812d", "#c51b7d", "#de77ae", "#762a83", "#9970ab")
@@ -62,6 +63,6 @@ def styles_of(methods: list[str]) -> dict[str, dict[str, Any]]:
 def save(figure: Any, path: Path) -> Path:
     """Write a figure, whole or not at all, and return its path."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(temporary, format="png", dpi=110)
+    figure.savefig(temporary, format="png", dpi=110, metadata=dict(PICTURE))
     temporary.replace(path)
     return path

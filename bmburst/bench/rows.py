@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+from bmburst.config import read_json
 from bmburst.errors import UserError
 
 OK, REFUSED, FAILED = "ok", "refused", "failed"
@@ -86,15 +87,34 @@ class ResultFile(ABC, Generic[C]):
         if not path.exists():
             return cls()
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            found = content.get("format") if isinstance(content, dict) else None
+            content = read_json(path)
+            found = content.get("format")
             if found != cls.FORMAT:
                 raise ValueError("it has no format" if found is None else f"its format is {found}, not {cls.FORMAT}")
-            return cls(runs=content["runs"], rows=content["rows"], running=content["running"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            results = cls(runs=content["runs"], rows=content["rows"], running=content["running"])
+            results.require_rows()
+            return results
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error).splitlines()[0]
             raise UserError(
-                f"--output {path} is no file of this benchmark: {error}\nfix: another file, which will be made"
+                f"--output {path} is no file of this benchmark: {reason}\nfix: another file, which will be made"
             ) from None
+
+    def require_rows(self) -> None:
+        """Refuse what is read from a file and is not as `put` and a run's header make it.
+
+        Raises:
+            ValueError: Something is of another type.
+        """
+        if not isinstance(self.runs, list) or not all(isinstance(run, dict) for run in self.runs):
+            raise ValueError("its runs are no list of objects")
+        if not isinstance(self.rows, dict) or not isinstance(self.running, str | None):
+            raise ValueError("its rows are no object")
+        for key, row in self.rows.items():
+            is_whole = isinstance(row, dict) and isinstance(row.get("cell"), dict)
+            if not is_whole or row.get("status") not in (OK, REFUSED, FAILED) or type(row.get("run")) is not int:
+                raise ValueError(f"row {key} is none")
+            self.make_cell(row["cell"])
 
     def write(self, path: Path) -> None:
         """Replace the file at once: it is whole at any moment."""

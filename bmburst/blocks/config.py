@@ -7,10 +7,14 @@ from typing import Any, Literal
 
 from bmburst.blocks.families import FAMILIES, SCALES, family_of, read_settings, write_settings
 from bmburst.config import check_fields, field
-from bmburst.errors import UserError, unknown
+from bmburst.config.fields import shown
+from bmburst.errors import UserError, require_known
 from bmburst.schedule.mesh_shape import MeshShape
 
 ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
+# Far above every model there is, and low enough that a file with a number of another order is refused at once.
+MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 10_000, 65_536, 2**24
+_MOST_SCALE = 1e6  # of yarn's mscale, so that its ratio is a number
 # Hugging Face's own defaults, used where a config.json leaves the key out.
 _HF_NORM_EPS, _HF_INIT_STD, _HF_ROPE_THETA, _HF_MAX_POSITIONS = 1e-6, 0.02, 10000.0, 2048
 
@@ -24,7 +28,7 @@ class RopeScaling:
     """
 
     kind: Literal["linear", "dynamic", "yarn", "llama3"] = field("Method of scaling.")
-    factor: float = field("New length over the length trained on.", unit="times", minimum=1)
+    factor: float = field("New length over the length trained on.", unit="times", minimum=1, maximum=1e6)
     original_max_position_embeddings: int | None = field(
         "Length that the model was trained on; dynamic takes max_position_embeddings where it is none.",
         default=None,
@@ -69,17 +73,22 @@ class LlamaConfig:
     What Mistral, Qwen2, Qwen3 and MiniCPM have besides LLaMA's are the last six fields (`bmburst.blocks.families`).
     """
 
-    vocab_size: int = field("Rows of the embedding and of the head.", unit="token ids", minimum=1)
-    hidden_size: int = field("Width of the residual stream.", unit="features", minimum=1)
-    intermediate_size: int = field("Width inside the gated MLP.", unit="features", minimum=1)
-    num_layers: int = field("Blocks.", unit="layers", minimum=1)
-    num_heads: int = field("Query heads.", unit="heads", minimum=1)
-    num_kv_heads: int = field("Key and value heads; divides num_heads.", unit="heads", minimum=1)
+    vocab_size: int = field("Rows of the embedding and of the head.", unit="token ids", minimum=1, maximum=2**31 - 1)
+    hidden_size: int = field("Width of the residual stream.", unit="features", minimum=1, maximum=MOST_WIDTH)
+    intermediate_size: int = field("Width inside the gated MLP.", unit="features", minimum=1, maximum=MOST_WIDTH)
+    num_layers: int = field("Blocks.", unit="layers", minimum=1, maximum=MOST_LAYERS)
+    num_heads: int = field("Query heads.", unit="heads", minimum=1, maximum=MOST_HEADS)
+    num_kv_heads: int = field("Key and value heads; divides num_heads.", unit="heads", minimum=1, maximum=MOST_HEADS)
     # DEVIATION from keeping what was given: 0 is replaced at once, so that every reader sees the width in use.
     head_dim: int = field(
-        "Width of a head, even.", default=0, default_text="hidden_size / num_heads", unit="features", minimum=0
+        "Width of a head, even.",
+        default=0,
+        default_text="hidden_size / num_heads",
+        unit="features",
+        minimum=0,
+        maximum=MOST_HEADS,
     )
-    rope_theta: float = field("Base of the rotary frequencies.", default=10000.0, above=1)
+    rope_theta: float = field("Base of the rotary frequencies.", default=10000.0, above=1, maximum=1e15)
     rope_scaling: RopeScaling | None = field("Scaling of rotary positions.", default=None)  # noqa: RUF009
     norm_eps: float = field("Added to the mean square in RMSNorm.", default=1e-5, above=0)
     tie_embeddings: bool = field("Whether the head is the embedding, transposed.", default=False)
@@ -189,7 +198,8 @@ class LlamaConfig:
     def from_hugging_face(cls, values: Mapping[str, Any]) -> "LlamaConfig":
         """Return the configuration that config.json of a Hugging Face LLaMA or of another of `FAMILIES` describes.
 
-        Reads `rope_scaling` with "type" or "rope_type" (transformers 4) and `rope_parameters` (transformers 5).
+        Reads `rope_scaling` with "type" or "rope_type" (transformers 4) and `rope_parameters` (transformers 5). Where
+        they contradict each other, the model is the one that transformers makes: see `_rope_of`.
 
         Raises:
             UserError: A key is missing, or the model has a part that this LLaMA does not have.
@@ -200,7 +210,7 @@ class LlamaConfig:
         missing = [key for key in required if values.get(key) is None]
         if missing:
             raise UserError(f"config.json of a {values['model_type']} lacks {', '.join(missing)}\nfix: add the keys")
-        rope = {**(values.get("rope_parameters") or {}), **(values.get("rope_scaling") or {})}
+        rope = _rope_of(values)
         max_positions = values.get("max_position_embeddings") or _HF_MAX_POSITIONS
         return cls(
             vocab_size=values["vocab_size"],
@@ -210,7 +220,7 @@ class LlamaConfig:
             num_heads=values["num_attention_heads"],
             num_kv_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
             head_dim=values.get("head_dim") or 0,
-            rope_theta=rope.get("rope_theta") or values.get("rope_theta") or _HF_ROPE_THETA,
+            rope_theta=_HF_ROPE_THETA if rope.get("rope_theta") is None else rope["rope_theta"],
             rope_scaling=_read_rope(rope, max_positions),
             norm_eps=values.get("rms_norm_eps", _HF_NORM_EPS),
             init_std=values.get("initializer_range", _HF_INIT_STD),
@@ -254,20 +264,50 @@ def _refuse_foreign(values: Mapping[str, Any]) -> None:
     plain: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
     for key, allowed in plain.items():
         if values.get(key, allowed) != allowed:
-            raise UserError(f"{key} {values[key]!r} is not supported\nallowed: {allowed!r}, as in Meta's LLaMA models")
+            raise UserError(
+                f"{key} {shown(values[key])} is not supported\nallowed: {allowed!r}, as in Meta's LLaMA models"
+            )
     if values.get("quantization_config"):
         raise UserError("the weights are quantized (quantization_config)\nfix: give the unquantized model")
 
 
+def _rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of a config.json, as transformers 5 reads them (`convert_rope_params_to_dict`).
+
+    A `rope_scaling` that is not empty replaces all of `rope_parameters`, the base included. What the object that is
+    read leaves open is taken from beside it; only `original_max_position_embeddings` counts more there.
+
+    Raises:
+        UserError: One of them is no object, or layers have settings of their own.
+    """
+    for key in ("rope_scaling", "rope_parameters"):
+        given = values.get(key)
+        if given is not None and not isinstance(given, Mapping):
+            raise UserError(
+                f'{key} {shown(given)} is no object\nallowed: for example {{"rope_type": "linear", "factor": 4.0}}'
+            )
+    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    if by_layer := [key for key, value in rope.items() if isinstance(value, Mapping)]:
+        raise UserError(
+            f"rotary settings of each type of layer ({shown(by_layer[0])}) are not supported\n"
+            "allowed: the same for all layers, as one object"
+        )
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if rope.get(key) is None:
+            rope[key] = values.get(key)
+    if values.get("original_max_position_embeddings") is not None:
+        rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+    return rope
+
+
 def _read_rope(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise UserError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported\nallowed: 1.0")
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise UserError(f"partial_rotary_factor {shown(rope['partial_rotary_factor'])} is not supported\nallowed: 1.0")
     if kind == "default":
         return None
-    if kind not in ROPE_KINDS:
-        raise unknown("rope_type", kind, (*ROPE_KINDS, "default"))
-    if rope.get("truncate", True) is False:
+    require_known("rope_type", kind, (*ROPE_KINDS, "default"))
+    if not rope.get("truncate", True):
         raise UserError("rope_scaling's truncate false is not supported\nallowed: true")
     known = {declared.name for declared in dataclasses.fields(RopeScaling)} - {"kind"}
     given: dict[str, Any] = {"kind": kind, **{key: rope[key] for key in known if rope.get(key) is not None}}
@@ -275,11 +315,19 @@ def _read_rope(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | Non
         raise UserError(f"rope_scaling of rope_type {kind} lacks factor\nfix: add it, for example 8.0")
     if kind in ("yarn", "llama3"):
         given.setdefault("original_max_position_embeddings", max_positions)
-    if kind == "yarn" and rope.get("mscale") and rope.get("mscale_all_dim") and "attention_factor" not in given:
-        given["attention_factor"] = _yarn_scale(given["factor"], rope["mscale"]) / _yarn_scale(
-            given["factor"], rope["mscale_all_dim"]
-        )
-    return RopeScaling(**given)
+    else:  # transformers' dynamic scaling begins at max_position_embeddings, whatever else is said
+        given.pop("original_max_position_embeddings", None)
+    scaling = RopeScaling(**given)
+    if kind != "yarn" or scaling.attention_factor is not None:
+        return scaling
+    scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
+    if not all(scales):
+        return scaling
+    for scale in scales:
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < _MOST_SCALE:
+            raise UserError(f"mscale {shown(scale)} of yarn does not fit\nallowed: a number above 0")
+    up, down = (_yarn_scale(scaling.factor, float(scale)) for scale in scales if scale)
+    return dataclasses.replace(scaling, attention_factor=up / down)
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bmburst.errors import UserError, unknown
+from bmburst.config.fields import shown
+from bmburst.errors import UserError, require_known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,7 @@ class Family:
 
 SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 """What MiniCPM's three factors follow from, as its config.json and `LlamaConfig` call them."""
+_ALLOWED = {int: "a whole number", list: "a list of names"}
 _OWN_DEFAULTS = ("num_key_value_heads", "max_position_embeddings")
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM"),
@@ -88,14 +90,13 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         UserError: The family is unknown, a key is missing, or layers differ.
     """
     name = values.get("model_type")
-    if name in _LACKING:
+    if isinstance(name, str) and name in _LACKING:
         raise UserError(
             f"a {name} model has {_LACKING[name]}, which attention here does not do; without, it is another model\n"
             f"allowed: model_type {', '.join(FAMILIES)}"
         )
-    if name not in FAMILIES:
-        raise unknown("model_type", name, FAMILIES)
-    family = FAMILIES[name]
+    require_known("model_type", name, FAMILIES)
+    family = FAMILIES[str(name)]
     missing = [key for key in family.needs if key not in values]
     if missing:
         raise UserError(f"config.json of a {name} model lacks {', '.join(missing)}\nfix: add the keys")
@@ -153,14 +154,25 @@ def _everywhere(values: Mapping[str, Any]) -> int | None:
 def _by_layer(values: Mapping[str, Any]) -> int | None:
     if not values.get("use_sliding_window", False):
         return None
-    layers = values.get("num_hidden_layers") or 0
-    first = values.get("max_window_layers", 28)  # transformers' default, as the window's
-    kinds = values.get("layer_types") or ["full_attention"] * min(first, layers) + ["sliding_attention"] * (
-        layers - first
-    )
-    if len(set(kinds)) > 1:
+    layers, first = values.get("num_hidden_layers"), values.get("max_window_layers", 28)  # transformers' default
+    listed = values.get("layer_types") or []
+    for key, given, kind in (
+        ("num_hidden_layers", layers, int),
+        ("max_window_layers", first, int),
+        ("layer_types", listed, list),
+    ):
+        if not isinstance(given, kind) or not all(isinstance(part, str) for part in listed):
+            raise UserError(f"{key} {shown(given)} does not fit\nallowed: {_ALLOWED[kind]}")
+    kinds = set(listed)
+    if not kinds:
+        kinds = {
+            kind
+            for kind, is_there in (("full_attention", first > 0), ("sliding_attention", layers > first))
+            if is_there
+        }
+    if len(kinds) > 1:
         raise UserError(
-            f"layers of type {' and '.join(sorted(set(kinds)))} in one model are not supported\n"
+            f"layers of type {' and '.join(sorted(kinds))} in one model are not supported\n"
             "allowed: one type for all; for both, train it in transformers: docs/hugging_face.md"
         )
     return values.get("sliding_window", 4096) if "sliding_attention" in kinds else None

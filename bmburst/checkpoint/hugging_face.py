@@ -15,7 +15,8 @@ from torch import Tensor
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import SCALES
 from bmburst.checkpoint.sharded_files import Gathered, parts_of, save_parts, together
-from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, read_json, write_text
+from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_text
+from bmburst.config import read_json
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:
@@ -86,6 +87,19 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def require_layers(source: Path, config: LlamaConfig, tensors: int) -> None:
+    """Check that there can be a tensor for each weight, before all weights of a config.json are listed.
+
+    Raises:
+        UserError: There are fewer tensors than layers.
+    """
+    if config.num_layers > tensors:
+        raise UserError(
+            f"{source} has {tensors} tensors, its config.json says {config.num_layers} layers\n"
+            "fix: weights and config.json must be of the same model"
+        )
+
+
 def check(directory: str | Path, config: LlamaConfig) -> Mapping[str, TensorFile]:
     """Check that a directory's weights fit a model, without reading them; usable before ranks start.
 
@@ -105,6 +119,7 @@ def check(directory: str | Path, config: LlamaConfig) -> Mapping[str, TensorFile
                 f"{name} is {ours} in this model but {given} in {directory}\nfix: set the model's {name} to {given}"
             )
     files = _open(directory)
+    require_layers(directory, config, len(files))
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in files]
     if missing:

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bmburst.checkpoint.tensor_files import SafetensorsWriter, TensorFile, open_tensors, read_json, write_text
+from bmburst.checkpoint.tensor_files import SafetensorsWriter, TensorFile, open_tensors, write_text
+from bmburst.config import read_json
 from bmburst.errors import UserError
 
 PART_BYTES = 2 << 30
@@ -128,14 +129,23 @@ def open_parts(folder: Path, stem: str) -> TensorFile:
 
 
 def parts_of(index: Path) -> set[str]:
-    """Return the names of the files that an index lists.
+    """Return the names of the files that an index lists: files beside it, of its kind.
+
+    A file may be a link: the directories of Hugging Face's cache consist of links into another one.
 
     Raises:
-        UserError: It lists none.
+        UserError: It lists none, or one elsewhere.
     """
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where or not all(isinstance(part, str) for part in where.values()):
         raise UserError(f"{index} has no weight_map of tensor names to files\nfix: copy the file again")
+    suffix = Path(index.name.removesuffix(".index.json")).suffix  # safetensors never lead to a pickle
+    for part in sorted(set(where.values())):
+        if Path(part).name != part or "\0" in part or Path(part).suffix != suffix:
+            raise UserError(
+                f"{index} names {part}\nallowed: {suffix} files in its own directory, without a path\n"
+                "fix: copy the files beside it, and their names without directories into it"
+            )
     return set(where.values())
 
 

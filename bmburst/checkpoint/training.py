@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bmburst.config import read_json
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def read_progress(checkpoint: Path) -> Progress:
     problem = _problem(checkpoint)
     if problem is not None:
         raise UserError(f"{checkpoint}: {problem}\nfix: use another checkpoint of the run")
-    state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    state = read_json(checkpoint / STATE_FILE)
     return Progress(
         step=state["step"], data=state["data"], tokenizer=state["tokenizer"], skipped=int(state.get("skipped", 0))
     )
@@ -194,14 +195,14 @@ def _refusing(target: Path) -> Iterator[None]:
 def _problem(checkpoint: Path) -> str | None:
     """Return why a folder is no complete checkpoint, or None. Looks at names and sizes, not at the numbers."""
     path = checkpoint / STATE_FILE
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
+    if not path.is_file():
         return f"it has no {STATE_FILE}, so it is no checkpoint of bmburst"
-    except ValueError:
+    try:
+        state = read_json(path)
+    except UserError:
         return f"{STATE_FILE} is truncated or not JSON"
     kinds = {"step": int, "data": dict, "tokenizer": str, "files": dict}
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if state.get("format") != FORMAT:
         return f"{STATE_FILE} is not of format {FORMAT}"
     for name, kind in kinds.items():
         if not isinstance(state.get(name), kind):

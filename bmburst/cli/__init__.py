@@ -6,7 +6,9 @@ imported only when it is called, so that `bmburst --help` takes milliseconds.
 
 import argparse
 import difflib
+import errno
 import importlib
+import math
 import os
 import re
 import sys
@@ -15,7 +17,7 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from bmburst import __version__
-from bmburst.amounts import TOKENS_TOO
+from bmburst.amounts import TOKENS_TOO, whole, why_not_text
 from bmburst.config import FieldHelpFormatter, nearest_name
 from bmburst.errors import UserError
 
@@ -38,6 +40,7 @@ _WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float|tokens) value: '(.
 _KINDS = MappingProxyType(
     {"int": "a whole number", "float": "a number", "tokens": f"a whole number, {TOKENS_TOO}"},
 )
+_BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 _INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
 # Set in a rank by the launcher, which shows the first rank's error once for all of them.
 _LAUNCHED = "BMBURST_LAUNCH_FOLDER"
@@ -50,6 +53,8 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(
             prog=prog, description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter, add_help=True
         )
+        self.register("type", int, whole)
+        self.register("type", float, _number)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print.
@@ -68,6 +73,10 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             UserError: An option or argument is unknown, or an option lacks its value.
         """
+        own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is a script's
+        for word in own:
+            if (reason := why_not_text(word)) is not None:
+                raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the word")
         args, rest = self.parse_known_args(list(argv))
         if rest:
             raise self._unexpected(rest[0].partition("=")[0])
@@ -84,6 +93,13 @@ class CommandParser(argparse.ArgumentParser):
         near = nearest_name(word.lstrip("-"), known)
         hint = f"; did you mean '{known[near]}'?" if near else ""
         return UserError(f"unknown option '{word}'{hint}\nfix: {self.prog} --help lists every option")
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if math.isnan(number):
+        raise ValueError("not a number")
+    return number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,6 +132,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output, for example head, has gone. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+    except OSError as error:
+        # A path that the user gave, which no file system takes, or where one may not look.
+        if error.errno not in _BAD_PATHS or error.filename is None or _LAUNCHED in os.environ:
+            raise
+        refusal = UserError(f"{error.filename}: {error.strerror}\nfix: a path that exists and that you may use")
+        print(f"bmburst {command}: {refusal}", file=sys.stderr)
+        return _BAD_INPUT
 
 
 def _run(command: str, words: Sequence[str]) -> int:

@@ -1,6 +1,7 @@
 """`bmburst bench`: measure attention or training steps, ours beside every peer, and show what was measured."""
 
 import argparse
+import glob
 import math
 import os
 import sys
@@ -15,7 +16,7 @@ from bmburst.cli import bench_attention, bench_train
 from bmburst.cli.bench_kind import Kind, Prepared, Shown
 from bmburst.cli.numbers import numbers
 from bmburst.errors import UserError
-from bmburst.outputs import require_file, require_folder
+from bmburst.outputs import is_picture, require_file, require_folder, require_own
 
 HELP = (
     "Measure cell by cell. attention: burst_attention by every strategy and transport, its peers, and beside each, in "
@@ -122,9 +123,19 @@ def _settle(args: argparse.Namespace, kind: Kind) -> None:
     if args.output is not None:
         if args.output.suffix != ".json":  # tables and pictures get the same name with other endings
             raise UserError(f"--output {args.output}\nallowed: a .json file")
-        require_file("--output", args.output)
+        _require_output(args.output, kind)
     if args.trace is not None:
         require_folder("--trace", args.trace)
+
+
+def _require_output(path: Path, kind: Kind) -> None:
+    """Check that neither the file nor what is written beside it replaces what no benchmark wrote."""
+    is_new = not path.exists()
+    require_file("--output", path, "results of this benchmark", lambda path: bool(kind.shown().results.read(path)))
+    if is_new:  # what lies beside results that are there was made of them
+        require_own("--output", path.with_suffix(".md"), "table of this benchmark", lambda _: False)
+        for picture in path.parent.glob(f"{glob.escape(path.stem)}-*.png"):
+            require_own("--output", picture, "picture of bmburst", is_picture)
 
 
 def _place(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:
@@ -191,9 +202,15 @@ def _redraw(args: argparse.Namespace, kind: Kind) -> int:
         raise UserError(f"--output {args.output}: there is no such file\nfix: one that a run with --output has written")
     shown = kind.shown()
     results = shown.results.read(args.output)
-    if args.table:
-        print(shown.markdown(results))
-    if args.plot:
-        for path in shown.draw(results, args.output.with_suffix("")):
-            print(path)
+    try:
+        if args.table:
+            print(shown.markdown(results))
+        if args.plot:
+            for path in shown.draw(results, args.output.with_suffix("")):
+                print(path)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of a row's own values
+        raise UserError(
+            f"--output {args.output} has a row that cannot be shown: {type(error).__name__} {error}\n"
+            "fix: measure it again, or take it out"
+        ) from error
     return 0

@@ -17,7 +17,7 @@ def configure(group: argparse._ArgumentGroup) -> None:
     add("--preset", metavar="NAME,...", help="models (default: llama-3-8b,llama-2-7b; small ones for losses)")
     add("--layers", metavar="N,...", help="fewer layers than the model has; of two numbers, all layers are derived")
     add("--recompute", metavar="POLICY", default="", help="for all methods (default: each its own)")
-    add("--steps", type=int, metavar="N", default=0, help="steps that losses are trained for (default: 30, curve 60)")
+    add("--steps", type=int, metavar="N", help="steps that losses are trained for (default: 30, curve 60)")
     add("--text", metavar="PATH", default="stdlib", help="what losses are trained on (default: stdlib)")
 
 
@@ -27,8 +27,8 @@ def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> P
     from bmburst.bench.training.methods import METHODS
     from bmburst.recompute.policy import Policy
 
-    if args.steps < 0:
-        raise UserError(f"--steps {args.steps}\nallowed: 1 and more, or 0 for each suite's own")
+    if args.steps is not None and args.steps < 1:
+        raise UserError(f"--steps {args.steps}\nallowed: 1 and more\nfix: leave it out for each suite's own number")
     if args.recompute:
         Policy.parse(args.recompute)
     if args.text != "stdlib" and not Path(args.text).exists():
@@ -61,7 +61,7 @@ def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> P
                 TrainJob(
                     cells=tuple(own),
                     tensor=tensor,
-                    steps=args.steps,
+                    steps=args.steps or 0,
                     text=args.text if args.text == "stdlib" else str(Path(args.text).absolute()),
                     **of_jobs(args, output, deadline),
                 ),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import GIB
 from bmburst.cli import train
-from bmburst.config import given_options, to_dict
+from bmburst.config import given_options, read_json, to_dict
 from bmburst.errors import UserError
 from bmburst.outputs import require_file
 from bmburst.train.config import TrainConfig
@@ -103,7 +103,7 @@ def settle(args: argparse.Namespace) -> TrainConfig:
     if args.check_steps < 1:
         raise UserError(f"--check-steps {args.check_steps}\nallowed: 1 and more")
     if args.json is not None:
-        require_file("--json", args.json)
+        require_file("--json", args.json, "report of bmburst check", _is_report)
     config = resolve((Path(args.config),) if args.config is not None else (), given_options(args, TrainConfig))
     if config.resume:
         config = train.settle(args)
@@ -198,6 +198,10 @@ def to_json(report: "Report", config: TrainConfig, nproc: int) -> dict[str, Any]
         "steps": [_finite(dataclasses.asdict(step)) for step in report.steps],
         "config": to_dict(config),
     }
+
+
+def _is_report(path: Path) -> bool:
+    return {"verdict", "tolerances", "tensors"} <= read_json(path).keys()
 
 
 def _launch(phase: _Phase, folder: Path, steps: int) -> int:

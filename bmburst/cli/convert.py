@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
 HELP = "weights between Hugging Face, bmburst and ModelCenter"
@@ -33,6 +34,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dtype", default=None, metavar="TYPE", help="float32, float16 or bfloat16 (default: each tensor's own)"
     )
     parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        default=None,
+        metavar="PATH",
+        help="tokenizer.json, or directory of a tokenizer's files, to copy (default: those in SOURCE)",
+    )
+    parser.add_argument(
         "--part-size",
         type=float,
         default=5.0,
@@ -59,8 +67,15 @@ def run(args: argparse.Namespace) -> int:
             to=args.to,
             dtype=args.dtype,
             part_bytes=int(args.part_size * 10**9),
+            tokenizer=args.tokenizer,
             on_bytes=bar.update,
             on_total=bar.reset,
         )
     print(f"{args.output}: {done.tensors} tensors, {done.nbytes:,} bytes, from {source} ({done.family})")
+    if done.tokenizer_elsewhere:
+        print(
+            f"the tokenizer {done.tokenizer_elsewhere} lies outside of {source} and was not copied: "
+            "--tokenizer PATH copies it",
+            file=sys.stderr,
+        )
     return 0

@@ -42,12 +42,11 @@ def run(args: argparse.Namespace) -> int:
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
     from bmburst.data.tokenizer import load_tokenizer
-    from bmburst.errors import UserError
+    from bmburst.outputs import require_own
 
     skipped: list[str] = []
     text = Text(load_tokenizer(args.tokenizer), find_sources(args.input))
-    if args.output.is_file() and not is_token_file(args.output):
-        raise UserError(f"--output {args.output}: is there, and no token file\nfix: the name of a new file")
+    require_own("--output", args.output, "token file", is_token_file)
     file = tokenize(
         text,
         args.output,

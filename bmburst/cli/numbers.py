@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 
-from bmburst.amounts import tokens
+from bmburst.amounts import tokens, whole
 from bmburst.errors import UserError
 
 
-def numbers(option: str, text: str, read: Callable[[str], int] = int) -> tuple[int, ...]:
+def numbers(option: str, text: str, read: Callable[[str], int] = whole) -> tuple[int, ...]:
     """Return the numbers of `N,...`.
 
     Args:
         option: What they were given by.
         text: As given.
-        read: Returns the number of a word, or raises ValueError: int, or `tokens`.
+        read: Returns the number of a word, or raises ValueError: `whole`, or `tokens`.
 
     Raises:
         UserError: It is something else, or one is less than 1.

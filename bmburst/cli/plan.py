@@ -9,7 +9,7 @@ from pathlib import Path
 from bmburst.amounts import TOKENS_TOO, tokens
 from bmburst.cli.numbers import numbers
 from bmburst.errors import UserError, require_known
-from bmburst.outputs import require_file
+from bmburst.outputs import is_picture, require_file
 
 HELP = (
     "Predict time and memory of a training step for every sensible mesh, strategy, recompute policy and ZeRO stage; "
@@ -79,8 +79,10 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--json prints planned ways, and --{name} {what}\nfix: leave one of them out")
     if args.ranks is not None and not args.calibrate:
         raise UserError(f"--ranks {args.ranks} is an option of --calibrate\nfix: --gpus says how many GPUs to plan for")
-    if args.output is not None and (args.calibrate or args.output.suffix == ".png"):
-        require_file("--output", args.output)
+    if args.output is not None and args.calibrate:
+        require_file("--output", args.output, "hardware file of bmburst plan --calibrate", _is_hardware)
+    elif args.output is not None and args.output.suffix == ".png":
+        require_file("--output", args.output, "picture of bmburst", is_picture)
     if args.calibrate:
         return _calibrate(args)
     if args.check:
@@ -155,6 +157,12 @@ def _calibrate(args: argparse.Namespace) -> int:
         write(text, args.output)
         print(f"{args.output}: bmburst plan --hardware {args.output} uses it")
     return 0
+
+
+def _is_hardware(path: Path) -> bool:
+    with path.open("rb") as file:
+        first = file.readline(1000)
+    return first.startswith(b"# Measured ") and b"bmburst plan --calibrate" in first
 
 
 def _words(option: str, text: str | None, known: Sequence[str]) -> list[str]:

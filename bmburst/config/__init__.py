@@ -2,7 +2,7 @@
 
 from bmburst.config.command_line import FieldHelpFormatter, add_options, given_options, option_name
 from bmburst.config.fields import check_fields, field
-from bmburst.config.files import read_config_file, write_json
+from bmburst.config.files import parse_json, read_config_file, read_json, write_json
 from bmburst.config.tree import build, leaves, nearest_name, overlay, read_layer, to_dict
 
 __all__ = [
@@ -16,7 +16,9 @@ __all__ = [
     "nearest_name",
     "option_name",
     "overlay",
+    "parse_json",
     "read_config_file",
+    "read_json",
     "read_layer",
     "to_dict",
     "write_json",

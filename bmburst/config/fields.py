@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bmburst.amounts import TOKENS_TOO, tokens
+from bmburst.amounts import MOST, TOKENS_TOO, tokens, why_not_text
 from bmburst.errors import UserError, unknown
 
 _SPEC = "bmburst.field"
+_MOST_NAME, _MOST_PATH = 255, 4096  # bytes that Linux takes: more is an OSError wherever it is looked at
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
 
@@ -121,7 +122,10 @@ def shown(value: object) -> str:
     # Not repr: a YAML file of a few lines can hold lists of lists that would take hours to write out.
     brief = reprlib.Repr()
     brief.maxlevel, brief.maxstring, brief.maxother = 2, 60, 60
-    text = brief.repr(value)
+    try:
+        text = brief.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        text = f"a value of type {type(value).__name__} that is too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -161,6 +165,8 @@ def convert(name: str, value: Any, annotation: Any, spec: FieldSpec) -> Any:
     inner, none_allowed = optional_part(annotation)
     if none_allowed and is_none(value):
         return None
+    if isinstance(value, int) and abs(value) > MOST:
+        raise UserError(f"{name}: {shown(value)} does not fit\nallowed: {describe(annotation, spec)}")
     if typing.get_origin(inner) is tuple:
         return _convert_tuple(name, value, inner, spec)
     if typing.get_origin(inner) is typing.Literal:
@@ -205,7 +211,7 @@ def _convert_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     by_text = {str(choice): choice for choice in choices}
     if isinstance(value, str | int) and str(value) in by_text:
         return by_text[str(value)]
-    raise unknown(name, value, by_text)
+    raise unknown(name, value if isinstance(value, str) else shown(value), by_text)
 
 
 def _to_bool(value: Any) -> bool | None:
@@ -219,12 +225,13 @@ def _to_bool(value: Any) -> bool | None:
 def _to_int(value: Any, read: Callable[[str], int] = int) -> int | None:
     if isinstance(value, str):
         try:
-            return read(value)
+            value = read(value)
         except ValueError:
             return None
     if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+        value = int(value)
+    is_one = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST
+    return value if is_one else None
 
 
 def _to_float(value: Any) -> float | None:
@@ -238,11 +245,14 @@ def _to_float(value: Any) -> float | None:
 
 
 def _to_text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
+    return value if isinstance(value, str) and value and why_not_text(value) is None else None
 
 
 def _to_path(value: Any) -> Path | None:
-    return Path(value) if isinstance(value, Path) or (isinstance(value, str) and value) else None
+    if not isinstance(value, Path | str) or not str(value) or why_not_text(str(value)) is not None:
+        return None
+    sizes = [len(part.encode()) for part in str(value).split("/")]
+    return Path(value) if max(sizes) <= _MOST_NAME and sum(sizes) + len(sizes) <= _MOST_PATH else None
 
 
 _CONVERTERS: Mapping[Any, Callable[[Any], Any]] = types.MappingProxyType(

@@ -1,12 +1,131 @@
-"""Configuration files: JSON and YAML to nested dictionaries, and JSON back, written atomically."""
+"""JSON and YAML from outside, with bounds on size, depth and numbers; and JSON back, written atomically."""
 
 import json
+import math
 import os
-from collections.abc import Hashable, Mapping
+import stat
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bmburst.errors import UserError
+
+_MOST_JSON, _MOST_CONFIG = 256 << 20, 1 << 20  # bytes; YAML takes seconds for each MiB
+_MOST_DEPTH, _MOST_INTEGER = 64, 2**64
+_MOST_MERGED = 10_000  # keys that YAML's << may put together: a few lines of it can stand for billions
+
+
+def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
+    """Return the object that a JSON file of others holds.
+
+    Args:
+        path: The file.
+        finite: Whether Infinity and NaN, which are no JSON, are refused as well.
+
+    Raises:
+        UserError: It is missing, no file, larger than 256 MiB, or not what `parse_json` takes.
+    """
+    try:
+        data = _read_bytes(path, _MOST_JSON)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}\nfix: name a directory that has it") from error
+    try:
+        values = parse_json(data, finite=finite)
+    except ValueError as error:
+        raise UserError(f"{path} {error}\nfix: copy the file again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no JSON object\nfix: copy the file again")
+    return values
+
+
+def parse_json(
+    data: bytes | str,
+    *,
+    finite: bool = False,
+    pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None,
+) -> Any:
+    """Return what JSON from outside says: bounded in depth (64) and integers (64 bits).
+
+    Args:
+        data: UTF-8, or text.
+        finite: See `read_json`.
+        pairs: Makes an object of its keys and values.
+
+    Raises:
+        ValueError: It is none; the message says what it "is" or "holds". JSONDecodeError where it is malformed.
+    """
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
+        values = json.loads(
+            text,
+            object_pairs_hook=pairs,
+            parse_int=_bounded_integer,
+            parse_float=_finite_number if finite else None,
+            parse_constant=_no_constant if finite else None,
+        )
+    except RecursionError:
+        raise _too_deep() from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not valid JSON: not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise json.JSONDecodeError(f"is not valid JSON: {error.msg}", error.doc, error.pos) from None
+    _require_shallow([values])
+    return values
+
+
+def _read_bytes(path: Path, most: int) -> bytes:
+    """Return what a regular file holds: a pipe or a device may never end.
+
+    Raises:
+        OSError: It cannot be read.
+        UserError: It is no file, or larger than that.
+    """
+    try:
+        mode = path.stat().st_mode
+    except ValueError as error:  # a zero byte in the name
+        raise UserError(f"cannot read {path}: {error}\nfix: the path of a file") from None
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise UserError(f"cannot read {path}: it is a device or a pipe\nfix: the path of a file")
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise UserError(f"{path} is larger than {most >> 20} MiB, and so nothing that is read here\nfix: another file")
+    return data
+
+
+def _bounded_integer(digits: str) -> int:
+    number = int(digits) if len(digits) <= 20 else _MOST_INTEGER
+    if abs(number) >= _MOST_INTEGER:
+        raise ValueError(f"holds {digits[:30]}{'...' if len(digits) > 30 else ''}, an integer beyond 64 bits")
+    return number
+
+
+def _finite_number(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"holds {digits[:30]}, which is no finite number")
+    return number
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"holds {name}, which is no finite number")
+
+
+def _require_shallow(values: Any) -> None:
+    level: list[Any] = [values]
+    for _ in range(_MOST_DEPTH + 1):
+        below: Iterable[Any] = (
+            part for value in level for part in (value.values() if isinstance(value, dict) else value)
+        )
+        level = [part for part in below if isinstance(part, dict | list)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"is nested too deeply\nallowed: {_MOST_DEPTH} levels")
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -19,7 +138,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise UserError(f"{path}: a configuration file of unknown kind '{path.suffix}'\nallowed: .json, .yaml, .yml")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = _read_bytes(path, _MOST_CONFIG).decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such configuration file\nfix: give the path of a .json or .yaml file") from None
     except OSError as error:
@@ -47,17 +166,19 @@ def _parse_json(path: Path, text: str) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
-            keys = [key for key, _ in pairs]
-            raise _given_twice(path, next(key for key in keys if keys.count(key) > 1))
+            raise _given_twice(path, next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1))
         return values
 
     try:
-        return json.loads(text, object_pairs_hook=once)
+        return parse_json(text, pairs=once)
+    except UserError:
+        raise
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise UserError(f"{path}: malformed JSON at {where}: {error.msg}\nfix: correct that line") from None
-    except RecursionError:
-        raise UserError(f"{path}: malformed JSON: nested too deeply\nfix: give one object of fields") from None
+        reason = error.msg.removeprefix("is not valid JSON: ")
+        raise UserError(f"{path}: malformed JSON at {where}: {reason}\nfix: correct that line") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {str(error).splitlines()[0]}\nfix: give one object of fields") from None
 
 
 def _parse_yaml(path: Path, text: str) -> Any:
@@ -65,14 +186,28 @@ def _parse_yaml(path: Path, text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """SafeLoader that refuses a key given twice, of which YAML would keep the last."""
+        """SafeLoader that refuses a key given twice, of which YAML would keep the last, and says where a value is."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            twice = [key for key in keys if keys.count(key) > 1]
-            if twice:
+            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            if twice := [key for key, count in keys.items() if count > 1]:
                 raise _given_twice(path, twice[0])
             return super().construct_mapping(node, deep)
+
+        def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (UserError, yaml.YAMLError, RecursionError):
+                raise
+            except Exception as error:  # a tag or a date whose value is none: each raises its own
+                kind = node.tag.rpartition(":")[2]
+                problem = f"a value that is no {kind}" if kind else str(error)
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            super().flatten_mapping(node)
+            if len(node.value) > _MOST_MERGED:
+                raise yaml.constructor.ConstructorError(None, None, "too many merged keys", node.start_mark)
 
     try:
         return yaml.load(text, Loader=Loader)
@@ -85,6 +220,10 @@ def _parse_yaml(path: Path, text: str) -> Any:
         raise UserError(f"{path}: malformed YAML: {reason}\nfix: correct the file") from None
     except RecursionError:
         raise UserError(f"{path}: malformed YAML: nested too deeply\nfix: give one object of fields") from None
+    except ValueError as error:  # its reader and scanner, on escapes that are no characters
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: malformed YAML: {str(error)[:100]}\nfix: correct the file") from None
 
 
 def _given_twice(path: Path, key: str) -> UserError:

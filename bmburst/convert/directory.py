@@ -9,7 +9,8 @@ from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint import hugging_face
-from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, read_json
+from bmburst.checkpoint.tensor_files import TensorFile, open_tensors
+from bmburst.config import read_json
 from bmburst.convert.model_center import ModelCenterConfig, is_model_center, model_center_name
 from bmburst.errors import UserError
 
@@ -65,6 +66,7 @@ def open_weights(directory: str | Path) -> Weights:
 def _open_model_center(directory: Path, values: Mapping[str, Any]) -> Weights:
     config = ModelCenterConfig.from_values(values, str(directory / CONFIG_FILE)).shape()
     file = open_tensors(directory / MODEL_CENTER_FILE)
+    hugging_face.require_layers(directory, config, len(file.shapes))
     expected = {name: (model_center_name(name), shape) for name, shape in hugging_face.expected_shapes(config).items()}
     for inside, shape in expected.values():
         if inside not in file.shapes:

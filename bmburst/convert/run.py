@@ -1,6 +1,7 @@
 """One model's directory into another family's: read and written piece by piece, tensor after tensor."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ import torch
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint.sharded_files import index_name
-from bmburst.checkpoint.tensor_files import SafetensorsWriter, read_json, write_text
+from bmburst.checkpoint.tensor_files import SafetensorsWriter, write_text
+from bmburst.config import read_json
 from bmburst.convert.directory import CONFIG_FILE, HUGGING_FACE, MODEL_CENTER, MODEL_CENTER_FILE, Weights, open_weights
 from bmburst.convert.model_center import ModelCenterConfig, model_center_name
 from bmburst.convert.torch_file import TorchFileWriter
+from bmburst.data.tokenizer import require_tokenizer
 from bmburst.errors import UserError, require_known
 
 FAMILIES = (HUGGING_FACE, "bmburst", MODEL_CENTER)
@@ -38,6 +41,7 @@ _TOKENIZER = (
     "chat_template.json",
     "generation_config.json",
 )
+_TOKENIZER_FILE = "tokenizer.json"
 _STATE_FILE = "state.json"
 _ASIDE = {HUGGING_FACE: "config.huggingface.json", MODEL_CENTER: "config.model-center.json"}
 
@@ -51,12 +55,15 @@ class Converted:
         tensors: How many.
         nbytes: Bytes of their numbers.
         files: Every file, in the order written.
+        tokenizer_elsewhere: What a checkpoint names as its tokenizer outside of its directory, which is not copied
+            unless the caller names it; "" where there is nothing of the kind.
     """
 
     family: str
     tensors: int
     nbytes: int
     files: tuple[str, ...]
+    tokenizer_elsewhere: str = ""
 
 
 def convert(
@@ -66,6 +73,7 @@ def convert(
     to: str,
     dtype: str | None = None,
     part_bytes: int = PART_BYTES,
+    tokenizer: Path | None = None,
     on_total: Callable[[int], object] = lambda _: None,
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> Converted:
@@ -83,12 +91,13 @@ def convert(
         to: "huggingface", or "bmburst", which keeps weights in the same way; or "model-center".
         dtype: "float32", "float16" or "bfloat16"; by default each tensor's own.
         part_bytes: Size above which safetensors are split into several files.
+        tokenizer: A tokenizer.json, or a directory of a tokenizer's files, to copy in place of the source's own.
         on_total: Called once, with all bytes that will be written.
         on_bytes: Called with the bytes written since the last call.
 
     Raises:
         UserError: The source is no whole model (`open_weights`), the target family cannot have it, a number is beyond
-            float16, or the output is not empty or cannot be written.
+            float16, a tokenizer's file is none, or the output is not empty or cannot be written.
     """
     require_known("family", to, FAMILIES)
     if dtype is not None:
@@ -100,13 +109,15 @@ def convert(
         raise UserError(f"{output} is there and not empty\nfix: name a new directory")
     on_total(sum(tensor.nbytes for tensor in plan))
     whole = output.resolve()  # "." has no name to put another beside, and a link's target may be elsewhere
-    partial = whole.with_name(f".{whole.name}.partial")
+    carried, elsewhere = _to_carry(weights, target, tokenizer)
+    partial = whole.with_name(f".{whole.name}.{os.getpid()}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_weights(partial, weights, target, plan, part_bytes, on_bytes)
         _write_config(partial, weights, target, plan)
-        _carry(partial, weights, target)
+        for name, path in carried.items():
+            if not (partial / name).exists():
+                shutil.copyfile(path, partial / name)
         if whole.exists():
             whole.rmdir()
         partial.rename(whole)
@@ -119,6 +130,7 @@ def convert(
         tensors=len(plan),
         nbytes=sum(tensor.nbytes for tensor in plan),
         files=tuple(sorted(path.name for path in whole.iterdir())),
+        tokenizer_elsewhere=elsewhere,
     )
 
 
@@ -251,20 +263,57 @@ def _in_common(config: LlamaConfig) -> ModelCenterConfig:
     return ModelCenterConfig.from_values(values | {"max_position_embeddings": 4096})
 
 
-def _carry(folder: Path, weights: Weights, target: str) -> None:
-    """Copy the tokenizer's files, a model's own code, and the configurations that an earlier conversion left aside."""
+def _to_carry(weights: Weights, target: str, tokenizer: Path | None) -> tuple[dict[str, Path], str]:
+    """Return what is copied, by its new name, and the tokenizer that a checkpoint names elsewhere.
+
+    These are the tokenizer's files, a model's own code, and the configurations that an earlier conversion left aside.
+    A checkpoint may come from anyone: a file that it names is copied only from inside of its directory, and each only
+    if it is what its name says.
+
+    Raises:
+        UserError: One is not.
+    """
+    elsewhere = ""
     names = (*_TOKENIZER, *_ASIDE.values(), *_own_code(weights))
     found = {name: weights.directory / name for name in names}
     state = weights.directory / _STATE_FILE
-    if state.is_file():  # a checkpoint of bmburst, which names its tokenizer
-        named = Path(str(read_json(state).get("tokenizer")))
-        if named.is_dir():
-            found |= {name: named / name for name in _TOKENIZER}
-        elif named.suffix == ".json":
-            found["tokenizer.json"] = named
-    for name, path in found.items():
-        if path.is_file() and not (folder / name).exists() and name != _ASIDE[target]:
-            shutil.copyfile(path, folder / name)
+    if tokenizer is not None:
+        if not tokenizer.exists():
+            raise UserError(
+                f"--tokenizer {tokenizer}: no such file or directory\nallowed: a tokenizer.json, a directory"
+            )
+        found |= _files_of(tokenizer)
+    elif state.is_file():  # a checkpoint of bmburst, which names its tokenizer
+        root = os.path.abspath(weights.directory)
+        named = str(read_json(state).get("tokenizer"))
+        place = Path(os.path.normpath(os.path.join(root, named.replace("\0", "?"))))
+        if place.is_relative_to(root):
+            found |= _files_of(place)
+        elif named.endswith(".json") or os.path.isdir(named):
+            elsewhere = named
+    there = {name: path for name, path in found.items() if path.is_file() and name != _ASIDE[target]}
+    for name, path in there.items():
+        _require_kind(name, path)
+    return there, elsewhere
+
+
+def _files_of(tokenizer: Path) -> dict[str, Path]:
+    if tokenizer.is_dir():
+        return {name: tokenizer / name for name in _TOKENIZER}
+    return {_TOKENIZER_FILE: tokenizer}
+
+
+def _require_kind(name: str, path: Path) -> None:
+    """Check that a file that is copied under a name is what the name says, as far as it has a form."""
+    try:
+        if name == _TOKENIZER_FILE:
+            require_tokenizer(path)
+        elif name.endswith(".json"):
+            read_json(path)
+        elif not name.endswith(".model"):  # of sentencepiece, which need not be installed
+            path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be copied as {name}: {error}\nfix: repair the file, or move it away") from error
 
 
 def _own_code(weights: Weights) -> Iterator[str]:
@@ -273,7 +322,7 @@ def _own_code(weights: Weights) -> Iterator[str]:
     for values in (weights.values, read_json(aside) if aside.is_file() else {}):
         named = values.get("auto_map")
         for reference in named.values() if isinstance(named, Mapping) else ():
-            module = str(reference).partition(".")[0]
+            module = reference.partition(".")[0] if isinstance(reference, str) else ""
             if module.isidentifier():  # not "owner/repository--module", which is elsewhere
                 yield f"{module}.py"
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from bmburst.config import parse_json
 from bmburst.errors import UserError
 
 STANDARD_LIBRARY = "stdlib"
@@ -147,6 +148,8 @@ def _kind(path: Path) -> Literal["text", "jsonl"]:
 def _named(path: Path) -> list[SourceFile]:
     if path.is_dir():
         return _directory(path)
+    if path.exists() and not path.is_file():  # it is read twice, and may never end
+        raise UserError(f"'{path}' is a device or a pipe\ngive a file of text")
     if path.exists():
         return [SourceFile(path=path, name=str(path), kind=_kind(path), named=True)]
     raise UserError(
@@ -240,9 +243,11 @@ def _jsonl(file: SourceFile, text_field: str, on_read: Callable[[int], object]) 
                 continue
             name = f"{file.name}:{number}"
             try:  # an editor may have put a byte-order mark before the first line
-                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{name}: not a line of JSON: {error}\nput one object a line") from error
+                value = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError as error:
+                raise UserError(
+                    f"{name}: not a line of JSON: {str(error).splitlines()[0]}\nput one object a line"
+                ) from error
             if not isinstance(value, dict):
                 raise UserError(f'{name}: must be an object such as {{"{text_field}": "..."}}, got {_short(value)}')
             if text_field not in value:

@@ -10,7 +10,6 @@ Layout, little-endian:
     JSON       counts, types, the tokenizer, a fingerprint of tokens and documents
 """
 
-import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bmburst.config import parse_json
 from bmburst.errors import UserError
 
 MAGIC = b"bmburst tokens\n\0"
 VERSION = 1
 PREAMBLE = struct.Struct("<16sQQ32x")
 DTYPES = ("uint16", "uint32")
+_MOST_HEADER = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,7 +95,7 @@ class TokenFile:
             )
         except UserError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _damaged(path, f"its header does not describe it ({error})") from error
 
     @property
@@ -165,7 +166,9 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             if size != at + length:
                 raise _damaged(path, f"it should have {at + length} bytes and has {size}")
             file.seek(at)
-            header = json.loads(file.read(length))
+            if length > _MOST_HEADER:
+                raise _damaged(path, f"its header has {length} bytes")
+            header = parse_json(file.read(length))
     except OSError as error:
         raise UserError(f"cannot open token file '{path}': {error.strerror or error}\n{_how_to_make(path)}") from error
     except UserError:

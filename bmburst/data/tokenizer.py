@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from bmburst.config import read_json
 from bmburst.errors import UserError, unknown
 
 TokenIds = npt.NDArray[np.int64]
@@ -186,16 +186,24 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
 
 
 def _from_file(name: str, file: Path) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(name, require_tokenizer(file), _eos_token(file.parent / TOKENIZER_CONFIG))
+
+
+def require_tokenizer(file: Path) -> Any:
+    """Return the `tokenizers.Tokenizer` of a tokenizer.json.
+
+    Raises:
+        UserError: The file is no tokenizer.
+    """
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        return Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception, whatever is wrong with the file
         raise UserError(
             f"cannot read tokenizer '{file}': {_first_line(error)}\n"
             "give 'bytes', or the tokenizer.json of a Hugging Face tokenizer"
         ) from error
-    return HuggingFaceTokenizer(name, tokenizer, _eos_token(file.parent / TOKENIZER_CONFIG))
 
 
 def _from_hub(name: str) -> HuggingFaceTokenizer:
@@ -232,11 +240,7 @@ def _eos_token(config: Path) -> str | None:
     """Return the end-of-document token that a tokenizer_config.json names, if there is one and it does."""
     if not config.is_file():
         return None
-    try:
-        value = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"cannot read '{config}': {_first_line(error)}") from error
-    token = value.get("eos_token") if isinstance(value, dict) else None
+    token = read_json(config).get("eos_token")
     if isinstance(token, dict):  # an AddedToken, written out
         token = token.get("content")
     return token if isinstance(token, str) else None

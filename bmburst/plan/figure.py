@@ -8,6 +8,7 @@ from typing import Any
 
 from bmburst.amounts import GIB, short
 from bmburst.errors import UserError
+from bmburst.outputs import PICTURE
 from bmburst.plan.search import Prediction
 from bmburst.plan.table import PARTS
 
@@ -80,7 +81,7 @@ def _memory(axes: Any, shown: Sequence[Prediction]) -> None:
 def _save(figure: Any, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        figure.savefig(temporary, format="png", dpi=110)
+        figure.savefig(temporary, format="png", dpi=110, metadata=dict(PICTURE))
         temporary.replace(path)
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written: {error.strerror}") from None

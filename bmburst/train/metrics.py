@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from bmburst.config import parse_json
 from bmburst.errors import UserError
 
 METRICS_FILE, EVALS_FILE, EVENTS_FOLDER = "metrics.jsonl", "evals.jsonl", "tensorboard"
@@ -159,9 +160,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     found = []
     for number, line in enumerate(lines[:-1], 1):
         try:
-            values = json.loads(line)
+            values = parse_json(line)
             found.append({**values, "step": int(values["step"])})
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise UserError(f"{path}, line {number}: not a line of metrics\nfix: move the file away") from error
     return found
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bmburst.outputs import PICTURE
 from bmburst.train.metrics import EVALS_FILE, METRICS_FILE, read_lines
 
 PLOT_FILE = "loss.png"
@@ -39,7 +40,7 @@ def plot_losses(folder: Path) -> Path | None:
 
     path = folder / PLOT_FILE
     temporary = folder / f".{PLOT_FILE}.{os.getpid()}"
-    figure.savefig(temporary, format="png", dpi=110)
+    figure.savefig(temporary, format="png", dpi=110, metadata=dict(PICTURE))
     temporary.replace(path)
     return path
 

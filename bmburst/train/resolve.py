@@ -1,7 +1,6 @@
 """From a preset, a configuration file and the command line to one TrainConfig. Reads files, starts nothing."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
-from bmburst.config import build, leaves, overlay, read_config_file, read_layer, to_dict, write_json
+from bmburst.config import build, leaves, overlay, read_config_file, read_json, read_layer, to_dict, write_json
 from bmburst.convert.model_center import ModelCenterConfig, is_model_center
 from bmburst.errors import UserError
 from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
@@ -141,12 +140,7 @@ def read_hugging_face_config(folder: Path) -> LlamaConfig:
     if not path.is_file():
         what = "it has no config.json" if folder.is_dir() else "no such directory"
         raise UserError(f"init_from {folder}: {what}\nfix: give a directory of a Hugging Face LLaMA")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: malformed JSON: {error}\nfix: download the directory again") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: holds no object\nfix: give a directory of a Hugging Face LLaMA")
+    values = read_json(path)
     if "model_type" not in values:
         # It imports torch, which the command line's help does without.
         from bmburst.checkpoint.training import newest_complete

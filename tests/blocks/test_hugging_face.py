@@ -226,7 +226,7 @@ def test_settings_that_cannot_be() -> None:
         (_config(model_type="qwen2"), "qkv_bias is False in this model but True in "),
         (_config(model_type="qwen3", attention_bias=True), "attention_bias True is not supported"),
         (_config(hidden_size="wide"), "hidden_size"),
-        (_config(rope_scaling="linear"), "config.json has a value of a wrong type"),
+        (_config(rope_scaling="linear"), "rope_scaling .linear. is no object"),
         (_config(num_hidden_layers=3), "num_layers is 2 in this model but 3 in "),
         (_config(rms_norm_eps=1e-6), "norm_eps is 1e-05 in this model but 1e-06 in "),
         (_without("model.safetensors"), "no weights in "),
@@ -242,6 +242,22 @@ def test_settings_that_cannot_be() -> None:
         (_change("lm_head.weight", torch.zeros(11, 6, dtype=torch.int8)), "lm_head.weight in .* is I8\nallowed: BF16"),
         (_indexed("{}"), "index.json has no weight_map"),
         (_indexed('{"weight_map": {"lm_head.weight": "gone.safetensors"}}'), "no file .*gone.safetensors"),
+        (_indexed('{"weight_map": {"a": "../gone.safetensors"}}'), "allowed: .safetensors files in its own"),
+        (
+            _indexed('{"weight_map": {"a": "/etc/gone.safetensors"}}'),
+            "allowed: .safetensors files in its own",
+        ),
+        (
+            _indexed('{"weight_map": {"a": "part/gone.safetensors"}}'),
+            "allowed: .safetensors files in its own",
+        ),
+        (_indexed('{"weight_map": {"a": "pytorch_model.bin"}}'), "allowed: .safetensors files in its own"),
+        (_indexed('{"weight_map": {"a": "a\\u0000.safetensors"}}'), "allowed: .safetensors files in its own"),
+        (_indexed('{"weight_map": {"a": "' + "x" * 300 + '.safetensors"}}'), "no file .*xxx.safetensors"),
+        (_indexed('{"weight_map": ' * 100 + "1" + "}" * 100), "is nested too deeply"),
+        (_indexed('{"weight_map": ' + "9" * 5000 + "}"), "an integer beyond 64 bits"),
+        (_config(num_hidden_layers=10**9), "num_layers: 1000000000 does not fit"),
+        (_config(num_attention_heads=10**9), "num_heads: 1000000000 does not fit"),
         (_pickled([1, 2]), "holds no dictionary of tensors"),
         (_pickled(LlamaConfig), "pytorch_model.bin: "),
         (_bin(b"no pickle"), "pytorch_model.bin: "),
@@ -255,6 +271,29 @@ def test_bad_directory(tmp_path: Path, spoil: Callable[[Path], None], message: s
         check(tmp_path, CONFIG)
     assert len(str(error.value).splitlines()) <= 3
     assert len(str(error.value)) < 600
+
+
+def test_layers_are_compared_with_the_tensors_before_they_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _whole(_directory(tmp_path))
+    _config(num_hidden_layers=9000)(tmp_path)
+    monkeypatch.setattr("bmburst.hugging_face.expected_shapes", lambda _: pytest.fail("all were listed"))
+    with pytest.raises(UserError, match=r"has 2\d tensors, its config\.json says 9000 layers"):
+        check(tmp_path, replace(CONFIG, num_layers=9000))
+
+
+def test_a_cache_of_links_is_read(tmp_path: Path) -> None:
+    """In Hugging Face's cache a model's directory holds links to ../../blobs."""
+    directory = tmp_path / "snapshots" / "main"
+    blobs = tmp_path / "blobs"
+    for folder in (directory, blobs):
+        folder.mkdir(parents=True)
+    _in_parts(_directory(directory))
+    for number, path in enumerate(sorted(directory.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(f"../../blobs/{number}")
+    assert set(check(directory, CONFIG)) == set(expected_shapes(CONFIG))
 
 
 def test_no_directory(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Rotary frequencies and tables, at sizes and lengths that the model comparison does not reach."""
 
+import json
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from bmburst.blocks.config import LlamaConfig, RopeScaling
 from bmburst.blocks.presets import preset
 from bmburst.blocks.rope import rotary_frequencies, rotary_tables
+from bmburst.errors import UserError
 
 LONG = 1_000_003
 LLAMA_2, LLAMA_3 = preset("llama-2-7b"), preset("llama-3-8b")
@@ -80,3 +84,93 @@ def test_tables_are_fp32_or_wider(model: torch.dtype, table: torch.dtype) -> Non
 def test_a_head_of_one_pair() -> None:
     config = replace(CASES["dynamic"], head_dim=2)
     assert rotary_frequencies(config, LONG)[0].tolist() == [1.0]
+
+
+YARN: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 2.0},
+    "dynamic from another length": {"factor": 2.0, "original_max_position_embeddings": 256},
+    "yarn": YARN,
+    "yarn with mscale": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn with bounds": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.9},
+    "yarn of no length": {"factor": 4.0},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 256},
+    "llama3 of no length": LLAMA3,
+}
+
+
+def _spelled(name: str, key: str, theta: float | None) -> dict[str, Any]:
+    return {key: name.split()[0], **SETTINGS[name]} | ({} if theta is None else {"rope_theta": theta})
+
+
+def _both(values: dict[str, Any], length: int) -> None:
+    """Compare what config.json's keys make here and in transformers: frequencies, and the factor on their tables."""
+    plain = {
+        "model_type": "llama",
+        "vocab_size": 11,
+        "hidden_size": 128,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 1024,
+    } | values
+    ours = rotary_frequencies(LlamaConfig.from_hugging_face(json.loads(json.dumps(plain))), length)
+    module = LlamaRotaryEmbedding(TheirConfig.from_dict(json.loads(json.dumps(plain))))
+    module(torch.zeros(1), torch.tensor([[length - 1]]))
+    torch.testing.assert_close(ours[0], module.inv_freq, rtol=1e-6, atol=0)
+    assert ours[1] == pytest.approx(module.attention_scaling)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("spelling", ["type", "rope_type"])
+def test_each_kind_under_each_key(name: str, spelling: str) -> None:
+    for where, inside, beside in product(("rope_scaling", "rope_parameters"), (None, 5e4), (None, 2e5)):
+        top = {} if beside is None else {"rope_theta": beside}
+        _both({where: _spelled(name, spelling, inside), **top}, 5000)
+
+
+@pytest.mark.parametrize("new", SETTINGS)
+@pytest.mark.parametrize("old", SETTINGS)
+def test_two_keys_that_contradict_each_other(old: str, new: str) -> None:
+    """A rope_scaling that says anything replaces all of rope_parameters, its base too; an empty one says nothing."""
+    for spelling, inside, beside in product(("type", "rope_type"), (None, 5e4), (None, 2e5)):
+        top = {} if beside is None else {"rope_theta": beside}
+        parameters = _spelled(new, "rope_type", 7e5)
+        _both({"rope_scaling": _spelled(old, spelling, inside), "rope_parameters": parameters, **top}, 5000)
+        _both({"rope_scaling": {}, "rope_parameters": parameters, **top}, 5000)
+        _both({"rope_scaling": None, "rope_parameters": parameters, **top}, 5000)
+
+
+@pytest.mark.parametrize("name", ["yarn", "llama3", "linear", "dynamic"])
+def test_the_length_trained_on_may_stand_outside(name: str) -> None:
+    for where in ("rope_scaling", "rope_parameters"):
+        _both({where: _spelled(name, "rope_type", 1e5), "original_max_position_embeddings": 128}, 5000)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "proportional", "axial", "mrope", 5, ["linear"], "x" * 5000])
+@pytest.mark.parametrize("spelling", ["type", "rope_type"])
+def test_other_kinds_are_refused_by_name(kind: object, spelling: str) -> None:
+    values = LLAMA_2.to_hugging_face()
+    for where in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(UserError, match="unknown rope_type") as caught:
+            LlamaConfig.from_hugging_face(values | {where: {spelling: kind, "factor": 2.0}, "rope_theta": 1e4})
+        assert str(kind)[:8] in str(caught.value) and len(str(caught.value)) < 1200
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_parameters": 5}, "rope_parameters 5 is no object"),
+        ({"rope_scaling": "linear"}, "rope_scaling 'linear' is no object"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "linear"}}}, "each type of layer"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": "a", "mscale_all_dim": 1}}, "mscale 'a'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1, "mscale_all_dim": -1}}, "mscale -1"),
+    ],
+)
+def test_settings_that_are_none(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        LlamaConfig.from_hugging_face(LLAMA_2.to_hugging_face() | changes)

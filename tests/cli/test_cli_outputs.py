@@ -7,7 +7,7 @@ import pytest
 
 from bmburst.cli import main
 from bmburst.errors import UserError
-from bmburst.outputs import require_file, require_folder
+from bmburst.outputs import require_file, require_folder, require_own
 from tests.cli.commands import refused
 
 
@@ -20,9 +20,12 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+OURS = ("text", lambda path: path.read_text() == "mine")
+
+
 def test_a_file_that_can_be_written_is_neither_made_nor_changed(here):
-    require_file("--output", Path("new"))
-    require_file("--output", Path("file"))
+    require_file("--output", Path("new"), *OURS)
+    require_file("--output", Path("file"), *OURS)
     assert (here / "file").read_text() == "mine"
     assert not (here / "new").exists()
 
@@ -30,18 +33,18 @@ def test_a_file_that_can_be_written_is_neither_made_nor_changed(here):
 @pytest.mark.parametrize("path", ["folder", "x" * 300, f"{'x' * 300}/file", "/proc/none"])
 def test_a_file_that_cannot_be_written(here, path):
     with pytest.raises(UserError, match=r"^--output .*: cannot be written: .*\nfix: a file in a folder that you may"):
-        require_file("--output", Path(path))
+        require_file("--output", Path(path), *OURS)
 
 
 @pytest.mark.parametrize("path", ["gone/file", "file/file"])
 def test_a_file_in_no_folder(here, path):
     with pytest.raises(UserError, match=f"^--output {path}: there is no such folder\nfix: make it, or another file$"):
-        require_file("--output", Path(path))
+        require_file("--output", Path(path), *OURS)
 
 
 def test_a_pipe_is_not_waited_for(here):
     os.mkfifo("pipe")
-    require_file("--output", Path("pipe"))
+    require_file("--output", Path("pipe"), *OURS)
 
 
 def test_folders(here):
@@ -53,6 +56,49 @@ def test_folders(here):
     for path in ("file", "file/folder", "/proc/none", "nowhere", "nowhere/folder", f"{'x' * 300}/b"):
         with pytest.raises(UserError, match=r"^--trace .*: no file can be written there: .*\nfix: a folder"):
             require_folder("--trace", Path(path))
+
+
+def test_only_files_of_the_same_kind_are_replaced(here):
+    (here / "empty").touch()
+    (here / "theirs").write_bytes(b"\xff")
+    for name in ("file", "empty", "new", "folder"):
+        require_own("--output", Path(name), *OURS)
+    for is_own in (OURS[1], lambda _: False):
+        with pytest.raises(UserError, match="--output theirs: is there, and no text\nfix: the name of a new file"):
+            require_own("--output", Path("theirs"), "text", is_own)
+
+
+def test_outputs_are_made_again_and_others_kept(here, capsys, monkeypatch):
+    """Each command replaces what it wrote itself, and nothing else, not even of its own format."""
+    from matplotlib.figure import Figure
+
+    from bmburst.plan.calibrate.facts import complete, render
+    from bmburst.schedule.hardware import read_facts
+
+    facts = render("here", complete({}, read_facts("h200"), "h200"), "Measured by bmburst plan --calibrate")
+    monkeypatch.setattr("bmburst.plan.calibrate.run.calibrate", lambda *_: facts)
+    plan, calibrate = ["plan", *PLAN, "--output", "plan.png"], ["plan", "--calibrate", "--output", "machine.toml"]
+    for command in (plan, calibrate):
+        for _ in range(2):
+            assert main(command) == 0
+    Figure().savefig("plan.png")
+    (here / "machine.toml").write_text("[tool.ruff]\n")
+    (here / "report.json").write_text('{"verdict": "mine"}')
+    (here / "results.json").write_text('{"format": "mine"}')
+    (here / "README.md").write_text("mine")
+    Figure().savefig("drawn-steps.png")
+    found = {path: path.read_bytes() for path in here.iterdir() if path.is_file()}
+    bench = ("bench", "attention", "--ranks", "2", "--tokens", "1K", "--output")
+    for command, name in (
+        (plan, "plan.png"),
+        (calibrate, "machine.toml"),
+        (("check", "--json", "report.json"), "report.json"),
+        ((*bench, "results.json"), "results.json"),
+        ((*bench, "README.json"), "README.md"),
+        ((*bench, "drawn.json"), "drawn-steps.png"),
+    ):
+        assert f"{name}: is there, and no " in refused(capsys, *command)
+    assert {path: path.read_bytes() for path in here.iterdir() if path.is_file()} == found
 
 
 PLAN = ("--model", "llama-tiny", "--seq", "1024")
@@ -104,12 +150,15 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
         ),
         (("bench", "train", "--ranks", "2", "--cell-seconds", "x"), "--cell-seconds x\nallowed: a number\n"),
         (("bench", "train", "--ranks", "2", "--text", "latin"), "'latin' is not a text file: byte 4 is not UTF-8"),
-        (("bench", "attention", "--table", "--output", "list.json"), "is no file of this benchmark: it has no format"),
+        (
+            ("bench", "attention", "--table", "--output", "list.json"),
+            "is no file of this benchmark: list.json holds no JSON object",
+        ),
         (("bench", "train", "--table", "--output", "other.json"), "is no file of this benchmark: its format is other,"),
         (("data", "--input", "file", "--output", "file"), "--output file: is there, and no token file\nfix: the name"),
         (("data", "--input", "latin", "--output", "file"), "--output file: is there, and no token file\nfix: the name"),
         (("convert", "folder", "out", "--to", "bmburst", "--part-size", "inf"), "--part-size inf\nallowed: gigabytes"),
-        (("convert", "folder", "out", "--to", "bmburst", "--part-size", "nan"), "--part-size nan\nallowed: gigabytes"),
+        (("convert", "folder", "out", "--to", "bmburst", "--part-size", "nan"), "--part-size nan\nallowed: a number\n"),
         (("convert", "folder", "out", "--to", "bmburst", "--part-size", "big"), "--part-size big\nallowed: a number\n"),
     ],
 )

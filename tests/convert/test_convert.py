@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig, RopeScaling
@@ -36,7 +38,8 @@ CONFIG = LlamaConfig(
 PLAIN = LlamaConfig(
     vocab_size=61, hidden_size=24, intermediate_size=40, num_layers=1, num_heads=3, num_kv_heads=3, tie_embeddings=True
 )
-TOKENIZER = {"tokenizer.json": "{}", "tokenizer.model": "\x00\xff", "special_tokens_map.json": '{"eos": 1}'}
+WORDS = Tokenizer(WordLevel({"a": 0}, unk_token="a")).to_str()
+TOKENIZER = {"tokenizer.json": WORDS, "tokenizer.model": "\x00\xff", "special_tokens_map.json": '{"eos": 1}'}
 
 
 def tensors(config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -256,17 +259,71 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path, kind: type[TorchFileWri
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def name_tokenizer(checkpoint: Path, name: str) -> None:
+    """Make a directory a checkpoint whose state.json names this tokenizer."""
+    sizes = {path.name: path.stat().st_size for path in checkpoint.glob("*.safetensors")}
+    state = {"format": FORMAT, "step": 2, "data": {}, "tokenizer": name, "files": sizes}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize("spelled", ["{folder}/secret.json", "../secret.json", "here/../../secret.json", "../theirs"])
+def test_a_checkpoint_brings_no_file_from_elsewhere(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spelled: str
+) -> None:
+    """Whoever made a checkpoint may have written any readable path into its state.json."""
+    for folder in (tmp_path / "theirs", source / "here"):
+        folder.mkdir()
+    monkeypatch.chdir(source)
+    for path in (tmp_path / "secret.json", tmp_path / "theirs" / "tokenizer.json"):
+        path.write_text(WORDS.replace('"a"', '"secret"'))
+    (source / "tokenizer.json").unlink()
+    name = spelled.format(folder=tmp_path)
+    name_tokenizer(source, name)
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", "huggingface"]) == 0
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    said = capsys.readouterr().err
+    assert f"tokenizer {name} lies outside of" in said and "--tokenizer PATH" in said
+    # The user may name it.
+    words = ["convert", str(source), str(tmp_path / "named"), "--to", "huggingface", "--tokenizer", name]
+    assert main(words) == 0
+    assert "secret" in (tmp_path / "named" / "tokenizer.json").read_text()
+    assert "lies outside" not in capsys.readouterr().err
+    assert main([*words[:2], str(tmp_path / "x"), *words[3:-1], "nowhere.json"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", '{"password": "x"}'),
+        ("tokenizer_config.json", "root:x:0"),
+        ("generation_config.json", "[" * 2000 + "]" * 2000),
+        ("vocab.txt", "\xff"),
+    ],
+)
+def test_what_is_copied_is_what_its_name_says(tmp_path: Path, source: Path, name: str, text: str) -> None:
+    (source / name).write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=name) as error:
+        convert(source, tmp_path / "out", to="huggingface")
+    assert len(str(error.value).splitlines()) <= 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_partial_directory_of_others_is_left_alone(tmp_path: Path, source: Path) -> None:
+    theirs = tmp_path / ".out.partial" / "file"
+    theirs.parent.mkdir()
+    theirs.touch()
+    convert(source, tmp_path / "out", to="huggingface")
+    assert theirs.exists()
+
+
 def test_a_run_folder_means_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     newest = hugging_face_directory(tmp_path / "run" / "checkpoints" / "step-000002", CONFIG)
-    sizes = {path.name: path.stat().st_size for path in newest.glob("*.safetensors")}
-    state = {"format": FORMAT, "step": 2, "data": {}, "tokenizer": str(tmp_path / "other.json"), "files": sizes}
-    (newest / "tokenizer.json").unlink()
-    (tmp_path / "other.json").write_text("the run's")
-    (newest / "state.json").write_text(json.dumps(state))
+    (newest / "tokenizer.json").rename(newest / "words.json")
+    name_tokenizer(newest, "words.json")
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "huggingface"]) == 0
     assert_same(weights_of(tmp_path / "out"), tensors(CONFIG))
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "the run's"
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == WORDS
     assert "step-000002 (huggingface)" in capsys.readouterr().out
     assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "out2"), "--to", "huggingface"]) == 2
     assert "no directory" in capsys.readouterr().err

@@ -145,6 +145,6 @@ def test_init_from_that_cannot_work_is_refused(tmp_path):
     text = refused(resolve, (), {"init_from": str(other)})
     assert text.startswith(f"{other / 'config.json'}: unknown model_type 'gemma'")
     (other / "config.json").write_text("{")
-    assert "malformed JSON" in refused(resolve, (), {"init_from": str(other)})
+    assert "not valid JSON" in refused(resolve, (), {"init_from": str(other)})
     (other / "config.json").write_text("[]")
-    assert "holds no object" in refused(resolve, (), {"init_from": str(other)})
+    assert "holds no JSON object" in refused(resolve, (), {"init_from": str(other)})
