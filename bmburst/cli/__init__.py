@@ -9,6 +9,7 @@ import difflib
 import importlib
 import os
 import re
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -38,6 +39,7 @@ _WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float|tokens) value: '(.
 _KINDS = MappingProxyType(
     {"int": "a whole number", "float": "a number", "tokens": f"a whole number, {TOKENS_TOO}"},
 )
+_FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files: what ranks of a small job need, and those of a large one
 _INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
 # Set in a rank by the launcher, which shows the first rank's error once for all of them.
 _LAUNCHED = "BMBURST_LAUNCH_FOLDER"
@@ -103,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if command not in COMMANDS:
             raise _unknown_command(command)
+        _require_open_files()
         return _run(command, words[1:])
     except UserError as error:
         if _LAUNCHED in os.environ:
@@ -116,6 +119,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output, for example head, has gone. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+
+
+def _require_open_files() -> None:
+    """Refuse a limit of open files that torch's own imports exceed, and raise a low one as far as this user may.
+
+    Raises:
+        UserError: It is below what any command needs, and may not be raised.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_FILES:
+        return
+    most = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
+    if most < _FEWEST_FILES:
+        raise UserError(
+            f"{hard} files may be open at once in a process (ulimit -n)\n"
+            f"allowed: {_FEWEST_FILES} and more; each rank has one for every connection\n"
+            f"fix: ulimit -n {_ENOUGH_FILES}, or LimitNOFILE, --ulimit nofile= where a service or container set it"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _run(command: str, words: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from bmburst.errors import UserError
 
 HELP = (
-    "Start a BMTrain script on N ranks, with the environment that torchrun gives, and watch over them: Ctrl-C ends all, "
+    "Start a BMTrain script on N ranks, with torchrun's environment, and watch over them: Ctrl-C ends all, "
     "the first rank's error is shown once and ends the others, ranks end with their launcher, and a rank that "
     "takes no optimizer step for --hang-timeout seconds ends the run with the place where it stood."
 )
