@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger("bmburst.runtime")
+_FOUND_PORT = "BMBURST_FOUND_PORT"
 _TIMEOUT = 1800.0  # seconds, BMTrain's
 _store: Any = None  # what this process serves for its job; it ends with the process
 
@@ -120,7 +121,9 @@ def _complete_environment() -> None:
     world = _number(os.environ, "WORLD_SIZE", default=1)
     if world == 1:
         os.environ.setdefault("MASTER_ADDR", "localhost")
-        if "MASTER_PORT" not in os.environ:  # BMTrain's default would clash with another job of one rank
+        # BMTrain's default would clash with another job of one rank, and one found by the process that started this
+        # one, with that process.
+        if os.environ.get("MASTER_PORT") in (None, os.environ.get(_FOUND_PORT)):
             os.environ["MASTER_PORT"] = "0"
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
     if missing:
@@ -158,6 +161,8 @@ def _serve_store(on_one_host: bool) -> None:
             f"MASTER_ADDR is '{address}', which is no host known here: {error.strerror}\nset the host of rank 0"
         ) from None
     _store = stores.serve(address, _number(os.environ, "MASTER_PORT", default=0), timedelta(seconds=_TIMEOUT))
+    if os.environ["MASTER_PORT"] == "0":
+        os.environ[_FOUND_PORT] = str(_store.port)
     os.environ["MASTER_PORT"] = str(_store.port)
     if on_one_host:
         os.environ["MASTER_ADDR"] = stores.LOOPBACK

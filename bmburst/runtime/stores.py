@@ -53,8 +53,10 @@ def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens at one address of this host.
 
     Raises:
-        UserError: The port is taken, or the address is not of this host.
+        UserError: The port is taken or is none, or the address is not of this host.
     """
+    if not 0 <= port <= 65535:
+        raise UserError(f"port {port} is no TCP port\nallowed: 1 to 65535")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -204,6 +204,22 @@ def test_a_taken_master_port_is_told_by_start_too():
     assert f"UserError: port {port} is taken by process {os.getpid()} (" in done.stderr
 
 
+def test_a_process_that_one_of_a_single_rank_starts_is_a_job_of_its_own():
+    launched = ("RANK", "WORLD", "LOCAL", "MASTER", "BMBURST")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
+    child = "import bmburst; print(bmburst.start().world_size)"
+    text = f"import subprocess, sys, bmburst; bmburst.start(); subprocess.run([sys.executable, '-c', {child!r}])"
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env=environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "1\n", done.stderr
+
+
 def test_the_owner_of_a_port_that_nobody_has_is_unknown():
     with held_port() as port:
         assert "another user" in owner_of(port)
@@ -224,6 +240,8 @@ def test_node_0_is_reached_at_its_own_address(monkeypatch):
 def test_an_address_of_another_host_is_refused():
     with pytest.raises(UserError, match=r"192\.0\.2\.9"):
         listen("192.0.2.9", 0)
+    with pytest.raises(UserError, match="65536"):
+        listen("127.0.0.1", 65536)
 
 
 def test_a_relay_carries_the_store_for_those_who_know_the_secret():
