@@ -62,7 +62,12 @@ def _start(job: AnyJob[C], ranks: int, cell_timeout: float) -> tuple[int, str]:
     """Run the ranks; return the exit status, and why a rank ended the run if one said so."""
     with tempfile.TemporaryDirectory(prefix="bmburst-bench-") as name:
         job.write(Path(name))
-        spec = LaunchSpec(nproc=ranks, hang_timeout=cell_timeout, host_runtime=job.runtime == "bmtrain")
+        spec = LaunchSpec(
+            nproc=ranks,
+            hang_timeout=cell_timeout,
+            start_timeout=cell_timeout or None,
+            host_runtime=job.runtime == "bmtrain",
+        )
         status = launch(spec, ["-m", job.PROGRAM, name])
         words = Path(name) / LAST_WORDS
         return status, words.read_text(encoding="utf-8") if words.exists() else ""

@@ -11,6 +11,7 @@ import importlib
 import math
 import os
 import re
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -41,6 +42,7 @@ _KINDS = MappingProxyType(
     {"int": "a whole number", "float": "a number", "tokens": f"a whole number, {TOKENS_TOO}"},
 )
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
+_FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files: what ranks of a small job need, and those of a large one
 _INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
 # Set in a rank by the launcher, which shows the first rank's error once for all of them.
 _LAUNCHED = "BMBURST_LAUNCH_FOLDER"
@@ -119,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if command not in COMMANDS:
             raise _unknown_command(command)
+        _require_open_files()
         return _run(command, words[1:])
     except UserError as error:
         if _LAUNCHED in os.environ:
@@ -139,6 +142,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         refusal = UserError(f"{error.filename}: {error.strerror}\nfix: a path that exists and that you may use")
         print(f"bmburst {command}: {refusal}", file=sys.stderr)
         return _BAD_INPUT
+
+
+def _require_open_files() -> None:
+    """Refuse a limit of open files that torch's own imports exceed, and raise a low one as far as this user may.
+
+    Raises:
+        UserError: It is below what any command needs, and may not be raised.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_FILES:
+        return
+    most = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
+    if most < _FEWEST_FILES:
+        raise UserError(
+            f"{hard} files may be open at once in a process (ulimit -n)\n"
+            f"allowed: {_FEWEST_FILES} and more; each rank has one for every connection\n"
+            f"fix: ulimit -n {_ENOUGH_FILES}, or LimitNOFILE, --ulimit nofile= where a service or container set it"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _run(command: str, words: Sequence[str]) -> int:

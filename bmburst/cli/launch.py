@@ -7,8 +7,8 @@ from typing import Any
 from bmburst.errors import UserError
 
 HELP = (
-    "Start a BMTrain script on N ranks, as BMTrain expects (torchrun underneath), and watch over them: Ctrl-C ends "
-    "all, the first rank's error is shown once and ends the others, ranks end with their launcher, and a rank that "
+    "Start a BMTrain script on N ranks, with torchrun's environment, and watch over them: Ctrl-C ends all, "
+    "the first rank's error is shown once and ends the others, ranks end with their launcher, and a rank that "
     "takes no optimizer step for --hang-timeout seconds ends the run with the place where it stood."
 )
 _USAGE = "bmburst launch [OPTIONS] -- SCRIPT ARGS\n       bmburst launch [OPTIONS] -- -m MODULE ARGS"
@@ -23,7 +23,7 @@ _EPILOG = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options and the command to run."""
-    from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_PORT
+    from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_PORT, DEFAULT_START_TIMEOUT
 
     parser.usage, parser.epilog = _USAGE, _EPILOG
     add = parser.add_argument
@@ -39,8 +39,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_HANG_TIMEOUT,
         help=f"end the run when a rank makes no progress for so long; 0: never (default: {DEFAULT_HANG_TIMEOUT:g})",
     )
+    add(
+        "--start-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"the same until a rank's first step (default: {DEFAULT_START_TIMEOUT:g}, or --hang-timeout)",
+    )
     add("--no-host-runtime", action="store_true", help="without CUDA, leave torch and bmtrain as they are")
-    add("--dry-run", action="store_true", help="print the settings and the torchrun command, and start nothing")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print settings and torchrun's command for the ranks, and start nothing",
+    )
     add("command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS", help="Python script, or -m MODULE, to run")
 
 
@@ -57,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     spec = LaunchSpec(
         nproc=_default_nproc() if args.nproc is None else args.nproc,
         hang_timeout=args.hang_timeout,
+        start_timeout=args.start_timeout,
         host_runtime=not args.no_host_runtime,
         **placement(args),
     )

@@ -2,13 +2,14 @@
 
 import logging
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from bmburst.errors import UserError
+from bmburst.runtime import stores
 from bmburst.schedule.mesh_shape import MeshShape
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger("bmburst.runtime")
+_FOUND_PORT = "BMBURST_FOUND_PORT"
+_TIMEOUT = 1800.0  # seconds, BMTrain's
+_store: Any = None  # what this process serves for its job; it ends with the process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,18 +44,20 @@ def start(*, seed: int = 0, tensor: int | None = None) -> Runtime:
     second call, and a call after `bmtrain.init_distributed`, changes nothing and returns the same facts.
 
     Args:
-        seed: Of every random number generator.
+        seed: Of every random number generator, from 0 to 2^32 - 1.
         tensor: Neighbouring ranks that share each matrix of the models built later (BMTrain's `tp_size`); by default
             1, or what BMTrain was started with.
 
     Raises:
         UserError: The environment does not name a rank, BMTrain is missing, the tensor degree does not divide the
-            ranks, or BMTrain was started with another one.
+            ranks, or BMTrain was started with another one; the seed is no whole number, or MASTER_PORT is taken.
     """
     import torch
 
     from bmburst.runtime import host
 
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise UserError(f"seed {seed!r}\nallowed: a whole number from 0 to {2**32 - 1}, as numpy takes it")
     if not _bmtrain_has_started():
         _complete_environment()
         if not torch.cuda.is_available():
@@ -115,8 +121,10 @@ def _complete_environment() -> None:
     world = _number(os.environ, "WORLD_SIZE", default=1)
     if world == 1:
         os.environ.setdefault("MASTER_ADDR", "localhost")
-        if "MASTER_PORT" not in os.environ:  # BMTrain's default would clash with another job of one rank
-            os.environ["MASTER_PORT"] = str(_free_port())
+        # BMTrain's default would clash with another job of one rank, and one found by the process that started this
+        # one, with that process.
+        if os.environ.get("MASTER_PORT") in (None, os.environ.get(_FOUND_PORT)):
+            os.environ["MASTER_PORT"] = "0"
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
     if missing:
         raise UserError(
@@ -132,7 +140,32 @@ def _complete_environment() -> None:
             "start the ranks with: bmburst launch --nproc N -- SCRIPT"
         )
     # BMTrain takes 1 for LOCAL_WORLD_SIZE, and then fails to cut the CPUs into shares for the ranks after the first.
+    on_one_host = world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world)
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = str(here), str(local_rank)
+    if on_one_host:
+        for name, value in stores.LOOPBACK_ONLY.items():
+            os.environ.setdefault(name, value)
+    served_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and not served_by_launcher:
+        _serve_store(on_one_host)
+
+
+def _serve_store(on_one_host: bool) -> None:
+    """Serve the store of the ranks at one address: BMTrain would at every one. It takes this one, by its port."""
+    global _store
+    address = os.environ["MASTER_ADDR"]
+    try:
+        address = stores.LOOPBACK if on_one_host else stores.address_of(address)
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR is '{address}', which is no host known here: {error.strerror}\nset the host of rank 0"
+        ) from None
+    _store = stores.serve(address, _number(os.environ, "MASTER_PORT", default=0), timedelta(seconds=_TIMEOUT))
+    if os.environ["MASTER_PORT"] == "0":
+        os.environ[_FOUND_PORT] = str(_store.port)
+    os.environ["MASTER_PORT"] = str(_store.port)
+    if on_one_host:
+        os.environ["MASTER_ADDR"] = stores.LOOPBACK
 
 
 def _number(environment: Mapping[str, str], name: str, *, default: int) -> int:
@@ -141,9 +174,3 @@ def _number(environment: Mapping[str, str], name: str, *, default: int) -> int:
         return int(value)
     except ValueError:
         raise UserError(f"{name} is '{value}', not a whole number\nunset it, or let a launcher set it") from None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

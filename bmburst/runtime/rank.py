@@ -34,7 +34,8 @@ def main() -> int:
         _sign_in(folder, local_rank)
         _print_lines_at_once()
         watchdog = _neighbour("watchdog")
-        watchdog.arm(float(os.environ.get("BMBURST_HANG_TIMEOUT", "0")), folder, local_rank)
+        limit = float(os.environ.get("BMBURST_HANG_TIMEOUT", "0"))
+        watchdog.arm(limit, folder, local_rank, float(os.environ.get("BMBURST_START_TIMEOUT", limit)))
         watchdog.beat_with_optimizers()
         _run(sys.argv[1:])
     except SystemExit as exit_:
@@ -94,7 +95,7 @@ def _sign_off(folder: Path, local_rank: int) -> None:
 def _print_lines_at_once() -> None:
     """Let what is printed be seen when a line ends, also in a pipe or a file.
 
-    Not as `python -u` does, which torchrun uses: print then writes a line and its end apart, and ranks' lines run
+    Not as `python -u` does: print then writes a line and its end apart, and ranks' lines run
     together.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):

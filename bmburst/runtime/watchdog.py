@@ -17,36 +17,49 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
 
-_VARIABLE = "BMBURST_WATCHDOG"  # "PID FD SECONDS" of the process that armed it
+_VARIABLE = "BMBURST_WATCHDOG"  # "PID FD SECONDS FD" of the process that armed it
 _OPTIMIZERS = "torch.optim.optimizer"
 _FLAGS = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
 
-def arm(seconds: float, folder: Path, local_rank: int) -> None:
+def arm(seconds: float, folder: Path, local_rank: int, start: float | None = None) -> None:
     """Start the timer of this process, and have its stack written down if something else ends it.
 
     Args:
-        seconds: How long this process may go without a `beat`; 0: for ever.
+        seconds: How long this process may go without a `beat` once there has been one; 0: for ever, the start too.
         folder: Where `hang.LOCAL_RANK` is written when the time is over, and `stood.LOCAL_RANK` when this process
             crashes or is told to end, so that a rank that only waited for a stuck one can be told from it.
-        local_rank: Names the files.
+        local_rank: Names the files. The size of `steps.LOCAL_RANK` is the number of optimizer steps.
+        start: How long this process may take to its first `beat`; by default `seconds`.
     """
     stood = os.open(folder / f"stood.{local_rank}", _FLAGS, 0o600)
     faulthandler.enable(file=stood)
     faulthandler.register(signal.SIGTERM, file=stood, chain=True)
     if seconds > 0:
         hang = os.open(folder / f"hang.{local_rank}", _FLAGS, 0o600)
-        os.environ[_VARIABLE] = f"{os.getpid()} {hang} {seconds}"
-        beat()
+        steps = os.open(folder / f"steps.{local_rank}", _FLAGS, 0o600)
+        os.environ[_VARIABLE] = f"{os.getpid()} {hang} {seconds} {steps}"
+        faulthandler.dump_traceback_later(seconds if start is None else start, exit=True, file=hang)
 
 
 def beat() -> None:
     """Say that this process has made progress. Costs about 50 us; does nothing where no launcher armed the timer."""
+    if armed := _armed():
+        fd, seconds, _ = armed
+        faulthandler.dump_traceback_later(float(seconds), exit=True, file=int(fd))
+
+
+def _armed() -> list[str]:
+    """Return where and after how many seconds the timer writes, and the steps' file; nothing where it is not armed."""
     pid, _, rest = os.environ.get(_VARIABLE, "").partition(" ")
-    if pid != str(os.getpid()):  # not armed, or armed in the process that started this one
-        return
-    fd, _, seconds = rest.partition(" ")
-    faulthandler.dump_traceback_later(float(seconds), exit=True, file=int(fd))
+    return rest.split() if pid == str(os.getpid()) else []  # of another process: that which started this one
+
+
+def _step() -> None:
+    """Count an optimizer step; it is a `beat`."""
+    beat()
+    if armed := _armed():
+        os.write(int(armed[2]), b".")
 
 
 @contextlib.contextmanager
@@ -100,7 +113,7 @@ def beat_with_optimizers() -> None:
 
 
 def _hook(optimizers: ModuleType) -> None:
-    optimizers.register_optimizer_step_post_hook(lambda *_: beat())
+    optimizers.register_optimizer_step_post_hook(lambda *_: _step())
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

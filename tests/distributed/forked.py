@@ -29,7 +29,6 @@ IMPORTED = [
     "pytest",
     "bmburst.attention.api",
     "bmburst.train.trainer",
-    "torch.distributed.launcher.api",
     "bmburst.runtime.launch",
 ]
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bmburst.errors import UserError
-from bmburst.runtime.host.rendezvous import UNIQUE_ID_BYTES, Rendezvous
+from bmburst.runtime.host.rendezvous import UNIQUE_ID_BYTES, Rendezvous, _reachable_address
 
 
 def address(unique_id: bytes) -> list[str]:
@@ -39,7 +39,7 @@ def test_one_host_needs_no_name(environment: dict[str, str]) -> None:
 
 def test_several_hosts_are_given_an_address_they_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-    routes = {"10.0.0.1": "10.0.0.7", "127.0.1.1": "127.0.0.1"}
+    routes = {"10.0.0.1": "10.0.0.7", "127.0.1.1": "127.0.0.1", "192.0.2.1": "10.0.0.9"}
 
     class Probe(socket.socket):
         def connect(self, address: tuple[str, int]) -> None:  # type: ignore[override]
@@ -49,10 +49,16 @@ def test_several_hosts_are_given_an_address_they_can_reach(monkeypatch: pytest.M
             return routes[self.to], 1
 
     monkeypatch.setattr(socket, "socket", Probe)
-    for resolved, expected in (("10.0.0.1", "10.0.0.7"), ("127.0.1.1", "node1")):
+    for resolved, expected in (("10.0.0.1", "10.0.0.7"), ("127.0.1.1", "10.0.0.9")):  # the name is loopback here
         found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (resolved, 29500))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=found, **__: found)
-        assert address(Rendezvous(environment).unique_id())[0] == expected
+        assert _reachable_address(environment) == expected
+
+
+def test_ids_cannot_be_guessed() -> None:
+    ids = [Rendezvous({}).unique_id() for _ in range(2)]
+    tokens = {address(unique_id)[3] for unique_id in ids}
+    assert len(tokens) == 2 and all(len(token) == 32 for token in tokens)
 
 
 def test_foreign_ids_are_refused() -> None:

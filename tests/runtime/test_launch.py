@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -193,7 +194,7 @@ def test_a_hang_is_ended_and_located(start):
     status, _, err = ended(start(text, "--hang-timeout", "3"))
     lines = err.splitlines()
     assert status == 1
-    assert lines[0] == "bmburst: rank 0 made no progress for 3 s, so the run was ended"
+    assert lines[0] == f"bmburst: rank 0 on {socket.gethostname()} made no progress for 3 s, so the run was ended"
     assert 'script.py", line 4 in stuck' in lines[2], err
     assert any(line.startswith("rank 1 stood at ") and line.endswith(" in step") for line in lines), err
     assert "--hang-timeout" in lines[-1]

@@ -34,16 +34,15 @@ FAILING = (
     time.sleep(600)
     """
 )
-# A machine so busy that this node's agent reads the word that all have ended long after the others have.
-SLOW_TO_HEAR = """
+# A machine so busy that this node says that it leaves long after the others have.
+SLOW_TO_LEAVE = """
 import time
-from torch.distributed.elastic.utils import store
-check_in = store._barrier_nonblocking
-def slow(*args, **kwargs):
-    key = check_in(*args, **kwargs)
+from bmburst.runtime.launch.nodes import NodeWatch
+depart = NodeWatch._depart
+def slow(*args):
     time.sleep(1.5)
-    return key
-store._barrier_nonblocking = slow
+    depart(*args)
+NodeWatch._depart = slow
 """
 SHORT_SILENCE = """
 from bmburst.runtime.launch import nodes, pulses
@@ -72,7 +71,7 @@ def assert_all_said_hello(results):
 @pytest.mark.parametrize("slow", [0, 1])
 def test_two_nodes_run_and_say_nothing(start, slow):
     with node_options() as nodes:
-        both = [start(HELLO, *options, first=SLOW_TO_HEAR * (n == slow)) for n, options in enumerate(nodes)]
+        both = [start(HELLO, *options, first=SLOW_TO_LEAVE * (n == slow)) for n, options in enumerate(nodes)]
         results = [ended(process) for process in both]
     assert [(status, err) for status, _, err in results] == [(0, ""), (0, "")]
     assert_all_said_hello(results)
@@ -133,12 +132,13 @@ def test_a_node_that_waits_says_for_whom(start, node, host, awaited):
     assert err.splitlines()[-1] == "bmburst: ended by SIGINT"
 
 
-def test_a_quiet_connection_that_something_between_has_ended_is_made_again():
+def test_a_quiet_connection_that_something_between_has_ended_is_made_again(tmp_path):
     store = SimpleNamespace(add=lambda *_: 1, check=lambda _: False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         spec = LaunchSpec(nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=server.getsockname()[1])
-        watch = NodeWatch(spec)
+        watch = NodeWatch(spec, tmp_path)
+        watch._line = lambda: socket.create_connection(spec.endpoint)
         listening = Thread(target=watch._listen, args=(store,), daemon=True)
         listening.start()
         server.accept()[0].close()

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
@@ -138,9 +139,13 @@ def test_a_dry_run_shows_settings_and_command(tmp_path, capsys, monkeypatch):
 
 def test_settings_leave_the_users_alone():
     own = {"OMP_NUM_THREADS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    own |= {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+    loopback = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
     assert settings.open_defaults(own, 2, 8, cuda=True) == {}
-    assert settings.open_defaults({}, 3, 8, cuda=True) == {"OMP_NUM_THREADS": "2", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-    assert settings.open_defaults({}, 9, 8, cuda=False) == {"OMP_NUM_THREADS": "1"}
+    on_gpus = {"OMP_NUM_THREADS": "2", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    assert settings.open_defaults({}, 3, 8, cuda=True) == on_gpus | loopback
+    assert settings.open_defaults({}, 3, 8, cuda=True, nnodes=2) == on_gpus
+    assert settings.open_defaults({}, 9, 8, cuda=False) == {"OMP_NUM_THREADS": "1"} | loopback
     assert not [name for name in settings.defaults(1, 1, cuda=True) if "NVLS" in name or "MULTICAST" in name]
 
 
@@ -278,7 +283,7 @@ def test_a_hang_comes_before_what_it_caused(tmp_path):
     verdict = judge(SPEC, Outcome(failed=[end(2, 1), end(0, -15)]), tmp_path)
     assert verdict.status == 1
     assert verdict.message.splitlines() == [
-        "bmburst: rank 6 made no progress for 20 s, so the run was ended",
+        f"bmburst: rank 6 on {socket.gethostname()} made no progress for 20 s, so the run was ended",
         "rank 6 stood at (most recent call first):",
         '  File "/u/s.py", line 1 in /u/s.py',
         "rank 4 stood at /a/wait.py:3 in wait",
@@ -289,13 +294,17 @@ def test_a_hang_comes_before_what_it_caused(tmp_path):
 @pytest.mark.parametrize(
     ("error", "word"),
     [
-        (RuntimeError("server socket: EADDRINUSE, Address already in use"), "port 29500 of a is in use"),
+        (
+            UserError("port 29500 is taken by process 7 (other)\ngive another"),
+            "port 29500 is taken by process 7 (other)",
+        ),
         (TimeoutError("timed out after 900000ms"), "did not come together at a:29500"),
     ],
 )
 def test_ranks_that_never_started(error, word, tmp_path):
     verdict = judge(SPEC, Outcome(error=error), tmp_path)
-    assert verdict.status == 1 and word in verdict.message and "\n" in verdict.message
+    assert verdict.status == (2 if isinstance(error, UserError) else 1)
+    assert word in verdict.message and "\n" in verdict.message
 
 
 def test_ranks_ended_from_outside(tmp_path):

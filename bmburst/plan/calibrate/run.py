@@ -54,7 +54,7 @@ def _of_a_cpu(found: dict[str, Fact]) -> dict[str, Fact]:
 def _links(ranks: int) -> dict[str, Fact]:
     with tempfile.TemporaryDirectory(prefix="bmburst-plan-") as folder:
         file = Path(folder) / "links.json"
-        spec = LaunchSpec(nproc=ranks, hang_timeout=_LINKS_TIMEOUT, host_runtime=False)
+        spec = LaunchSpec(nproc=ranks, hang_timeout=_LINKS_TIMEOUT, start_timeout=_LINKS_TIMEOUT, host_runtime=False)
         status = launch(spec, ["-m", "bmburst.plan.calibrate.links", str(file)])
         if status or not file.is_file():
             return {}

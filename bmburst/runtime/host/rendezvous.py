@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
@@ -10,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from bmburst.errors import UserError
+from bmburst.runtime.stores import LOOPBACK, address_of, is_loopback, serve
 
 UNIQUE_ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES in nccl.h
 _C10D: Any = dist  # torch gives its C++ classes no types
-_LOOPBACK = "127.0.0.1"
 _DEFAULT_TIMEOUT = 1800.0  # seconds, as torch.distributed's
 
 
@@ -31,14 +32,15 @@ class Rendezvous:
         self.timeout = _timeout(environment)
 
     def unique_id(self) -> bytes:
-        """Return 128 bytes that name a meeting point in this process: `host port number`."""
+        """Return 128 bytes that name a meeting point in this process: `address port number token`."""
         if not self._address:
-            # Port 0: the system picks a free one. It listens on every interface.
-            server = _C10D.TCPStore(_LOOPBACK, 0, None, True, self.timeout, wait_for_workers=False)
-            host = _LOOPBACK if self._on_one_host() else _reachable_address(self._environment)
-            self._address = f"{host} {server.port}"
+            address = LOOPBACK if self._on_one_host() else _reachable_address(self._environment)
+            server = serve(address, 0, self.timeout)
+            self._address = f"{address} {server.port}"
             self._stores[self._address] = server
-        return f"{self._address} {next(self._numbers)}".encode().ljust(UNIQUE_ID_BYTES, b"\0")
+        # The token keeps whoever was not given this id from the keys of its ranks.
+        token = secrets.token_hex(16)
+        return f"{self._address} {next(self._numbers)} {token}".encode().ljust(UNIQUE_ID_BYTES, b"\0")
 
     def open(self, unique_id: bytes) -> object:
         """Return the store that `unique_id` names, a `torch.distributed.Store`.
@@ -47,14 +49,14 @@ class Rendezvous:
             RuntimeError: These are not bytes from `unique_id`.
         """
         parts = unique_id.rstrip(b"\0").decode(errors="replace").split(" ")
-        if len(parts) != 3 or not (parts[1].isdecimal() and parts[2].isdecimal()):
+        if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
             raise RuntimeError("ncclCommInitRank: this unique id was not made by the host runtime's ncclGetUniqueId")
-        host, port, number = parts
+        host, port, number, token = parts
         address = f"{host} {port}"
         if address not in self._stores:
             client = _C10D.TCPStore(host, int(port), None, False, self.timeout, wait_for_workers=False)
             self._stores[address] = client
-        return _C10D.PrefixStore(f"communicator/{number}", self._stores[address])
+        return _C10D.PrefixStore(f"communicator/{number}/{token}", self._stores[address])
 
     def options(self) -> object:
         """Return gloo's options: loopback on one host, else the interface that the system or the user picks."""
@@ -66,7 +68,7 @@ class Rendezvous:
             options._devices = [gloo.create_device(interface=name) for name in interfaces]
         elif self._on_one_host():
             # The host's own name may resolve to nothing, or to an interface behind a firewall.
-            options._devices = [gloo.create_device(hostname=_LOOPBACK)]
+            options._devices = [gloo.create_device(hostname=LOOPBACK)]
         else:
             options._devices = [gloo.create_default_device()]
         return options
@@ -75,7 +77,7 @@ class Rendezvous:
         ranks, here = self._environment.get("WORLD_SIZE", "1"), self._environment.get("LOCAL_WORLD_SIZE")
         if here is not None:
             return here == ranks
-        return ranks == "1" or _is_loopback(self._environment.get("MASTER_ADDR", "localhost"))
+        return ranks == "1" or is_loopback(_node_0(self._environment))
 
 
 def _timeout(environment: Mapping[str, str]) -> timedelta:
@@ -89,17 +91,18 @@ def _timeout(environment: Mapping[str, str]) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host == "::1" or host.startswith("127.")
+def _node_0(environment: Mapping[str, str]) -> str:
+    """Return the host of rank 0 as other hosts know it: MASTER_ADDR, unless a launcher passes its store on."""
+    return environment.get("BMBURST_NODE_0") or environment.get("MASTER_ADDR", "localhost")
 
 
 def _reachable_address(environment: Mapping[str, str]) -> str:
     """Return an address of this host that the hosts of the other ranks can reach.
 
-    It is the one from which this host reaches MASTER_ADDR. Where that is a loopback address, this host is the
-    master's, and the others know it as MASTER_ADDR.
+    It is the one from which this host reaches node 0. Where that is a loopback address, this host is node 0, and it is
+    the one that the others know it by.
     """
-    master = environment.get("MASTER_ADDR", "localhost")
+    master = _node_0(environment)
     port = int(environment.get("MASTER_PORT", "0")) or 9  # discard; nothing is sent
     for family, kind, protocol, _, address in socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind, protocol) as probe:
@@ -108,5 +111,5 @@ def _reachable_address(environment: Mapping[str, str]) -> str:
             except OSError:
                 continue
             own = str(probe.getsockname()[0])
-            return master if _is_loopback(own) else own
-    raise RuntimeError(f"this host has no route to MASTER_ADDR '{master}'")
+            return address_of(master) if is_loopback(own) else own
+    raise RuntimeError(f"this host has no route to node 0, '{master}'")

@@ -1,22 +1,25 @@
-"""torchrun's elastic agent, in a thread of this process: it starts the ranks and gives them their environment.
+"""The ranks of this node: a thread that starts them, gives them their environment, and ends them beside a failed one.
 
-In a thread because the agent would otherwise take this process's signals and, on Ctrl-C, wait half a minute for ranks
-that are blocked in a collective. Here the main thread ends the ranks and the agent only sees that they are gone.
+In a thread because the kernel's "kill me when my parent dies" is tied to the thread that started a process. The main
+thread takes signals and may end the ranks as well; this one then sees that they are gone.
 """
 
-import logging
 import os
+import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from bmburst.runtime.launch.nodes import JOIN_TIMEOUT, NodeWatch
-from bmburst.runtime.launch.spec import LaunchSpec
+from bmburst.runtime.launch import guard, processes
+from bmburst.runtime.launch.nodes import NodeWatch
+from bmburst.runtime.launch.spec import LaunchSpec, Meeting
 
 RANK_SCRIPT = Path(__file__).parents[1] / "rank.py"
+_POLL = 0.05  # seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,19 +30,28 @@ class RankEnd:
         rank: Its number in the run.
         local_rank: Its number on this node.
         status: Its exit status; -N when signal N ended it.
+        enforced: Whether the launcher killed it, beside another that had failed.
     """
 
     rank: int
     local_rank: int
     status: int
+    enforced: bool = False
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What the agent's thread leaves behind: the failed ranks, or the error that kept ranks from starting."""
+    """What the thread leaves behind.
+
+    Attributes:
+        failed: The failed ranks.
+        error: What kept ranks from starting.
+        stopped: Local ranks that were stopped, as by SIGSTOP, when the first one failed.
+    """
 
     failed: list[RankEnd] = field(default_factory=list)
     error: Exception | None = None
+    stopped: list[int] = field(default_factory=list)
 
 
 def rank_command(command: Sequence[str]) -> list[str]:
@@ -48,79 +60,112 @@ def rank_command(command: Sequence[str]) -> list[str]:
 
 
 def torchrun_arguments(spec: LaunchSpec) -> list[str]:
-    """Return the options with which torchrun's own command would start the same ranks."""
+    """Return the options with which torchrun would start the same ranks."""
     host, port = spec.endpoint
-    shared = [f"--nproc-per-node={spec.nproc}", f"--nnodes={spec.nnodes}", "--max-restarts=0"]
-    if spec.nnodes == 1:
-        return [*shared, "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}", f"--local-addr={host}"]
-    return [*shared, f"--node-rank={spec.node_rank}", f"--master-addr={host}", f"--master-port={port}"]
+    return [
+        *(f"--nproc-per-node={spec.nproc}", f"--nnodes={spec.nnodes}", "--max-restarts=0"),
+        *(f"--node-rank={spec.node_rank}", f"--master-addr={host}", f"--master-port={port}"),
+    ]
+
+
+def rank_environment(spec: LaunchSpec, local_rank: int, meeting: Meeting) -> dict[str, str]:
+    """Return what a rank is told of its place, under the names that torchrun has for it.
+
+    Args:
+        spec: The run.
+        local_rank: The rank's number on this node.
+        meeting: Where the ranks of this node find the run's store.
+    """
+    rank = spec.node_rank * spec.nproc + local_rank
+    facts = {
+        "LOCAL_RANK": local_rank, "RANK": rank, "GROUP_RANK": spec.node_rank, "ROLE_RANK": rank,
+        "ROLE_NAME": "default", "LOCAL_WORLD_SIZE": spec.nproc, "WORLD_SIZE": spec.world_size,
+        "GROUP_WORLD_SIZE": spec.nnodes, "ROLE_WORLD_SIZE": spec.world_size, 
+        "MASTER_ADDR": meeting.host, "MASTER_PORT": meeting.port, "BMBURST_NODE_0": spec.endpoint[0],
+        "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": meeting.run,
+        # The launcher serves the store: no rank opens a port of its own for it.
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }  # fmt: skip
+    return {name: str(fact) for name, fact in facts.items()}
 
 
 class AgentThread(threading.Thread):
     """Runs the ranks of this node to their end and keeps the `Outcome`.
 
-    The kernel's "kill me when my parent dies" is tied to the thread that started the ranks, so this thread lives
-    exactly as long as they do; the process's death ends it as well.
-
     Args:
         spec: How many ranks, where.
         command: What each rank runs.
+        environment: The ranks' environment, but for what each is told of its own place.
         folder: The run's folder.
-        nodes: This node's line to the others, if there are any: ranks start when it stands.
+        meeting: Where the ranks find the run's store; of several nodes this node's line to the others, which finds it:
+            ranks start when all nodes are there.
     """
 
-    def __init__(self, spec: LaunchSpec, command: Sequence[str], folder: Path, nodes: NodeWatch | None) -> None:
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        meeting: Meeting | NodeWatch,
+    ) -> None:
         super().__init__(name="bmburst-agent", daemon=True)
         self.outcome = Outcome()
-        self._spec, self._command, self._folder, self._nodes = spec, rank_command(command), folder, nodes
+        self._spec, self._command, self._environment = spec, rank_command(command), environment
+        self._folder, self._meeting = folder, meeting
+        self._ranks: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> None:
         """Start the ranks and wait for them. Never raises."""
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import launch_agent
-
-        _silence_torchrun()
-        if self._nodes is not None:
-            self._nodes.connected.wait()
-            if self._nodes.error is not None:
-                self.outcome.error = self._nodes.error
+        meeting = self._meeting
+        if isinstance(meeting, NodeWatch):
+            self.outcome.error = meeting.error_of_joining()
+            if meeting.meeting is None:
                 return
+            meeting = meeting.meeting
         try:
-            launch_agent(self._config(), self._command[0], self._command[1:])
-        except ChildFailedError as error:
-            self.outcome.failed = [
-                RankEnd(rank=rank, local_rank=failure.local_rank, status=failure.exitcode)
-                for rank, failure in sorted(error.failures.items())
-            ]
+            self._start(meeting)
+            self._wait()
         except Exception as error:  # the end of a thread: whatever it was, the main thread tells it
             self.outcome.error = error
+        finally:
+            for process in self._ranks:
+                process.kill()
+                process.wait()
 
-    def _config(self) -> Any:
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-        from torch.distributed.launcher.api import LaunchConfig
+    def _start(self, meeting: Meeting) -> None:
+        for local_rank in range(self._spec.nproc):
+            if (self._folder / "stop").exists():
+                return
+            own = rank_environment(self._spec, local_rank, meeting)
+            # A session of its own: Ctrl-C in the terminal is for the launcher.
+            process = subprocess.Popen(self._command, env={**self._environment, **own}, start_new_session=True)
+            self._ranks.append(process)
 
-        spec, (host, port) = self._spec, self._spec.endpoint
-        alone = spec.nnodes == 1
-        return LaunchConfig(
-            min_nodes=spec.nnodes,
-            max_nodes=spec.nnodes,
-            nproc_per_node=spec.nproc,
-            run_id=spec.job,
-            rdzv_backend="c10d" if alone else "static",
-            rdzv_endpoint=f"{host}:{port}",
-            rdzv_configs={"timeout": JOIN_TIMEOUT} | ({} if alone else {"rank": spec.node_rank}),
-            max_restarts=0,
-            monitor_interval=0.1,
-            local_addr=host if alone else None,
-            logs_specs=DefaultLogsSpecs(log_dir=str(self._folder)),
-        )
-
-
-def _silence_torchrun() -> None:
-    """Keep the agent's log off the user's screen; the launcher says what happened. TORCHELASTIC_LOG=1 shows it."""
-    if os.environ.get("TORCHELASTIC_LOG") == "1":
-        return
-    logging.getLogger("torch.distributed.elastic").addHandler(logging.NullHandler())
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed"):
-            logging.getLogger(name).disabled = True
+    def _wait(self) -> None:
+        enforced: list[int] = []
+        deadline = float("inf")
+        while None in (statuses := [process.poll() for process in self._ranks]):
+            living = [rank for rank, status in enumerate(statuses) if status is None]
+            if deadline == float("inf") and any(statuses):
+                self.outcome.stopped = [rank for rank in living if guard.is_stopped(self._ranks[rank].pid)]
+                deadline = time.monotonic() + processes.GRACE
+                for rank in living:
+                    self._ranks[rank].terminate()
+            elif time.monotonic() > deadline:
+                for rank in set(living) - set(enforced):
+                    enforced.append(rank)
+                    self._ranks[rank].kill()
+            time.sleep(_POLL)
+        first = self._spec.node_rank * self._spec.nproc
+        self.outcome.failed = [
+            RankEnd(
+                rank=first + rank,
+                local_rank=rank,
+                status=process.returncode,
+                enforced=rank in enforced and process.returncode == -signal.SIGKILL,
+            )
+            for rank, process in enumerate(self._ranks)
+            if process.returncode
+        ]

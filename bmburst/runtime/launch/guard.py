@@ -25,6 +25,14 @@ def start_time(pid: int) -> str:
         return ""
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, as by SIGSTOP or a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
 def rank_pids(folder: Path) -> dict[int, int]:
     """Return the process ids of the ranks that have started, by local rank; each leads a process group.
 

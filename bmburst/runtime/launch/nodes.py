@@ -1,25 +1,31 @@
 """Telling the other nodes' launchers that this node's part of the run has ended, and hearing it from them.
 
-torchrun's agents know nothing of each other once the ranks run: without this, one node's error, or its loss, leaves the
-ranks of the others waiting in a collective for ever. A store on node 0, the agents' own, carries the word; its loss is
-word too. Node 0 keeps it until nobody needs it: its agent alone would take it away while others still read their last
-answer, and torch writes a stack for each connection that breaks.
+Without this, one node's error, or its loss, leaves the ranks of the others waiting in a collective for ever. The run's
+store on node 0 carries the word; its loss is word too. Node 0 keeps it until nobody needs it: torch writes a stack for
+each connection that breaks. The store listens on node 0's loopback; `relay` lets the other launchers reach it.
 """
 
+import json
 import math
+import secrets
 import select
 import socket
 import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+from bmburst.errors import UserError
+from bmburst.runtime.launch.guard import is_stopped, rank_pids
 from bmburst.runtime.launch.pulses import LEFT, SILENT, Pulses
-from bmburst.runtime.launch.spec import LaunchSpec
+from bmburst.runtime.launch.relay import Relay, dial, secret_of, to_node_0, to_store
+from bmburst.runtime.launch.spec import LaunchSpec, Meeting
+from bmburst.runtime.stores import LOOPBACK, address_of, listen, serve
 
 JOIN_TIMEOUT = 900  # seconds that nodes wait for each other to start
-_FAILED = "failed"
+_FAILED, _RUN, _SHAPE, _COMPLETE, _STOPPED = "failed", "run", "shape", "complete", "changes of stopped ranks"
 _POLL = 0.5  # seconds
 _LEAVE = 15.0  # seconds that node 0, after a failure, lets the others take to end their ranks
 _ANSWER = 2.0  # seconds for the store to take a node's last word
@@ -32,15 +38,24 @@ class NodeWatch(threading.Thread):
     Attributes:
         ended: Why the run is over, as another node said it or its silence does; empty while it is not.
         connected: Set when node 0's store is reached, or is not to be.
-        error: Why it is not.
+        complete: Set when all nodes are there, or are not to be.
+        error: Why the store is not reached, or the nodes are not there.
+        meeting: Where the ranks of this node find the store, once all nodes are there.
+        stopped_elsewhere: Ranks of other nodes that are stopped, as by SIGSTOP, with the names of their hosts.
     """
 
-    def __init__(self, spec: LaunchSpec) -> None:
+    def __init__(self, spec: LaunchSpec, folder: Path) -> None:
         super().__init__(name="bmburst-nodes", daemon=True)
         self.ended = ""
         self.connected = threading.Event()
-        self.error: RuntimeError | None = None
-        self._spec = spec
+        self.complete = threading.Event()
+        self.error: Exception | None = None
+        self.meeting: Meeting | None = None
+        self.stopped_elsewhere: dict[int, str] = {}
+        self._spec, self._folder = spec, folder
+        self._stopped, self._changes = "{}", 0
+        self._served: Any = None
+        self._secret = secret_of(spec)
         self._unknown = ""
         self._others = Pulses(range(1, spec.nnodes) if spec.node_rank == 0 else ())
         self._rounds = 0
@@ -54,21 +69,28 @@ class NodeWatch(threading.Thread):
         late.start()
         try:
             self._resolve()
-            store = self._connect()
-            store.add(_pulse(self._spec.node_rank), 1)  # before ranks start: node 0 waits for whoever it has heard of
-        except RuntimeError as error:  # what all of torch's store errors are
+            host, port = self._connect()
+            store = self._store(host, port)
+            self._join(store)
+        except (RuntimeError, OSError, UserError) as error:  # torch's store errors are all RuntimeErrors
             self.error = error
             late.cancel()
+            self.complete.set()
             return
         finally:
             self.connected.set()
         threading.Thread(target=self._miss_answers, name="bmburst-answers", daemon=True).start()
         try:
+            if self._await_all(store):
+                self.meeting = Meeting(host=host, port=port, run=store.get(_RUN).decode())
+            self.complete.set()
             self._listen(store)
             self._depart(store)
-        except (RuntimeError, OSError):
+        except (RuntimeError, OSError, UserError):
             if not self._over.is_set():
                 self.ended = self.ended or "the launcher of node 0 is gone"
+        finally:
+            self.complete.set()
 
     def leave(self, status: int) -> None:
         """Say that this node's part is over. On node 0 this waits until the others have said so too, or are lost.
@@ -94,14 +116,78 @@ class NodeWatch(threading.Thread):
             if self._over.wait(1.0) or time.monotonic() > until:
                 raise RuntimeError(f"waited for {self._unknown}")
 
-    def _connect(self) -> Any:
-        """Return a client of node 0's store; on node 0 it is also a share in the store, which lives as long as any."""
+    def _connect(self) -> tuple[str, int]:
+        """Return where this node finds the store: on its loopback, served here, or passed on to node 0's launcher.
+
+        Raises:
+            UserError: The port is taken, or another run's launcher answers there.
+            RuntimeError: Nobody answers in time.
+        """
+        endpoint, until = self._spec.endpoint, time.monotonic() + JOIN_TIMEOUT
+        if self._spec.node_rank == 0:
+            listener = listen(address_of(endpoint[0]), endpoint[1])
+            self._served = serve(LOOPBACK, 0, timedelta(seconds=JOIN_TIMEOUT))
+            Relay(listener, to_store(self._served.port, self._secret)).start()
+            return LOOPBACK, self._served.port
+        while True:
+            try:
+                dial(endpoint, self._secret).close()
+                break
+            except OSError as error:  # node 0 has not started yet
+                if self._over.wait(0.2) or time.monotonic() > until:
+                    raise RuntimeError(f"nobody answered: {error}") from None
+        relay = Relay(listen(LOOPBACK, 0), to_node_0(endpoint, self._secret))
+        relay.start()
+        return LOOPBACK, relay.port
+
+    def _store(self, host: str, port: int) -> Any:
+        """Return a client of the store for what launchers say to each other."""
         import torch.distributed as dist
 
         stores: Any = dist  # torch does not list TCPStore among the names it exports
-        (host, port), owner, timeout = self._spec.endpoint, self._spec.node_rank == 0, timedelta(seconds=JOIN_TIMEOUT)
-        store = stores.TCPStore(host, port, is_master=owner, timeout=timeout, wait_for_workers=False, multi_tenant=True)
-        return stores.PrefixStore(f"bmburst/{self._spec.job}", store)
+        store = stores.TCPStore(host, port, None, False, timedelta(seconds=JOIN_TIMEOUT), wait_for_workers=False)
+        return stores.PrefixStore("bmburst/launchers", store)
+
+    def _join(self, store: Any) -> None:
+        """Say that this node is there, and see that it is one of this run.
+
+        Raises:
+            UserError: Another launcher has this node's number, or the nodes differ in what was asked of them.
+        """
+        spec, ours = self._spec, f"--nnodes {self._spec.nnodes} --nproc {self._spec.nproc}"
+        if spec.node_rank == 0:
+            store.set(_RUN, secrets.token_hex(8))
+            store.set(_SHAPE, ours)
+        theirs = store.get(_SHAPE).decode()
+        if theirs != ours:
+            raise UserError(
+                f"node {spec.node_rank} was started with {ours}, node 0 with {theirs}\nstart every node with the same"
+            )
+        if store.add(f"launchers of node {spec.node_rank}", 1) > 1:
+            raise UserError(
+                f"another launcher has joined as node {spec.node_rank}\n"
+                f"give every node its own --node-rank, 0 to {spec.nnodes - 1}"
+            )
+        store.add(_pulse(spec.node_rank), 1)  # before ranks start: node 0 waits for whoever it has heard of
+
+    def _await_all(self, store: Any) -> bool:
+        """Wait until all nodes have joined; return whether they have."""
+        until = time.monotonic() + JOIN_TIMEOUT
+        while not self._over.wait(0.1):
+            self._exchange(store)
+            if self._spec.node_rank == 0 and not self._others.missing:
+                store.set(_COMPLETE, "")
+            if self.ended or store.check([_COMPLETE]):
+                return not self.ended
+            if time.monotonic() > until:
+                self.error = RuntimeError(f"waited {JOIN_TIMEOUT} s for all nodes to start")
+                return False
+        return False
+
+    def error_of_joining(self) -> Exception | None:
+        """Wait until all nodes are there, or are not to be; return what is to be told if they are not."""
+        self.complete.wait()
+        return self.error
 
     def _say_who_is_waited_for(self) -> None:
         host, port = self._spec.endpoint
@@ -124,25 +210,46 @@ class NodeWatch(threading.Thread):
             if select.select([line], [], [], 0)[0]:  # it has ended, perhaps by a firewall
                 line.close()
                 line = self._line()
-            store.add(_pulse(self._spec.node_rank), 1)
-            self._hear(store)
-            if not self.ended and store.check([_FAILED]):
-                self.ended = store.get(_FAILED).decode()
-            lost = self._others.lost(time.monotonic())
-            if lost and not self.ended:
-                self.ended = f"node {_names(lost)} is lost, nothing was heard of its launcher for {SILENT:g} s"
-                store.set(_FAILED, self.ended)
-            self._rounds += 1
+            self._exchange(store)
             if self._over.wait(_POLL):
                 line.close()
                 return
+
+    def _exchange(self, store: Any) -> None:
+        store.add(_pulse(self._spec.node_rank), 1)
+        self._hear(store)
+        self._share_stopped(store)
+        if not self.ended and store.check([_FAILED]):
+            self.ended = store.get(_FAILED).decode()
+        lost = self._others.lost(time.monotonic())
+        if lost and not self.ended:
+            self.ended = f"node {_names(lost)} is lost, nothing was heard of its launcher for {SILENT:g} s"
+            store.set(_FAILED, self.ended)
+        self._rounds += 1
+
+    def _share_stopped(self, store: Any) -> None:
+        """Tell the other nodes which ranks of this one are stopped, and hear of theirs."""
+        first = self._spec.node_rank * self._spec.nproc
+        here = {first + r: socket.gethostname() for r, pid in rank_pids(self._folder).items() if is_stopped(pid)}
+        if json.dumps(here) != self._stopped:
+            self._stopped = json.dumps(here)
+            store.set(_stopped(self._spec.node_rank), self._stopped)
+            store.add(_STOPPED, 1)
+        changes = store.add(_STOPPED, 0)
+        if changes != self._changes:
+            nodes = [n for n in range(self._spec.nnodes) if n != self._spec.node_rank and store.check([_stopped(n)])]
+            told = [json.loads(store.get(_stopped(node))) for node in nodes]
+            self.stopped_elsewhere = {int(rank): host for ranks in told for rank, host in ranks.items()}
+            self._changes = changes
 
     def _line(self) -> socket.socket:
         """Return a connection to node 0 on which nothing is ever said: it ends with the launcher there.
 
         It is asked before the store is, whose client writes a stack where its own connection has ended.
         """
-        return socket.create_connection(self._spec.endpoint, timeout=SILENT)
+        if self._served is not None:
+            return socket.create_connection((LOOPBACK, self._served.port))
+        return dial(self._spec.endpoint, self._secret)
 
     def _miss_answers(self) -> None:
         """Notice that the store answers no more: a host that has lost its power closes no connection.
@@ -172,6 +279,10 @@ class NodeWatch(threading.Thread):
 
 def _pulse(node: int) -> str:
     return f"pulse of node {node}"
+
+
+def _stopped(node: int) -> str:
+    return f"stopped ranks of node {node}"
 
 
 def _names(nodes: list[int]) -> str:

@@ -63,31 +63,6 @@ class Stop:
                     os.kill(pid, self.signum)
 
 
-class LostRank:
-    """Notices that torchrun ends ranks beside a lost one which do not end: polite ones, blocked in a collective."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._since = folder, float("inf")
-
-    @property
-    def overdue(self) -> bool:
-        """Whether the ranks that are left have had their time; to be asked again and again."""
-        self._since = min(self._since, time.monotonic()) if self._is_ending() else float("inf")
-        return time.monotonic() > self._since + GRACE
-
-    def _is_ending(self) -> bool:
-        """Whether a rank is gone that did not sign off, and every other one has been sent SIGTERM."""
-        ranks = guard.rank_pids(self._folder)
-        living = [rank for rank, pid in ranks.items() if guard.start_time(pid)]
-        lost = [r for r in ranks if r not in living and not (self._folder / f"done.{r}").exists()]
-        told = [rank for rank in living if _size(self._folder / f"stood.{rank}")]
-        return bool(lost) and bool(living) and told == living
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
 def all_polite(folder: Path) -> bool:
     """Return whether there are ranks and every living one ends in order when it is told to (`watchdog.polite`)."""
     living = [rank for rank, pid in guard.rank_pids(folder).items() if guard.start_time(pid)]

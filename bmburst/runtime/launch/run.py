@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -12,16 +13,18 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
 from bmburst.runtime.launch import settings
 from bmburst.runtime.launch.agent import AgentThread, Outcome, rank_command, torchrun_arguments
 from bmburst.runtime.launch.guard import kill_groups, rank_pids
-from bmburst.runtime.launch.nodes import NodeWatch
-from bmburst.runtime.launch.processes import GRACE, LostRank, Stop, all_polite, start_guard
-from bmburst.runtime.launch.spec import LaunchSpec, require_command, require_devices
+from bmburst.runtime.launch.nodes import JOIN_TIMEOUT, NodeWatch
+from bmburst.runtime.launch.processes import GRACE, Stop, all_polite, start_guard
+from bmburst.runtime.launch.spec import LaunchSpec, Meeting, require_command, require_devices
 from bmburst.runtime.launch.verdict import Verdict, judge
+from bmburst.runtime.stores import LOOPBACK, serve
 
 _IN_ORDER = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM sends before it kills, at its time or as --signal says
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, *_IN_ORDER)
@@ -64,8 +67,10 @@ def plan(spec: LaunchSpec, command: Sequence[str]) -> Plan:
 
     cuda = torch.cuda.is_available()
     require_devices(spec.nproc, torch.cuda.device_count() if cuda else 0)
-    found = settings.open_defaults(os.environ, spec.nproc, settings.usable_cores(), cuda=cuda)
+    cores = settings.usable_cores()
+    found = settings.open_defaults(os.environ, spec.nproc, cores, cuda=cuda, nnodes=spec.nnodes)
     found[settings.HANG_TIMEOUT] = f"{spec.hang_timeout:g}"
+    found[settings.START_TIMEOUT] = f"{spec.start_limit:g}"
     stand_in = spec.host_runtime and not cuda and importlib.util.find_spec("bmtrain") is not None
     found[settings.HOST_RUNTIME] = str(int(stand_in))
     return Plan(spec=spec, command=tuple(command), environment=MappingProxyType(found))
@@ -83,15 +88,17 @@ def launch(spec: LaunchSpec, command: Sequence[str]) -> int:
         command: `[SCRIPT, ARGS...]` or `["-m", MODULE, ARGS...]`.
 
     Raises:
-        UserError: It cannot work, as `plan` finds before any rank starts.
+        UserError: It cannot work, as `plan` finds before any rank starts, or the port is taken.
     """
     checked = plan(spec, command)
+    meeting = None
+    if spec.nnodes == 1:
+        store = serve(*spec.endpoint, timedelta(seconds=JOIN_TIMEOUT))
+        meeting = Meeting(host=LOOPBACK, port=store.port, run=secrets.token_hex(8))
     folder = Path(tempfile.mkdtemp(prefix="bmburst-launch-"))
     guard = start_guard(folder)
-    own = {settings.FOLDER: str(folder), settings.LAUNCHER: str(os.getpid())}
     try:
-        with _environment({**checked.environment, **own}):
-            verdict = _run(checked, folder)
+        verdict = _run(checked, folder, meeting)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         guard.communicate()
@@ -102,14 +109,20 @@ def launch(spec: LaunchSpec, command: Sequence[str]) -> int:
     return verdict.status
 
 
-def _run(checked: Plan, folder: Path) -> Verdict:
-    nodes = NodeWatch(checked.spec) if checked.spec.nnodes > 1 else None
-    agent = AgentThread(checked.spec, checked.command, folder, nodes)
+def _run(checked: Plan, folder: Path, meeting: Meeting | None) -> Verdict:
+    spec = checked.spec
+    place: Meeting | NodeWatch = meeting or NodeWatch(spec, folder)
+    nodes = place if isinstance(place, NodeWatch) else None
+    own = {settings.FOLDER: str(folder), settings.LAUNCHER: str(os.getpid())}
+    environment = {**os.environ, **checked.environment, **own}
+    agent = AgentThread(spec, checked.command, environment, folder, place)
     with _caught_signals() as caught:
         if nodes is not None:
             nodes.start()
         agent.start()
-        verdict = _wait(agent, nodes, caught, folder) or judge(checked.spec, agent.outcome, folder)
+        verdict = _wait(agent, nodes, caught, folder) or judge(
+            spec, agent.outcome, folder, nodes.stopped_elsewhere if nodes is not None else {}
+        )
     if nodes is not None:
         nodes.leave(verdict.status)
     if verdict.status:
@@ -119,16 +132,14 @@ def _run(checked: Plan, folder: Path) -> Verdict:
 
 def _wait(agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signals], folder: Path) -> Verdict | None:
     """Wait for the ranks; return a verdict only if the run was ended from outside."""
-    lost = LostRank(folder)
     while agent.is_alive() and not caught and not (nodes is not None and nodes.ended):
         agent.join(0.05)
-        if lost.overdue:
-            kill_groups(folder)
     if not caught:
         if nodes is not None and nodes.ended:
             agent.join(_STORE_LOST)
         if not agent.is_alive():
-            return None
+            began = nodes is None or nodes.meeting is not None or nodes.error is not None
+            return None if began else _ended_elsewhere(nodes)
     patient = bool(caught) and caught[0] in _IN_ORDER and all_polite(folder)
     stop = Stop(folder, caught[0] if caught else signal.SIGTERM, patient)
     gone = others_gone = float("inf")
@@ -137,7 +148,7 @@ def _wait(agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signa
     while agent.is_alive() and time.monotonic() < gone:
         if nodes is not None and nodes.ended:
             others_gone = min(others_gone, time.monotonic())
-        forced = len(caught) > 1 or stop.overdue or lost.overdue or time.monotonic() > others_gone + GRACE
+        forced = len(caught) > 1 or stop.overdue or time.monotonic() > others_gone + GRACE
         stop.press(now=forced)
         if forced:
             gone = min(gone, time.monotonic() + _AFTER_KILL)
@@ -148,6 +159,10 @@ def _wait(agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signa
         return None  # a rank failed, and what there is to say is in the folder
     if caught:
         return Verdict(status=128 + caught[0], message=f"bmburst: ended by {caught[0].name}")
+    return _ended_elsewhere(nodes)
+
+
+def _ended_elsewhere(nodes: NodeWatch | None) -> Verdict:
     return Verdict(status=1, message=f"bmburst: the run was ended: {nodes.ended if nodes is not None else ''}")
 
 
@@ -176,18 +191,3 @@ def _caught_signals() -> Iterator[list[signal.Signals]]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-@contextlib.contextmanager
-def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Add variables to this process's environment, which the ranks inherit, for a while."""
-    before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -1,15 +1,17 @@
-"""The environment that ranks get beside what torchrun sets: threads, NCCL, and our own variables."""
+"""The environment that ranks get beside their place in the run: threads, NCCL, and our own variables."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from bmburst.errors import UserError
+from bmburst.runtime.stores import LOOPBACK_ONLY
 
 # Our own variables, read by bmburst/runtime/rank.py (a file that imports nothing of bmburst, so it repeats them).
 FOLDER = "BMBURST_LAUNCH_FOLDER"
 LAUNCHER = "BMBURST_LAUNCHER_PID"
 HANG_TIMEOUT = "BMBURST_HANG_TIMEOUT"
+START_TIMEOUT = "BMBURST_START_TIMEOUT"
 HOST_RUNTIME = "BMBURST_HOST_RUNTIME"
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -26,21 +28,24 @@ def usable_cores(quota: Path = _QUOTA) -> int:
     return max(1, min(cores, int(allowance) // int(period)))
 
 
-def defaults(nproc: int, cores: int, *, cuda: bool) -> dict[str, str]:
+def defaults(nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str, str]:
     """Return the settings for variables that the user left open.
 
     * OMP_NUM_THREADS: the cores shared out evenly. Unset, every rank would start a thread for every core.
     * NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 and later): ZeRO's and the sequence ring's communicators are in flight
       together; NCCL then keeps their kernels in the order in which the host issued them, so that they cannot block
       each other.
+    * `stores.LOOPBACK_ONLY`, on one node.
     """
     found = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+    if nnodes == 1:
+        found |= LOOPBACK_ONLY
     if cuda:
         found["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
     return found
 
 
-def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: bool) -> dict[str, str]:
+def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str, str]:
     """Return those of `defaults` that the user has not set.
 
     Raises:
@@ -53,4 +58,5 @@ def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: b
             "allowed: unset (8), or 2 to 32\n"
             "do: unset CUDA_DEVICE_MAX_CONNECTIONS"
         )
-    return {name: value for name, value in defaults(nproc, cores, cuda=cuda).items() if name not in environ}
+    found = defaults(nproc, cores, cuda=cuda, nnodes=nnodes)
+    return {name: value for name, value in found.items() if name not in environ}

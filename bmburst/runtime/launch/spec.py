@@ -7,9 +7,28 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 
 from bmburst.errors import UserError
+from bmburst.runtime.stores import LOOPBACK
 
 DEFAULT_HANG_TIMEOUT = 1800.0  # seconds; a step of a million tokens and a checkpoint of a large model take minutes
 DEFAULT_PORT = 29500  # what torchrun and most clusters' scripts use
+
+
+DEFAULT_START_TIMEOUT = 3600.0  # seconds; to load a large model from a slow disk and compile its kernels takes long
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """Where the ranks of this node find the run's store.
+
+    Attributes:
+        host: Address on this node.
+        port: TCP port.
+        run: A name that no other run has, random, alike on every node.
+    """
+
+    host: str
+    port: int
+    run: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +42,10 @@ class LaunchSpec:
         master_addr: Host name or address of node 0; needed with several nodes.
         master_port: TCP port on node 0. 0: with one node a free one, with several 29500.
         hang_timeout: Seconds a rank may go without a `watchdog.beat` before the run is ended; 0: for ever.
+        start_timeout: Seconds a rank may take to its first `watchdog.beat`. By default 3600, or `hang_timeout` if that
+            is more. With `hang_timeout` 0 nothing is watched.
         host_runtime: Without CUDA, let the ranks import bmtrain on the host runtime.
-        job: Names the run among others that share node 0's port, for example a SLURM job id.
+        job: Names the run to the launchers of its nodes, for example a SLURM job id; one of another name is refused.
 
     Raises:
         UserError: A value is outside its range, or several nodes lack the address of node 0.
@@ -36,6 +57,7 @@ class LaunchSpec:
     master_addr: str = ""
     master_port: int = 0
     hang_timeout: float = DEFAULT_HANG_TIMEOUT
+    start_timeout: float | None = None
     host_runtime: bool = True
     job: str = "bmburst"
 
@@ -51,6 +73,8 @@ class LaunchSpec:
             raise UserError(f"--master-port {self.master_port} is no TCP port\nallowed: 1 to 65535, or 0 for any")
         if not 0 <= self.hang_timeout < 1e9:
             raise UserError(f"--hang-timeout {self.hang_timeout:g}\nallowed: seconds above 0, or 0 for no limit")
+        if self.start_timeout is not None and not 0 < self.start_timeout < 1e9:
+            raise UserError(f"--start-timeout {self.start_timeout:g}\nallowed: seconds above 0")
         if self.nnodes > 1 and not self.master_addr:
             raise UserError(
                 f"--nnodes {self.nnodes} needs the address of node 0\n"
@@ -63,10 +87,17 @@ class LaunchSpec:
         return self.nproc * self.nnodes
 
     @property
+    def start_limit(self) -> float:
+        """Seconds from a rank's start to its first beat; 0: no limit."""
+        if self.start_timeout is not None and self.hang_timeout:
+            return self.start_timeout
+        return max(DEFAULT_START_TIMEOUT, self.hang_timeout) if self.hang_timeout else 0.0
+
+    @property
     def endpoint(self) -> tuple[str, int]:
-        """Host and port of node 0's store; port 0 lets the system choose a free one."""
+        """Host and port that node 0 listens at: with one node loopback; port 0 lets the system choose a free one."""
         if self.nnodes == 1:
-            return self.master_addr or "127.0.0.1", self.master_port
+            return LOOPBACK, self.master_port
         return self.master_addr, self.master_port or DEFAULT_PORT
 
 

@@ -3,14 +3,22 @@
 import json
 import re
 import signal
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from bmburst.errors import UserError
 from bmburst.runtime.launch.agent import Outcome, RankEnd
 from bmburst.runtime.launch.spec import LaunchSpec
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\S+) in (?P<name>.*)$')
+_TIMER = re.compile(r"Timeout \((?P<h>\d+):(?P<m>\d+):(?P<s>[\d.]+)\)")
+# What a rank that waits for another stands in, and what lies between it and the line that called it.
+_COMMUNICATION = ("/bmtrain/nccl/", "/torch/distributed/", "/bmburst/runtime/host/", "/bmburst/comm/")
+_BETWEEN = ("/bmtrain/", "/torch/")
 _OWN_FILES = ("/bmburst/runtime/rank.py", "<frozen runpy>")
 _MOST_FRAMES = 30
 _NOT_FOUND, _BAD_INPUT, _FAILED = "", 2, 1
@@ -29,15 +37,23 @@ class Verdict:
     message: str = ""
 
 
-def judge(spec: LaunchSpec, outcome: Outcome, folder: Path) -> Verdict:
+def judge(
+    spec: LaunchSpec, outcome: Outcome, folder: Path, stopped_elsewhere: Mapping[int, str] = MappingProxyType({})
+) -> Verdict:
     """Return what to show, from the ranks' ends and from what they wrote into the run's folder.
 
     A hang comes first, since the ranks that waited for the stuck one fail after it. A rank killed by a signal comes
     before an error in another rank: its peers fail because their connections break.
+
+    Args:
+        spec: The run.
+        outcome: How this node's ranks ended.
+        folder: The run's folder.
+        stopped_elsewhere: Ranks of other nodes that are stopped, with the names of their hosts.
     """
     hung = _dumps(folder, "hang")
     if hung:
-        return Verdict(status=_FAILED, message=_hang_message(spec, hung, _dumps(folder, "stood")))
+        return Verdict(status=_FAILED, message=_hang_message(spec, outcome, folder, stopped_elsewhere))
     error = _first_error(folder)
     failed = [end for end in outcome.failed if error is None or end.local_rank != error["local_rank"]]
     killed = [_killed_message(end, folder) for end in failed if _was_killed(end, folder)]
@@ -47,6 +63,8 @@ def judge(spec: LaunchSpec, outcome: Outcome, folder: Path) -> Verdict:
         return Verdict(status=error["status"], message=_error_message(error))
     if killed:
         return Verdict(status=_FAILED, message="\n".join(killed))
+    if isinstance(outcome.error, UserError):
+        return Verdict(status=_BAD_INPUT, message=f"bmburst: {outcome.error}")
     if outcome.error is not None:
         return Verdict(status=_FAILED, message=_start_message(spec, outcome.error))
     exits = [end for end in failed if end.status > 0]
@@ -80,10 +98,10 @@ def _consequence(error: dict[str, Any]) -> str:
 def _was_killed(end: RankEnd, folder: Path) -> bool:
     """Whether a signal that the launcher did not send ended the rank.
 
-    torchrun ends the ranks beside a failed one by SIGTERM, and by SIGKILL those that ignore it; either way they wrote
-    down where they stood.
+    The launcher ends the ranks beside a failed one by SIGTERM, and by SIGKILL those that ignore it; either way they
+    wrote down where they stood, unless they were stopped.
     """
-    if end.status >= 0 or end.status == -signal.SIGTERM:
+    if end.status >= 0 or end.status == -signal.SIGTERM or end.enforced:
         return False
     stood = _read(folder / f"stood.{end.local_rank}")
     return not stood or _crashed(stood)
@@ -104,23 +122,91 @@ def _killed_message(end: RankEnd, folder: Path) -> str:
     return f"bmburst: rank {end.rank} was killed by {name}{hint}{place}"
 
 
-def _hang_message(spec: LaunchSpec, hung: dict[int, str], stood: dict[int, str]) -> str:
+def _hang_message(spec: LaunchSpec, outcome: Outcome, folder: Path, stopped_elsewhere: Mapping[int, str]) -> str:
+    """Name the rank that did not come, and where the others waited for it.
+
+    A stopped rank's own timer stands as well, so those that wait for it are the ones that were ended: it comes first.
+    Else it is who stood elsewhere than in a collective while others stood in one, or whose timer ended first.
+    """
     first = spec.node_rank * spec.nproc
-    names = ", ".join(str(first + local_rank) for local_rank in hung)
-    one = next(iter(hung))
-    lines = [f"bmburst: rank {names} made no progress for {spec.hang_timeout:g} s, so the run was ended"]
-    lines += [f"rank {first + one} stood at (most recent call first):", *_frames(hung[one])[:_MOST_FRAMES]]
-    places = {rank: _place(text) for rank, text in sorted((stood | hung).items()) if rank != one}
-    lines += [f"rank {first + rank} stood at {place}" for rank, place in places.items() if place]
-    lines.append("a step that takes longer is no hang: --hang-timeout SECONDS changes the limit, 0 lifts it")
-    return "\n".join(lines)
+    hung = _dumps(folder, "hang")
+    dumps = {first + local_rank: text for local_rank, text in (_dumps(folder, "stood") | hung).items()}
+    absent = {first + local_rank: socket.gethostname() for local_rank in outcome.stopped} | dict(stopped_elsewhere)
+    earliest = first + next(iter(hung))
+    limit, starting = spec.hang_timeout, _fired_in_start(hung[earliest - first], spec)
+    if starting:
+        limit = spec.start_limit
+    advice = (
+        "a start that takes longer is no hang: --start-timeout SECONDS changes the limit"
+        if starting
+        else "a step that takes longer is no hang: --hang-timeout SECONDS changes the limit, 0 lifts it"
+    )
+    what = "did not take its first step within" if starting else "made no progress for"
+    if absent:
+        names = ", ".join(f"{rank} on {host}" for rank, host in sorted(absent.items()))
+        lines = [f"bmburst: rank {names} is stopped (SIGSTOP, or a debugger), so the run was ended after {limit:g} s"]
+        shown = None
+    else:
+        waiting = {rank for rank, text in dumps.items() if _collective(text)}
+        away = sorted(set(dumps) - waiting) if waiting else []
+        if not away and spec.nnodes > 1 and waiting:
+            shown = earliest
+            lines = [
+                f"bmburst: rank {earliest} waited {limit:g} s in {_collective(dumps[earliest])} for a rank of another "
+                "node, so the run was ended; the launcher there says more"
+            ]
+        else:
+            late = away or [first + local_rank for local_rank in hung]
+            shown = late[0] if away else earliest
+            names = ", ".join(map(str, late))
+            lines = [f"bmburst: rank {names} on {socket.gethostname()} {what} {limit:g} s, so the run was ended"]
+        lines += [f"rank {shown} stood at (most recent call first):", *_frames(dumps[shown])[:_MOST_FRAMES]]
+    for rank, text in sorted(dumps.items()):
+        if rank != shown and rank not in absent and _place(text):
+            lines.append(f"rank {rank} {_position(text)}{_steps(folder, rank - first)}")
+    return "\n".join([*lines, advice])
+
+
+def _fired_in_start(dump: str, spec: LaunchSpec) -> bool:
+    """Whether the timer that wrote this was that of the time before the first step."""
+    found = _TIMER.match(dump)
+    if found is None or spec.start_limit == spec.hang_timeout:
+        return False
+    seconds = int(found["h"]) * 3600 + int(found["m"]) * 60 + float(found["s"])
+    return abs(seconds - spec.start_limit) < abs(seconds - spec.hang_timeout)
+
+
+def _collective(dump: str) -> str:
+    """Return the name of the collective that a stack stands in; empty if it stands in none."""
+    name = ""
+    for line in _frames(dump):
+        found = _FRAME.match(line)
+        if found is None or not any(part in found["file"] for part in _COMMUNICATION):
+            break
+        name = name if found["name"].startswith(("_", "wrapper")) and name else found["name"]
+    return name
+
+
+def _position(dump: str) -> str:
+    """Say where a rank stood: in a collective, the line that called it."""
+    collective = _collective(dump)
+    if not collective:
+        return f"stood at {_place(dump)}"
+    frames = [found for line in _frames(dump) if (found := _FRAME.match(line))]
+    callers = [f for f in frames if not any(part in f["file"] for part in (*_COMMUNICATION, *_BETWEEN))]
+    caller = (callers or frames)[0]
+    return f"waited in {collective} at {caller['file']}:{caller['line']} in {caller['name']}"
+
+
+def _steps(folder: Path, local_rank: int) -> str:
+    path = folder / f"steps.{local_rank}"
+    count = path.stat().st_size if path.exists() else 0
+    return f", after {count} optimizer steps" if count else ""
 
 
 def _start_message(spec: LaunchSpec, error: Exception) -> str:
     text = " ".join(str(error).split())
     host, port = spec.endpoint
-    if "EADDRINUSE" in text or "in use" in text:
-        return f"bmburst: port {port} of {host} is in use\ngive every node another --master-port"
     if spec.nnodes > 1:
         return (
             f"bmburst: the {spec.nnodes} nodes did not come together at {host}:{port}: {text[:200]}\n"

@@ -1,0 +1,161 @@
+"""The way of other nodes to node 0's store, which itself listens on loopback alone.
+
+Node 0's launcher listens at --master-addr, and every other launcher on its own loopback, where its ranks find the
+store. A connection between launchers begins with a proof, on both ends, that they know the run's secret: the --job
+name and BMBURST_TOKEN. Whoever does not know it reaches no store. What follows is neither encrypted nor signed.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+
+from bmburst.errors import UserError
+from bmburst.runtime.launch.spec import LaunchSpec
+from bmburst.runtime.stores import LOOPBACK
+
+TOKEN = "BMBURST_TOKEN"
+_HELLO = b"bmburst launcher 1\n"
+_NONCE = 32  # bytes, as a proof has
+_PATIENCE = 20.0  # seconds for a greeting, on a busy host
+_STRANGERS = 512  # connections that may be in their greeting
+
+_Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def secret_of(spec: LaunchSpec, environ: Mapping[str, str] = os.environ) -> bytes:
+    """Return the key that the launchers of a run share: of its name and, where it is set, of BMBURST_TOKEN."""
+    return hashlib.sha256(f"bmburst\0{spec.job}\0{environ.get(TOKEN, '')}".encode()).digest()
+
+
+def dial(endpoint: tuple[str, int], secret: bytes) -> socket.socket:
+    """Return a connection to node 0's store by way of its launcher.
+
+    Raises:
+        OSError: Nobody answers there.
+        UserError: What answers is not this run's launcher.
+    """
+    host, port = endpoint
+    line = socket.create_connection(endpoint, timeout=_PATIENCE)
+    try:
+        with line.makefile("rb", buffering=0) as answers:
+            greeting = _read(answers.read, len(_HELLO) + _NONCE)
+            if not greeting.startswith(_HELLO):
+                raise _stranger(host, port, "is not a bmburst launcher")
+            theirs, ours = greeting[len(_HELLO) :], secrets.token_bytes(_NONCE)
+            line.sendall(ours + _proof(secret, b"joins", theirs, ours))
+            answer = _read(answers.read, _NONCE)
+            if not hmac.compare_digest(answer, _proof(secret, b"serves", theirs, ours)):
+                raise _stranger(host, port, f"is the launcher of another run, or has another {TOKEN}")
+    except TimeoutError:
+        line.close()
+        raise _stranger(host, port, "gives no answer as a bmburst launcher would") from None
+    except BaseException:
+        line.close()
+        raise
+    line.settimeout(None)
+    return line
+
+
+class Relay(threading.Thread):
+    """Passes the connections that a socket accepts on to the store, each way, until the process ends.
+
+    Args:
+        listener: Where connections come in. It is the relay's from now on.
+        way: Opens the other end for one that has come in, or raises OSError or UserError.
+    """
+
+    def __init__(self, listener: socket.socket, way: Callable[[_Ends], Awaitable[_Ends]]) -> None:
+        super().__init__(name="bmburst-relay", daemon=True)
+        self.port = int(listener.getsockname()[1])
+        self._listener, self._way = listener, way
+        self._greeting = 0
+
+    def run(self) -> None:
+        """Serve."""
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._take, sock=self._listener, backlog=4096)
+        async with server:
+            await server.serve_forever()
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, UserError, EOFError, TimeoutError), contextlib.closing(writer):
+            if self._greeting >= _STRANGERS:
+                return
+            self._greeting += 1
+            try:
+                there, back = await asyncio.wait_for(self._way((reader, writer)), _PATIENCE)
+            finally:
+                self._greeting -= 1
+            with contextlib.closing(back):
+                both = [asyncio.create_task(_pass(reader, back)), asyncio.create_task(_pass(there, writer))]
+                _, rest = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                for task in rest:
+                    task.cancel()
+
+
+def to_store(port: int, secret: bytes) -> Callable[[_Ends], Awaitable[_Ends]]:
+    """Return node 0's way: the store on its loopback, for those who know the secret."""
+
+    async def way(ends: _Ends) -> _Ends:
+        reader, writer = ends
+        nonce = secrets.token_bytes(_NONCE)
+        writer.write(_HELLO + nonce)
+        theirs, proof = await reader.readexactly(_NONCE), await reader.readexactly(_NONCE)
+        if not hmac.compare_digest(proof, _proof(secret, b"joins", nonce, theirs)):
+            writer.write(bytes(_NONCE))
+            await writer.drain()
+            raise PermissionError
+        writer.write(_proof(secret, b"serves", nonce, theirs))
+        return await asyncio.open_connection(LOOPBACK, port)
+
+    return way
+
+
+def to_node_0(endpoint: tuple[str, int], secret: bytes) -> Callable[[_Ends], Awaitable[_Ends]]:
+    """Return another node's way: node 0's launcher."""
+
+    async def way(_: _Ends) -> _Ends:
+        return await asyncio.open_connection(sock=await asyncio.to_thread(dial, endpoint, secret))
+
+    return way
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):  # the other end is gone: so will this one be
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+
+
+def _read(read: Callable[[int], bytes | None], count: int) -> bytes:
+    """Read so many bytes.
+
+    Raises:
+        ConnectionError: They end before.
+    """
+    found = b""
+    while len(found) < count:
+        more = read(count - len(found))
+        if not more:
+            raise ConnectionResetError("the launcher there has ended")
+        found += more
+    return found
+
+
+def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(secret, role + b"".join(nonces), "sha256")
+
+
+def _stranger(host: str, port: int, what: str) -> UserError:
+    return UserError(
+        f"what listens at {host}:{port} {what}\n"
+        f"give all nodes of one run, and no other run, the same --master-addr, --master-port and {TOKEN}"
+    )
