@@ -39,7 +39,7 @@ class Page:
         for path in _CLONED.get(name, ()):
             (folder / path).symlink_to(ROOT / path)
         for block in blocks:
-            if block.file:
+            if block.file and block.language != "diff":
                 (folder / block.file).write_text(block.text)
         for block in blocks:
             if block.language == "bash" and not block.needs:

@@ -157,6 +157,8 @@ def test_commands_that_are_not_run_exist(name: str, monkeypatch: pytest.MonkeyPa
     for variable in LAUNCHED:
         monkeypatch.delenv(variable, raising=False)
     for block in OURS[name]:
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
         if block.language != "bash" or not block.needs:
             continue
         subprocess.run(["bash", "-n", "-c", block.text], check=True)
