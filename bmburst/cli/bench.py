@@ -21,8 +21,8 @@ HELP = (
     "Measure speed, memory and accuracy. attention: burst_attention with every strategy and transport, and the methods "
     "of other projects, each relative to one GPU's kernel on the same FLOPs. Suites: sequence (32K to 1M tokens), "
     "batch (1 to 8), block (with projections and rotary), documents (packed), window (4,096 tokens), accuracy (errors "
-    "against fp64). train: whole training steps, relative to the time of their attention and matrix products alone. Suites: "
-    "step (32K to 2M tokens), loss (losses of all methods agree), curve (loss on real text)."
+    "against fp64). train: whole training steps, relative to the time of their attention and matrix products alone. "
+    "Suites: step (32K to 2M tokens), loss (losses of all methods agree), curve (loss on real text)."
 )
 _USAGE = (
     "bmburst bench attention|train [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS] [--output FILE]\n"

@@ -11,8 +11,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = (
         "Convert the weights, configuration and tokenizer of a LLaMA, Mistral, Qwen2, Qwen3 or MiniCPM model between "
-        "the formats of Hugging Face, bmburst and ModelCenter. Values are copied unchanged, piece by piece, so the model "
-        "need not fit into memory. Converting back gives the same values and the same config.json."
+        "the formats of Hugging Face, bmburst and ModelCenter. Values are copied unchanged, piece by piece, so the "
+        "model need not fit into memory. Converting back gives the same values and the same config.json."
     )
     parser.add_argument(
         "source",

@@ -176,8 +176,8 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16"] = field("Data type of weights and activations.", default="float32")
     recompute: str = field(
         "Activation checkpointing policy: none, block (recompute each block), block-keep-attention (all but "
-        "attention), block-keep-attention:0.5 (keep attention of the second half of the sequence). Suffixes: +offload keeps block "
-        "inputs in host memory, +offload-all attention outputs too, +first-20 applies the policy to the first 20 "
+        "attention), block-keep-attention:0.5 (keep attention of the second half of the sequence). Suffixes: +offload keeps "
+        "block inputs in host memory, +offload-all attention outputs too, +first-20 applies the policy to the first 20 "
         "layers only. auto: the fastest policy that fits.",
         default="block-keep-attention",
     )
