@@ -36,7 +36,7 @@ class DataConfig:
     )
     text_field: str = field("Field of a JSONL line that holds the text.", default="text")
     held_out_fraction: float = field(
-        "Part of the text that is held out for evaluation.", default=0.05, unit="of tokens", above=0, below=1
+        "Part of the text held out for evaluation.", default=0.05, unit="of tokens", above=0, below=1
     )
     cache: Path | None = field(  # noqa: RUF009
         "Folder for token files.", default=None, default_text="tokens, beside the run folder"
@@ -51,17 +51,11 @@ class OptimizerConfig:
     """AdamW."""
 
     lr: float = field("Peak learning rate.", default=2e-3, above=0)
-    beta1: float = field("Decay of the running mean of gradients.", default=0.9, unit="per step", minimum=0, below=1)
-    beta2: float = field(
-        "Decay of the running mean of squared gradients.", default=0.95, unit="per step", minimum=0, below=1
-    )
+    beta1: float = field("Decay of the mean of gradients.", default=0.9, unit="per step", minimum=0, below=1)
+    beta2: float = field("Decay of the mean of squared gradients.", default=0.95, unit="per step", minimum=0, below=1)
     eps: float = field("Added to the denominator of the update.", default=1e-8, above=0)
-    weight_decay: float = field(
-        "Decoupled weight decay; applies to matrices only.", default=0.1, unit="per step and lr", minimum=0
-    )
-    clip_norm: float | None = field(
-        "Gradient norm above which gradients are clipped; none: no clipping.", default=1.0, above=0
-    )
+    weight_decay: float = field("Weight decay, on matrices only.", default=0.1, unit="per step and lr", minimum=0)
+    clip_norm: float | None = field("Gradient norm to clip to; none: no clipping.", default=1.0, above=0)
     offload: bool = field(
         "Keep optimizer state and fp32 master weights in host memory and run AdamW there. Saves 12 bytes of GPU memory "
         "for each weight of a rank in bfloat16, 8 in float32.",
@@ -83,11 +77,7 @@ class ScheduleConfig:
     kind: Literal["cosine", "wsd", "constant"] = field("Shape of the schedule after the warm-up.", default="cosine")
     warmup_steps: int = field("Steps of linear warm-up.", default=10, unit="steps", minimum=0)
     decay_fraction: float = field(
-        "wsd: part of all steps in which the rate decays at the end.",
-        default=0.2,
-        minimum=0,
-        maximum=1,
-        unit="of steps",
+        "wsd: part of all steps that decay at the end.", default=0.2, minimum=0, maximum=1, unit="of steps"
     )
     final_lr_fraction: float = field(
         "Learning rate at the end of the run.", default=0.1, minimum=0, maximum=1, unit="of optimizer.lr"
@@ -101,19 +91,15 @@ class ScheduleConfig:
 class ParallelConfig:
     """How the ranks share the work."""
 
-    data_parallel: int = field(
-        "Data parallel degree: groups of ranks that train on different sequences.", default=1, unit="ranks", minimum=1
-    )
+    data_parallel: int = field("Groups of ranks that train on different sequences.", default=1, unit="ranks", minimum=1)
     sequence_parallel: int | None = field(
-        "Sequence parallel degree: ranks that share each sequence.",
+        "Ranks that share each sequence.",
         default=None,
         default_text="ranks / data_parallel / tensor_parallel",
         unit="ranks",
         minimum=1,
     )
-    tensor_parallel: int = field(
-        "Tensor parallel degree: ranks that share each matrix and the heads.", default=1, unit="ranks", minimum=1
-    )
+    tensor_parallel: int = field("Ranks that share each matrix and the heads.", default=1, unit="ranks", minimum=1)
     head_parallel: int | None = field(
         "Ulysses degree: ranks that exchange attention heads. Between such groups attention uses a ring or a gather.",
         default=None,
@@ -137,11 +123,9 @@ class ParallelConfig:
         "How attention moves blocks between ranks; auto: peer (copy-engine transfers) where possible.", default="auto"
     )
     zero_level: Literal[2, 3] = field(
-        "ZeRO stage: 3 shards weights, gradients and optimizer state; 2 keeps whole weights on each rank.", default=3
+        "ZeRO stage: 3 shards weights, gradients and optimizer; 2 keeps whole weights.", default=3
     )
-    deterministic: bool = field(
-        "Use deterministic kernels only, which can be slower: repeated runs give the same bits.", default=False
-    )
+    deterministic: bool = field("Repeated runs give the same bits, at the cost of speed.", default=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -160,25 +144,16 @@ class TrainConfig:
         "positions and labels restart.",
         default="stream",
     )
-    steps: int = field(
-        "Total number of optimizer steps, counted from the start of the run also on resume.",
-        default=200,
-        unit="steps",
-        minimum=1,
-    )
+    steps: int = field("Total optimizer steps, also on resume.", default=200, unit="steps", minimum=1)
     batch_size: int = field("Sequences a step, over all data parallel groups.", default=1, unit="sequences", minimum=1)
     micro_batch_size: int = field(
-        "Sequences that a rank computes at once; gradients of the rest accumulate.",
-        default=1,
-        unit="sequences",
-        minimum=1,
+        "Sequences that a rank computes at once; gradients accumulate.", default=1, unit="sequences", minimum=1
     )
     dtype: Literal["float32", "bfloat16"] = field("Data type of weights and activations.", default="float32")
     recompute: str = field(
-        "Activation checkpointing policy: none, block (recompute each block), block-keep-attention (all but "
-        "attention), block-keep-attention:0.5 (keep attention of the second half of the sequence). Suffixes: +offload keeps "
-        "block inputs in host memory, +offload-all attention outputs too, +first-20 applies the policy to the first 20 "
-        "layers only. auto: the fastest policy that fits.",
+        "Activation checkpointing policy: what backward recomputes. none, block, block-keep-attention (all but "
+        "attention); :0.5 keeps attention for the second half of the sequence only. +offload keeps block inputs in "
+        "host memory, +offload-all attention too; +first-20 is for the first 20 layers only. auto: the fastest fit.",
         default="block-keep-attention",
     )
     loss_chunk_tokens: int = field(
@@ -191,14 +166,10 @@ class TrainConfig:
         unit="tokens",
         minimum=0,
     )
-    seed: int = field(
-        "Seed of the initial weights and of the order of the data.", default=0, minimum=0, maximum=2**32 - 1
-    )
+    seed: int = field("Seed of the initial weights and the data order.", default=0, minimum=0, maximum=2**32 - 1)
     output: Path | None = field("Run folder.", default=None, default_text="runs/<date-time>-<preset>")  # noqa: RUF009
     checkpoint_every: int = field("Steps between checkpoints; 0: only at the end.", default=50, unit="steps", minimum=0)
-    keep_checkpoints: int = field(
-        "Number of newest checkpoints that are kept.", default=2, unit="checkpoints", minimum=1
-    )
+    keep_checkpoints: int = field("Newest checkpoints that are kept.", default=2, unit="checkpoints", minimum=1)
     eval_every: int = field("Steps between evaluations; 0: only at the end.", default=30, unit="steps", minimum=0)
     eval_sequences: int = field(
         "Largest number of held-out sequences in an evaluation.", default=8, unit="sequences", minimum=1
