@@ -27,24 +27,28 @@ class RopeScaling:
     "yarn" mixes both by frequency (arXiv:2309.00071), "llama3" is Llama 3.1's own mix.
     """
 
-    kind: Literal["linear", "dynamic", "yarn", "llama3"] = field("Method of scaling.")
-    factor: float = field("New length over the length trained on.", unit="times", minimum=1, maximum=1e6)
+    kind: Literal["linear", "dynamic", "yarn", "llama3"] = field("Scaling method.")
+    factor: float = field(
+        "New length divided by the length of the original training.", unit="times", minimum=1, maximum=1e6
+    )
     original_max_position_embeddings: int | None = field(
-        "Length that the model was trained on; dynamic takes max_position_embeddings where it is none.",
+        "Length of the original training; dynamic uses max_position_embeddings if this is none.",
         default=None,
         unit="tokens",
         minimum=1,
     )
     low_freq_factor: float = field(
-        "llama3: wavelengths above original length / this are divided by the factor.", default=1.0, above=0
+        "llama3: wavelengths above original length / this value are divided by the factor.", default=1.0, above=0
     )
-    high_freq_factor: float = field("llama3: wavelengths below original length / this are kept.", default=4.0, above=0)
+    high_freq_factor: float = field(
+        "llama3: wavelengths below original length / this value are kept.", default=4.0, above=0
+    )
     beta_fast: float = field("yarn: dimensions that rotate more often are kept.", default=32.0, unit="turns", above=0)
     beta_slow: float = field(
         "yarn: dimensions that rotate less often are divided by the factor.", default=1.0, unit="turns", above=0
     )
     attention_factor: float | None = field(
-        "yarn: factor on cosine and sine.", default=None, default_text="0.1 ln(factor) + 1", above=0
+        "yarn: factor on cosines and sines.", default=None, default_text="0.1 ln(factor) + 1", above=0
     )
 
     def __post_init__(self) -> None:
@@ -73,15 +77,19 @@ class LlamaConfig:
     What Mistral, Qwen2, Qwen3 and MiniCPM have besides LLaMA's are the last six fields (`bmburst.blocks.families`).
     """
 
-    vocab_size: int = field("Rows of the embedding and of the head.", unit="token ids", minimum=1, maximum=2**31 - 1)
+    vocab_size: int = field(
+        "Vocabulary size: rows of the embedding and of the head.", unit="token ids", minimum=1, maximum=2**31 - 1
+    )
     hidden_size: int = field("Width of the residual stream.", unit="features", minimum=1, maximum=MOST_WIDTH)
     intermediate_size: int = field("Width inside the gated MLP.", unit="features", minimum=1, maximum=MOST_WIDTH)
-    num_layers: int = field("Blocks.", unit="layers", minimum=1, maximum=MOST_LAYERS)
-    num_heads: int = field("Query heads.", unit="heads", minimum=1, maximum=MOST_HEADS)
-    num_kv_heads: int = field("Key and value heads; divides num_heads.", unit="heads", minimum=1, maximum=MOST_HEADS)
+    num_layers: int = field("Number of transformer blocks.", unit="layers", minimum=1, maximum=MOST_LAYERS)
+    num_heads: int = field("Number of query heads.", unit="heads", minimum=1, maximum=MOST_HEADS)
+    num_kv_heads: int = field(
+        "Number of KV heads; divides num_heads.", unit="heads", minimum=1, maximum=MOST_HEADS
+    )
     # DEVIATION from keeping what was given: 0 is replaced at once, so that every reader sees the width in use.
     head_dim: int = field(
-        "Width of a head, even.",
+        "Dimension of a head; even.",
         default=0,
         default_text="hidden_size / num_heads",
         unit="features",
@@ -91,27 +99,29 @@ class LlamaConfig:
     rope_theta: float = field("Base of the rotary frequencies.", default=10000.0, above=1, maximum=1e15)
     rope_scaling: RopeScaling | None = field("Scaling of rotary positions.", default=None)  # noqa: RUF009
     norm_eps: float = field("Added to the mean square in RMSNorm.", default=1e-5, above=0)
-    tie_embeddings: bool = field("Whether the head is the embedding, transposed.", default=False)
-    init_std: float = field("Standard deviation of fresh weights.", default=0.02, above=0)
-    max_position_embeddings: int = field("Longest sequence meant for it.", default=4096, unit="tokens", minimum=1)
+    tie_embeddings: bool = field("Whether the output head shares the weights of the embedding.", default=False)
+    init_std: float = field("Standard deviation of the initial weights.", default=0.02, above=0)
+    max_position_embeddings: int = field(
+        "Longest sequence that the model supports.", default=4096, unit="tokens", minimum=1
+    )
     sliding_window: int | None = field(
-        "Tokens that a token sees, itself among them (Mistral).",
+        "Sliding window: tokens that a query sees, its own included (Mistral).",
         default=None,
         default_text="all",
         unit="tokens",
         minimum=1,
     )
     qkv_bias: bool = field("Whether query, key and value projections have biases (Qwen2).", default=False)
-    qk_norm: bool = field("Whether each head of queries and keys is normed (Qwen3).", default=False)
+    qk_norm: bool = field("Whether queries and keys are normalized per head (Qwen3).", default=False)
     scale_emb: float | None = field("Factor on embeddings (MiniCPM).", default=None, default_text="1", above=0)
     scale_depth: float | None = field(
-        "What a block adds to the stream is multiplied by this / sqrt(num_layers) (MiniCPM).",
+        "Residual updates are multiplied by this value / sqrt(num_layers) (MiniCPM).",
         default=None,
         default_text="no factor",
         above=0,
     )
     dim_model_base: int | None = field(
-        "Logits are divided by hidden_size / this (MiniCPM).",
+        "Logits are divided by hidden_size / this value (MiniCPM).",
         default=None,
         default_text="no factor",
         unit="features",

@@ -24,16 +24,16 @@ from bmburst.errors import UserError
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "train": "train a LLaMA on long sequences, from text to a saved checkpoint",
-        "eval": "loss, bits per byte and perplexity of a checkpoint on held-out text",
-        "launch": "start any BMTrain script on all ranks and watch over them",
-        "doctor": "what is installed and usable here, and the command that fixes the rest",
-        "check": "run a configuration on N ranks and on one, and compare every tensor",
-        "data": "turn text into a token file",
-        "convert": "weights between Hugging Face, bmburst and ModelCenter",
-        "bench": "measure attention and training steps against one GPU's kernels and every peer",
-        "plan": "predict time and memory of every way to train, and print the best one's command",
-        "build-bmtrain": "build BMTrain's source package for this Python and CUDA",
+        "train": "train a LLaMA-family model on long sequences, from text to a saved checkpoint",
+        "eval": "evaluate a checkpoint on held-out text: loss, bits per byte, perplexity",
+        "launch": "start any BMTrain script on all ranks and supervise it",
+        "doctor": "show what is installed and usable, and the commands that repair the rest",
+        "check": "run a configuration on N ranks and on one rank, and compare every tensor",
+        "data": "tokenize text into a token file",
+        "convert": "convert weights between Hugging Face, bmburst and ModelCenter",
+        "bench": "measure attention and training steps against one GPU and other projects",
+        "plan": "predict step time and memory for every mesh, and print the best command",
+        "build-bmtrain": "build BMTrain from source for this Python and CUDA",
     }
 )
 # What argparse says of a value that is none.

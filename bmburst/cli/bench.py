@@ -19,11 +19,11 @@ from bmburst.errors import UserError
 from bmburst.outputs import is_picture, require_file, require_folder, require_own
 
 HELP = (
-    "Measure cell by cell. attention: burst_attention by every strategy and transport, its peers, and beside each, in "
-    "turns, one GPU's kernel on the same FLOPs; suites sequence (32K to 1M tokens), batch (1 to 8), block (with "
-    "projections and rotary), documents (packed), window (of 4,096 tokens), accuracy (errors against fp64). train: "
-    "whole training steps of the trainer, beside the time of their attention and products alone; suites step (32K to "
-    "2M tokens), loss (the same losses by every method), curve (loss on real text)."
+    "Measure speed, memory and accuracy. attention: burst_attention with every strategy and transport, and the methods "
+    "of other projects, each relative to one GPU's kernel on the same FLOPs. Suites: sequence (32K to 1M tokens), "
+    "batch (1 to 8), block (with projections and rotary), documents (packed), window (4,096 tokens), accuracy (errors "
+    "against fp64). train: whole training steps, relative to the time of their attention and matrix products alone. "
+    "Suites: step (32K to 2M tokens), loss (losses of all methods agree), curve (loss on real text)."
 )
 _USAGE = (
     "bmburst bench attention|train [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS] [--output FILE]\n"
@@ -31,11 +31,11 @@ _USAGE = (
     "       bmburst bench attention|train --table --plot --output FILE"
 )
 _EPILOG = (
-    "A cell of attention is SUITE/TOKENS/HEADS/MASK/METHOD, for example sequence/65536/mha/causal/ulysses; the suites "
-    "documents and window are their mask's and leave it out: documents/131072/gqa/ours. One of train is "
-    "SUITE/MODEL/TOKENS/METHOD: step/llama-3-8b-x2/131072/ours for two of the model's layers. In --cells a * also "
-    "stands for slashes. With --output the file is continued: cells that it has measured are skipped (--again measures "
-    "them anew), tables go to FILE with .md in place of .json and pictures beside it."
+    "A cell of attention is named SUITE/TOKENS/HEADS/MASK/METHOD, for example sequence/65536/mha/causal/ulysses. The "
+    "suites documents and window have no MASK: documents/131072/gqa/ours. A cell of train is named "
+    "SUITE/MODEL/TOKENS/METHOD, for example step/llama-3-8b-x2/131072/ours with two of the model's layers. In --cells, "
+    "* also matches slashes. An existing file of --output is continued: cells that it has are skipped unless --again "
+    "is given. Tables are written beside it as .md, with pictures."
 )
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _KINDS: Mapping[str, Kind] = MappingProxyType({"attention": bench_attention.KIND, "train": bench_train.KIND})
@@ -49,29 +49,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--gpus",
         metavar="N",
-        help="GPUs that share a sequence, a rank each; train: N,... (default: all there are)",
+        help="GPUs that share a sequence; train: also N,... (default: all GPUs)",
     )
-    add("--ranks", metavar="N", help="run N ranks on the CPU over gloo instead")
-    add("--cells", metavar="GLOB,...", default="*", help="which cells (default: all)")
-    add("--methods", metavar="GLOB,...", default="*", help="which methods, in the order given by --list (default: all)")
-    add("--tokens", metavar="N,...", help=f"sequence lengths, {TOKENS_TOO}, in place of each suite's own")
-    add("--dtype", choices=_DTYPES, help="of inputs or weights (default: bfloat16 on GPUs, float32 on CPUs)")
-    add("--kernel", metavar="NAME", default="auto", help="kernel under test, for all methods (default: auto)")
-    add("--repeats", type=int, metavar="N", help="pairs of calls a direction (default: 9); train: steps (default: 5)")
+    add("--ranks", metavar="N", help="use N ranks on the CPU over gloo instead of GPUs")
+    add("--cells", metavar="GLOB,...", default="*", help="cells to measure (default: all)")
+    add("--methods", metavar="GLOB,...", default="*", help="methods to measure, in the order of --list (default: all)")
+    add("--tokens", metavar="N,...", help=f"sequence lengths, {TOKENS_TOO}, instead of those of each suite")
+    add("--dtype", choices=_DTYPES, help="dtype of inputs or weights (default: bfloat16 on GPUs, float32 on CPUs)")
+    add("--kernel", metavar="NAME", default="auto", help="attention kernel of all methods (default: auto)")
+    add(
+        "--repeats",
+        type=int,
+        metavar="N",
+        help="pairs of calls (method, one GPU) a direction (default: 9); train: steps (default: 5)",
+    )
     add(
         "--cell-seconds",
         type=float,
         metavar="S",
-        help="fewer calls (3) or steps (2) where more take longer (default: 10; train: 30)",
+        help="measure only 3 calls (train: 2 steps) where more take longer than this (default: 10; train: 30)",
     )
-    add("--cell-timeout", type=float, metavar="S", help="end a cell that stands for so long (default: 300; train: 600)")
-    add("--budget", type=float, metavar="SECONDS", help="begin no cell that would end later than this from now")
-    add("--output", type=Path, metavar="FILE", help="results as a .json file, continued if it exists")
-    add("--again", action="store_true", help="measure also what the file has")
-    add("--trace", type=Path, metavar="DIR", help="write a profiler timeline of one call or step of each cell")
-    add("--list", action="store_true", help="print the cells and run nothing")
-    add("--table", action="store_true", help="print the tables of --output and run nothing")
-    add("--plot", action="store_true", help="draw the pictures of --output and run nothing")
+    add(
+        "--cell-timeout",
+        type=float,
+        metavar="S",
+        help="end a cell without progress after this time (default: 300; train: 600)",
+    )
+    add("--budget", type=float, metavar="SECONDS", help="start no cell that would end later than this from now")
+    add("--output", type=Path, metavar="FILE", help="file of the results, .json; continued if it exists")
+    add("--again", action="store_true", help="measure cells again that the file has")
+    add(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="write a profiler timeline of one call or step of each cell to this folder",
+    )
+    add("--list", action="store_true", help="print the cells without measuring")
+    add("--table", action="store_true", help="print the tables of --output without measuring")
+    add("--plot", action="store_true", help="draw the pictures of --output without measuring")
     bench_attention.configure(parser.add_argument_group("attention"))
     bench_train.configure(parser.add_argument_group("train"))
     parser.set_defaults(given=parser.get_default)

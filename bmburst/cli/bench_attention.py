@@ -14,12 +14,17 @@ from bmburst.errors import UserError
 def configure(group: argparse._ArgumentGroup) -> None:
     """Add the options that only this benchmark has."""
     add = group.add_argument
-    add("--runtime", choices=RUNTIMES, default="torch", help="what starts the ranks (default: torch)")
-    add("--heads", type=int, metavar="N", help="query heads, in place of 32/32 and 32/8")
-    add("--kv-heads", type=int, metavar="N", help="key/value heads (default: as --heads)")
-    add("--head-dim", type=int, metavar="N", default=HEAD_DIM, help=f"features of a head (default: {HEAD_DIM})")
-    add("--mask", choices=(*MASKS, "all"), default="all", help="which masks (default: all)")
-    add("--deterministic", action="store_true", help="ask burst_attention for gradients that repeat bit for bit")
+    add(
+        "--runtime",
+        choices=RUNTIMES,
+        default="torch",
+        help="process groups of torch.distributed or of BMTrain (default: torch)",
+    )
+    add("--heads", type=int, metavar="N", help="query heads, instead of 32/32 and 32/8")
+    add("--kv-heads", type=int, metavar="N", help="KV heads (default: as --heads)")
+    add("--head-dim", type=int, metavar="N", default=HEAD_DIM, help=f"head dimension (default: {HEAD_DIM})")
+    add("--mask", choices=(*MASKS, "all"), default="all", help="masks to measure (default: all)")
+    add("--deterministic", action="store_true", help="call burst_attention with deterministic=True")
 
 
 def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> Prepared:

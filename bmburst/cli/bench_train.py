@@ -14,11 +14,25 @@ from bmburst.train.resolve import check_data_path
 def configure(group: argparse._ArgumentGroup) -> None:
     """Add the options that only this benchmark has."""
     add = group.add_argument
-    add("--preset", metavar="NAME,...", help="models (default: llama-3-8b,llama-2-7b; small ones for losses)")
-    add("--layers", metavar="N,...", help="fewer layers than the model has; of two numbers, all layers are derived")
-    add("--recompute", metavar="POLICY", default="", help="for all methods (default: each its own)")
-    add("--steps", type=int, metavar="N", help="steps that losses are trained for (default: 30, curve 60)")
-    add("--text", metavar="PATH", default="stdlib", help="what losses are trained on (default: stdlib)")
+    add("--preset", metavar="NAME,...", help="models (default: llama-3-8b,llama-2-7b; small models for losses)")
+    add(
+        "--layers",
+        metavar="N,...",
+        help="numbers of layers to measure; from two numbers the time of the whole model is derived",
+    )
+    add(
+        "--recompute",
+        metavar="POLICY",
+        default="",
+        help="recompute policy of all methods (default: that of each method)",
+    )
+    add(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="training steps of the suites loss and curve (default: 30, curve 60)",
+    )
+    add("--text", metavar="PATH", default="stdlib", help="training text of the suites loss and curve (default: stdlib)")
 
 
 def _prepare(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> Prepared:

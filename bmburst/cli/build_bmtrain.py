@@ -7,28 +7,34 @@ from pathlib import Path
 from bmburst.errors import UserError
 
 HELP = (
-    "Build BMTrain's source package, unmodified, for this Python and CUDA, with machine code for this machine's GPUs "
-    "or those of --arch, against torch's own NCCL. Needs nvcc, cmake and a C++ compiler; what is missing is named "
-    "together with the command that gets it."
+    "Build BMTrain's unmodified source package for this Python and CUDA and for the GPUs of this machine or of --arch, "
+    "against the NCCL library of torch. Needs nvcc, cmake and a C++ compiler; for each one missing, prints the command "
+    "that installs it."
 )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
-    add("--arch", nargs="+", metavar="SM", help="GPU architectures, such as 90 or 9.0 (default: this machine's GPUs)")
+    add("--arch", nargs="+", metavar="SM", help="GPU architectures, such as 90 or 9.0 (default: those of this machine)")
     add("--output", type=Path, metavar="DIR", default=Path("dist"), help="folder for the wheel (default: dist)")
-    add("--sdist", type=Path, metavar="FILE", help="BMTrain's source package (default: downloaded from the registry)")
-    add("--install", action="store_true", help="install the wheel for this Python, without BMTrain's own NCCL package")
+    add("--sdist", type=Path, metavar="FILE", help="source package of BMTrain (default: download it)")
+    add(
+        "--install",
+        action="store_true",
+        help="install the wheel for this Python, without the NCCL package that BMTrain depends on",
+    )
     cpu = parser.add_mutually_exclusive_group()
     cpu.add_argument(
         "--portable",
         dest="portable",
         action="store_true",
         default=None,
-        help="for any CPU with AVX-512, as PyPI's wheels (default where this CPU has it)",
+        help="build for any CPU with AVX-512, as PyPI's wheels (default where this CPU has it)",
     )
-    cpu.add_argument("--native", dest="portable", action="store_false", help="for this machine's kind of CPU alone")
+    cpu.add_argument(
+        "--native", dest="portable", action="store_false", help="build for the CPU type of this machine only"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from bmburst.train.check import Deviation, Report, StepReport, TensorReport
 
 HELP = (
-    "Run a few steps of a training configuration on its ranks and again on one rank, with the same data and seed, and "
-    "print how far every tensor's gradient and change are apart. Takes the options of bmburst train. Exit status 0 if "
-    "the ranks do what one does, 1 if not."
+    "Run a few steps of a training configuration on its ranks and on one rank, with the same data and seed, and print "
+    "the difference of every tensor's gradient and update. Takes the options of bmburst train. Exit status: 0 if the "
+    "results agree, 1 if not."
 )
 _EPILOG = (
-    "One rank must hold the whole model and a whole sequence: where it cannot, check fewer layers, for example "
-    "--model.num_layers 2 (and a --preset in place of --init-from), or a shorter --sequence-length. Numbers go to a "
-    "temporary folder ($TMPDIR), about 12 bytes a parameter for each run, and no run folder is made: --output, "
-    "checkpoints, evaluations and the sample play no part; --resume takes the configuration of the run in --output, "
-    "not its weights. All ranks are on this machine. Rounding grows with the steps: the first few tell most."
+    "One rank must hold the whole model and a whole sequence. If it cannot, check fewer layers, for example "
+    "--model.num_layers 2 (with --preset in place of --init-from), or a shorter --sequence-length. Results are kept in "
+    "a temporary folder ($TMPDIR), about 12 bytes a parameter for each run. No run folder is written: --output, "
+    "checkpoints, evaluations and the sample are ignored. --resume takes the configuration of the run in --output, not "
+    "its weights. All ranks run on this machine. Rounding errors grow with the steps, so few steps tell most."
 )
 _SHOWN = 20
 # Exit statuses: bad input was explained already, and from 128 on a signal ended the run.
@@ -59,9 +59,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bmburst check [--check-steps N] [--all] [--json FILE] [--config FILE] [--FIELD VALUE ...]"
     parser.epilog = _EPILOG
     add = parser.add_argument
-    add("--check-steps", type=int, default=2, metavar="N", help="steps to run, at least 1 [steps; default 2]")
-    add("--all", action="store_true", help=f"print every tensor, not only the {_SHOWN} worst")
-    add("--json", metavar="FILE", type=Path, help="write everything that was found, as one JSON object")
+    add("--check-steps", type=int, default=2, metavar="N", help="number of steps, at least 1 [steps; default 2]")
+    add("--all", action="store_true", help=f"print every tensor, not only the {_SHOWN} with the largest difference")
+    add("--json", metavar="FILE", type=Path, help="write all results as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

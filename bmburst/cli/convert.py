@@ -5,33 +5,33 @@ import math
 import sys
 from pathlib import Path
 
-HELP = "weights between Hugging Face, bmburst and ModelCenter"
+HELP = "Convert weights between Hugging Face, bmburst and ModelCenter."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = (
-        "Write the weights, configuration and tokenizer of a LLaMA, Mistral, Qwen2, Qwen3 or MiniCPM as another family "
-        "of software keeps them. Numbers are copied as they are, piece by piece, so the model need not fit into "
-        "memory. Converting back gives the same numbers and the same config.json."
+        "Convert the weights, configuration and tokenizer of a LLaMA, Mistral, Qwen2, Qwen3 or MiniCPM model between "
+        "the formats of Hugging Face, bmburst and ModelCenter. Values are copied unchanged, piece by piece, so the "
+        "model need not fit into memory. Converting back gives the same values and the same config.json."
     )
     parser.add_argument(
         "source",
         type=Path,
         metavar="SOURCE",
-        help="directory of a Hugging Face or ModelCenter model, a checkpoint of bmburst, or a run folder, of which the "
-        "newest checkpoint is taken",
+        help="directory of a Hugging Face or ModelCenter model, a checkpoint of bmburst, or a run folder (its newest "
+        "checkpoint)",
     )
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="directory to make")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="directory to create")
     parser.add_argument(
         "--to",
         required=True,
         metavar="FAMILY",
-        help="huggingface; bmburst (the same files, for --init-from); model-center (pytorch_model.pt; LLaMA and "
-        "MiniCPM)",
+        help="output format: huggingface; bmburst (the same files, for --init-from); model-center (pytorch_model.pt; "
+        "LLaMA and MiniCPM only)",
     )
     parser.add_argument(
-        "--dtype", default=None, metavar="TYPE", help="float32, float16 or bfloat16 (default: each tensor's own)"
+        "--dtype", default=None, metavar="TYPE", help="float32, float16 or bfloat16 (default: as in SOURCE)"
     )
     parser.add_argument(
         "--tokenizer",

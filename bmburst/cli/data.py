@@ -4,35 +4,35 @@ import argparse
 import sys
 from pathlib import Path
 
-HELP = "tokenize text files, JSONL and directories into one token file"
+HELP = "Tokenize text files, JSONL and directories into one token file."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = (
-        "Tokenize text into a memory-mapped token file, which `bmburst train --data FILE` and "
-        "`bmburst eval --data FILE` take as it is."
+        "Tokenize text into a memory-mapped token file for `bmburst train --data FILE` and `bmburst eval --data FILE`."
     )
     parser.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="PATH",
-        help="text files (one document each), .jsonl and .ndjson files (one a line), directories (searched to the "
-        "bottom), or 'stdlib' for the source files of Python's standard library",
+        help="text files (one document each), .jsonl and .ndjson files (one document a line), directories (searched "
+        "recursively), or 'stdlib' for the source files of Python's standard library",
     )
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the token file to write")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="token file to write")
     parser.add_argument(
         "--tokenizer",
         default="bytes",
         metavar="NAME",
-        help="'bytes', a tokenizer.json, a directory that holds one, or a Hugging Face name (default: bytes)",
+        help="'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer "
+        "(default: bytes)",
     )
     parser.add_argument(
         "--text-field",
         default="text",
         metavar="FIELD",
-        help="the field of a JSONL line that holds the text (default: text)",
+        help="field of a JSONL line that holds the text (default: text)",
     )
 
 

@@ -3,14 +3,15 @@
 import argparse
 
 HELP = (
-    "Look at Python, torch, GPUs, BMTrain and its machine code, NCCL, kernels and packages; print what is usable and, "
-    "for everything missing or broken, the command that repairs it. Exit status 0 if training can run here, else 1."
+    "Check Python, torch, GPUs, BMTrain and its machine code, NCCL, attention kernels and packages. Print what is "
+    "usable and, for everything missing or broken, the command that repairs it. Exit status: 0 if training can run on "
+    "this machine, else 1."
 )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add --json."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:

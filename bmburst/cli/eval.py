@@ -9,7 +9,7 @@ from bmburst.errors import UserError
 from bmburst.train.eval_config import EvalConfig
 from bmburst.train.resolve import check_data_path
 
-HELP = "Print loss, bits per byte and perplexity of a checkpoint on held-out text."
+HELP = "Evaluate a checkpoint on held-out text: loss, bits per byte and perplexity."
 _SHORT: Mapping[str, str] = {}
 
 

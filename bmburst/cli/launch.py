@@ -7,15 +7,15 @@ from typing import Any
 from bmburst.errors import UserError
 
 HELP = (
-    "Start a BMTrain script on N ranks, with torchrun's environment, and watch over them: Ctrl-C ends all, "
-    "the first rank's error is shown once and ends the others, ranks end with their launcher, and a rank that "
-    "takes no optimizer step for --hang-timeout seconds ends the run with the place where it stood."
+    "Start a BMTrain script on N ranks, with torchrun's environment, and supervise them. Ctrl-C ends all ranks. The "
+    "error of the first rank that fails is shown once and ends the others. Ranks end with their launcher. A rank that "
+    "takes no optimizer step for --hang-timeout seconds ends the run, and its stack is shown."
 )
 _USAGE = "bmburst launch [OPTIONS] -- SCRIPT ARGS\n       bmburst launch [OPTIONS] -- -m MODULE ARGS"
 _EPILOG = (
-    "In a SLURM step that srun started on several nodes, --nnodes, --node-rank, --master-addr and --master-port are "
-    "read from SLURM's variables: srun --ntasks-per-node=1 bmburst launch --nproc 8 -- SCRIPT. "
-    "OMP_NUM_THREADS and NCCL variables that are set are left as they are. "
+    "In a SLURM step on several nodes, --nnodes, --node-rank, --master-addr and --master-port are read from SLURM's "
+    "variables: srun --ntasks-per-node=1 bmburst launch --nproc 8 -- SCRIPT. "
+    "OMP_NUM_THREADS and NCCL variables keep values that are already set. "
     "Without CUDA, an installed BMTrain runs on the CPU (host runtime). "
     "Exit status: the script's own; 1 after an error in a rank, 2 for bad input, 130 after Ctrl-C."
 )
@@ -27,30 +27,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     parser.usage, parser.epilog = _USAGE, _EPILOG
     add = parser.add_argument
-    add("--nproc", type=int, metavar="N", help="ranks on this node (default: its GPUs, or 1 without CUDA)")
-    add("--nnodes", type=int, metavar="N", help="nodes; start this command on each of them (default: 1)")
-    add("--node-rank", type=int, metavar="R", help="number of this node, from 0 (default: 0)")
+    add("--nproc", type=int, metavar="N", help="ranks on this node (default: one a GPU, or 1 without CUDA)")
+    add("--nnodes", type=int, metavar="N", help="number of nodes; start this command on each of them (default: 1)")
+    add("--node-rank", type=int, metavar="R", help="rank of this node, from 0 (default: 0)")
     add("--master-addr", metavar="HOST", help="host name or address of node 0")
-    add("--master-port", type=int, metavar="P", help=f"port on node 0 (default: a free one; {DEFAULT_PORT} with nodes)")
+    add(
+        "--master-port",
+        type=int,
+        metavar="P",
+        help=f"port on node 0 (default: a free port; {DEFAULT_PORT} with several nodes)",
+    )
     add(
         "--hang-timeout",
         type=float,
         metavar="SECONDS",
         default=DEFAULT_HANG_TIMEOUT,
-        help=f"end the run when a rank makes no progress for so long; 0: never (default: {DEFAULT_HANG_TIMEOUT:g})",
+        help=f"time without progress of a rank after which the run ends; 0: never (default: {DEFAULT_HANG_TIMEOUT:g})",
     )
     add(
         "--start-timeout",
         type=float,
         metavar="SECONDS",
-        help=f"the same until a rank's first step (default: {DEFAULT_START_TIMEOUT:g}, or --hang-timeout)",
+        help=f"time until a rank's first step (default: {DEFAULT_START_TIMEOUT:g}, or --hang-timeout)",
     )
-    add("--no-host-runtime", action="store_true", help="without CUDA, leave torch and bmtrain as they are")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print settings and torchrun's command for the ranks, and start nothing",
-    )
+    add("--no-host-runtime", action="store_true", help="without CUDA, do not install the host runtime")
+    add("--dry-run", action="store_true", help="print the settings and the torchrun command without starting it")
     add("command", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS", help="Python script, or -m MODULE, to run")
 
 

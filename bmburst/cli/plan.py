@@ -12,8 +12,8 @@ from bmburst.errors import UserError, require_known
 from bmburst.outputs import is_picture, require_file
 
 HELP = (
-    "Predict time and memory of a training step for every sensible mesh, strategy, recompute policy and ZeRO stage; "
-    "rank them, draw them, and print the command of the best. Needs no GPU."
+    "Predict time and memory of a training step for every sensible mesh, attention strategy, recompute policy and ZeRO "
+    "stage. Print them in order, and the command of the best one. Needs no GPU."
 )
 _USAGE = (
     "bmburst plan --model NAME --seq TOKENS --gpus N [--nodes N] [--hardware NAME|FILE] [--output plan.png] [--json]\n"
@@ -22,7 +22,7 @@ _USAGE = (
 )
 _EPILOG = (
     "Utilisation counts 6 FLOPs a weight and token, causal attention as half, backward as twice the forward, and no "
-    "recomputation. docs/plan.md says what is in a prediction and how far it has been off."
+    "recomputation. docs/plan.md describes the prediction and its measured errors."
 )
 
 
@@ -31,37 +31,75 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage, parser.epilog = _USAGE, _EPILOG
     add = parser.add_argument
     add("--model", metavar="NAME", help="preset of bmburst train, for example llama-3-8b")
-    add("--seq", type=tokens, metavar="TOKENS", help=f"tokens of a sequence, {TOKENS_TOO}")
-    add("--gpus", type=int, metavar="N", default=8, help="GPUs in all (default: 8)")
-    add("--nodes", type=int, metavar="N", default=1, help="nodes they are on, as many on each (default: 1)")
-    add("--hardware", metavar="NAME|FILE", default="h200", help="machine, or a file of --calibrate (default: h200)")
-    add("--batch", type=int, metavar="N", default=1, help="sequences of a step, over all GPUs (default: 1)")
-    add("--micro-batch", type=int, metavar="N", default=1, help="sequences a data rank computes at once (default: 1)")
+    add("--seq", type=tokens, metavar="TOKENS", help=f"sequence length in tokens, {TOKENS_TOO}")
+    add("--gpus", type=int, metavar="N", default=8, help="total number of GPUs (default: 8)")
     add(
-        "--dtype", default="bfloat16", metavar="bfloat16|float32", help="of weights and activations (default: bfloat16)"
+        "--nodes",
+        type=int,
+        metavar="N",
+        default=1,
+        help="number of nodes, with the same number of GPUs each (default: 1)",
+    )
+    add(
+        "--hardware",
+        metavar="NAME|FILE",
+        default="h200",
+        help="hardware by name, or a file of --calibrate (default: h200)",
+    )
+    add("--batch", type=int, metavar="N", default=1, help="sequences a step, over all GPUs (default: 1)")
+    add(
+        "--micro-batch",
+        type=int,
+        metavar="N",
+        default=1,
+        help="sequences that a data parallel group computes at once (default: 1)",
+    )
+    add(
+        "--dtype",
+        default="bfloat16",
+        metavar="bfloat16|float32",
+        help="dtype of weights and activations (default: bfloat16)",
     )
     add(
         "--loss-chunk",
         type=tokens,
         metavar="TOKENS",
         default=1024,
-        help=f"tokens whose logits exist at once, {TOKENS_TOO} (default: 1024)",
+        help=f"tokens of a rank whose logits are computed at once, {TOKENS_TOO} (default: 1024)",
     )
     add(
         "--mlp-chunk",
         type=tokens,
         metavar="TOKENS",
-        help=f"tokens in an MLP at once, {TOKENS_TOO}; 0: all (default: as bmburst train)",
+        help=f"tokens of a rank that an MLP computes at once, {TOKENS_TOO}; 0: all (default: as bmburst train)",
     )
-    add("--recompute", metavar="POLICY,...", help="to try, and +first-N between (default: those of docs/recompute.md)")
-    add("--zero", metavar="STAGE,...", help="stages to try (default: 2,3)")
-    add("--tensor", metavar="N,...", help="tensor degrees to try (default: all that fit into a node)")
-    add("--ways", type=int, metavar="N", default=12, help="ways to show (default: 12)")
-    add("--output", type=Path, metavar="FILE", help="picture of the comparison; of --calibrate the hardware file")
-    add("--json", action="store_true", help="print the shown ways as JSON")
-    add("--check", action="store_true", help="predict recorded and published runs, and print how far off it is")
-    add("--calibrate", action="store_true", help="measure this machine and write a hardware file; a minute or less")
-    add("--ranks", type=int, metavar="N", help="with --calibrate: ranks to measure links between (default: all GPUs)")
+    add(
+        "--recompute",
+        metavar="POLICY,...",
+        help="recompute policies to try, and +first-N between them (default: those of docs/recompute.md)",
+    )
+    add("--zero", metavar="STAGE,...", help="ZeRO stages to try (default: 2,3)")
+    add("--tensor", metavar="N,...", help="tensor parallel degrees to try (default: all that fit into a node)")
+    add("--ways", type=int, metavar="N", default=12, help="number of configurations to show (default: 12)")
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="picture of the comparison, .png; with --calibrate the hardware file",
+    )
+    add("--json", action="store_true", help="print the configurations as JSON")
+    add("--check", action="store_true", help="predict recorded and published runs, and print the errors")
+    add(
+        "--calibrate",
+        action="store_true",
+        help="measure this machine and write a hardware file; takes at most a minute",
+    )
+    add(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="with --calibrate: number of ranks whose links are measured (default: all GPUs)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,8 +17,8 @@ from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import CONFIG_FILE, check_resumable, check_run, resolve, write_run_config
 
 HELP = (
-    "Train a LLaMA on long sequences. Values come from the preset, then --config, then the options below; every field "
-    "of the configuration is an option."
+    "Train a LLaMA-family model on long sequences. Every field of the configuration is an option. Options override "
+    "the file of --config, and the file overrides the preset."
 )
 SHORT = {"data.source": "--data"} | {
     f"parallel.{name}": f"--{name.replace('_', '-')}"
@@ -50,7 +50,9 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EAC
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add --config and an option for every field of TrainConfig."""
     parser.usage = "bmburst train [--config FILE] [--FIELD VALUE ...]"
-    parser.add_argument("--config", metavar="FILE", help="JSON or YAML file, for example a run's config.json")
+    parser.add_argument(
+        "--config", metavar="FILE", help="configuration file, JSON or YAML, for example the config.json of a run"
+    )
     add_options(parser, TrainConfig(), short=SHORT, titles=TITLES)
 
 

@@ -25,18 +25,18 @@ class DataConfig:
     """Which text is trained on."""
 
     source: str = field(
-        "Text file, JSONL file, directory of them, a token file of `bmburst data`, or 'stdlib', which is the source "
-        "files of this Python's standard library.",
+        "Training text: a text file, JSONL file, directory of them, token file of `bmburst data`, or 'stdlib' for the "
+        "source files of this Python's standard library.",
         default=STANDARD_LIBRARY,
     )
     tokenizer: str | None = field(
-        "'bytes', a tokenizer.json, a directory with one, or the name of a Hugging Face tokenizer.",
+        "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer.",
         default=None,
-        default_text="bytes; of a token file its own",
+        default_text="the token file's, else bytes",
     )
-    text_field: str = field("Key of the text in a line of JSONL.", default="text")
+    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
     held_out_fraction: float = field(
-        "Part of the text kept out of training.", default=0.05, unit="of tokens", above=0, below=1
+        "Part of the text held out for evaluation.", default=0.05, unit="of tokens", above=0, below=1
     )
     cache: Path | None = field(  # noqa: RUF009
         "Folder for token files.", default=None, default_text="tokens, beside the run folder"
@@ -50,19 +50,20 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW."""
 
-    lr: float = field("Highest learning rate.", default=2e-3, above=0)
+    lr: float = field("Peak learning rate.", default=2e-3, above=0)
     beta1: float = field("Decay of the mean of gradients.", default=0.9, unit="per step", minimum=0, below=1)
-    beta2: float = field("Decay of the mean of their squares.", default=0.95, unit="per step", minimum=0, below=1)
-    eps: float = field("Added to the root of the mean square.", default=1e-8, above=0)
+    beta2: float = field("Decay of the mean of squared gradients.", default=0.95, unit="per step", minimum=0, below=1)
+    eps: float = field("Added to the denominator of the update.", default=1e-8, above=0)
     weight_decay: float = field("Weight decay, on matrices only.", default=0.1, unit="per step and lr", minimum=0)
-    clip_norm: float | None = field("Largest norm of the gradient; none does not clip.", default=1.0, above=0)
+    clip_norm: float | None = field("Gradient norm to clip to; none: no clipping.", default=1.0, above=0)
     offload: bool = field(
-        "State and fp32 master weights in host memory, where AdamW then runs: 12 bytes of GPU memory less a weight of "
-        "a rank in bfloat16, 8 in float32.",
+        "Keep optimizer state and fp32 master weights in host memory and run AdamW there. Saves 12 bytes of GPU memory "
+        "for each weight of a rank in bfloat16, 8 in float32.",
         default=False,
     )
     kernel: Literal["auto", "bmtrain"] = field(
-        "What updates bfloat16 weights on a GPU: a Triton kernel where that runs, or BMTrain's.", default="auto"
+        "AdamW kernel for bfloat16 weights on a GPU; auto: the Triton kernel where it runs, else BMTrain's.",
+        default="auto",
     )
 
     def __post_init__(self) -> None:
@@ -73,13 +74,13 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Learning rate over the run; `bmburst.train.lr.learning_rate` has the formulas."""
 
-    kind: Literal["cosine", "wsd", "constant"] = field("Shape after the warm-up.", default="cosine")
-    warmup_steps: int = field("Linear rise from near 0.", default=10, unit="steps", minimum=0)
+    kind: Literal["cosine", "wsd", "constant"] = field("Shape of the schedule after the warm-up.", default="cosine")
+    warmup_steps: int = field("Steps of linear warm-up.", default=10, unit="steps", minimum=0)
     decay_fraction: float = field(
         "wsd: part of all steps that decay at the end.", default=0.2, minimum=0, maximum=1, unit="of steps"
     )
     final_lr_fraction: float = field(
-        "Learning rate at the end.", default=0.1, minimum=0, maximum=1, unit="of optimizer.lr"
+        "Learning rate at the end of the run.", default=0.1, minimum=0, maximum=1, unit="of optimizer.lr"
     )
 
     def __post_init__(self) -> None:
@@ -92,33 +93,39 @@ class ParallelConfig:
 
     data_parallel: int = field("Groups of ranks that train on different sequences.", default=1, unit="ranks", minimum=1)
     sequence_parallel: int | None = field(
-        "Ranks that share one sequence.",
+        "Ranks that share each sequence.",
         default=None,
         default_text="ranks / data_parallel / tensor_parallel",
         unit="ranks",
         minimum=1,
     )
-    tensor_parallel: int = field("Ranks that share each matrix and its heads.", default=1, unit="ranks", minimum=1)
+    tensor_parallel: int = field("Ranks that share each matrix and the heads.", default=1, unit="ranks", minimum=1)
     head_parallel: int | None = field(
-        "Ranks of a sequence that exchange attention heads; between such groups goes a ring or a gather.",
+        "Ulysses degree: ranks that exchange attention heads. Between such groups attention uses a ring or a gather.",
         default=None,
-        default_text="what is cheapest",
+        default_text="the cheapest by the cost model",
         unit="ranks",
         minimum=1,
     )
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
-        "Which rank holds which tokens; balanced: like work for each, whatever documents are packed.",
+        "Which rank holds which tokens of a sequence; balanced: equal work a rank for packed documents.",
         default="zigzag",
     )
     strategy: Literal["auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather", "double-ring"] = (
-        field("How attention is spread over the ranks of a sequence.", default="auto")
+        field(
+            "How attention is split over the ranks of a sequence; auto: the cheapest by the cost model.", default="auto"
+        )
     )
     kernel: Literal["auto", "fa4", "fa3", "cudnn", "fa2", "torch", "cpu", "triton", "reference"] = field(
-        "What computes a tile of attention.", default="auto"
+        "Attention kernel; auto: the fastest that is installed and supports the inputs.", default="auto"
     )
-    transport: Literal["auto", "peer", "nccl", "gloo"] = field("How attention's blocks move.", default="auto")
-    zero_level: Literal[2, 3] = field("3 shards weights, gradients and optimizer; 2 keeps weights whole.", default=3)
-    deterministic: bool = field("Bit-equal results from run to run, where that costs speed.", default=False)
+    transport: Literal["auto", "peer", "nccl", "gloo"] = field(
+        "How attention moves blocks between ranks; auto: peer (copy-engine transfers) where possible.", default="auto"
+    )
+    zero_level: Literal[2, 3] = field(
+        "ZeRO stage: 3 shards weights, gradients and optimizer; 2 keeps whole weights.", default=3
+    )
+    deterministic: bool = field("Repeated runs give the same bits, at the cost of speed.", default=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -128,70 +135,72 @@ class ParallelConfig:
 class TrainConfig:
     """A training run. The defaults are the main job: llama-tiny on the standard library's sources."""
 
-    preset: str | None = field(f"Named shape that model.* starts from: {', '.join(PRESETS)}.", default="llama-tiny")
-    sequence_length: int = field("Tokens of a sequence, over all its ranks.", default=4096, unit="tokens", minimum=1)
+    preset: str | None = field(
+        f"Named model shape, which model.* options override: {', '.join(PRESETS)}.", default="llama-tiny"
+    )
+    sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
     pack: Literal["stream", "documents"] = field(
-        "What a token sees: all text before it in its sequence, or only its own document, in which positions and "
-        "labels begin anew.",
+        "What a token sees; stream: all text before it in its sequence; documents: only its own document, in which "
+        "positions and labels restart.",
         default="stream",
     )
-    steps: int = field("Optimizer steps in all, also on resume.", default=200, unit="steps", minimum=1)
-    batch_size: int = field("Sequences a step, over all data ranks.", default=1, unit="sequences", minimum=1)
+    steps: int = field("Total optimizer steps, also on resume.", default=200, unit="steps", minimum=1)
+    batch_size: int = field("Sequences a step, over all data parallel groups.", default=1, unit="sequences", minimum=1)
     micro_batch_size: int = field(
-        "Sequences a rank computes at once; the rest accumulates.", default=1, unit="sequences", minimum=1
+        "Sequences that a rank computes at once; gradients accumulate.", default=1, unit="sequences", minimum=1
     )
-    dtype: Literal["float32", "bfloat16"] = field("Type of weights and activations.", default="float32")
+    dtype: Literal["float32", "bfloat16"] = field("Data type of weights and activations.", default="float32")
     recompute: str = field(
-        "What backward computes again instead of keeping it: none, block, block-keep-attention, or with :0.5 behind it "
-        "that of half of the sequence; +offload keeps blocks' inputs in host memory, +offload-all attention too; "
-        "+first-20 behind it all: in the first 20 layers alone; auto: the fastest that fits.",
+        "Activation checkpointing policy: what backward recomputes. none, block, block-keep-attention (all but "
+        "attention); :0.5 keeps attention for the second half of the sequence only. +offload keeps block inputs in "
+        "host memory, +offload-all attention too; +first-20 is for the first 20 layers only. auto: the fastest fit.",
         default="block-keep-attention",
     )
     loss_chunk_tokens: int = field(
-        "Tokens whose logits exist at once, on a rank.", default=1024, unit="tokens", minimum=1
+        "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1
     )
     mlp_chunk_tokens: int | None = field(
-        "Tokens of a rank that pass through an MLP at once; 0: all.",
+        "Tokens of a rank that an MLP computes at once; 0: all.",
         default=None,
-        default_text="16384 where blocks are computed again, else all",
+        default_text="16384 where blocks are recomputed, else all",
         unit="tokens",
         minimum=0,
     )
-    seed: int = field("Seed of weights and of the order of the data.", default=0, minimum=0, maximum=2**32 - 1)
+    seed: int = field("Seed of the initial weights and the data order.", default=0, minimum=0, maximum=2**32 - 1)
     output: Path | None = field("Run folder.", default=None, default_text="runs/<date-time>-<preset>")  # noqa: RUF009
-    checkpoint_every: int = field("Interval of checkpoints; 0: only at the end.", default=50, unit="steps", minimum=0)
-    keep_checkpoints: int = field("Newest ones that are kept.", default=2, unit="checkpoints", minimum=1)
-    eval_every: int = field("Interval of evaluations; 0: only at the end.", default=30, unit="steps", minimum=0)
+    checkpoint_every: int = field("Steps between checkpoints; 0: only at the end.", default=50, unit="steps", minimum=0)
+    keep_checkpoints: int = field("Newest checkpoints that are kept.", default=2, unit="checkpoints", minimum=1)
+    eval_every: int = field("Steps between evaluations; 0: only at the end.", default=30, unit="steps", minimum=0)
     eval_sequences: int = field(
-        "Held-out sequences an evaluation reads at most.", default=8, unit="sequences", minimum=1
+        "Largest number of held-out sequences in an evaluation.", default=8, unit="sequences", minimum=1
     )
-    resume: bool = field("Continue the newest complete checkpoint of the run folder.", default=False)
+    resume: bool = field("Continue from the newest complete checkpoint in the run folder.", default=False)
     init_from: Path | None = field(  # noqa: RUF009
-        "Directory of a Hugging Face LLaMA whose weights and shape training starts from.", default=None
+        "Hugging Face model directory to start from, with its weights and shape.", default=None
     )
     sample_tokens: int = field(
-        "Length of the sample generated at the end; 0: none.", default=256, unit="tokens", minimum=0
+        "Length of the text that is generated at the end; 0: none.", default=256, unit="tokens", minimum=0
     )
     hang_timeout: float = field(
-        "A step that takes longer ends the run, since BMTrain would wait for ever; 0: no limit.",
+        "Time after which a step without progress ends the run; 0: no limit.",
         default=DEFAULT_HANG_TIMEOUT,
         unit="seconds",
         minimum=0,
         below=1e9,
     )
     max_skipped_steps: int = field(
-        "Steps in a row that may be skipped, for loss or gradient are not finite, before the run ends; 0: any number.",
+        "End the run after this many skipped steps in a row (loss or gradient not finite); 0: never.",
         default=20,
         unit="steps",
         minimum=0,
     )
     profile: str | None = field(
-        "Steps, as 3 or 3-5, that torch's profiler records: a Chrome trace of each rank in the run folder.",
+        "Steps to record with torch's profiler, as 3 or 3-5; writes a Chrome trace of each rank to the run folder.",
         default=None,
     )
-    wandb: str | None = field("Project of Weights & Biases that gets the metrics too.", default=None)
+    wandb: str | None = field("Weights & Biases project that also receives the metrics.", default=None)
     nproc: int | None = field(
-        "Ranks to start on this machine.",
+        "Number of ranks to start on this machine.",
         default=None,
         default_text="data * sequence * tensor parallel where sequence is given, else all GPUs, else at least 2",
         unit="processes",

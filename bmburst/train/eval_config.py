@@ -13,39 +13,39 @@ class EvalConfig:
     """An evaluation of one checkpoint on one held-out text."""
 
     checkpoint: Path = field(  # noqa: RUF009
-        "Checkpoint, run folder (its newest one), or directory of a Hugging Face LLaMA."
+        "Checkpoint, run folder (its newest checkpoint), or Hugging Face model directory."
     )
-    data: str = field("Held-out text: text file, JSONL file, directory of them, or token file.")
-    sequence_length: int = field("Tokens of a sequence, over all its ranks.", default=4096, unit="tokens", minimum=1)
+    data: str = field("Held-out text: a text file, JSONL file, directory of them, or token file.")
+    sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
     pack: Literal["stream", "documents"] = field(
-        "What a token sees: all text before it in its sequence, or only its own document; as in training.",
+        "What a token sees; stream: all text before it in its sequence; documents: only its own document.",
         default="stream",
     )
     tokenizer: str | None = field(
-        "'bytes', a tokenizer.json, a directory with one, or the name of a Hugging Face tokenizer.",
+        "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer.",
         default=None,
-        default_text="the run's own, else bytes",
+        default_text="the run's, else bytes",
     )
-    text_field: str = field("Key of the text in a line of JSONL.", default="text")
+    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
     max_sequences: int | None = field(
-        "Sequences that are read at most.", default=None, default_text="all", unit="sequences", minimum=1
+        "Largest number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1
     )
-    dtype: Literal["float32", "bfloat16"] = field("Type of weights and activations.", default="float32")
+    dtype: Literal["float32", "bfloat16"] = field("Data type of weights and activations.", default="float32")
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
-        "Which rank holds which tokens.", default="zigzag"
+        "Which rank holds which tokens of a sequence.", default="zigzag"
     )
     loss_chunk_tokens: int = field(
-        "Tokens whose logits exist at once, on a rank.", default=1024, unit="tokens", minimum=1
+        "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1
     )
     hang_timeout: float = field(
-        "A sequence that takes longer ends the evaluation; 0: no limit.",
+        "Time after which a sequence without progress ends the evaluation; 0: no limit.",
         default=DEFAULT_HANG_TIMEOUT,
         unit="seconds",
         minimum=0,
         below=1e9,
     )
     nproc: int | None = field(
-        "Ranks to start on this machine; they share every sequence.",
+        "Number of ranks to start on this machine; they share every sequence.",
         default=None,
         default_text="all GPUs, else 2",
         unit="processes",

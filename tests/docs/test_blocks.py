@@ -1,27 +1,27 @@
-"""Every block of every page of docs/ is run or checked; those of a new page too, from the moment it is there.
+"""Every block of every document is run or checked; those of a new page too, from the moment it is there.
 
-A page's blocks run in a folder of its own, with the files that blocks name: commands in order, scripts on as many ranks
-as their command says, then the other Python blocks, one after the other in one process, or on N ranks if the first is
-under `<!-- needs: N ranks -->`. A block under gpus, network or time is not run, but each of its commands is checked as
-far as it goes without.
+tests/docs/scripts.py says how blocks run. A block under `<!-- needs: gpus -->`, network or time is not run, but each of
+its commands is checked as far as it goes without.
 """
 
-import contextlib
-import io
 import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+import yaml
 
-from bmburst.cli import main
-from tests.docs.blocks import Block, read_blocks
+from bmburst.cli import COMMANDS
+from bmburst.train.config import ParallelConfig
+from bmburst.train.metrics import EvalMetrics, StepMetrics
+from bmburst_ops.flash.select import KERNELS
+from tests.docs.blocks import PATHS, ROOT, read_blocks
 from tests.docs.commands import exists
-from tests.docs.scripts import run_script
+from tests.docs.conftest import LAUNCHED
+from tests.docs.scripts import LAUNCHERS
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 ELSEWHERE = {  # pages with a test of their own, which also looks at what is printed
     "bmtrain.md": "test_pages.py",
     "model_center.md": "test_pages.py",
@@ -29,80 +29,11 @@ ELSEWHERE = {  # pages with a test of their own, which also looks at what is pri
     "families.md": "test_families.py",
     "hugging_face.md": "test_hugging_face.py",
 }
-PATHS = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
-PATHS["benchmarks/README.md"] = ROOT / "benchmarks" / "README.md"  # a page of the site too
 PAGES = {name: read_blocks(path) for name, path in PATHS.items()}
 OURS = {name: blocks for name, blocks in PAGES.items() if blocks and name not in ELSEWHERE}
 SHOWN = {"text", "output", "diff"}  # what is to be read
-_LAUNCHERS = (["torchrun", "--nproc-per-node"], ["bmburst", "launch", "--nproc"])
-
-
-class Page:
-    """A page whose blocks have run: its folder, and what they printed."""
-
-    def __init__(self, blocks: list[Block], folder: Path) -> None:
-        self.folder, self.printed = folder, ""
-        for block in blocks:
-            if block.file:
-                (folder / block.file).write_text(block.text)
-        for block in blocks:
-            if block.language == "bash" and not block.needs:
-                for command in block.commands():
-                    self.run(shlex.split(command))
-        parts = [block for block in blocks if block.language == "python" and not block.file]
-        if parts:
-            (folder / "blocks.py").write_text("\n".join(block.text for block in parts))
-            self.printed += run_script(folder, _ranks(parts[0]) or 1, ["blocks.py"])
-
-    def run(self, words: list[str]) -> None:
-        """Run a command as the shell would, without starting Python anew."""
-        words, target = _redirected(words)
-        for launcher in _LAUNCHERS:
-            if words[: len(launcher)] == launcher:
-                count, *script = (word for word in words[len(launcher) :] if word != "--")
-                printed = run_script(self.folder, int(count), script, host=words[0] == "bmburst")
-                break
-        else:
-            assert words[0] == "bmburst", f"nothing knows how to run: {shlex.join(words)}"
-            if words[1] == "train":  # its ranks, without the launcher that starts them
-                printed = run_script(self.folder, 2, ["-m", *words])
-            else:
-                out = io.StringIO()
-                with contextlib.chdir(self.folder), contextlib.redirect_stdout(out):
-                    assert main(words[1:]) == 0, words
-                printed = out.getvalue()
-        if target:
-            (self.folder / target).write_text(printed)
-        self.printed += printed
-
-
-def _ranks(block: Block) -> int | None:
-    """Return on how many ranks a block must run, None where any number will do."""
-    found = re.fullmatch(r"(\d+) ranks", block.needs or "")
-    return int(found[1]) if found else None
-
-
-def _redirected(words: list[str]) -> tuple[list[str], str | None]:
-    return (words[:-2], words[-1]) if words[-2:-1] == [">"] else (words, None)
-
-
-@pytest.fixture(scope="module")
-def pages() -> dict[str, Page]:
-    return {}
-
-
-@pytest.fixture
-def run_page(pages: dict[str, Page], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
-    """Return a page by name; it runs once."""
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BMBURST_LAUNCH_FOLDER"):
-        monkeypatch.delenv(variable, raising=False)
-
-    def run(name: str) -> Page:
-        if name not in pages:
-            pages[name] = Page(OURS[name], tmp_path_factory.mktemp("page"))
-        return pages[name]
-
-    return run
+CONSOLE = [name for name, blocks in OURS.items() if any(block.language == "console" for block in blocks)]
+LIMITS = {"README.md": 12_000, "CONTRIBUTING.md": 8_000}  # bytes: what is longer has a page in docs/
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -110,10 +41,64 @@ def test_blocks_run(run_page, name: str) -> None:
     run_page(name)
 
 
+def test_the_readme_is_started_by_the_launchers_it_names(run_page) -> None:
+    page = run_page("README.md")
+    assert page.started == set(LAUNCHERS)
+    assert "rank 0 holds 502 of 1001 tokens" in page.printed
+    for what, steps in ((r"^step", 10), (r"^transformers, step", 3)):
+        losses = [float(loss) for loss in re.findall(rf"{what} \d: loss (\S+) nats", page.printed, re.M)]
+        assert len(losses) == steps and losses[-1] < losses[0] - 0.1, losses
+
+
+def test_packed_documents_are_attended_to_alone(run_page) -> None:
+    assert "rank 0: 4 documents, the output is that of each alone" in run_page("masks.md").printed
+
+
+def test_a_run_is_trained_resumed_and_evaluated(run_page) -> None:
+    page = run_page("training.md")
+    assert re.search(r"bits per byte +\d", page.printed)
+    assert len((page.folder / "runs/small/metrics.jsonl").read_text().splitlines()) == 8
+    assert (page.folder / "runs/longer/metrics.jsonl").is_file()
+    assert (page.folder / "runs/python/checkpoints/step-000002/model.safetensors").is_file()
+
+
 def test_the_first_training_run_is_a_run(run_page) -> None:
     page = run_page("index.md")
     assert len((page.folder / "runs/first/metrics.jsonl").read_text().splitlines()) == 4
     assert "rank 0: 500 tokens here, 1000 in all" in page.printed
+
+
+def test_the_run_folder_is_as_shown(run_page) -> None:
+    lines = next(block.text for block in PAGES["runs.md"] if block.text.startswith("config.json")).splitlines()
+    names = {False: set[str](), True: set[str]()}  # those of the folder, those of a checkpoint
+    for line in lines:
+        names[line.startswith(" ")].add(line.split()[0].split("/")[0])
+    run = run_page("index.md").folder / "runs/first"
+    assert {path.name for path in run.iterdir()} == names[False]
+    assert {path.name for path in (run / "checkpoints/step-000004").iterdir()} == names[True]
+
+
+def test_fields_that_the_text_names_are_written() -> None:
+    listed = dict(re.findall(r"^(\w+\.jsonl) +a line an? [^:]+: (.+)$", PATHS["runs.md"].read_text(), re.M))
+    assert listed["metrics.jsonl"].split(", ") == list(StepMetrics.__dataclass_fields__)
+    assert listed["evals.jsonl"].split(", ") == list(EvalMetrics.__dataclass_fields__)
+
+
+def test_the_table_of_commands_is_the_command_line() -> None:
+    rows = re.findall(r"^\| `bmburst ([\w-]+)` \|", PATHS["training.md"].read_text(), re.M)
+    assert sorted(rows) == sorted(COMMANDS)
+
+
+def test_the_tables_of_attention_are_the_codes() -> None:
+    text = PATHS["attention.md"].read_text()
+    for field in ("strategy", "transport", "kernel"):
+        table = re.search(rf"^\| `{field}` \| .+\n\| ---.+\n((?:\|.+\n)+)", text, re.M)
+        assert table is not None
+        names = [name for row in table[1].splitlines() for name in re.findall(r"`(\S+?)`", row.split("|")[1])]
+        known = set(get_args(get_type_hints(ParallelConfig)[field])) - {"auto"}
+        assert set(names) == known and len(names) == len(known), field
+    kernels = [kernel.name for kernel in KERNELS]
+    assert re.findall(r"^\| `(\w+)` \|", text[text.index("\n## Kernels") :], re.M)[1:9] == kernels
 
 
 def test_plain_pytorch_prints_the_same_on_one_and_two_ranks(run_page) -> None:
@@ -140,15 +125,26 @@ def test_a_schedule_is_printed_step_by_step(run_page) -> None:
     assert re.findall(r"^step (\d): (\d+) queries", run_page("how_it_works.md").printed, re.M)[0] == ("0", "16")
 
 
+@pytest.mark.parametrize("name", CONSOLE)
+def test_console_blocks_show_what_is_printed(run_page, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in LAUNCHED:
+        monkeypatch.delenv(variable, raising=False)
+    for block in (block for block in OURS[name] if block.language == "console"):
+        for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
+            command, _, expected = part.partition("\n")
+            assert run_page(name).main(shlex.split(command)[1:], status=2) == expected
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_every_block_is_run_or_checked(name: str) -> None:
-    assert {block.language for block in OURS[name]} <= {"bash", "python", *SHOWN}
+    assert {block.language for block in OURS[name]} <= {"bash", "python", "yaml", "console", *SHOWN}
     shell = "\n".join(block.text for block in OURS[name] if block.language == "bash" and not block.needs)
     named = [str(block.file) for block in OURS[name] if block.file]
     assert [file for file in named if file not in shell] == []
     for block in OURS[name]:
+        assert block.file or block.language != "yaml"
         is_python = block.language == "python"
-        assert not block.needs or (_ranks(block) if is_python else block.needs in ("gpus", "network", "time"))
+        assert not block.needs or (block.ranks if is_python else block.needs in ("gpus", "network", "time"))
     fences = re.findall(r"^ *(?:```|~~~)", PATHS[name].read_text(), re.M)
     assert len(fences) == 2 * len(OURS[name]), "a fence that is no block: no test would see it"
 
@@ -159,9 +155,11 @@ def test_commands_that_are_not_run_exist(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: 0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BMBURST_LAUNCH_FOLDER"):
+    for variable in LAUNCHED:
         monkeypatch.delenv(variable, raising=False)
     for block in OURS[name]:
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
         if block.language != "bash" or not block.needs:
             continue
         subprocess.run(["bash", "-n", "-c", block.text], check=True)
@@ -177,5 +175,24 @@ def test_pages_tested_elsewhere_are() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_text_is_plain(name: str) -> None:
-    assert PATHS[name].read_text().isascii()
+def test_text_is_plain_and_links_lead_somewhere(name: str) -> None:
+    path = PATHS[name]
+    text = path.read_text()
+    assert text.isascii()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", text) if not link.startswith("http")]
+    assert [link for link in links if not (path.parent / link).exists()] == []
+    paths = re.findall(r"`((?:bmburst|bmburst_ops|tests|benchmarks|docs|\.ci)/[\w./-]*)`", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_first_pages_stay_short(name: str) -> None:
+    assert PATHS[name].stat().st_size <= LIMITS[name]
+
+
+def test_pre_commit_runs_what_make_check_runs() -> None:
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repo["repo"] == "local"
+    tools = {hook["entry"].split()[0].removeprefix(".venv/bin/") for hook in repo["hooks"]}
+    assert tools == set(re.findall(r"\$\(BIN\)/(ruff|mypy)", (ROOT / "Makefile").read_text()))
+    assert {hook["language"] for hook in repo["hooks"]} == {"system"}

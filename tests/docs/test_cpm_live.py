@@ -10,25 +10,15 @@ import pytest
 
 from bmburst.integrations.cpm_live_batch import AntPart, BeePart, SplitSequences
 from tests.docs.blocks import read_blocks
-from tests.docs.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "cpm_live.md"
 BLOCKS = read_blocks(PAGE)
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page")
-    for block in BLOCKS:
-        if block.language == "python":
-            (folder / block.file).write_text(block.text)
-    lines = ""
-    for command in (command for block in BLOCKS if block.language == "bash" for command in block.commands()):
-        *launch, count, dashes, file = command.split()
-        assert (launch, dashes) == (["bmburst", "launch", "--nproc"], "--"), command
-        lines += run_script(folder, int(count), [file])
-    return lines
+@pytest.fixture
+def printed(run_page):
+    return run_page("cpm_live.md").printed
 
 
 def test_the_script_prints_the_same_on_one_and_two_ranks(printed):

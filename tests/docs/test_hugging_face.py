@@ -7,29 +7,15 @@ import pytest
 
 from bmburst.integrations.transformers import SplitSequences
 from tests.docs.blocks import read_blocks
-from tests.docs.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "hugging_face.md"
 BLOCKS = read_blocks(PAGE)
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the commands of the page print, in a folder that has its files."""
-    folder = tmp_path_factory.mktemp("page")
-    for block in BLOCKS:
-        if block.file:
-            (folder / block.file).write_text(block.text)
-    lines = []
-    for block in BLOCKS:
-        if block.language != "bash" or block.needs:
-            continue
-        for command in block.commands():
-            launcher, option, ranks, script = command.split()
-            assert (launcher, option) == ("torchrun", "--nproc-per-node")
-            lines.append(run_script(folder, int(ranks), [script], host=False))
-    return "".join(lines)
+@pytest.fixture
+def printed(run_page) -> str:
+    return run_page("hugging_face.md").printed
 
 
 def test_the_scripts_train_and_check(printed: str) -> None:

@@ -8,13 +8,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-RECOMPUTE = " ".join((ROOT / "docs/recompute.md").read_text().split())
-ATTENTION, MASKS = "attention_4xh200_202611", "attention_masks_4xh200_202611"
+PERFORMANCE, RECOMPUTE = (
+    " ".join((ROOT / f"docs/{page}.md").read_text().split()) for page in ("performance", "recompute")
+)
+TWO, ATTENTION, MASKS = "attention_2xh200_202611", "attention_4xh200_202611", "attention_masks_4xh200_202611"
 TABLE = [
+    ("64K, 128K, 256K, 32 heads", TWO, [f"sequence/{1 << n}/mha/causal" for n in (16, 17, 18)]),
     ("64K, 32 heads", ATTENTION, ["sequence/65536/mha/causal"]),
     ("128K, 256K, 512K, 1M, 32 heads", ATTENTION, [f"sequence/{1 << n}/mha/causal" for n in range(17, 21)]),
     ("64K, 128K, 256K, 32 query / 8 KV heads", ATTENTION, [f"sequence/{1 << n}/gqa/causal" for n in (16, 17, 18)]),
-    ("64K, 32 / 8 heads, with projections and rotary around it", ATTENTION, ["block/65536/gqa/causal"]),
+    ("64K, 32 / 8 heads, with projections and rotary", ATTENTION, ["block/65536/gqa/causal"]),
     ("128K, 512K of packed documents, 32 heads", MASKS, ["documents/131072/mha", "documents/524288/mha"]),
 ]
 
@@ -28,17 +31,35 @@ def ratio(row):
     return f"{row['forward_backward']['ratio']:.2f}" if row is not None and row["status"] == "ok" else "-"
 
 
-@pytest.mark.parametrize(("label", "record", "cells"), TABLE, ids=[label for label, *_ in TABLE])
+@pytest.mark.parametrize(("label", "record", "cells"), TABLE, ids=[f"{record}: {label}" for label, record, _ in TABLE])
 def test_the_table_of_attention(label, record, cells):
-    found = rows(record)
+    found, gpus = rows(record), 2 if record == TWO else 4
     shown = [
-        [ratio(found.get(f"{cell}/{name}@4")) for cell in cells] for name in ("ours", "ulysses", "ring-flash-attn")
+        ", ".join(ratio(found.get(f"{cell}/{name}@{gpus}")) for cell in cells)
+        for name in ("ours", "ulysses", "ring-flash-attn")
     ]
-    assert f"| {label} | {' | '.join(', '.join(ratios) for ratios in shown)} |" in README
+    (line,) = (line for line in README.splitlines() if line.startswith(f"| {gpus} | {label} |"))
+    assert line.startswith(f"| {gpus} | {label} | {' | '.join(shown)} | [")
+    assert line.endswith(f"](benchmarks/results/{record}.md) |")
+
+
+def test_the_table_has_no_other_rows():
+    assert len(re.findall(r"^\| \d \|", README, re.M)) == len(TABLE)
+
+
+def test_what_attention_costs():
+    ratios = [
+        ratio(row)
+        for record, gpus in ((TWO, 2), (ATTENTION, 4))
+        for n in range(16, 21)
+        if (row := rows(record).get(f"sequence/{1 << n}/mha/causal/ours@{gpus}")) is not None
+    ]
+    assert len(ratios) == 8
+    assert f"at {min(ratios)} to {max(ratios)} of the speed of one GPU's kernel" in " ".join(README.split())
 
 
 def test_attention_on_two_gpus():
-    found = rows("attention_2xh200_202611")
+    found = rows(TWO)
     ours, ulysses, ring = (
         [ratio(found.get(f"sequence/{1 << n}/mha/causal/{name}@2")) for n in (16, 17, 18)]
         for name in ("ours", "ulysses", "ring-flash-attn")
@@ -47,21 +68,20 @@ def test_attention_on_two_gpus():
         f"{ours[0]} at 64K tokens, {ours[1]} at 128K, {ours[2]} at 256K, ahead of Ulysses ({ulysses[0]}, {ulysses[1]}) "
         f"and of ring-flash-attn ({ring[0]}, {ring[1]}) at 64K and 128K"
     )
-    assert said in " ".join(README.split())
+    assert said in PERFORMANCE
 
 
 def test_training_steps():
     two, four = rows("train_2xh200_202611"), rows("train_4xh200_202611")
-    words = " ".join(README.split())
     long, short = four["step/llama-3-8b-x1/1048576/ours@4"], two["step/llama-2-7b-x2/262144/ours@2"]
-    assert re.search(rf"1M tokens, one layer of it, takes {long['ratio']:.2f} times .* on 4 GPUs", words)
-    assert f"256K tokens, two layers, {short['ratio']:.2f} times on 2" in words
+    assert re.search(rf"1M tokens, one layer of it, takes {long['ratio']:.2f} times .* on 4 GPUs", PERFORMANCE)
+    assert f"256K tokens, two layers, {short['ratio']:.2f} times on 2" in PERFORMANCE
     whole = [found[f"step/llama-3-8b/32768/ours@{ranks}"]["ratio"] for ranks, found in ((2, two), (4, four))]
     middle = four["step/llama-3-8b/131072/ours@4"]["ratio"]
-    assert f"all layers, with 128K tokens {middle:.2f} times on 4 GPUs" in words
-    assert f"with 32K tokens {whole[0]:.2f} times on 2 GPUs and {whole[1]:.2f} on 4" in words
+    assert f"all layers, with 128K tokens {middle:.2f} times on 4 GPUs" in PERFORMANCE
+    assert f"with 32K tokens {whole[0]:.2f} times on 2 GPUs and {whole[1]:.2f} on 4" in PERFORMANCE
     kept = [found[f"step/llama-3-8b/32768/ours@{ranks}-none"]["ratio"] for ranks, found in ((2, two), (4, four))]
-    assert f"where there is the memory to compute nothing again, {kept[0]:.2f} and {kept[1]:.2f} times" in words
+    assert f"where there is the memory to compute nothing again, {kept[0]:.2f} and {kept[1]:.2f} times" in PERFORMANCE
 
 
 def test_what_policies_keep():
