@@ -84,9 +84,7 @@ class LlamaConfig:
     intermediate_size: int = field("Width inside the gated MLP.", unit="features", minimum=1, maximum=MOST_WIDTH)
     num_layers: int = field("Number of transformer blocks.", unit="layers", minimum=1, maximum=MOST_LAYERS)
     num_heads: int = field("Number of query heads.", unit="heads", minimum=1, maximum=MOST_HEADS)
-    num_kv_heads: int = field(
-        "Number of KV heads; divides num_heads.", unit="heads", minimum=1, maximum=MOST_HEADS
-    )
+    num_kv_heads: int = field("Number of KV heads; divides num_heads.", unit="heads", minimum=1, maximum=MOST_HEADS)
     # DEVIATION from keeping what was given: 0 is replaced at once, so that every reader sees the width in use.
     head_dim: int = field(
         "Dimension of a head; even.",

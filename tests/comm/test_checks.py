@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bmburst.comm.checks import Checked, Mismatch
+from bmburst.comm.checks import Checked, Mismatch, contents
 from bmburst.comm.local import LocalCommunicator, Wire, run_ranks
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape
@@ -82,3 +82,11 @@ def test_checks_on_demand(monkeypatch):
     switched = Checked(LocalCommunicator(0, [[Wire()]]), torch.device("cpu"), always=False)
     Mesh(MeshShape(1, 1), 0, switched, switched, switched).set_checks(False)
     assert switched.active
+
+
+def test_a_digest_is_of_the_numbers_alone():
+    whole = torch.arange(6, dtype=torch.int32)
+    ways = [whole.view(2, 3), whole.view(2, 3).mT.contiguous().mT, torch.stack([whole, whole + 1], 1)[:, 0].view(2, 3)]
+    assert len({contents(way) for way in ways}) == 1
+    assert contents(torch.as_strided(whole, (1, 1), (0, 0))) == contents(whole[:1])
+    assert len({contents(whole), contents(whole + 1), contents(whole[:5]), contents(whole.bfloat16())}) == 4
