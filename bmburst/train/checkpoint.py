@@ -2,23 +2,29 @@
 
 A checkpoint is a folder `checkpoints/step-000050` of the run folder. `model.safetensors` and `config.json` are a
 Hugging Face LLaMA; `optimizer.safetensors` holds AdamW's state by parameter name (of large models both are in parts,
-with an index); `random.safetensors` the state of torch's random number generators; `state.json` the rest, with the size
-of every file. The learning rate is a function of the step and needs no state.
+with an index); `random.safetensors` the state of torch's random number generators; `state.json` the rest, with size and
+checksum of every file and of itself. The learning rate is a function of the step and needs no state.
 """
 
-import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bmburst.checksum import damaged_file, is_sealed, sealed, text_of
 from bmburst.errors import UserError
+from bmburst.outputs import FULL, amount, free_bytes
+from bmburst.plan.counts import adam_bytes
+from bmburst.plan.task import ITEMSIZE
+from bmburst.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +37,10 @@ FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 OPTIMIZER, RANDOM_FILE = "optimizer", "random.safetensors"
 FORMAT = "bmburst-checkpoint-1"
-_NAME = re.compile(r"step-(\d+)")
+VERIFIED = "BMBURST_VERIFIED_CHECKPOINT"
+"""Environment variable by which a launcher tells its ranks which checkpoint it has verified, so that they need not."""
+_NAME = re.compile(r"step-(\d{1,18})")
+_MEMBERS = frozenset({"format", "step", "data", "tokenizer", "skipped", "files"})  # before there were checksums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +61,111 @@ class Progress:
 
 
 def newest_complete(run_folder: Path) -> Path | None:
-    """Return the newest checkpoint of a run folder whose files are all there in full, or None."""
+    """Return the newest checkpoint of a run folder whose files are all there in full, or None.
+
+    Checksums of files are not compared: `newest_whole` does.
+    """
     return next((path for path in reversed(_checkpoints(run_folder)) if _problem(path) is None), None)
+
+
+def newest_whole(run_folder: Path, say: Callable[[str], object]) -> Path | None:
+    """Return the newest checkpoint of a run folder whose files all have their checksums; None if there are none.
+
+    Args:
+        run_folder: The run folder.
+        say: Called with a line of text for each newer checkpoint that is damaged.
+
+    Raises:
+        UserError: There are checkpoints, but all are damaged.
+    """
+    problems: list[str] = []
+    for path in reversed(_checkpoints(run_folder)):
+        problem = _problem(path) or _damage(path)
+        if problem is None:
+            for text in problems:
+                say(f"{text}; going on from {path.name}")
+            return path
+        problems.append(f"checkpoint {path.name} is not used: {problem}")
+    if problems:
+        more = f"; and {len(problems) - 1} more are damaged too" if len(problems) > 1 else ""
+        raise UserError(
+            f"{run_folder} has no complete checkpoint: {problems[0]}{more}\n"
+            "fix: restore its files from a copy, or leave --resume out and give another --output to begin again"
+        )
+    return None
+
+
+def require_whole(checkpoint: Path) -> None:
+    """Check that a checkpoint's files are all there and have their checksums; anything else passes.
+
+    A checkpoint without checksums, of an earlier version, is only checked for sizes.
+
+    Raises:
+        UserError: One has not.
+    """
+    if (checkpoint / STATE_FILE).exists() and (problem := _problem(checkpoint) or _damage(checkpoint)) is not None:
+        raise UserError(f"{checkpoint}: {problem}\nfix: use another checkpoint of the run, or restore it from a copy")
+
+
+def verified(given: Path, say: Callable[[str], object]) -> Path:
+    """Return the checkpoint that a run folder or a checkpoint stands for, verified; any other directory as it is.
+
+    Args:
+        given: A run folder, a checkpoint or another directory.
+        say: As of `newest_whole`.
+
+    Raises:
+        UserError: It is damaged, or all are.
+    """
+    if (told := os.environ.get(VERIFIED)) and given in (Path(told), Path(told).parent.parent):
+        return Path(told)
+    if (given / STATE_FILE).exists():
+        require_whole(given)
+        return given
+    return newest_whole(given, say) or given
+
+
+def verified_together(given: Path) -> Path:
+    """Do what `verified` does on rank 0 alone, for all ranks; every rank calls it.
+
+    Raises:
+        UserError: On all ranks; see `verified`.
+    """
+    import bmtrain as bmt
+
+    from bmburst.runtime.watchdog import beat
+    from bmburst.weight_parts import together
+
+    found = together(lambda: str(verified(given, warn)) if bmt.rank() == 0 else "")[0]
+    beat()
+    return Path(found)
+
+
+def warn(text: str) -> None:
+    """Write a line to standard error."""
+    sys.stderr.write(f"{text}\n")
+
+
+def nbytes(config: TrainConfig) -> int:
+    """Return the bytes of a checkpoint's weights and optimizer state."""
+    itemsize = ITEMSIZE[config.dtype]
+    return config.model.num_parameters * (itemsize + adam_bytes(itemsize))
+
+
+def bytes_to_come(config: TrainConfig, run_folder: Path) -> int:
+    """Return the bytes by which a run's checkpoints will grow beyond what is there, at most.
+
+    A new one is written before the oldest is removed, so that there is one more than is kept for a while.
+    """
+    every = config.checkpoint_every
+    if every is None:
+        return 0
+    there = [path for path in _checkpoints(run_folder) if _problem(path) is None]
+    begun = max((_step(path) for path in there), default=0)
+    writes = max(config.steps // every - begun // every, 0) + (config.steps % every > 0) if every else 1
+    if config.steps <= begun:
+        return 0
+    return max(min(writes + len(there), config.keep_checkpoints + 1) - len(there), 1) * nbytes(config)
 
 
 def read_progress(checkpoint: Path) -> Progress:
@@ -66,9 +178,7 @@ def read_progress(checkpoint: Path) -> Progress:
     if problem is not None:
         raise UserError(f"{checkpoint}: {problem}\nfix: use another checkpoint of the run")
     state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    return Progress(
-        step=state["step"], data=state["data"], tokenizer=state["tokenizer"], skipped=int(state.get("skipped", 0))
-    )
+    return Progress(step=state["step"], data=state["data"], tokenizer=state["tokenizer"], skipped=_skipped(state))
 
 
 def save(
@@ -84,38 +194,61 @@ def save(
     says who writes.
 
     The folder appears under its name when everything in it is on disk: a run killed at any point leaves the checkpoint
-    before, and at most folders whose names begin with a dot, which the next call removes.
+    before, and at most folders whose names begin with a dot, which the next call removes. What could not be written is
+    removed at once.
 
     Raises:
-        UserError: A rank cannot write it.
+        UserError: On all ranks, if one cannot write it.
     """
     import bmtrain as bmt
 
     from bmburst import hugging_face
+    from bmburst.weight_parts import together
 
     target = run_folder / FOLDER / f"step-{progress.step:06d}"
     partial = target.with_name(f".{target.name}")
     is_writer = bmt.rank() == 0
-    with _refusing(target):
+    checksums: dict[str, int] = {}
+
+    def prepare() -> None:
         if is_writer:
             _remove_hidden(target.parent)
             partial.mkdir(parents=True)
-        hugging_face.save(model, partial, part_bytes=part_bytes)
-        _save_optimizer(partial, model, optimizer, part_bytes)
-        if is_writer:
-            _save_random(partial / RANDOM_FILE)
-            _save_state(partial / STATE_FILE, progress)
-            for path in (*partial.iterdir(), partial):
-                _sync(path)
-            _hide(target)  # of the same step: a damaged one, for a run resumes from the newest complete one
-            partial.rename(target)
-            _sync(target.parent)
-            # Later ones are damaged: they do not count, or they would push out this one.
-            upto = [path for path in _checkpoints(run_folder) if _step(path) <= progress.step]
-            for old in upto[:-keep]:
-                _hide(old)
-            _remove_hidden(target.parent)
-    bmt.synchronize()
+
+    def finish() -> None:
+        if not is_writer:
+            return
+        checksums[RANDOM_FILE] = _save_random(partial / RANDOM_FILE)
+        _save_state(partial / STATE_FILE, progress, checksums)
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        _hide(target)  # of the same step: a damaged one, for a run resumes from the newest complete one
+        partial.rename(target)
+        _sync(target.parent)
+        # Later ones are damaged, and so are incomplete ones: they do not count, or they would push out whole ones.
+        upto = [path for path in _checkpoints(run_folder) if _step(path) <= progress.step]
+        whole = [path for path in upto if _problem(path) is None]
+        for old in set(upto) - set(whole[-keep:]):
+            _hide(old)
+        _remove_hidden(target.parent)
+
+    try:
+        together(prepare)
+        checksums |= hugging_face.save(model, partial, part_bytes=part_bytes)
+        checksums |= _save_optimizer(partial, model, optimizer, part_bytes)
+        together(finish)
+    except (UserError, OSError) as error:  # on all ranks
+        cause = error.__cause__ if isinstance(error, UserError) else error
+        room = _room(run_folder, model) if isinstance(cause, OSError) and cause.errno in FULL else ""
+        if is_writer:  # before any rank ends, and the others with it
+            shutil.rmtree(partial, ignore_errors=True)
+        bmt.synchronize()
+        if not isinstance(cause, OSError):
+            raise
+        raise UserError(
+            f"cannot write the checkpoint {target}: {cause.strerror}\n"
+            f"fix: {room or 'give the right to write'}, then --resume continues the run{_from(run_folder)}"
+        ) from error
     return target
 
 
@@ -132,28 +265,6 @@ def load(checkpoint: Path, model: "Llama", optimizer: "AdamW") -> Progress:
     _load_optimizer(checkpoint, model, optimizer, progress.step)
     _load_random(checkpoint / RANDOM_FILE)
     return progress
-
-
-@contextlib.contextmanager
-def alone_in(run_folder: Path) -> Iterator[None]:
-    """Keep other processes from training in a run folder until the block ends, or this process does.
-
-    Raises:
-        UserError: One is.
-    """
-    run_folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(run_folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise UserError(f"another process is training in {run_folder}\nfix: end it, or wait until it is done") from None
-    except OSError:
-        pass  # some network file systems do not lock folders
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _checkpoints(run_folder: Path) -> list[Path]:
@@ -178,33 +289,25 @@ def _remove_hidden(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-@contextlib.contextmanager
-def _refusing(target: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into an error that says what was being done."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write the checkpoint {target}: {error.strerror}\n"
-            "fix: make room or give the right to write, then --resume continues the run"
-        ) from error
+def _room(run_folder: Path, model: "Llama") -> str:
+    """Return what to do where a checkpoint found no room, with numbers."""
+    from bmburst.optim import state_names
+    from bmburst.zero import named_shards
+
+    needed = sum(prod(s.shape) * (s.dtype.itemsize + 4 * len(state_names(s))) for s in named_shards(model))
+    return f"make room: a checkpoint needs {amount(needed)}, and {amount(free_bytes(run_folder))} are free"
+
+
+def _from(run_folder: Path) -> str:
+    newest = newest_complete(run_folder)
+    return f" from {newest.name}" if newest is not None else " (there is no checkpoint yet: begin it again)"
 
 
 def _problem(checkpoint: Path) -> str | None:
-    """Return why a folder is no complete checkpoint, or None. Looks at names and sizes, not at the numbers."""
-    path = checkpoint / STATE_FILE
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        return f"it has no {STATE_FILE}, so it is no checkpoint of bmburst"
-    except ValueError:
-        return f"{STATE_FILE} is truncated or not JSON"
-    kinds = {"step": int, "data": dict, "tokenizer": str, "files": dict}
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        return f"{STATE_FILE} is not of format {FORMAT}"
-    for name, kind in kinds.items():
-        if not isinstance(state.get(name), kind):
-            return f"{STATE_FILE} has no valid '{name}'"
+    """Return why a folder is no complete checkpoint, or None. Looks at names, sizes and state.json, not at numbers."""
+    state = _read_state(checkpoint / STATE_FILE)
+    if isinstance(state, str):
+        return state
     for name, size in state["files"].items():
         there = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
         if there != size:
@@ -212,14 +315,64 @@ def _problem(checkpoint: Path) -> str | None:
     return None
 
 
-def _save_state(path: Path, progress: Progress) -> None:
+def _read_state(path: Path) -> dict[str, Any] | str:
+    """Return what a state.json holds, or why it is no valid one."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return f"it has no {STATE_FILE}, so it is no checkpoint of bmburst"
+    try:
+        state = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return f"{STATE_FILE} is truncated or not JSON"
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        return f"{STATE_FILE} is not of format {FORMAT}"
+    seal = is_sealed(data)
+    if not seal and (seal is False or not _MEMBERS.issuperset(state)):
+        return f"{STATE_FILE} is damaged: it does not have its checksum"
+    files, checksums = state.get("files"), state.get("checksums", {})
+    valid = {
+        "step": _is_count(state.get("step")),
+        "data": isinstance(state.get("data"), dict),
+        "tokenizer": isinstance(state.get("tokenizer"), str),
+        "files": isinstance(files, dict) and all(_is_name(name) and _is_count(files[name]) for name in files),
+        "skipped": _is_count(state.get("skipped", 0)),
+        "checksums": isinstance(checksums, dict) and all(_is_name(name) for name in checksums),
+    }
+    wrong = [name for name, is_valid in valid.items() if not is_valid]
+    return f"{STATE_FILE} has no valid '{wrong[0]}'" if wrong else state
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Return which file of a complete checkpoint does not have its checksum, or None. Reads all of them."""
+    from bmburst.runtime.watchdog import beat
+
+    state = _read_state(checkpoint / STATE_FILE)
+    return state if isinstance(state, str) else damaged_file(checkpoint, state.get("checksums", {}), beat)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_name(name: object) -> bool:
+    """Whether a name is of a file in the checkpoint itself."""
+    return isinstance(name, str) and "\0" not in name and Path(name).name == name
+
+
+def _skipped(state: Mapping[str, Any]) -> int:
+    return int(state.get("skipped", 0))
+
+
+def _save_state(path: Path, progress: Progress, checksums: Mapping[str, int]) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(path.parent.iterdir())}
     state = {"format": FORMAT, "step": progress.step, "data": dict(progress.data)}
-    state |= {"tokenizer": progress.tokenizer, "skipped": progress.skipped}
-    path.write_text(json.dumps({**state, "files": sizes}, indent=2) + "\n", encoding="utf-8")
+    state |= {"tokenizer": progress.tokenizer, "skipped": progress.skipped, "files": sizes}
+    state |= {"checksums": {name: text_of(checksums[name]) for name in sizes}}
+    path.write_text(sealed(json.dumps(state, indent=2)), encoding="utf-8")
 
 
-def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes: int | None) -> None:
+def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes: int | None) -> dict[str, int]:
     import torch
 
     from bmburst.optim import initial_state, state_names
@@ -235,7 +388,7 @@ def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes
         for shard in named_shards(model)
         for name in state_names(shard)
     ]
-    save_parts(folder, OPTIMIZER, tensors, part_bytes=part_bytes)
+    return save_parts(folder, OPTIMIZER, tensors, part_bytes=part_bytes)
 
 
 def _load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) -> None:
@@ -266,14 +419,16 @@ def _said(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(list(shape))
 
 
-def _save_random(path: Path) -> None:
+def _save_random(path: Path) -> int:
     import torch
     from safetensors.torch import save
 
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    path.write_bytes(save(states))
+    data: bytes = save(states)
+    path.write_bytes(data)
+    return zlib.crc32(data)
 
 
 def _load_random(path: Path) -> None:

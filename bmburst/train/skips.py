@@ -1,7 +1,7 @@
 """Steps that are not taken, for loss or gradient are not finite: counted, told, and after too many in a row the end."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bmburst.errors import RunError
 from bmburst.train.exchange import StepFacts
@@ -37,16 +37,22 @@ class Skips:
         if self._in_row == 1:
             self._first = self.said
 
-    def require(self) -> None:
+    def require(self, has_checkpoint: Callable[[], bool]) -> None:
         """Check that the run may go on.
+
+        Args:
+            has_checkpoint: Returns whether the run can be resumed.
 
         Raises:
             RunError: Too many steps in a row were skipped.
         """
         if self._most and self._in_row >= self._most:
+            advice = "begin again with a smaller --optimizer.lr: there is no checkpoint yet"
+            if has_checkpoint():
+                advice = "--resume goes on from the last checkpoint, with a smaller --optimizer.lr"
             raise RunError(
                 f"{self._in_row} steps in a row were skipped, so the run was ended; it began so: {self._first}\n"
-                "weights are as before; --resume goes on from the last checkpoint, with a smaller --optimizer.lr"
+                f"weights are as before; {advice}"
             )
 
     def _cause(self, facts: StepFacts) -> str:

@@ -36,13 +36,18 @@ class StopRequest:
         self.signum = signum
 
 
-def stopped_by(facts: StepFacts, hosts: Sequence[str], step: int) -> str:
-    """Return, alike on all ranks, who was asked to stop before a step's exchange; empty for nobody."""
+def stopped_by(facts: StepFacts, hosts: Sequence[str], step: int, *, saves: bool = True) -> str:
+    """Return, alike on all ranks, who was asked to stop before a step's exchange; empty for nobody.
+
+    Args:
+        facts: Of the step.
+        hosts: Name of each rank's host.
+        step: Its number.
+        saves: Whether the run writes checkpoints.
+    """
     asked = [(rank, int(host.stop)) for rank, host in enumerate(facts.hosts) if host.stop]
     if not asked:
         return ""
     rank, signum = asked[0]
-    return (
-        f"stopped after step {step} by {signal.Signals(signum).name} on rank {rank} (host {hosts[rank]}); the "
-        "checkpoint is saved, and --resume goes on from it"
-    )
+    end = "the checkpoint is saved, and --resume goes on from it" if saves else "--checkpoint-every never: nothing is saved"
+    return f"stopped after step {step} by {signal.Signals(signum).name} on rank {rank} (host {hosts[rank]}); {end}"
