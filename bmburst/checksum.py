@@ -141,7 +141,8 @@ def _main(names: list[str]) -> int:
             sys.stderr.write(f"{name}: {error.strerror}\n")
             return 2
         seconds, size = time.perf_counter() - started, os.path.getsize(name)
-        print(f"{text_of(found)}  {name}  ({size / 1e9:.3f} GB in {seconds:.2f} s, {size / 1e9 / seconds:.2f} GB/s)")
+        speed = f"({size / 1e9:.3f} GB in {seconds:.2f} s, {size / 1e9 / seconds:.2f} GB/s)"
+        sys.stdout.write(f"{text_of(found)}  {name}  {speed}\n")
     return 0
 
 

@@ -164,7 +164,8 @@ def together(action: Callable[[], Result]) -> list[Result]:
     """
     import bmtrain as bmt
 
-    result, problem = None, None
+    result: Result | None = None
+    problem: tuple[object, ...] | None = None
     try:
         result = action()
     except UserError as error:

@@ -47,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
 
     from bmburst.convert.run import convert
     from bmburst.errors import UserError
-    from bmburst.train.checkpoint import newest_complete
+    from bmburst.train.checkpoint_files import verified, warn
 
     if not 0 < args.part_size < math.inf:
         raise UserError(f"--part-size {args.part_size:g}\nallowed: gigabytes above 0, for example 5")
-    source = newest_complete(args.source) or args.source
+    source = verified(args.source, warn)
     with tqdm(desc="converting", unit="B", unit_scale=True, disable=None) as bar:
         done = convert(
             source,
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
             part_bytes=int(args.part_size * 10**9),
             on_bytes=bar.update,
             on_total=bar.reset,
+            is_verified=True,
         )
     print(f"{args.output}: {done.tensors} tensors, {done.nbytes:,} bytes, from {source} ({done.family})")
     return 0

@@ -15,6 +15,7 @@ from bmburst.convert.directory import CONFIG_FILE, HUGGING_FACE, MODEL_CENTER, M
 from bmburst.convert.model_center import ModelCenterConfig, model_center_name
 from bmburst.convert.torch_file import TorchFileWriter
 from bmburst.errors import UserError, require_known
+from bmburst.train.checkpoint_files import require_whole
 from bmburst.weight_files import SafetensorsWriter, read_json, write_text
 from bmburst.weight_parts import index_name
 
@@ -68,6 +69,7 @@ def convert(
     part_bytes: int = PART_BYTES,
     on_total: Callable[[int], object] = lambda _: None,
     on_bytes: Callable[[int], object] = lambda _: None,
+    is_verified: bool = False,
 ) -> Converted:
     """Write a model's weights, configuration and tokenizer as another family keeps them.
 
@@ -85,14 +87,17 @@ def convert(
         part_bytes: Size above which safetensors are split into several files.
         on_total: Called once, with all bytes that will be written.
         on_bytes: Called with the bytes written since the last call.
+        is_verified: Whether the checksums of a checkpoint of bmburst were compared already.
 
     Raises:
-        UserError: The source is no whole model (`open_weights`), the target family cannot have it, a number is beyond
-            float16, or the output is not empty or cannot be written.
+        UserError: The source is a damaged checkpoint (`require_whole`) or no whole model (`open_weights`), the target
+            family cannot have it, a number is beyond float16, or the output is not empty or cannot be written.
     """
     require_known("family", to, FAMILIES)
     if dtype is not None:
         require_known("dtype", dtype, DTYPES)
+    if not is_verified:
+        require_whole(source)
     weights = open_weights(source)
     target = MODEL_CENTER if to == MODEL_CENTER else HUGGING_FACE
     plan = _plan(weights, target, None if dtype is None else getattr(torch, dtype))

@@ -153,7 +153,7 @@ def read_hugging_face_config(folder: Path) -> LlamaConfig:
         raise UserError(f"{path}: holds no object\nfix: give a directory of a Hugging Face LLaMA")
     if "model_type" not in values:
         # It imports torch, which the command line's help does without.
-        from bmburst.train.checkpoint import newest_complete
+        from bmburst.train.checkpoint_files import newest_complete
 
         if newest := newest_complete(folder):
             raise UserError(f"init_from {folder}: is a run folder\nfix: give one of its checkpoints, such as {newest}")

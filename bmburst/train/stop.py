@@ -49,5 +49,9 @@ def stopped_by(facts: StepFacts, hosts: Sequence[str], step: int, *, saves: bool
     if not asked:
         return ""
     rank, signum = asked[0]
-    end = "the checkpoint is saved, and --resume goes on from it" if saves else "--checkpoint-every never: nothing is saved"
+    end = (
+        "the checkpoint is saved, and --resume goes on from it"
+        if saves
+        else "--checkpoint-every never: nothing is saved"
+    )
     return f"stopped after step {step} by {signal.Signals(signum).name} on rank {rank} (host {hosts[rank]}); {end}"

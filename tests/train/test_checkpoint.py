@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bmburst.errors import UserError
+from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.train import checkpoint
 from bmburst.train.config import DataConfig
 from tests.distributed.programs import run_program
@@ -160,9 +161,13 @@ def _edges(folder):
     # A text of fewer sequences than a batch, held-out text shorter than one, and nothing before the end.
     short = folder / "short.txt"
     short.write_text("a short text that is taken again and again; " * 8)
-    with checkpoint.alone_in(folder / "short"):
+    (folder / "short").mkdir()
+    with held(folder / "short", TRAINING_LOCK):
         busy = {"data": DataConfig(source=str(short), held_out_fraction=0.05), "batch_size": 9, "steps": 2}
-        said("another process is training in .*short", lambda: program.train(folder, "short", **busy))
+        said(
+            "short: another run is using this folder: process .* on host .*, since",
+            lambda: program.train(folder, "short", **busy),
+        )
     program.train(folder, "short", **busy, checkpoint_every=0, eval_every=0, sample_tokens=2)
     assert [line["step"] for line in lines(folder / "short" / "metrics.jsonl")] == [1, 2]
     assert [(line["step"], line["tokens"]) for line in lines(folder / "short" / "evals.jsonl")] == [(2, 17)]
