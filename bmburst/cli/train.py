@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     folder = _name_folder(config)
     require_folder("output", folder)
     with contextlib.ExitStack() as stack:
-        if folder.is_dir():  # before anything of it is read
+        if config.output is not None and folder.is_dir():  # before anything of it is read
             _hold(stack, folder)
             config = settle(args)
         nproc = ranks_to_start(config)
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
         check_text(config, token_cache(config, folder))
         _require_room(config, folder)
-        if not folder.is_dir():
+        if config.output is None or not folder.is_dir():
             with _refusing(folder, config):
                 folder = _make_folder(config, folder)
             _hold(stack, folder)
@@ -134,6 +134,9 @@ def settle(args: argparse.Namespace) -> TrainConfig:
     given = Path(args.config) if args.config is not None else None
     config = resolve((given,) if given else (), options)
     if not config.resume:
+        if config.output is not None:
+            with _refusing(config.output):
+                _require_no_file(config.output)
         return config
     folder = _folder_to_resume(config, given)
     own = folder / CONFIG_FILE
@@ -314,13 +317,17 @@ def _check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
     Raises:
         UserError: It does.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output {folder}: is a file\nfix: --output with a new or empty folder")
+    _require_no_file(folder)
     if folder.is_dir():
         names = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK_FILE, TRAINING_LOCK))
         found = [name for name in names if traces is None or name in traces]
         if found and not (found == [CONFIG_FILE] and _is_run_config(folder / CONFIG_FILE)):
             raise _occupied(folder, found[0])
+
+
+def _require_no_file(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output {folder}: is a file\nfix: --output with a new or empty folder")
 
 
 def _is_run_config(path: Path) -> bool:
