@@ -139,7 +139,15 @@ def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator
 def _take(path: Path) -> int | None:
     """Return the descriptor of a lock file that is now this process's, or None where another has it."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        is_new = True
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            is_new = False
+            try:
+                descriptor = os.open(path, os.O_RDWR)
+            except FileNotFoundError:
+                continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(descriptor, path):
@@ -148,25 +156,27 @@ def _take(path: Path) -> int | None:
             os.close(descriptor)
             return None
         except OSError as error:
+            if is_new and error.errno in _NO_LOCKS:
+                return descriptor
             os.close(descriptor)
             if error.errno not in _NO_LOCKS:
                 raise
-            return _take_by_name(path)
+            if not _removed_stale(path):
+                return None
+            continue
         os.close(descriptor)  # its holder removed it after it was opened
 
 
-def _take_by_name(path: Path) -> int | None:
+def _removed_stale(path: Path) -> bool:
+    """Remove a lock file whose process is gone, where the file itself is the lock; return whether it was."""
     found = _read(path)
-    if found and not _is_gone(found):
-        return None
     with contextlib.suppress(FileNotFoundError):
+        if found and not _is_gone(found):
+            return False
         if not found and time.time() - path.stat().st_mtime < _PATIENCE:
-            return None  # made a moment ago: its holder is about to write who he is
+            return False  # made a moment ago: its holder is about to write who he is
         path.unlink()
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
-        return None
+    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

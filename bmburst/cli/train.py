@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     folder = _name_folder(config)
     require_folder("output", folder)
     with contextlib.ExitStack() as stack:
-        if config.output is not None and folder.is_dir():  # before anything of it is read
+        is_held = config.output is not None and folder.is_dir()
+        if is_held:  # before anything of it is read
             _hold(stack, folder)
             config = settle(args)
         nproc = ranks_to_start(config)
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
         check_text(config, token_cache(config, folder))
         _require_room(config, folder)
-        if config.output is None or not folder.is_dir():
+        if not is_held:  # another run may have made it by now
             with _refusing(folder, config):
                 folder = _make_folder(config, folder)
             _hold(stack, folder)

@@ -84,7 +84,7 @@ def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys,
 
     seen = []
     monkeypatch.setattr(
-        sys.modules["bmburst.train.trainer"], "run", lambda config: seen.append((tmp_path / "out" / LOCK_FILE).exists())
+        sys.modules["bmburst.train.trainer"], "run", lambda _: seen.append((tmp_path / "out" / LOCK_FILE).exists())
     )
     as_rank(0, 2)
     assert main(["train", "--output", "out"]) == 0
