@@ -15,7 +15,9 @@ from bmburst.errors import RunError, UserError
 from bmburst.outputs import require_space
 from bmburst.train import checkpoint, checkpoint_files
 from bmburst.train.checkpoint_files import bytes_to_come, nbytes, newest_whole, require_whole
-from bmburst.train.config import TrainConfig
+from bmburst.train.config import DataConfig, TrainConfig
+from bmburst.train.text import open_text
+from bmburst.weight_parts import together
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 
@@ -134,6 +136,34 @@ def _restores(folder):
     ours = trainer(folder, "run", resume=True)
     ours.restore()
     assert ours.steps_done == 1
+
+
+def test_damaged_tokens_are_seen_before_training(tmp_path):
+    run_program(2, _tokens, tmp_path)
+
+
+def _tokens(folder):
+    from bmburst.data import open_corpus
+
+    first = trainer(folder, "first")  # tokenizes
+    damaged = open_corpus(folder / "text.txt", "bytes", folder / "tokens").path
+    first.corpus.verify()
+    together(lambda: None)
+    if first.is_main:
+        data = bytearray(damaged.read_bytes())
+        data[1000] ^= 1
+        damaged.write_bytes(data)
+    together(lambda: None)
+    source = {"source": str(damaged), "held_out_fraction": 0.2}
+    if first.is_main:  # the first rank of a host reads for all
+        with pytest.raises(UserError, match="is damaged: the checksum of its tokens is crc32:"):
+            program_corpus(folder, first, DataConfig(**source))
+    together(lambda: None)
+    program_corpus(folder, first, DataConfig(**source, verify=False))
+
+
+def program_corpus(folder, first, data):
+    return open_text(program.config(folder, "other", data=data), folder / "other", first.runtime)
 
 
 # Disks
