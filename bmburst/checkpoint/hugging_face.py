@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import SCALES
-from bmburst.checkpoint.sharded_files import Gathered, parts_of, save_parts, together
+from bmburst.checkpoint.sharded_files import Gathered, naming, parts_of, save_parts, together
 from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_text
 from bmburst.config import read_json
 from bmburst.errors import UserError
@@ -161,11 +161,14 @@ def load(model: "Llama", directory: str | Path) -> None:
             scatter_piece(shard, shard.read(partial(files[shard.name].read, shard.name)))
 
 
-def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None) -> None:
+def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None) -> dict[str, int]:
     """Write `model.safetensors`, or its parts, and `config.json`, for transformers' `from_pretrained(directory)`.
 
     Every rank calls it; ranks of the first host write (see `bmburst.checkpoint.sharded_files`). Each file appears only
     when it is whole.
+
+    Returns:
+        On every rank the CRC-32 of each file by its name.
 
     Raises:
         UserError: On all ranks, if one cannot write.
@@ -174,31 +177,25 @@ def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None
 
     directory = Path(directory)
 
-    def prepare() -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write to {directory}: {error.strerror}\nfix: name a writable directory") from error
-
     shards = named_shards(model)
     is_main = shards[0].rank == 0
-    together(prepare if is_main else _nothing)
+
+    def prepare() -> None:
+        if is_main:
+            directory.mkdir(parents=True, exist_ok=True)
+
+    with naming(directory):
+        together(prepare)
     tensors = [Gathered(s.name, s.shape, s.dtype, partial(_gathered, gather, s)) for s in shards]
-    save_parts(directory, _STEM, tensors, metadata={"format": "pt"}, part_bytes=part_bytes)
+    checksums = save_parts(directory, _STEM, tensors, metadata={"format": "pt"}, part_bytes=part_bytes)
     dtype = str(shards[0].dtype).removeprefix("torch.")
     values = model.config.to_hugging_face() | {"torch_dtype": dtype, "dtype": dtype}  # transformers 4 and 5
 
-    def describe() -> None:
-        try:
-            write_text(directory / "config.json", json.dumps(values, indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write to {directory}: {error.strerror}\nfix: name a writable directory") from error
+    def describe() -> int:
+        return write_text(directory / "config.json", json.dumps(values, indent=2) + "\n") if is_main else 0
 
-    together(describe if is_main else _nothing)
-
-
-def _nothing() -> None:
-    """Take part in what another rank does."""
+    with naming(directory):
+        return checksums | {"config.json": together(describe)[0]}
 
 
 def _gathered(gather: "Callable[..., Tensor | None]", shard: "NamedShard", root: int) -> Tensor | None:

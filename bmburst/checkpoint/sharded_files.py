@@ -4,13 +4,15 @@ What a rank holds of a model is never more than a few tensors: one that is gathe
 that is written. While a rank's disk writes, the others gather on.
 """
 
+import contextlib
 import json
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ from torch import Tensor
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, TensorFile, open_tensors, write_text
 from bmburst.config import read_json
 from bmburst.errors import UserError
+from bmburst.outputs import FULL
 
+Result = TypeVar("Result")
 PART_BYTES = 2 << 30
 """From this size on one more rank writes a file of its own, as long as there are ranks on the first host."""
 
@@ -74,10 +78,13 @@ def save_parts(
     *,
     metadata: Mapping[str, str] | None = None,
     part_bytes: int | None = None,
-) -> None:
+) -> dict[str, int]:
     """Write `STEM.safetensors`, or of large models its parts and their index, as Hugging Face names them.
 
     Every rank calls it. Ranks of the first host write, so that the folder need not be seen by others.
+
+    Returns:
+        On every rank the CRC-32 of each file by its name, the index included.
 
     Raises:
         UserError: On all ranks, if one of them cannot write.
@@ -91,29 +98,26 @@ def save_parts(
         files = [f"{stem}-{part + 1:05}-of-{parts:05}.safetensors" for part in range(parts)]
     mine = [(t.name, t.shape, t.dtype) for t, owner in zip(tensors, owners, strict=True) if owner == rank]
 
-    def write() -> None:
+    def write() -> dict[str, int]:
         pending = zip(tensors, owners, strict=True)
         try:
             if not mine:
-                return
+                return {}
             with SafetensorsWriter(folder / files[rank], mine, metadata) as file, _Writing(file) as writing:
                 for tensor, owner in pending:
                     full = tensor.gather(owner)
                     if full is not None:
                         writing.put(full.cpu())
-        except OSError as error:
-            raise UserError(f"cannot write to {folder}: {error.strerror}\nfix: name a writable directory") from error
+            return {files[rank]: file.checksum}
         finally:
             for tensor, owner in pending:  # what this rank did not take: the other ranks are in it
                 tensor.gather(owner)
 
-    together(write)
+    def finish() -> dict[str, int]:
+        return _write_index(folder, stem, tensors, [files[owner] for owner in owners]) if rank == 0 else {}
 
-    def finish() -> None:
-        if rank == 0:
-            _write_index(folder, stem, tensors, [files[owner] for owner in owners])
-
-    together(finish)
+    with naming(folder):
+        return {name: found for action in (write, finish) for each in together(action) for name, found in each.items()}
 
 
 def open_parts(folder: Path, stem: str) -> TensorFile:
@@ -161,32 +165,51 @@ class JoinedFiles:
         return self._files[name].read(name, begin, end)
 
 
-def together(action: Callable[[], None]) -> None:
-    """Do something on every rank; a UserError on one is raised on all, so that none is left waiting for the others."""
+def together(action: Callable[[], Result]) -> list[Result]:
+    """Do something on every rank, and return what each rank returned.
+
+    Raises:
+        UserError: A rank raised it; it is raised on all, so that none is left waiting for the others.
+        OSError: The same, with that rank's errno, text and file.
+    """
     import bmtrain as bmt
 
-    problem = ""
+    result: Result | None = None
+    problem: tuple[object, ...] | None = None
     try:
-        action()
+        result = action()
     except UserError as error:
-        problem = str(error)
-    problems = [text for text in bmt.store.allgather_objects(problem) if text]
-    if problems:
-        raise UserError(problems[0])
-
-
-def _write_index(folder: Path, stem: str, tensors: Sequence[Gathered], files: Sequence[str]) -> None:
-    index = folder / index_name(stem)
-    try:
-        if len(set(files)) == 1:
-            index.unlink(missing_ok=True)
-            return
-        where = {tensor.name: file for tensor, file in zip(tensors, files, strict=True)}
-        total = sum(tensor.nbytes for tensor in tensors)
-        write_text(index, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
-        (folder / f"{stem}.safetensors").unlink(missing_ok=True)  # of an earlier, smaller one: it would be read first
+        problem = (str(error),)
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}\nfix: name a writable directory") from error
+        problem = (error.errno, error.strerror, None if error.filename is None else str(error.filename))
+    everywhere = bmt.store.allgather_objects((result, problem))
+    for _, found in everywhere:
+        if found is not None:
+            raise UserError(*found) if len(found) == 1 else OSError(*found)
+    return [each for each, _ in everywhere]
+
+
+@contextlib.contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Turn what the operating system refuses into an error that names the folder that is written to."""
+    try:
+        yield
+    except OSError as error:
+        fix = "make room" if error.errno in FULL else "name a writable directory"
+        raise UserError(f"cannot write to {folder}: {error.strerror}\nfix: {fix}") from error
+
+
+def _write_index(folder: Path, stem: str, tensors: Sequence[Gathered], files: Sequence[str]) -> dict[str, int]:
+    index = folder / index_name(stem)
+    if len(set(files)) == 1:
+        index.unlink(missing_ok=True)
+        return {}
+    where = {tensor.name: file for tensor, file in zip(tensors, files, strict=True)}
+    total = sum(tensor.nbytes for tensor in tensors)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
+    found = {index.name: write_text(index, text)}
+    (folder / f"{stem}.safetensors").unlink(missing_ok=True)  # of an earlier, smaller one: it would be read first
+    return found
 
 
 class _Writing:

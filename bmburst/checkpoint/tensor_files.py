@@ -7,6 +7,7 @@ dictionary of everything.
 
 import json
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -174,11 +175,15 @@ class SafetensorsWriter(TensorWriter):
         path: The file to make or replace.
         tensors: Every tensor, in the order in which they will be written.
         metadata: Strings to keep in the header.
+
+    Attributes:
+        checksum: CRC-32 of what was written so far; of the file once it is whole.
     """
 
     def __init__(self, path: Path, tensors: Iterable[Announced], metadata: Mapping[str, str] | None = None) -> None:
         super().__init__(path, tensors)
         self._metadata = dict(metadata or {})
+        self.checksum = 0
 
     def write(self, tensor: Tensor) -> None:
         """Append the next tensor.
@@ -199,21 +204,29 @@ class SafetensorsWriter(TensorWriter):
             header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the numbers start at a multiple of 8 bytes
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._put(memoryview(len(text).to_bytes(8, "little") + text))
 
     def _append(self, numbers: memoryview, *, is_last: bool) -> None:
         del is_last
-        self._file.write(numbers)
+        self._put(numbers)
+
+    def _put(self, data: memoryview) -> None:
+        self.checksum = zlib.crc32(data, self.checksum)
+        self._file.write(data)
 
     def _end(self, *, whole: bool) -> None:
         """Nothing follows the numbers."""
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file that appears under its name only when it is whole."""
+def write_text(path: Path, text: str) -> int:
+    """Write a small file that appears under its name only when it is whole, and return its CRC-32."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_bytes(data := text.encode())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return zlib.crc32(data)
 
 
 def _damaged(path: Path, error: Exception) -> UserError:

@@ -2,24 +2,35 @@
 
 A checkpoint is a folder `checkpoints/step-000050` of the run folder. `model.safetensors` and `config.json` are a
 Hugging Face LLaMA; `optimizer.safetensors` holds AdamW's state by parameter name (of large models both are in parts,
-with an index); `random.safetensors` the state of torch's random number generators; `state.json` the rest, with the size
-of every file. The learning rate is a function of the step and needs no state.
+with an index); `random.safetensors` the state of torch's random number generators; `state.json` the rest, with size and
+checksum of every file and of itself. The learning rate is a function of the step and needs no state.
 """
 
-import contextlib
-import fcntl
 import json
 import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bmburst.config import read_json
+from bmburst.checkpoint.files import (
+    FOLDER,
+    FORMAT,
+    STATE_FILE,
+    Progress,
+    checkpoints,
+    newest_complete,
+    problem_of,
+    read_progress,
+    step_of,
+    verified_together,
+)
+from bmburst.checksum import sealed, text_of
 from bmburst.errors import UserError
+from bmburst.outputs import FULL, amount, free_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,48 +39,9 @@ if TYPE_CHECKING:
     from bmburst.optim import AdamW
     from bmburst.zero import NamedShard
 
-FOLDER = "checkpoints"
-STATE_FILE = "state.json"
+__all__ = ["STATE_FILE", "Progress", "load", "newest_complete", "read_progress", "save", "verified_together"]
+
 OPTIMIZER, RANDOM_FILE = "optimizer", "random.safetensors"
-FORMAT = "bmburst-checkpoint-1"
-_NAME = re.compile(r"step-(\d+)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a run is.
-
-    Attributes:
-        step: Optimizer steps done.
-        data: `Batches.state_dict()`.
-        tokenizer: Name of the run's tokenizer.
-        skipped: Steps of them that changed nothing.
-    """
-
-    step: int
-    data: Mapping[str, Any]
-    tokenizer: str
-    skipped: int = 0
-
-
-def newest_complete(run_folder: Path) -> Path | None:
-    """Return the newest checkpoint of a run folder whose files are all there in full, or None."""
-    return next((path for path in reversed(_checkpoints(run_folder)) if _problem(path) is None), None)
-
-
-def read_progress(checkpoint: Path) -> Progress:
-    """Return what a checkpoint says of its run.
-
-    Raises:
-        UserError: It is truncated, or no checkpoint of bmburst.
-    """
-    problem = _problem(checkpoint)
-    if problem is not None:
-        raise UserError(f"{checkpoint}: {problem}\nfix: use another checkpoint of the run")
-    state = read_json(checkpoint / STATE_FILE)
-    return Progress(
-        step=state["step"], data=state["data"], tokenizer=state["tokenizer"], skipped=int(state.get("skipped", 0))
-    )
 
 
 def save(
@@ -86,38 +58,61 @@ def save(
     `bmburst.checkpoint.sharded_files` says which ranks write.
 
     The folder appears under its name when everything in it is on disk: a run killed at any point leaves the checkpoint
-    before, and at most folders whose names begin with a dot, which the next call removes.
+    before, and at most folders whose names begin with a dot, which the next call removes. What could not be written is
+    removed at once.
 
     Raises:
-        UserError: A rank cannot write it.
+        UserError: On all ranks, if one cannot write it.
     """
     import bmtrain as bmt
 
     from bmburst.checkpoint import hugging_face
+    from bmburst.checkpoint.sharded_files import together
 
     target = run_folder / FOLDER / f"step-{progress.step:06d}"
     partial = target.with_name(f".{target.name}")
     is_writer = bmt.rank() == 0
-    with _refusing(target):
+    checksums: dict[str, int] = {}
+
+    def prepare() -> None:
         if is_writer:
             _remove_hidden(target.parent)
             partial.mkdir(parents=True)
-        hugging_face.save(model, partial, part_bytes=part_bytes)
-        _save_optimizer(partial, model, optimizer, part_bytes)
-        if is_writer:
-            _save_random(partial / RANDOM_FILE)
-            _save_state(partial / STATE_FILE, progress)
-            for path in (*partial.iterdir(), partial):
-                _sync(path)
-            _hide(target)  # of the same step: a damaged one, for a run resumes from the newest complete one
-            partial.rename(target)
-            _sync(target.parent)
-            # Later ones are damaged: they do not count, or they would push out this one.
-            upto = [path for path in _checkpoints(run_folder) if _step(path) <= progress.step]
-            for old in upto[:-keep]:
-                _hide(old)
-            _remove_hidden(target.parent)
-    bmt.synchronize()
+
+    def finish() -> None:
+        if not is_writer:
+            return
+        checksums[RANDOM_FILE] = _save_random(partial / RANDOM_FILE)
+        _save_state(partial / STATE_FILE, progress, checksums)
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        _hide(target)  # of the same step: a damaged one, for a run resumes from the newest complete one
+        partial.rename(target)
+        _sync(target.parent)
+        # Later ones are damaged, and so are incomplete ones: they do not count, or they would push out whole ones.
+        upto = [path for path in checkpoints(run_folder) if step_of(path) <= progress.step]
+        whole = [path for path in upto if problem_of(path) is None]
+        for old in set(upto) - set(whole[-keep:]):
+            _hide(old)
+        _remove_hidden(target.parent)
+
+    try:
+        together(prepare)
+        checksums |= hugging_face.save(model, partial, part_bytes=part_bytes)
+        checksums |= _save_optimizer(partial, model, optimizer, part_bytes)
+        together(finish)
+    except (UserError, OSError) as error:  # on all ranks
+        cause = error.__cause__ if isinstance(error, UserError) else error
+        room = _room(run_folder, model) if isinstance(cause, OSError) and cause.errno in FULL else ""
+        if is_writer:  # before any rank ends, and the others with it
+            shutil.rmtree(partial, ignore_errors=True)
+        bmt.synchronize()
+        if not isinstance(cause, OSError):
+            raise
+        raise UserError(
+            f"cannot write the checkpoint {target}: {cause.strerror}\n"
+            f"fix: {room or 'give the right to write'}, then --resume continues the run{_from(run_folder)}"
+        ) from error
     return target
 
 
@@ -136,39 +131,6 @@ def load(checkpoint: Path, model: "Llama", optimizer: "AdamW") -> Progress:
     return progress
 
 
-@contextlib.contextmanager
-def alone_in(run_folder: Path) -> Iterator[None]:
-    """Keep other processes from training in a run folder until the block ends, or this process does.
-
-    Raises:
-        UserError: One is.
-    """
-    run_folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(run_folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise UserError(f"another process is training in {run_folder}\nfix: end it, or wait until it is done") from None
-    except OSError:
-        pass  # some network file systems do not lock folders
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _checkpoints(run_folder: Path) -> list[Path]:
-    """Return a run's checkpoint folders, oldest first."""
-    folder = run_folder / FOLDER
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if _NAME.fullmatch(path.name) and path.is_dir()), key=_step)
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 def _hide(checkpoint: Path) -> None:
     """Give a checkpoint, if it is there, a name that none has, at once: a kill while it is removed leaves no half."""
     if checkpoint.is_dir():
@@ -180,48 +142,29 @@ def _remove_hidden(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-@contextlib.contextmanager
-def _refusing(target: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into an error that says what was being done."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write the checkpoint {target}: {error.strerror}\n"
-            "fix: make room or give the right to write, then --resume continues the run"
-        ) from error
+def _room(run_folder: Path, model: "Llama") -> str:
+    """Return what to do where a checkpoint found no room, with numbers."""
+    from bmburst.optim import state_names
+    from bmburst.zero import named_shards
+
+    needed = sum(prod(s.shape) * (s.dtype.itemsize + 4 * len(state_names(s))) for s in named_shards(model))
+    return f"make room: a checkpoint needs {amount(needed)}, and {amount(free_bytes(run_folder))} are free"
 
 
-def _problem(checkpoint: Path) -> str | None:
-    """Return why a folder is no complete checkpoint, or None. Looks at names and sizes, not at the numbers."""
-    path = checkpoint / STATE_FILE
-    if not path.is_file():
-        return f"it has no {STATE_FILE}, so it is no checkpoint of bmburst"
-    try:
-        state = read_json(path)
-    except UserError:
-        return f"{STATE_FILE} is truncated or not JSON"
-    kinds = {"step": int, "data": dict, "tokenizer": str, "files": dict}
-    if state.get("format") != FORMAT:
-        return f"{STATE_FILE} is not of format {FORMAT}"
-    for name, kind in kinds.items():
-        if not isinstance(state.get(name), kind):
-            return f"{STATE_FILE} has no valid '{name}'"
-    for name, size in state["files"].items():
-        there = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
-        if there != size:
-            return f"{name} is missing" if there is None else f"{name} is truncated: {there} of {size} bytes"
-    return None
+def _from(run_folder: Path) -> str:
+    newest = newest_complete(run_folder)
+    return f" from {newest.name}" if newest is not None else " (there is no checkpoint yet: begin it again)"
 
 
-def _save_state(path: Path, progress: Progress) -> None:
+def _save_state(path: Path, progress: Progress, checksums: Mapping[str, int]) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(path.parent.iterdir())}
     state = {"format": FORMAT, "step": progress.step, "data": dict(progress.data)}
-    state |= {"tokenizer": progress.tokenizer, "skipped": progress.skipped}
-    path.write_text(json.dumps({**state, "files": sizes}, indent=2) + "\n", encoding="utf-8")
+    state |= {"tokenizer": progress.tokenizer, "skipped": progress.skipped, "files": sizes}
+    state |= {"checksums": {name: text_of(checksums[name]) for name in sizes}}
+    path.write_text(sealed(json.dumps(state, indent=2)), encoding="utf-8")
 
 
-def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes: int | None) -> None:
+def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes: int | None) -> dict[str, int]:
     import torch
 
     from bmburst.checkpoint.sharded_files import Gathered, save_parts
@@ -237,7 +180,7 @@ def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes
         for shard in named_shards(model)
         for name in state_names(shard)
     ]
-    save_parts(folder, OPTIMIZER, tensors, part_bytes=part_bytes)
+    return save_parts(folder, OPTIMIZER, tensors, part_bytes=part_bytes)
 
 
 def _load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) -> None:
@@ -268,14 +211,16 @@ def _said(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(list(shape))
 
 
-def _save_random(path: Path) -> None:
+def _save_random(path: Path) -> int:
     import torch
     from safetensors.torch import save
 
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    path.write_bytes(save(states))
+    data: bytes = save(states)
+    path.write_bytes(data)
+    return zlib.crc32(data)
 
 
 def _load_random(path: Path) -> None:

@@ -53,13 +53,13 @@ def run(args: argparse.Namespace) -> int:
     """Convert, and say what was written."""
     from tqdm import tqdm
 
-    from bmburst.checkpoint.training import newest_complete
+    from bmburst.checkpoint.files import verified, warn
     from bmburst.convert.run import convert
     from bmburst.errors import UserError
 
     if not 0 < args.part_size < math.inf:
         raise UserError(f"--part-size {args.part_size:g}\nallowed: gigabytes above 0, for example 5")
-    source = newest_complete(args.source) or args.source
+    source = verified(args.source, warn)
     with tqdm(desc="converting", unit="B", unit_scale=True, disable=None) as bar:
         done = convert(
             source,
@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
             tokenizer=args.tokenizer,
             on_bytes=bar.update,
             on_total=bar.reset,
+            is_verified=True,
         )
     print(f"{args.output}: {done.tensors} tensors, {done.nbytes:,} bytes, from {source} ({done.family})")
     if done.tokenizer_elsewhere:

@@ -4,6 +4,8 @@ import argparse
 import os
 from collections.abc import Mapping
 
+from bmburst.checkpoint.files import VERIFIED
+from bmburst.cli.train import telling
 from bmburst.config import add_options, build, given_options, option_name, read_layer, to_dict
 from bmburst.errors import UserError
 from bmburst.train.eval_config import EvalConfig
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     # Torch comes with it, and the command line's help does without.
     from bmburst.train.evaluate import check
 
-    check(config)
+    directory = check(config)
 
     from bmburst.runtime.launch import LaunchSpec, launch
 
@@ -59,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         for word in (option_name(name, _SHORT), str(value))
     ]
     spec = LaunchSpec(nproc=config.nproc or 1, hang_timeout=config.hang_timeout)
-    return launch(spec, ["-m", "bmburst", "eval", *options])
+    with telling({VERIFIED: str(directory)}):
+        return launch(spec, ["-m", "bmburst", "eval", *options])
 
 
 def settle(args: argparse.Namespace, world_size: int | None = None) -> EvalConfig:

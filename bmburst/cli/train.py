@@ -4,15 +4,17 @@ import argparse
 import contextlib
 import errno
 import itertools
+import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
-from bmburst.config import add_options, given_options
+from bmburst.checkpoint.files import VERIFIED, bytes_to_come, nbytes, newest_whole, read_progress, verified, warn
+from bmburst.config import add_options, build, given_options, read_layer, to_dict
 from bmburst.errors import RunError, UserError
-from bmburst.outputs import require_folder
+from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, amount, free_bytes, held, require_folder, require_space
 from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import CONFIG_FILE, check_resumable, check_run, resolve, write_run_config
 
@@ -44,7 +46,11 @@ TITLES = {
 # What a run leaves in its folder once it has trained. Other files, such as the launcher's, may be there before.
 _RUN_TRACES = ("metrics.jsonl", "checkpoints")
 # Of metrics, plot and sample; data, weights and checkpoints have messages of their own.
-_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+_CANNOT_WRITE = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+
+RUN_CONFIG = "BMBURST_RUN_CONFIG"
+"""Environment variable with the configuration that a launcher settled, as JSON: what its ranks train."""
+_LEFTOVER = 20.0  # seconds that ranks may live on when their launcher was killed
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,43 +66,72 @@ def run(args: argparse.Namespace) -> int:
     """Train, and return the exit status.
 
     Raises:
-        UserError: Something in the configuration cannot work.
+        UserError: Something in the configuration cannot work, or another run is using the run folder.
     """
     if "RANK" in os.environ:
         return _run_rank(args)
     config = settle(args)
-    nproc = ranks_to_start(config)
-    check_run(config, nproc)
-    if config.resume and config.output is not None:
-        done = steps_done(config.output)
-        if done >= config.steps:
-            print(f"{config.output}: finished with {done} steps; a larger --steps goes on", file=sys.stderr)
-            return 0
     folder = _name_folder(config)
     require_folder("output", folder)
-    # numpy comes with it, and the command line's help does without.
-    from bmburst.train.text import check_text, token_cache
+    with contextlib.ExitStack() as stack:
+        is_held = config.output is not None and folder.is_dir()
+        if is_held:  # before anything of it is read
+            _hold(stack, folder)
+            config = settle(args)
+        nproc = ranks_to_start(config)
+        check_run(config, nproc)
+        told: dict[str, str] = {}
+        if config.resume:
+            newest = _to_resume(folder)
+            done = read_progress(newest).step
+            if done >= config.steps:
+                print(f"{folder}: finished with {done} steps; a larger --steps goes on", file=sys.stderr)
+                return 0
+            told[VERIFIED] = str(newest)
+        elif config.init_from is not None:
+            told[VERIFIED] = str(verified(config.init_from, warn))
+        # numpy comes with it, and the command line's help does without.
+        from bmburst.train.text import check_text, token_cache
 
-    check_text(config, token_cache(config, folder))
-    with _refusing(folder):
-        folder = _make_folder(config, folder)
-    words = _resumed(args, folder) if config.resume else _begun(config, folder)
+        check_text(config, token_cache(config, folder))
+        _require_room(config, folder)
+        if not is_held:  # another run may have made it by now
+            with _refusing(folder, config):
+                folder = _make_folder(config, folder)
+            _hold(stack, folder)
+        if not config.resume:
+            with _refusing(folder, config):
+                _check_fresh(folder)  # once more: it may have been made, and used, by another run meanwhile
+                write_run_config(config, folder)
+        told[RUN_CONFIG] = json.dumps(to_dict(config.replace(output=folder)))
 
-    from bmburst.runtime.launch import LaunchSpec, launch
+        from bmburst.runtime.launch import LaunchSpec, launch
 
-    spec = LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout)
-    return launch(spec, ["-m", "bmburst", "train", *words])
+        spec = LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout)
+        with telling(told):
+            words = ["--output", str(folder), *(["--resume"] if config.resume else [])]
+            return launch(spec, ["-m", "bmburst", "train", *words])
 
 
-def settle(args: argparse.Namespace, *, as_rank: bool = False) -> TrainConfig:
+@contextlib.contextmanager
+def telling(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, which the ranks that are started in the block inherit."""
+    before = {name: os.environ.pop(name, None) for name in (RUN_CONFIG, VERIFIED)}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def settle(args: argparse.Namespace) -> TrainConfig:
     """Return the resolved configuration; of a resumed run, over the one in its folder, which is then `output`.
 
-    Args:
-        args: Parsed options.
-        as_rank: This is a rank, whose run folder the launcher may have put files in already.
-
     Raises:
-        UserError: A value is wrong, a fresh run's folder is not empty, or a resumed one has nothing to resume.
+        UserError: A value is wrong, a fresh run's folder is a file, or a resumed one has nothing to resume.
     """
     options = given_options(args, TrainConfig)
     given = Path(args.config) if args.config is not None else None
@@ -104,7 +139,7 @@ def settle(args: argparse.Namespace, *, as_rank: bool = False) -> TrainConfig:
     if not config.resume:
         if config.output is not None:
             with _refusing(config.output):
-                _check_fresh(config.output, as_rank=as_rank)
+                _require_no_file(config.output)
         return config
     folder = _folder_to_resume(config, given)
     own = folder / CONFIG_FILE
@@ -140,83 +175,118 @@ def ranks_to_start(config: TrainConfig) -> int:
     return nproc
 
 
-def steps_done(folder: Path) -> int:
-    """Return the steps of the newest complete checkpoint of a run folder.
+def _to_resume(folder: Path) -> Path:
+    """Return the newest checkpoint of a run folder whose files are what was written.
 
     Raises:
-        UserError: There is no complete checkpoint.
+        UserError: There is none.
     """
-    from bmburst.checkpoint.training import newest_complete, read_progress
-
-    newest = newest_complete(folder)
+    newest = newest_whole(folder, warn)
     if newest is None:
         raise UserError(
             f"--resume: {folder} has no complete checkpoint\n"
             "fix: leave --resume out and give another --output to begin again"
         )
-    return read_progress(newest).step
+    return newest
 
 
-def _begun(config: TrainConfig, folder: Path) -> list[str]:
-    """Return the options of a fresh run's ranks, having written what was settled."""
-    with _refusing(folder):
-        return ["--config", str(write_run_config(config, folder)), "--output", str(folder)]
+def _hold(stack: contextlib.ExitStack, folder: Path) -> None:
+    """Keep other runs from a folder until the stack is closed.
 
-
-def _resumed(args: argparse.Namespace, folder: Path) -> list[str]:
-    """Return the options of a resumed run's ranks: what was given, once more.
-
-    The folder's own configuration stays as it is until the ranks have done a step: a change that is refused must not be
-    there at the next attempt.
+    Raises:
+        UserError: Another run is using it.
     """
-    given = given_options(args, TrainConfig)
-    options = [f"--{name}={value}" for name, value in given.items() if name not in ("output", "resume")]
-    return [*([] if args.config is None else ["--config", args.config]), *options, "--output", str(folder), "--resume"]
+    with _refusing(folder):
+        stack.enter_context(held(folder))
+        # The rank that writes may outlive a launcher that was killed by a few seconds.
+        with held(folder, TRAINING_LOCK, patience=_LEFTOVER):
+            pass
+
+
+def _require_room(config: TrainConfig, folder: Path) -> None:
+    """Check that what the run will write has room.
+
+    Raises:
+        UserError: It has not.
+    """
+    from bmburst.train.text import bytes_of_tokens, token_cache
+
+    cache = token_cache(config, folder)
+    size, keep = amount(nbytes(config)), config.keep_checkpoints
+    needs = {
+        f"checkpoints of {size} (the newest {keep} are kept, and one more while it is written)": (
+            folder,
+            bytes_to_come(config, folder),
+        ),
+        "tokens of the text": (cache, bytes_of_tokens(config, cache)),
+    }
+    require_space(needs, "a smaller --keep-checkpoints, or --checkpoint-every never, which writes none")
 
 
 def _run_rank(args: argparse.Namespace) -> int:
-    try:
-        config = _settle_in_rank(args)
-    except UserError:
-        # Every rank finds the same, and torchrun would show it once for each.
-        if os.environ["RANK"] != "0" and "BMBURST_LAUNCH_FOLDER" not in os.environ:
-            return 2
-        raise
+    with contextlib.ExitStack() as stack:
+        try:
+            config = _settle_in_rank(args, stack)
+        except UserError:
+            # Every rank finds the same, and torchrun would show it once for each.
+            if os.environ["RANK"] != "0" and "BMBURST_LAUNCH_FOLDER" not in os.environ:
+                return 2
+            raise
 
-    from bmburst.train.trainer import run as train
+        from bmburst.train.trainer import run as train
 
-    try:
-        with _refusing(config.output):
-            train(config)
-    except RunError as error:
-        # A rank that another one's launcher did not start has nobody who shows it once for all.
-        alone = "BMBURST_LAUNCH_FOLDER" not in os.environ and os.environ["RANK"] != "0" and error.on_all_ranks
-        raise SystemExit(1 if alone else str(error)) from None
-    return 0
+        try:
+            with _refusing(config.output, config):
+                train(config)
+        except RunError as error:
+            # A rank that another one's launcher did not start has nobody who shows it once for all.
+            alone = "BMBURST_LAUNCH_FOLDER" not in os.environ and os.environ["RANK"] != "0" and error.on_all_ranks
+            raise SystemExit(1 if alone else str(error)) from None
+        return 0
 
 
-def _settle_in_rank(args: argparse.Namespace) -> TrainConfig:
-    config = settle(args, as_rank=True)
+def _settle_in_rank(args: argparse.Namespace, stack: contextlib.ExitStack) -> TrainConfig:
+    """Return what the launcher settled, whatever is in the run folder by now; without our launcher, settle it here.
+
+    There rank 0 keeps other runs from the folder until the stack is closed.
+    """
+    if RUN_CONFIG in os.environ:
+        config = build(TrainConfig, read_layer(TrainConfig, json.loads(os.environ[RUN_CONFIG]), RUN_CONFIG))
+    else:
+        config = settle(args)
     if config.output is None:
         raise UserError(
             "started as a rank without a run folder: ranks cannot agree on a new name\n"
             "fix: --output DIR, or let bmburst train start the ranks (--nproc)"
         )
     check_run(config, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
+    if RUN_CONFIG not in os.environ and os.environ["RANK"] == "0":
+        _require_room(config, config.output)
+        with _refusing(config.output, config):
+            config.output.mkdir(parents=True, exist_ok=True)
+        _hold(stack, config.output)
+    if RUN_CONFIG not in os.environ and not config.resume:
+        with _refusing(config.output, config):
+            _check_fresh(config.output, _RUN_TRACES)
     return config
 
 
 @contextlib.contextmanager
-def _refusing(folder: Path | None) -> Iterator[None]:
+def _refusing(folder: Path | None, config: TrainConfig | None = None) -> Iterator[None]:
     """Say in the user's words that a run folder cannot be written."""
     try:
         yield
     except OSError as error:
         if error.errno not in _CANNOT_WRITE:
             raise
+        fix = "give the right to write"
+        if error.errno in FULL:
+            fix = f"make room: {amount(free_bytes(folder))} are free" if folder is not None else "make room"
+            if config is not None and config.checkpoint_every is not None:
+                fix += f", and a checkpoint needs {amount(nbytes(config))}"
         raise UserError(
             f"output {folder}: cannot be written: {error.strerror}\n"
-            "fix: make room or give the right to write; --resume goes on from the newest checkpoint, if there is one"
+            f"fix: {fix}; --resume goes on from the newest checkpoint, if there is one"
         ) from error
 
 
@@ -240,13 +310,27 @@ def _make_folder(config: TrainConfig, base: Path) -> Path:
     return folder
 
 
-def _check_fresh(folder: Path, *, as_rank: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output {folder}: is a file\nfix: --output with a new or empty folder")
+def _check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
+    """Check that a folder holds no run.
+
+    Args:
+        folder: The run folder.
+        traces: Names that tell of a run; None for any but those that a run which was refused in its ranks leaves.
+
+    Raises:
+        UserError: It does.
+    """
+    _require_no_file(folder)
     if folder.is_dir():
-        found = sorted(path.name for path in folder.iterdir() if not as_rank or path.name in _RUN_TRACES)
+        names = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK_FILE, TRAINING_LOCK))
+        found = [name for name in names if traces is None or name in traces]
         if found and not (found == [CONFIG_FILE] and _is_run_config(folder / CONFIG_FILE)):
             raise _occupied(folder, found[0])
+
+
+def _require_no_file(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output {folder}: is a file\nfix: --output with a new or empty folder")
 
 
 def _is_run_config(path: Path) -> bool:

@@ -33,6 +33,7 @@ class FieldSpec:
         above: Every value must be larger than this.
         maximum: Largest value allowed.
         below: Every value must be smaller than this.
+        none_text: What text may say for None beside "none", and what messages call it.
     """
 
     help: str
@@ -42,6 +43,7 @@ class FieldSpec:
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
+    none_text: str = "none"
 
     @property
     def counts_tokens(self) -> bool:
@@ -79,13 +81,21 @@ def field(
     above: float | None = None,
     maximum: float | None = None,
     below: float | None = None,
+    none_text: str = "none",
 ) -> Any:
     """Declare a field of a configuration dataclass. Without `default` or `factory` it must be given.
 
     The arguments are those of `FieldSpec`. Returns what `dataclasses.field` returns.
     """
     spec = FieldSpec(
-        help=help, unit=unit, default_text=default_text, minimum=minimum, above=above, maximum=maximum, below=below
+        help=help,
+        unit=unit,
+        default_text=default_text,
+        minimum=minimum,
+        above=above,
+        maximum=maximum,
+        below=below,
+        none_text=none_text,
     )
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata={_SPEC: spec})
@@ -143,7 +153,7 @@ def describe(annotation: Any, spec: FieldSpec) -> str:
         names = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}
         words = names[inner] + (bounds if inner in (int, float) else "")
         words += f", {TOKENS_TOO}" if spec.counts_tokens else ""
-    return f"{words}, or none" if none_allowed else words
+    return f"{words}, or {spec.none_text}" if none_allowed else words
 
 
 def convert(name: str, value: Any, annotation: Any, spec: FieldSpec) -> Any:
@@ -163,7 +173,7 @@ def convert(name: str, value: Any, annotation: Any, spec: FieldSpec) -> Any:
         UserError: The value is of another type, not one of the choices or out of bounds.
     """
     inner, none_allowed = optional_part(annotation)
-    if none_allowed and is_none(value):
+    if none_allowed and (is_none(value) or (isinstance(value, str) and value.lower() == spec.none_text)):
         return None
     if isinstance(value, int) and abs(value) > MOST:
         raise UserError(f"{name}: {shown(value)} does not fit\nallowed: {describe(annotation, spec)}")

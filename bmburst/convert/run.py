@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.checkpoint.files import require_whole
 from bmburst.checkpoint.sharded_files import index_name
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, write_text
 from bmburst.config import read_json
@@ -76,6 +77,7 @@ def convert(
     tokenizer: Path | None = None,
     on_total: Callable[[int], object] = lambda _: None,
     on_bytes: Callable[[int], object] = lambda _: None,
+    is_verified: bool = False,
 ) -> Converted:
     """Write a model's weights, configuration and tokenizer as another family keeps them.
 
@@ -94,14 +96,18 @@ def convert(
         tokenizer: A tokenizer.json, or a directory of a tokenizer's files, to copy in place of the source's own.
         on_total: Called once, with all bytes that will be written.
         on_bytes: Called with the bytes written since the last call.
+        is_verified: Whether the checksums of a checkpoint of bmburst were compared already.
 
     Raises:
-        UserError: The source is no whole model (`open_weights`), the target family cannot have it, a number is beyond
-            float16, a tokenizer's file is none, or the output is not empty or cannot be written.
+        UserError: The source is a damaged checkpoint (`require_whole`) or no whole model (`open_weights`), the target
+            family cannot have it, a number is beyond float16, a tokenizer's file is none, or the output is not empty or
+            cannot be written.
     """
     require_known("family", to, FAMILIES)
     if dtype is not None:
         require_known("dtype", dtype, DTYPES)
+    if not is_verified:
+        require_whole(source)
     weights = open_weights(source)
     target = MODEL_CENTER if to == MODEL_CENTER else HUGGING_FACE
     plan = _plan(weights, target, None if dtype is None else getattr(torch, dtype))

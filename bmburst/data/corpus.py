@@ -115,8 +115,13 @@ def require_cache(option: str, cache_dir: Path, text: Text, *, text_field: str =
     Raises:
         UserError: It has not, and they cannot be written.
     """
-    if not _cached(cache_dir, text, text_field).exists():
+    if not has_tokens(cache_dir, text, text_field=text_field):
         require_folder(option, cache_dir)
+
+
+def has_tokens(cache_dir: Path, text: Text, *, text_field: str = "text") -> bool:
+    """Return whether a cache has the tokens of a text; the arguments are those of `require_cache`."""
+    return _cached(cache_dir, text, text_field).exists()
 
 
 def tokenize(

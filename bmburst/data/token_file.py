@@ -7,23 +7,32 @@ Layout, little-endian:
     offsets    int64 [documents + 1]: where each document's tokens begin, and the end of the last
     bytes      int64 [documents + 1]: the bytes of UTF-8 text before each document, and in all
     keys       uint64 [documents]: a hash of each document's text
-    JSON       counts, types, the tokenizer, a fingerprint of tokens and documents
+    JSON       counts, types, the tokenizer, a fingerprint of tokens and documents; CRC-32 of the tokens with their
+               zeros, of the tables, and last of the JSON itself
+
+Files of earlier versions have no checksums and are read without.
 """
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from bmburst.checksum import file_checksum, is_sealed, text_of
 from bmburst.config import parse_json
 from bmburst.errors import UserError
 
 MAGIC = b"bmburst tokens\n\0"
 VERSION = 1
 PREAMBLE = struct.Struct("<16sQQ32x")
+_KEYS = frozenset(  # before there were checksums
+    {"version", "dtype", "tokens", "documents", "text_bytes", "max_id", "fingerprint", "tokenizer"}
+)
+_LARGEST = 2**62
 DTYPES = ("uint16", "uint32")
 _MOST_HEADER = 1 << 20  # bytes
 
@@ -46,6 +55,7 @@ class TokenFile:
             end-of-document id included.
         byte_offsets: int64 `[documents + 1]`, a memory map: bytes of text before document d.
         document_keys: uint64 `[documents]`, a memory map: equal for documents of equal text.
+        checksum: Of the tokens, as `bmburst.checksum.text_of` has it; None in files of earlier versions.
     """
 
     path: Path
@@ -60,21 +70,25 @@ class TokenFile:
     document_offsets: npt.NDArray[np.int64]
     byte_offsets: npt.NDArray[np.int64]
     document_keys: npt.NDArray[np.uint64]
+    checksum: str | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenFile":
-        """Map a token file.
+        """Map a token file. Its header and its tables are compared with their checksums, its tokens are not: `verify`.
 
         Raises:
-            UserError: It is missing, was not written by this package, or is not all there.
+            UserError: It is missing, was not written by this package, is not all there or is damaged.
         """
         path = Path(path)
         header, header_at = _read_header(path)
         try:
-            dtype, tokens, documents = header["dtype"], int(header["tokens"]), int(header["documents"])
+            dtype, tokens, documents = header["dtype"], _count(header["tokens"]), _count(header["documents"])
             tables_at = PREAMBLE.size + padded(tokens * np.dtype(dtype).itemsize)
             if dtype not in DTYPES or tokens < 1 or documents < 1 or tables_at + 8 * (3 * documents + 2) != header_at:
                 raise _damaged(path, "its header does not describe it")
+            checksums = header.get("checksums", {})
+            if checksums and text_of(file_checksum(path, tables_at, header_at)) != checksums["tables"]:
+                raise _damaged(path, "its tables do not have their checksum")
 
             def table(kind: str, at: int, count: int) -> Any:
                 return np.memmap(path, np.dtype(kind).newbyteorder("<"), mode="r", offset=at, shape=(count,))
@@ -83,20 +97,42 @@ class TokenFile:
                 path=path,
                 tokenizer_name=str(header["tokenizer"]["name"]),
                 tokenizer_identity=str(header["tokenizer"]["identity"]),
-                vocab_size=int(header["tokenizer"]["vocab_size"]),
-                eos_id=int(header["tokenizer"]["eos_id"]),
-                max_id=int(header["max_id"]),
-                text_bytes=int(header["text_bytes"]),
+                vocab_size=_count(header["tokenizer"]["vocab_size"]),
+                eos_id=_count(header["tokenizer"]["eos_id"]),
+                max_id=_count(header["max_id"]),
+                text_bytes=_count(header["text_bytes"]),
                 fingerprint=str(header["fingerprint"]),
                 tokens=table(dtype, PREAMBLE.size, tokens),
                 document_offsets=table("int64", tables_at, documents + 1),
                 byte_offsets=table("int64", tables_at + 8 * (documents + 1), documents + 1),
                 document_keys=table("uint64", tables_at + 8 * (2 * documents + 2), documents),
+                checksum=str(checksums["tokens"]) if checksums else None,
             )
         except UserError:
             raise
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except OSError as error:
+            raise _damaged(path, f"it cannot be read: {error.strerror or error}") from error
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise _damaged(path, f"its header does not describe it ({error})") from error
+
+    def verify(self, beat: Callable[[], object] | None = None) -> None:
+        """Compare the tokens with their checksum, which reads all of them.
+
+        Args:
+            beat: Called now and then while it reads.
+
+        Raises:
+            UserError: They differ, or cannot be read.
+        """
+        if self.checksum is None:
+            return
+        end = PREAMBLE.size + padded(self.tokens.nbytes)
+        try:
+            found = text_of(file_checksum(self.path, PREAMBLE.size, end, beat))
+        except OSError as error:
+            raise _damaged(self.path, f"it cannot be read: {error.strerror or error}") from error
+        if found != self.checksum:
+            raise _damaged(self.path, f"the checksum of its tokens is {found}, and {self.checksum} was written")
 
     @property
     def token_count(self) -> int:
@@ -163,23 +199,37 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             if len(preamble) < PREAMBLE.size:
                 raise _damaged(path, f"it ends after {size} bytes")
             _, at, length = PREAMBLE.unpack(preamble)
+            if any(preamble[-32:]):
+                raise _damaged(path, "its first 64 bytes are not as they were written")
             if size != at + length:
                 raise _damaged(path, f"it should have {at + length} bytes and has {size}")
             file.seek(at)
             if length > _MOST_HEADER:
                 raise _damaged(path, f"its header has {length} bytes")
-            header = parse_json(file.read(length))
+            text = file.read(length)
+            header = parse_json(text)
     except OSError as error:
         raise UserError(f"cannot open token file '{path}': {error.strerror or error}\n{_how_to_make(path)}") from error
     except UserError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, "its header is not JSON") from error
+    seal = is_sealed(text)
+    if seal is False:
+        raise _damaged(path, "its header does not have its checksum")
+    if seal is None and isinstance(header, dict) and header.get("version") == VERSION and not _KEYS.issuperset(header):
+        raise _damaged(path, "its header does not have its checksum")
     if not isinstance(header, dict) or header.get("version") != VERSION:
         raise UserError(
             f"token file '{path}' is not of format version {VERSION}, which is the one known here\n{_how_to_make(path)}"
         )
     return header, int(at)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < _LARGEST:
+        raise ValueError(f"{value!r:.40} is no number of tokens, documents or bytes")
+    return value
 
 
 def _damaged(path: Path, how: str) -> UserError:

@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -12,10 +13,12 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from bmburst.checksum import sealed, text_of
 from bmburst.data.sources import Document
 from bmburst.data.token_file import MAGIC, PREAMBLE, VERSION, TokenFile, padded
 from bmburst.data.tokenizer import Tokenizer
 from bmburst.errors import UserError
+from bmburst.outputs import FULL, amount, free_bytes
 
 # Text that is tokenized at a time: enough to keep every core busy, little enough to forget about.
 BATCH_CHARACTERS = 4 << 20
@@ -50,9 +53,12 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
             finally:
                 partial.unlink(missing_ok=True)
     except OSError as error:
+        fix = "name a folder that you may write in"
+        if error.errno in FULL:
+            fix = f"make room, or name a folder with more of it: {amount(free_bytes(path))} are free here"
         raise UserError(
             f"cannot write token file '{path}': {error.strerror or error}\n"
-            "name a folder with room that you may write in: --output, for bmburst train --data.cache"
+            f"{fix}: --output, for bmburst train --data.cache"
         ) from error
     return TokenFile.open(path)
 
@@ -66,6 +72,7 @@ class _Writer:
         self._digest = hashlib.blake2b(digest_size=16)
         self._tokens = self._documents = self._bytes = 0
         self._max_id = 0
+        self._checksums = {"tokens": 0, "tables": 0}
 
     def write(self, documents: Iterable[Document]) -> None:
         self._file.write(bytes(PREAMBLE.size))
@@ -92,8 +99,12 @@ class _Writer:
         self._max_id = max(self._max_id, int(ids.max()))
         data = ids.astype(self._dtype).tobytes()
         self._digest.update(data)
-        self._file.write(data)
+        self._put("tokens", data)
         self._tokens += len(ids)
+
+    def _put(self, part: str, data: bytes) -> None:
+        self._checksums[part] = zlib.crc32(data, self._checksums[part])
+        self._file.write(data)
 
     def _end_document(self, key: int) -> None:
         row = np.array([self._tokens, self._bytes], "<i8").tobytes() + key.to_bytes(8, "little")
@@ -104,14 +115,14 @@ class _Writer:
     def _finish(self) -> None:
         """Write the tables, the JSON header, and last where it is."""
         used = self._tokens * self._dtype.itemsize
-        self._file.write(bytes(padded(used) - used))
+        self._put("tokens", bytes(padded(used) - used))
         for column in range(_COLUMNS):
             if column < 2:  # offsets and bytes begin at zero, keys do not
-                self._file.write(bytes(8))
+                self._put("tables", bytes(8))
             for rows in self._table():
-                self._file.write(np.ascontiguousarray(rows[:, column]).tobytes())
+                self._put("tables", np.ascontiguousarray(rows[:, column]).tobytes())
         header_at = self._file.tell()
-        header = json.dumps(self._header()).encode()
+        header = sealed(json.dumps(self._header())).encode()
         self._file.write(header)
         self._file.seek(0)
         self._file.write(PREAMBLE.pack(MAGIC, header_at, len(header)))
@@ -138,6 +149,7 @@ class _Writer:
                 "vocab_size": tokenizer.vocab_size,
                 "eos_id": tokenizer.eos_id,
             },
+            "checksums": {part: text_of(found) for part, found in self._checksums.items()},
         }
 
 

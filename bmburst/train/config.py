@@ -41,6 +41,11 @@ class DataConfig:
     cache: Path | None = field(  # noqa: RUF009
         "Folder for token files.", default=None, default_text="tokens, beside the run folder"
     )
+    verify: bool = field(
+        "Compare the tokens of a token file with their checksum before training, which reads the whole file; its "
+        "header and tables are always compared.",
+        default=True,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -168,7 +173,13 @@ class TrainConfig:
     )
     seed: int = field("Seed of the initial weights and the data order.", default=0, minimum=0, maximum=2**32 - 1)
     output: Path | None = field("Run folder.", default=None, default_text="runs/<date-time>-<preset>")  # noqa: RUF009
-    checkpoint_every: int = field("Steps between checkpoints; 0: only at the end.", default=50, unit="steps", minimum=0)
+    checkpoint_every: int | None = field(
+        "Steps between checkpoints; 0: only at the end; never: none at all, also not at the end or when stopped.",
+        default=50,
+        unit="steps",
+        minimum=0,
+        none_text="never",
+    )
     keep_checkpoints: int = field("Newest checkpoints that are kept.", default=2, unit="checkpoints", minimum=1)
     eval_every: int = field("Steps between evaluations; 0: only at the end.", default=30, unit="steps", minimum=0)
     eval_sequences: int = field(

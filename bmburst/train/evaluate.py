@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bmburst.checkpoint.training import STATE_FILE, newest_complete, read_progress
+from bmburst.checkpoint.files import STATE_FILE, read_progress, verified, verified_together, warn
+from bmburst.checkpoint.sharded_files import together
 from bmburst.data import PackedSequences, Samples, TokenFile, evaluation_batches, open_corpus
 from bmburst.data.corpus import find_corpus, require_cache
 from bmburst.errors import UserError
@@ -78,8 +79,9 @@ def run(config: EvalConfig) -> Measurement:
     from bmburst.checkpoint import hugging_face
 
     mesh = Mesh.over_bmtrain(data=1)
-    directory, tokenizer, shape = read_model(config)
+    directory, tokenizer, shape = read_model(config, verified_together(config.checkpoint))
     corpus = open_corpus(config.data, tokenizer, user_cache(), text_field=config.text_field)
+    together(corpus.verify if runtime.rank == 0 else _nothing)
     corpus.require_vocab(shape.vocab_size)
     model = Llama(
         shape,
@@ -98,20 +100,28 @@ def run(config: EvalConfig) -> Measurement:
     return measure(model, mesh, cut, batches, runtime.device)
 
 
-def check(config: EvalConfig) -> None:
+def check(config: EvalConfig) -> Path:
     """Check, before ranks start, what they will read: the model, the tokenizer and a place for the text's tokens.
+
+    Returns:
+        The directory with the weights, verified if it is a checkpoint.
 
     Raises:
         UserError: `read_model` refuses the checkpoint, there is no such tokenizer, or tokens cannot be kept.
     """
-    _, tokenizer, _ = read_model(config)
+    directory, tokenizer, _ = read_model(config, verified(config.checkpoint, warn))
     text = find_corpus(config.data, tokenizer)
     if not isinstance(text, TokenFile):
         require_cache("XDG_CACHE_HOME", user_cache(), text, text_field=config.text_field)
+    return directory
 
 
-def read_model(config: EvalConfig) -> "tuple[Path, str | None, LlamaConfig]":
+def read_model(config: EvalConfig, directory: Path) -> "tuple[Path, str | None, LlamaConfig]":
     """Return the directory with the weights, the tokenizer to read text with, and the model's shape.
+
+    Args:
+        config: What is to be evaluated.
+        directory: What `checkpoint.verified` makes of its checkpoint.
 
     Raises:
         UserError: There are no weights of a model that is known, they do not fit it, or the model cannot tell packed
@@ -119,21 +129,19 @@ def read_model(config: EvalConfig) -> "tuple[Path, str | None, LlamaConfig]":
     """
     from bmburst.checkpoint import hugging_face
 
-    directory, tokenizer = find_model(config)
+    directory, tokenizer = find_model(config, directory)
     shape = hugging_face.read_config(directory)
     hugging_face.check(directory, shape)
     check_packing(config.pack, shape)
     return directory, tokenizer, shape
 
 
-def find_model(config: EvalConfig) -> tuple[Path, str | None]:
+def find_model(config: EvalConfig, directory: Path) -> tuple[Path, str | None]:
     """Return the directory with the weights, and the tokenizer to read text with; None leaves it to the text.
 
     Raises:
         UserError: The run folder has no complete checkpoint.
     """
-    given = config.checkpoint
-    directory = given if (given / STATE_FILE).exists() else newest_complete(given) or given
     if (directory / STATE_FILE).exists():
         return directory, config.tokenizer or read_progress(directory).tokenizer
     if not (directory / "config.json").exists() or (directory / "metrics.jsonl").exists():
@@ -142,6 +150,10 @@ def find_model(config: EvalConfig) -> tuple[Path, str | None]:
             "fix: give a run folder with checkpoints, one of its checkpoints, or a Hugging Face LLaMA"
         )
     return directory, config.tokenizer
+
+
+def _nothing() -> None:
+    """Take part in what another rank does."""
 
 
 def user_cache() -> Path:

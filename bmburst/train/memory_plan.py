@@ -140,8 +140,9 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     needed = memory_of(way, hardware).in_host
     if known and needed > HOST_SHARE * min(known):
         raise UserError(
-            f"recompute {config.recompute} needs {needed / GIB:.1f} GiB of each host's memory, and one has "
-            f"{min(known) / GIB:.1f} free\nfix: --recompute block-keep-attention:0.5, or auto, which takes what fits"
+            f"recompute {config.recompute} needs {needed / GIB:.1f} GiB of each host's memory; one has "
+            f"{min(known) / GIB:.1f} free, of which {1 - HOST_SHARE:.0%}, {(1 - HOST_SHARE) * min(known) / GIB:.1f} "
+            "GiB, are kept in reserve\nfix: --recompute block-keep-attention:0.5, or auto, which takes what fits"
         )
     return config.recompute
 

@@ -120,6 +120,10 @@ def check_data_path(source: str, text_field: str) -> None:
         raise UserError(f"data {source}: cannot be read: {error.strerror}\nfix: give one that can be") from None
     if not is_readable:
         raise UserError(f"data {source}: you may not read it\nfix: chmod +r, or give one that you may read")
+    if not (path.is_dir() or path.is_file()):
+        raise UserError(
+            f"data {source}: is a device, a pipe or a socket\nallowed: a text or JSONL file, a directory, a token file"
+        )
     if empty:
         raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
     # numpy comes with it, and the command line's help does without.
@@ -143,7 +147,7 @@ def read_hugging_face_config(folder: Path) -> LlamaConfig:
     values = read_json(path)
     if "model_type" not in values:
         # It imports torch, which the command line's help does without.
-        from bmburst.checkpoint.training import newest_complete
+        from bmburst.checkpoint.files import newest_complete
 
         if newest := newest_complete(folder):
             raise UserError(f"init_from {folder}: is a run folder\nfix: give one of its checkpoints, such as {newest}")
@@ -161,7 +165,7 @@ def check_resumable(before: TrainConfig, now: TrainConfig, folder: Path) -> None
     """
     was, wanted = to_dict(before), to_dict(now)
     for leaf in leaves(before):
-        if leaf.name.split(".")[0] in _FIXED_ON_RESUME and leaf.name != "data.cache":
+        if leaf.name.split(".")[0] in _FIXED_ON_RESUME and leaf.name not in ("data.cache", "data.verify"):
             old, new = _at(was, leaf.name), _at(wanted, leaf.name)
             if old != new and not isinstance(old, dict):
                 raise UserError(

@@ -5,14 +5,16 @@ A short one is looked at before ranks start, since it may be too short.
 
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
 from bmburst import data
-from bmburst.data.corpus import find_corpus, require_cache, tokenize
+from bmburst.data.corpus import find_corpus, has_tokens, require_cache, tokenize
 from bmburst.errors import UserError
 from bmburst.runtime import Runtime
+from bmburst.runtime.watchdog import beat
 from bmburst.train.config import TrainConfig
 
 _PLENTY = 16  # bytes of text, or tokens, for each token of a sequence: so many are enough without a look
@@ -62,6 +64,19 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> None:
             raise
 
 
+def bytes_of_tokens(config: TrainConfig, cache: Path) -> int:
+    """Return about how many bytes `open_text` will write into a cache: 0 where the tokens are there.
+
+    Of the byte tokenizer it is exact but for the table of documents; others are taken to make a token of four bytes.
+    """
+    text = find_corpus(config.data.source, config.data.tokenizer)
+    if isinstance(text, data.TokenFile) or has_tokens(cache, text, text_field=config.data.text_field):
+        return 0
+    tokenizer, size = text.tokenizer, sum(file.path.stat().st_size for file in text.files)
+    each = 1 if tokenizer.name == data.ByteTokenizer.name else 4
+    return size // each * (2 if tokenizer.vocab_size <= 1 << 16 else 4)
+
+
 def _require_sequence(corpus: data.TokenFile, config: TrainConfig) -> None:
     plenty = _PLENTY * config.sequence_length
     if corpus.token_count * (1 - config.data.held_out_fraction) <= plenty:  # else documents need not be counted
@@ -99,7 +114,7 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
     cache = token_cache(config, folder)
     is_main = runtime.rank == 0
 
-    def opened() -> data.TokenFile:
+    def opened() -> data.TokenFile:  # tokens that were written just now are not read again
         return data.open_corpus(
             config.data.source,
             config.data.tokenizer,
@@ -110,7 +125,10 @@ def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.Token
         )
 
     if runtime.local_rank == 0:
-        opened()
+        began = time.time()
+        corpus = opened()
+        if config.data.verify and corpus.path.stat().st_mtime < began:
+            corpus.verify(beat)
     bmt.synchronize()
     corpus = opened()
     corpus.require_vocab(config.model.vocab_size)

@@ -19,6 +19,7 @@ from bmburst.comm.objects import gather_objects
 from bmburst.errors import UserError
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh
+from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.plan.counts import causal_pairs
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
@@ -156,24 +157,26 @@ class Trainer:
         """Take up the newest complete checkpoint of the run folder, or the weights of `init_from`, as configured.
 
         Raises:
-            UserError: There is none, it is damaged, or it is of another model or corpus.
+            UserError: There is none, all are damaged, or it is of another model or corpus.
         """
         if self.config.resume:
-            newest = checkpoint.newest_complete(self.folder)
-            if newest is None:
+            newest = checkpoint.verified_together(self.folder)
+            if newest == self.folder:
                 raise UserError(f"{self.folder} has no complete checkpoint to resume\nfix: begin a new run")
             progress = checkpoint.load(newest, self.model, self.optimizer)
             self.batches.load_state_dict(progress.data)
             self.steps_done, self._skips.total = progress.step, progress.skipped
         elif self.config.init_from is not None:
-            hugging_face.load(self.model, self.config.init_from)
+            hugging_face.load(self.model, checkpoint.verified_together(self.config.init_from))
 
     def train(self) -> None:
         """Train to the last step, with evaluations and checkpoints on the way, and leave the run folder complete."""
         config, total = self.config, self.config.steps
+        every = config.checkpoint_every
         with self._stop.listening(), contextlib.ExitStack() as stack:
             if self.is_main:
-                stack.enter_context(checkpoint.alone_in(self.folder))
+                self.folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(held(self.folder, TRAINING_LOCK))
             first = self.steps_done + 1
             report = stack.enter_context(Report(config, first, is_main=self.is_main))
             report.note(self._no_peak)
@@ -186,17 +189,17 @@ class Trainer:
                     metrics = self.step()
                 if self.is_main and self.steps_done == first:  # now it is known to work: --resume begins from it
                     write_run_config(self._asked, self.folder)
-                stopped = stopped_by(self._facts, self._hosts, self.steps_done)
+                stopped = stopped_by(self._facts, self._hosts, self.steps_done, saves=every is not None)
                 report.step(metrics)
                 report.note(self._skips.said)
                 report.note(self._lag.add(self._facts.hosts) or "")
-                self._skips.require()
+                self._skips.require(has_checkpoint=lambda: checkpoint.newest_complete(self.folder) is not None)
                 is_last = self.steps_done == total
-                if stopped:  # before an evaluation: there may be little time
+                if stopped and every is not None:  # before an evaluation: there may be little time
                     self.save()
                 if is_last or _is_due(config.eval_every, self.steps_done):
                     report.held_out(self.evaluate())
-                if not stopped and (is_last or _is_due(config.checkpoint_every, self.steps_done)):
+                if not stopped and every is not None and (is_last or _is_due(every, self.steps_done)):
                     self.save()
             report.note(stopped or (f"writing a sample: {config.sample_tokens} tokens" if config.sample_tokens else ""))
             if config.sample_tokens and not stopped:

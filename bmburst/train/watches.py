@@ -4,7 +4,7 @@ import contextlib
 import math
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
 from types import FrameType
 
@@ -87,16 +87,25 @@ class StopRequest:
         self.signum = signum
 
 
-def stopped_by(facts: StepFacts, hosts: Sequence[str], step: int) -> str:
-    """Return, alike on all ranks, who was asked to stop before a step's exchange; empty for nobody."""
+def stopped_by(facts: StepFacts, hosts: Sequence[str], step: int, *, saves: bool = True) -> str:
+    """Return, alike on all ranks, which rank was asked to stop before a step's exchange; empty if none was.
+
+    Args:
+        facts: The exchanged facts of the step.
+        hosts: Host name of each rank.
+        step: Number of the step.
+        saves: Whether the run writes checkpoints.
+    """
     asked = [(rank, int(host.stop)) for rank, host in enumerate(facts.hosts) if host.stop]
     if not asked:
         return ""
     rank, signum = asked[0]
-    return (
-        f"stopped after step {step} by {signal.Signals(signum).name} on rank {rank} (host {hosts[rank]}); the "
-        "checkpoint is saved, and --resume goes on from it"
+    end = (
+        "the checkpoint is saved, and --resume goes on from it"
+        if saves
+        else "--checkpoint-every never: nothing is saved"
     )
+    return f"stopped after step {step} by {signal.Signals(signum).name} on rank {rank} (host {hosts[rank]}); {end}"
 
 
 class Skips:
@@ -129,16 +138,22 @@ class Skips:
         if self._in_row == 1:
             self._first = self.said
 
-    def require(self) -> None:
+    def require(self, has_checkpoint: Callable[[], bool]) -> None:
         """Check that the run may go on.
+
+        Args:
+            has_checkpoint: Returns whether the run can be resumed.
 
         Raises:
             RunError: Too many steps in a row were skipped.
         """
         if self._most and self._in_row >= self._most:
+            advice = "begin again with a smaller --optimizer.lr: there is no checkpoint yet"
+            if has_checkpoint():
+                advice = "--resume goes on from the last checkpoint, with a smaller --optimizer.lr"
             raise RunError(
                 f"{self._in_row} steps in a row were skipped, so the run was ended; it began so: {self._first}\n"
-                "weights are as before; --resume goes on from the last checkpoint, with a smaller --optimizer.lr"
+                f"weights are as before; {advice}"
             )
 
     def _cause(self, facts: StepFacts) -> str:

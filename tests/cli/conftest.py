@@ -1,13 +1,17 @@
 """Stand-ins for the launcher, the trainer and the place of a rank."""
 
+import json
+import os
 import sys
 import types
 from pathlib import Path
 
 import pytest
 
-from bmburst.cli import CommandParser, train
-from bmburst.config import to_dict
+from bmburst.checkpoint.files import VERIFIED
+from bmburst.cli import train
+
+VARIABLES = (train.RUN_CONFIG, VERIFIED)
 
 
 class Launches(list):
@@ -18,16 +22,18 @@ class Launches(list):
         return self[-1][1]
 
     @property
+    def variables(self):
+        """What the ranks inherit."""
+        return self[-1][2]
+
+    @property
     def spec(self):
         return self[-1][0]
 
     def config(self):
         """Return what the ranks settle on."""
-        words = self.command
-        assert words[:3] == ["-m", "bmburst", "train"]
-        parser = CommandParser(prog="bmburst train", description="")
-        train.configure(parser)
-        return to_dict(train.settle(parser.read(words[3:]), as_rank=True))
+        assert self.command[:3] == ["-m", "bmburst", "train"]
+        return json.loads(self.variables[train.RUN_CONFIG])
 
     def output(self):
         return Path(self.command[self.command.index("--output") + 1])
@@ -36,11 +42,16 @@ class Launches(list):
 @pytest.fixture
 def launches(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BMBURST_LAUNCH_FOLDER"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BMBURST_LAUNCH_FOLDER", train.RUN_CONFIG, VERIFIED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     calls = Launches()
-    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda spec, command: calls.append((spec, command)) or 0)
+
+    def launch(spec, command):
+        calls.append((spec, command, {name: os.environ[name] for name in VARIABLES if name in os.environ}))
+        return 0
+
+    monkeypatch.setattr("bmburst.runtime.launch.launch", launch)
     return calls
 
 
@@ -61,5 +72,7 @@ def as_rank(monkeypatch, launches):
         monkeypatch.setenv("WORLD_SIZE", str(size))
         if launched:
             monkeypatch.setenv("BMBURST_LAUNCH_FOLDER", "x")
+            for name, value in launches.variables.items() if launches else ():
+                monkeypatch.setenv(name, value)
 
     return enter

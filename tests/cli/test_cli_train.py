@@ -172,6 +172,11 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--steps"], "expected one argument"),
         (["--resume", "maybe"], "resume: 'maybe'"),
         (["--data", "gone.txt"], "data gone.txt: no such file"),
+        (["--data", "/dev/zero"], "data /dev/zero: is a device, a pipe or a socket\nallowed: a text"),
+        (
+            ["--checkpoint-every", "ever"],
+            "checkpoint_every: 'ever' does not fit\nallowed: an integer at least 0, or never",
+        ),
         (["--data", "latin.txt"], "'latin.txt' is not a text file: byte 4 is not UTF-8"),
         (["--data", "lines.jsonl"], "lines.jsonl:1: no field 'text'\nfields: 'body', 'number'\nname the one"),
         (

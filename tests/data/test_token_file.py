@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import tracemalloc
 from itertools import pairwise
@@ -153,12 +154,22 @@ def test_foreign_missing_and_lying_files(tmp_path):
     data = good.read_bytes()
     _, at, _ = PREAMBLE.unpack(data[: PREAMBLE.size])
     header = json.loads(data[at:])
+    refuse_without_seal = json.dumps(header)
+    for key in ("checksums", "checksum"):  # of an earlier version: what is read is checked as far as it can be
+        del header[key]
 
     def with_header(text):
         (tmp_path / "y").write_bytes(PREAMBLE.pack(MAGIC, at, len(text)) + data[PREAMBLE.size : at] + text)
         return tmp_path / "y"
 
-    TokenFile.open(with_header(json.dumps(header).encode()))
+    TokenFile.open(with_header(json.dumps(header).encode())).verify()
+    refuse(with_header(refuse_without_seal.encode()), "damaged", "checksum")
+    refuse(with_header(json.dumps({**header, "checksums": {}}).encode()), "damaged", "checksum")
+    for number in (float("inf"), float("nan"), -1, 1.5, 10**400, None):
+        for key in ("tokens", "documents", "max_id", "text_bytes"):
+            refuse(with_header(json.dumps({**header, key: number}).encode()), "damaged")
+    refuse(with_header(b'{"version": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "damaged", "JSON")
+    refuse(with_header(json.dumps({**header, "tokenizer": []}).encode()), "damaged")
     refuse(with_header(b"not json"), "damaged", "JSON")
     refuse(with_header(json.dumps({**header, "version": 99}).encode()), "version")
     refuse(with_header(b"[]"), "version")
@@ -243,3 +254,18 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     with pytest.raises(UserError, match="is a device or a pipe\nname a file of its own"):
         write_token_file(pipe, documents("text"), ByteTokenizer())
     assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
+def test_no_flipped_bit_goes_unseen(tmp_path):
+    good = write(tmp_path / "x.tokens", ["hello", "a world", "of text"], WordTokenizer()).path
+    data = good.read_bytes()
+    flips = random.Random(18)
+    for at in range(len(data)):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << flips.randrange(8)
+        good.write_bytes(flipped)
+        with pytest.raises(UserError) as caught:
+            TokenFile.open(good).verify()
+        assert len(str(caught.value).splitlines()) <= 3
+    good.write_bytes(data)
+    TokenFile.open(good).verify()

@@ -216,6 +216,7 @@ def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
     with pytest.raises(UserError, match=r"recompute block\+offload needs .* GiB of each host's memory") as caught:
         decide(offload, 2, monkeypatch, [1, 1])
     assert len(str(caught.value).splitlines()) <= 3
+    assert "are kept in reserve" in str(caught.value)
     assert decide(config(recompute="block"), 2, monkeypatch, []) == ["block"] * 2
 
 

@@ -8,6 +8,7 @@ import torch
 
 from bmburst.checkpoint import training as checkpoint
 from bmburst.errors import UserError
+from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.train.config import DataConfig
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
@@ -66,6 +67,14 @@ def _refuses_damaged_files(folder):
 
     saved = trainer(folder, "run").save()
     ours = trainer(folder, "run", resume=True)
+    before = (saved / "state.json").read_bytes()
+    model = (saved / "model.safetensors").read_bytes()
+    (saved / "model.safetensors").write_bytes(b"\xff" * 64 + model[64:])
+    said("no complete checkpoint: .*step-000000 .*model.safetensors is damaged: its checksum", ours.restore)
+    (saved / "model.safetensors").write_bytes(model)
+    # Of a version without checksums: what is read is checked as far as it can be.
+    state = without_checksums(before)
+    (saved / "state.json").write_text(json.dumps(state))
     for name, message in [
         ("model.safetensors", "cannot read .*model.safetensors"),
         ("optimizer.safetensors", "cannot read .*optimizer.safetensors"),
@@ -79,13 +88,16 @@ def _refuses_damaged_files(folder):
     foreign = save_of({"cpu": torch.zeros(7)}, saved / "random.safetensors")
     said("random.safetensors holds no state", ours.restore)
     foreign()
-    state = json.loads((saved / "state.json").read_text())
     tensors = load_file(saved / "optimizer.safetensors")
     del tensors["model.norm.weight.exp_avg"]
     save_file(tensors, saved / "optimizer.safetensors")
     state["files"]["optimizer.safetensors"] = (saved / "optimizer.safetensors").stat().st_size
     (saved / "state.json").write_text(json.dumps(state))
     said("of another model or dtype: model.norm.weight.exp_avg is missing, here", ours.restore)
+
+
+def without_checksums(state):
+    return {key: value for key, value in json.loads(state).items() if not key.startswith("checksum")}
 
 
 def save_of(tensors, path):
@@ -160,9 +172,13 @@ def _edges(folder):
     # A text of fewer sequences than a batch, held-out text shorter than one, and nothing before the end.
     short = folder / "short.txt"
     short.write_text("a short text that is taken again and again; " * 8)
-    with checkpoint.alone_in(folder / "short"):
+    (folder / "short").mkdir()
+    with held(folder / "short", TRAINING_LOCK):
         busy = {"data": DataConfig(source=str(short), held_out_fraction=0.05), "batch_size": 9, "steps": 2}
-        said("another process is training in .*short", lambda: program.train(folder, "short", **busy))
+        said(
+            "short: another run is using this folder: process .* on host .*, since",
+            lambda: program.train(folder, "short", **busy),
+        )
     program.train(folder, "short", **busy, checkpoint_every=0, eval_every=0, sample_tokens=2)
     assert [line["step"] for line in lines(folder / "short" / "metrics.jsonl")] == [1, 2]
     assert [(line["step"], line["tokens"]) for line in lines(folder / "short" / "evals.jsonl")] == [(2, 17)]

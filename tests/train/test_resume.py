@@ -109,13 +109,23 @@ def test_truncated_and_foreign_checkpoints(folder, tmp_path):
     file.unlink()
     with pytest.raises(UserError, match=r"optimizer.safetensors is missing"):
         checkpoint.read_progress(newest)
-    whole = json.loads((newest / "state.json").read_text())
+    sealed = json.loads((newest / "state.json").read_text())
+    whole = {key: value for key, value in sealed.items() if not key.startswith("checksum")}  # of an earlier version
+    deep = '{"format": ' + "[" * 100_000 + "]" * 100_000 + "}"
     for text, said in [
         ('{"format": "somebody else\'s"}', "is not of format bmburst-checkpoint-1"),
         ("[]", "is not of format"),
         ("", "is truncated or not JSON"),
         *((json.dumps({k: v for k, v in whole.items() if k != key}), f"has no valid '{key}'") for key in STATE_KEYS),
-        (json.dumps(whole | {"step": "6"}), "has no valid 'step'"),
+        *((json.dumps(whole | {"step": step}), "has no valid 'step'") for step in ("6", -1, True, 10**30, None)),
+        *(
+            (json.dumps(whole | {"files": files}), "has no valid 'files'")
+            for files in ({"../x": 1}, {"x": -1}, {"x": "1"})
+        ),
+        (json.dumps(whole | {"skipped": []}), "has no valid 'skipped'"),
+        (json.dumps(sealed), "is damaged: it does not have its checksum"),
+        (json.dumps({key: sealed[key] for key in sealed if key != "checksum"}), "is damaged: it does not have"),
+        (deep, "is truncated or not JSON"),
     ]:
         (newest / "state.json").write_text(text)
         with pytest.raises(UserError, match=rf"state\.json {said}") as caught:

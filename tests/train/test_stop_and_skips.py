@@ -98,18 +98,18 @@ def test_what_is_not_finite_is_said_with_its_rank():
         skips.said
         == "step 3 is skipped: losses are finite, but the gradient is not in the parts of rank 0 (host a) and 1 more"
     )
-    skips.require()
+    skips.require(lambda: True)
     skips.add(4, facts())
     for step in (5, 6, 7):
-        skips.require()
+        skips.require(lambda: True)
         skips.add(step, facts(shares=(-math.inf, 1.0)))
     with pytest.raises(RunError, match=r"3 steps in a row were skipped.*it began so: step 5 .* on rank 0"):
-        skips.require()
+        skips.require(lambda: True)
     assert skips.total == 5
     endless = Skips(["a"], most=0)
     for step in range(50):
         endless.add(step, facts(shares=(math.nan,), squares=(math.nan,)))
-    endless.require()
+    endless.require(lambda: True)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(tmp_path):

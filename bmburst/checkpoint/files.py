@@ -1,0 +1,236 @@
+"""Finding and verifying checkpoints: names, sizes and checksums of their files, and the contents of state.json.
+
+`bmburst.checkpoint.training` writes and loads checkpoints. This module imports no torch, because the launcher uses it
+before ranks start.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bmburst.checksum import damaged_file, is_sealed
+from bmburst.config import parse_json
+from bmburst.errors import UserError
+from bmburst.plan.counts import adam_bytes
+from bmburst.plan.task import ITEMSIZE
+from bmburst.train.config import TrainConfig
+
+FOLDER = "checkpoints"
+STATE_FILE = "state.json"
+FORMAT = "bmburst-checkpoint-1"
+VERIFIED = "BMBURST_VERIFIED_CHECKPOINT"
+"""Environment variable by which a launcher tells its ranks which checkpoint it has verified, so that they need not."""
+_NAME = re.compile(r"step-(\d{1,18})")
+_MEMBERS = frozenset({"format", "step", "data", "tokenizer", "skipped", "files"})  # before there were checksums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: Optimizer steps done.
+        data: `Batches.state_dict()`.
+        tokenizer: Name of the run's tokenizer.
+        skipped: Steps of them that changed nothing.
+    """
+
+    step: int
+    data: Mapping[str, Any]
+    tokenizer: str
+    skipped: int = 0
+
+
+def checkpoints(run_folder: Path) -> list[Path]:
+    """Return a run's checkpoint folders, oldest first."""
+    folder = run_folder / FOLDER
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a checkpoint's folder is named for."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """Return why a folder is no complete checkpoint, or None. Looks at names, sizes and state.json, not at numbers."""
+    state = _read_state(checkpoint / STATE_FILE)
+    if isinstance(state, str):
+        return state
+    for name, size in state["files"].items():
+        there = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
+        if there != size:
+            return f"{name} is missing" if there is None else f"{name} is truncated: {there} of {size} bytes"
+    return None
+
+
+def newest_complete(run_folder: Path) -> Path | None:
+    """Return the newest checkpoint of a run folder whose files are all there in full, or None.
+
+    Checksums of files are not compared: `newest_whole` does.
+    """
+    return next((path for path in reversed(checkpoints(run_folder)) if problem_of(path) is None), None)
+
+
+def newest_whole(run_folder: Path, say: Callable[[str], object]) -> Path | None:
+    """Return the newest checkpoint of a run folder whose files all have their checksums; None if there are none.
+
+    Args:
+        run_folder: The run folder.
+        say: Called with a line of text for each newer checkpoint that is damaged.
+
+    Raises:
+        UserError: There are checkpoints, but all are damaged.
+    """
+    problems: list[str] = []
+    for path in reversed(checkpoints(run_folder)):
+        problem = problem_of(path) or _damage(path)
+        if problem is None:
+            for text in problems:
+                say(f"{text}; going on from {path.name}")
+            return path
+        problems.append(f"checkpoint {path.name} is not used: {problem}")
+    if problems:
+        more = f"; and {len(problems) - 1} more are damaged too" if len(problems) > 1 else ""
+        raise UserError(
+            f"{run_folder} has no complete checkpoint: {problems[0]}{more}\n"
+            "fix: restore its files from a copy, or begin again in another --output"
+        )
+    return None
+
+
+def require_whole(checkpoint: Path) -> None:
+    """Check that a checkpoint's files are all there and have their checksums; anything else passes.
+
+    A checkpoint without checksums, of an earlier version, is only checked for sizes.
+
+    Raises:
+        UserError: One has not.
+    """
+    if (checkpoint / STATE_FILE).exists() and (problem := problem_of(checkpoint) or _damage(checkpoint)) is not None:
+        raise UserError(f"{checkpoint}: {problem}\nfix: use another checkpoint of the run, or restore it from a copy")
+
+
+def verified(given: Path, say: Callable[[str], object]) -> Path:
+    """Return the checkpoint that a run folder or a checkpoint stands for, verified; any other directory as it is.
+
+    Args:
+        given: A run folder, a checkpoint or another directory.
+        say: As of `newest_whole`.
+
+    Raises:
+        UserError: It is damaged, or all are.
+    """
+    if (told := os.environ.get(VERIFIED)) and given in (Path(told), Path(told).parent.parent):
+        return Path(told)
+    if (given / STATE_FILE).exists():
+        require_whole(given)
+        return given
+    return newest_whole(given, say) or given
+
+
+def verified_together(given: Path) -> Path:
+    """Do what `verified` does on rank 0 alone, for all ranks; every rank calls it.
+
+    Raises:
+        UserError: On all ranks; see `verified`.
+    """
+    import bmtrain as bmt
+
+    from bmburst.checkpoint.sharded_files import together
+    from bmburst.runtime.watchdog import beat
+
+    found = together(lambda: str(verified(given, warn)) if bmt.rank() == 0 else "")[0]
+    beat()
+    return Path(found)
+
+
+def warn(text: str) -> None:
+    """Write a line to standard error."""
+    sys.stderr.write(f"{text}\n")
+
+
+def nbytes(config: TrainConfig) -> int:
+    """Return the bytes of a checkpoint's weights and optimizer state."""
+    itemsize = ITEMSIZE[config.dtype]
+    return config.model.num_parameters * (itemsize + adam_bytes(itemsize))
+
+
+def bytes_to_come(config: TrainConfig, run_folder: Path) -> int:
+    """Return the bytes by which a run's checkpoints will grow beyond what is there, at most.
+
+    A new one is written before the oldest is removed, so that there is one more than is kept for a while.
+    """
+    every = config.checkpoint_every
+    if every is None:
+        return 0
+    there = [path for path in checkpoints(run_folder) if problem_of(path) is None]
+    begun = max((step_of(path) for path in there), default=0)
+    writes = max(config.steps // every - begun // every, 0) + (config.steps % every > 0) if every else 1
+    if config.steps <= begun:
+        return 0
+    return max(min(writes + len(there), config.keep_checkpoints + 1) - len(there), 1) * nbytes(config)
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """Return what a checkpoint says of its run.
+
+    Raises:
+        UserError: It is truncated, or no checkpoint of bmburst.
+    """
+    problem, state = problem_of(checkpoint), _read_state(checkpoint / STATE_FILE)
+    if problem is not None or isinstance(state, str):
+        raise UserError(f"{checkpoint}: {problem or state}\nfix: use another checkpoint of the run")
+    return Progress(
+        step=state["step"], data=state["data"], tokenizer=state["tokenizer"], skipped=int(state.get("skipped", 0))
+    )
+
+
+def _read_state(path: Path) -> dict[str, Any] | str:
+    """Return what a state.json holds, or why it is no valid one."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return f"it has no {STATE_FILE}, so it is no checkpoint of bmburst"
+    try:
+        state = parse_json(data)
+    except (ValueError, RecursionError):
+        return f"{STATE_FILE} is truncated or not JSON"
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        return f"{STATE_FILE} is not of format {FORMAT}"
+    seal = is_sealed(data)
+    if not seal and (seal is False or not _MEMBERS.issuperset(state)):
+        return f"{STATE_FILE} is damaged: it does not have its checksum"
+    files, checksums = state.get("files"), state.get("checksums", {})
+    valid = {
+        "step": _is_count(state.get("step")),
+        "data": isinstance(state.get("data"), dict),
+        "tokenizer": isinstance(state.get("tokenizer"), str),
+        "files": isinstance(files, dict) and all(_is_name(name) and _is_count(files[name]) for name in files),
+        "skipped": _is_count(state.get("skipped", 0)),
+        "checksums": isinstance(checksums, dict) and all(_is_name(name) for name in checksums),
+    }
+    wrong = [name for name, is_valid in valid.items() if not is_valid]
+    return f"{STATE_FILE} has no valid '{wrong[0]}'" if wrong else state
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Return which file of a complete checkpoint does not have its checksum, or None. Reads all of them."""
+    from bmburst.runtime.watchdog import beat
+
+    state = _read_state(checkpoint / STATE_FILE)
+    return state if isinstance(state, str) else damaged_file(checkpoint, state.get("checksums", {}), beat)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_name(name: object) -> bool:
+    """Whether a name is of a file in the checkpoint itself."""
+    return isinstance(name, str) and "\0" not in name and Path(name).name == name

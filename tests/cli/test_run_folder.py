@@ -1,0 +1,136 @@
+"""Two runs in one folder: one of them trains, with its own configuration; the other says who does, and ends."""
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+
+from bmburst.cli import main, train
+from bmburst.errors import UserError
+from bmburst.outputs import LOCK_FILE, TRAINING_LOCK, held
+from bmburst.train.resolve import resolve
+from tests.cli.commands import checkpoint, refused, started
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+def launcher(argv, offset, seconds, queue):
+    """Run the command with a stand-in for the launcher; report what its ranks would train, and what it printed."""
+    import contextlib
+    import io
+
+    def launch(spec, command):
+        time.sleep(seconds)
+        launched.append(json.loads(os.environ[train.RUN_CONFIG])["seed"])
+        return 0
+
+    launched, said = [], io.StringIO()
+    import bmburst.runtime.launch
+
+    bmburst.runtime.launch.launch = launch
+    time.sleep(offset)
+    with contextlib.redirect_stderr(said):
+        status = main(argv)
+    queue.put((status, launched, said.getvalue(), os.getpid()))
+
+
+def two_at_once(argvs, offset, seconds=2.0):
+    queue = CONTEXT.Queue()
+    jobs = [
+        CONTEXT.Process(target=launcher, args=(argv, at, seconds, queue))
+        for argv, at in zip(argvs, (0.0, offset), strict=True)
+    ]
+    for job in jobs:
+        job.start()
+    found = sorted((queue.get(timeout=120) for _ in jobs), key=lambda each: each[0])
+    for job in jobs:
+        job.join(60)
+    return found
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.01, 0.05, 0.2, 0.6])
+@pytest.mark.parametrize("resume", [False, True])
+def test_one_of_two_runs_trains_with_its_own_configuration(launches, tmp_path, offset, resume):
+    argvs = [["train", "--output", "run", "--seed", str(seed)] for seed in (5, 6)]
+    if resume:
+        checkpoint(started(tmp_path, steps="9", seed="5"), 4)
+        argvs = [["train", "--output", "run", "--resume", "--steps", str(steps)] for steps in (10, 11)]
+    (status, launched, _, winner), (other, none, said, loser) = two_at_once(argvs, offset)
+    assert (status, other, none) == (0, 2, [])
+    assert f"run: another run is using this folder: process {winner} on host {os.uname().nodename}, since 2" in said
+    assert len(said.splitlines()) == 2 and winner != loser
+    assert resolve((tmp_path / "run" / "config.json",)).seed == launched[0]
+    assert not (tmp_path / "run" / LOCK_FILE).exists()
+
+
+def test_ranks_train_what_their_launcher_settled_whatever_the_folder_says(launches, trained, as_rank, tmp_path):
+    assert main(["train", "--output", "run", "--seed", "5"]) == 0
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"seed": 6}))
+    as_rank(0, 2, launched=True)
+    assert main(launches.command[2:]) == 0
+    (tmp_path / "run" / "config.json").unlink()
+    as_rank(1, 2, launched=True)
+    assert main(launches.command[2:]) == 0
+    assert [config.seed for config in trained] == [5, 5]
+
+
+def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys, tmp_path, monkeypatch):
+    import sys
+
+    seen = []
+    monkeypatch.setattr(
+        sys.modules["bmburst.train.trainer"], "run", lambda _: seen.append((tmp_path / "out" / LOCK_FILE).exists())
+    )
+    as_rank(0, 2)
+    assert main(["train", "--output", "out"]) == 0
+    assert seen == [True]
+    with held(tmp_path / "out"):
+        assert "another run is using this folder" in refused(capsys, "train", "--output", "out")
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("lock", [LOCK_FILE, TRAINING_LOCK])
+def test_the_lock_of_a_killed_run_does_not_block(launches, tmp_path, lock):
+    (tmp_path / "run").mkdir()
+    taken = CONTEXT.Event()
+
+    def hold():
+        with held(tmp_path / "run", lock):
+            taken.set()
+            time.sleep(600)
+
+    job = CONTEXT.Process(target=hold)
+    job.start()
+    assert taken.wait(60)
+    with pytest.raises(UserError, match=rf"process {job.pid} on host"), held(tmp_path / "run", lock):
+        pass
+    os.kill(job.pid, signal.SIGKILL)
+    job.join(60)
+    assert (tmp_path / "run" / lock).exists()
+    assert main(["train", "--output", "run"]) == 0
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.json"]
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with held(tmp_path):
+        with pytest.raises(UserError, match=f"process {os.getpid()} on host"), held(tmp_path):
+            pass
+        holder = json.loads((tmp_path / LOCK_FILE).read_text())
+    assert not list(tmp_path.iterdir())
+    for changes, blocks in (({"pid": 2**22 + 1}, False), ({"started": "1"}, False), ({"host": "another"}, True)):
+        (tmp_path / LOCK_FILE).write_text(json.dumps(holder | changes))
+        if blocks:
+            with pytest.raises(UserError, match="on host another"), held(tmp_path):
+                pass
+        else:
+            with held(tmp_path):
+                pass

@@ -1,0 +1,260 @@
+"""Flipped bits and full disks: seen, told, and the last whole checkpoint serves."""
+
+import contextlib
+import io
+import json
+import random
+import resource
+import shutil
+
+import pytest
+
+from bmburst.checkpoint import files as checkpoint_files
+from bmburst.checkpoint.files import bytes_to_come, nbytes, newest_whole, require_whole
+from bmburst.checkpoint.sharded_files import together
+from bmburst.cli import main
+from bmburst.convert.run import convert
+from bmburst.errors import RunError, UserError
+from bmburst.outputs import require_space
+from bmburst.recompute.checkpointing import checkpoint
+from bmburst.train.config import DataConfig, TrainConfig
+from bmburst.train.text import open_text
+from tests.distributed.programs import run_program
+from tests.train import run_program as program
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run_program(2, _saves, folder)
+    return folder
+
+
+def trainer(folder, name, **changes):
+    from bmburst.train.trainer import Trainer
+
+    return Trainer(program.config(folder, name, **changes))
+
+
+def _saves(folder):
+    ours = trainer(folder, "run")
+    for part_bytes in (None, 1):
+        progress = checkpoint.Progress(step=ours.steps_done, data=ours.batches.state_dict(), tokenizer="bytes")
+        checkpoint.save(folder / "run", ours.model, ours.optimizer, progress, keep=2, part_bytes=part_bytes)
+        ours.step()
+    if ours.is_main:
+        from bmburst.train.resolve import write_run_config
+
+        write_run_config(ours.config, folder / "run")
+
+
+def flip(path, flips):
+    data = bytearray(path.read_bytes())
+    data[flips.randrange(len(data))] ^= 1 << flips.randrange(8)
+    path.write_bytes(data)
+
+
+def test_no_flipped_bit_goes_unseen(folder, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "run", run)
+    old, new = sorted((run / "checkpoints").iterdir())
+    state = json.loads((new / "state.json").read_text())
+    assert set(state["checksums"]) == set(state["files"]) == {path.name for path in new.iterdir()} - {"state.json"}
+    assert len(state["files"]) == 8  # two parts and an index of model and of optimizer, config.json and random numbers
+    assert newest_whole(run, pytest.fail) == new
+    flips = random.Random(18)
+    for path in sorted(new.iterdir()):
+        whole = path.read_bytes()
+        for _ in range(25):
+            flip(path, flips)
+            said = []
+            with pytest.raises(UserError, match=path.name) as caught:
+                require_whole(new)
+            assert len(str(caught.value).splitlines()) <= 3
+            assert newest_whole(run, said.append) == old
+            assert [new.name in line and path.name in line and old.name in line for line in said] == [True]
+            path.write_bytes(whole)
+    require_whole(new)
+    flip(old / "model.safetensors", flips)
+    flip(new / "state.json", flips)
+    with pytest.raises(UserError, match=r"no complete checkpoint: .*state.json .*and 1 more are damaged") as caught:
+        newest_whole(run, pytest.fail)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_a_resumed_run_falls_back_and_says_so(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    flip(tmp_path / "copy" / "run" / "checkpoints" / "step-000001" / "random.safetensors", random.Random(3))
+    run_program(2, _falls_back, tmp_path / "copy")
+    said = (tmp_path / "copy" / "said").read_text().splitlines()
+    assert len(said) == 1
+    assert "step-000001" in said[0] and "random.safetensors" in said[0] and "going on from step-000000" in said[0]
+
+
+def _falls_back(folder):
+    ours, said = trainer(folder, "run", resume=True), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        ours.restore()
+    assert ours.steps_done == 0
+    assert bool(said.getvalue()) == ours.is_main
+    if ours.is_main:
+        (folder / "said").write_text(said.getvalue())
+
+
+def test_eval_convert_and_init_from_refuse_a_damaged_one(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    shutil.copytree(folder / "run", tmp_path / "run")
+    damaged = tmp_path / "run" / "checkpoints" / "step-000001"
+    convert(damaged, tmp_path / "good", to="huggingface")
+    weights = sorted(damaged.glob("model-*"))[-1]
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 4
+    weights.write_bytes(data)
+    with pytest.raises(UserError, match=f"{weights.name} is damaged"):
+        convert(damaged, tmp_path / "bad", to="huggingface")
+    for argv in (
+        ["convert", str(damaged), str(tmp_path / "bad"), "--to", "huggingface"],
+        ["eval", "--checkpoint", str(damaged), "--data", str(folder / "text.txt"), "--sequence-length", "48"],
+        ["train", "--init-from", str(damaged), "--output", str(tmp_path / "bad"), "--sequence-length", "48"],
+    ):
+        assert main(argv) == 2
+        err = capsys.readouterr().err
+        assert f"{weights.name} is damaged" in err and len(err.splitlines()) <= 3
+        assert not (tmp_path / "bad").exists()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "older"), "--to", "huggingface"]) == 0
+    assert "going on from step-000000" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_checksums_still_loads(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    for path in (tmp_path / "copy" / "run" / "checkpoints").glob("*/state.json"):
+        state = json.loads(path.read_text())
+        path.write_text(json.dumps({key: state[key] for key in state if not key.startswith("checksum")}, indent=2))
+    run_program(2, _restores, tmp_path / "copy")
+
+
+def _restores(folder):
+    ours = trainer(folder, "run", resume=True)
+    ours.restore()
+    assert ours.steps_done == 1
+
+
+def test_damaged_tokens_are_seen_before_training(tmp_path):
+    run_program(2, _tokens, tmp_path)
+
+
+def _tokens(folder):
+    from bmburst.data import open_corpus
+
+    first = trainer(folder, "first")  # tokenizes
+    damaged = open_corpus(folder / "text.txt", "bytes", folder / "tokens").path
+    first.corpus.verify()
+    together(lambda: None)
+    if first.is_main:
+        data = bytearray(damaged.read_bytes())
+        data[1000] ^= 1
+        damaged.write_bytes(data)
+    together(lambda: None)
+    source = {"source": str(damaged), "held_out_fraction": 0.2}
+    if first.is_main:  # the first rank of a host reads for all
+        with pytest.raises(UserError, match="is damaged: the checksum of its tokens is crc32:"):
+            program_corpus(folder, first, DataConfig(**source))
+    together(lambda: None)
+    program_corpus(folder, first, DataConfig(**source, verify=False))
+
+
+def program_corpus(folder, first, data):
+    return open_text(program.config(folder, "other", data=data), folder / "other", first.runtime)
+
+
+# Disks
+
+
+def test_a_full_disk_leaves_the_last_whole_checkpoint(tmp_path):
+    run_program(2, _fills_the_disk, tmp_path)
+
+
+def _fills_the_disk(folder):
+    ours = trainer(folder, "run")
+    first = ours.save()
+    before = {path: path.read_bytes() for path in first.iterdir()}
+    ours.step()
+    sizes = sorted({path.stat().st_size for path in first.iterdir()})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in (1, sizes[0] // 2, sizes[-2] - 1, sizes[-1] - 1):
+        if ours.is_main:  # the other rank writes nothing, and must hear of it
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        with pytest.raises(UserError, match=r"cannot write the checkpoint .*step-000001: File too large") as caught:
+            ours.save()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        text = str(caught.value)
+        assert "make room: a checkpoint needs " in text and " are free" in text and "from step-000000" in text
+        assert len(text.splitlines()) <= 3
+        assert [path.name for path in first.parent.iterdir()] == [first.name]
+        assert {path: path.read_bytes() for path in first.iterdir()} == before
+        checkpoint_files.require_whole(first)
+    assert ours.save().name == "step-000001"
+
+
+def test_what_a_run_will_write_is_compared_with_what_is_free(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    launched = []
+    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: launched.append(1) or 0)
+    size = nbytes(TrainConfig())
+    (tmp_path / "x.txt").write_text("some text " * 2000)
+    argv = ["train", "--output", "run", "--data", "x.txt", "--sequence-length", "64"]
+    for free, status, more in (
+        (3 * size, 2, []),
+        (3 * size + 50_000, 0, []),
+        (3 * size, 0, ["--keep-checkpoints", "1"]),
+        (size, 2, ["--checkpoint-every", "0"]),
+        (size + 50_000, 0, ["--checkpoint-every", "0"]),
+        (size, 0, ["--checkpoint-every", "never"]),
+        (10_000, 2, ["--checkpoint-every", "never"]),
+    ):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        monkeypatch.setattr("bmburst.outputs.free_bytes", lambda _, free=free: free)
+        assert main([*argv, *more]) == status, (free, more)
+        err = capsys.readouterr().err
+        if status:
+            assert "are free there, and the run writes" in err and "make room for" in err
+            assert len(err.splitlines()) <= 3
+            assert not (tmp_path / "run").exists()
+    require_space({"nothing": (tmp_path, 0)}, "")
+
+
+def test_checkpoints_to_come(tmp_path):
+    config, one = TrainConfig(steps=200, checkpoint_every=50), nbytes(TrainConfig())
+    assert one == TrainConfig().model.num_parameters * 12
+    assert nbytes(TrainConfig(dtype="bfloat16")) == TrainConfig().model.num_parameters * 14
+    assert bytes_to_come(config, tmp_path) == 3 * one
+    assert bytes_to_come(config.replace(checkpoint_every=150), tmp_path) == 2 * one
+    assert bytes_to_come(config.replace(checkpoint_every=0), tmp_path) == one
+    assert bytes_to_come(config.replace(checkpoint_every=None), tmp_path) == 0
+    for step in (50, 100):
+        path = tmp_path / "checkpoints" / f"step-{step:06d}"
+        path.mkdir(parents=True)
+        state = {"format": checkpoint_files.FORMAT, "step": step, "data": {}, "tokenizer": "bytes", "files": {}}
+        (path / "state.json").write_text(json.dumps(state))
+    assert bytes_to_come(config, tmp_path) == one
+    assert bytes_to_come(config.replace(steps=100), tmp_path) == 0
+
+
+def test_never_writes_no_checkpoint(tmp_path):
+    run_program(1, _never, tmp_path)
+
+
+def _never(folder):
+    program.train(folder, "run", checkpoint_every=None, steps=2)
+    assert not (folder / "run" / "checkpoints").exists()
+    written = json.loads((folder / "run" / "config.json").read_text())
+    assert written["checkpoint_every"] is None
+    # A run that ends for skipped steps advises what is possible.
+    for every, advice in ((None, "there is no checkpoint yet"), (1, "--resume goes on from the last checkpoint")):
+        ours = trainer(folder, f"skips-{every}", max_skipped_steps=1, checkpoint_every=every, steps=4)
+        if every:
+            ours.save()
+        ours._skips._in_row = 1
+        with pytest.raises(RunError, match=advice):
+            ours._skips.require(lambda run=ours.folder: checkpoint.newest_complete(run) is not None)
