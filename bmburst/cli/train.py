@@ -91,10 +91,11 @@ def run(args: argparse.Namespace) -> int:
         elif config.init_from is not None:
             told[VERIFIED] = str(verified(config.init_from, warn))
         # numpy comes with it, and the command line's help does without.
-        from bmburst.train.text import check_text, token_cache
+        from bmburst.train.text import bytes_of_tokens, check_text, token_cache
 
-        check_text(config, token_cache(config, folder))
-        _require_room(config, folder)
+        cache = token_cache(config, folder)
+        text = check_text(config, cache)
+        _require_room(config, folder, (cache, bytes_of_tokens(config, cache, text)))
         if not is_held:  # another run may have made it by now
             with _refusing(folder, config):
                 folder = _make_folder(config, folder)
@@ -203,22 +204,24 @@ def _hold(stack: contextlib.ExitStack, folder: Path) -> None:
             pass
 
 
-def _require_room(config: TrainConfig, folder: Path) -> None:
-    """Check that what the run will write has room.
+def _require_room(config: TrainConfig, folder: Path, tokens: tuple[Path, int]) -> None:
+    """Check that there is room on disk for what the run will write.
+
+    Args:
+        config: The run.
+        folder: The run folder.
+        tokens: Folder of the token cache, and the bytes that will be written there.
 
     Raises:
-        UserError: It has not.
+        UserError: There is not enough.
     """
-    from bmburst.train.text import bytes_of_tokens, token_cache
-
-    cache = token_cache(config, folder)
     size, keep = amount(nbytes(config)), config.keep_checkpoints
     needs = {
         f"checkpoints of {size} (the newest {keep} are kept, and one more while it is written)": (
             folder,
             bytes_to_come(config, folder),
         ),
-        "tokens of the text": (cache, bytes_of_tokens(config, cache)),
+        "tokens of the text": tokens,
     }
     require_space(needs, "a smaller --keep-checkpoints, or --checkpoint-every never, which writes none")
 
@@ -261,7 +264,10 @@ def _settle_in_rank(args: argparse.Namespace, stack: contextlib.ExitStack) -> Tr
         )
     check_run(config, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
     if RUN_CONFIG not in os.environ and os.environ["RANK"] == "0":
-        _require_room(config, config.output)
+        from bmburst.train.text import bytes_of_tokens, find_text, token_cache
+
+        cache = token_cache(config, config.output)
+        _require_room(config, config.output, (cache, bytes_of_tokens(config, cache, find_text(config))))
         with _refusing(config.output, config):
             config.output.mkdir(parents=True, exist_ok=True)
         _hold(stack, config.output)

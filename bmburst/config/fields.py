@@ -18,6 +18,7 @@ from bmburst.errors import UserError, unknown
 
 _SPEC = "bmburst.field"
 _MOST_NAME, _MOST_PATH = 255, 4096  # bytes that Linux takes: more is an OSError wherever it is looked at
+_PATH = f"a path of at most {_MOST_PATH} bytes, with names of at most {_MOST_NAME}"
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
 
@@ -150,7 +151,7 @@ def describe(annotation: Any, spec: FieldSpec) -> str:
     elif dataclasses.is_dataclass(inner):
         words = "an object of fields"
     else:
-        names = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}
+        names = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: _PATH}
         words = names[inner] + (bounds if inner in (int, float) else "")
         words += f", {TOKENS_TOO}" if spec.counts_tokens else ""
     return f"{words}, or {spec.none_text}" if none_allowed else words

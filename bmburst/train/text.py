@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from bmburst import data
-from bmburst.data.corpus import find_corpus, has_tokens, require_cache, tokenize
+from bmburst.data.corpus import Text, find_corpus, has_tokens, require_cache, tokenize
 from bmburst.errors import UserError
 from bmburst.runtime import Runtime
 from bmburst.runtime.watchdog import beat
@@ -26,7 +26,16 @@ def token_cache(config: TrainConfig, folder: Path) -> Path:
     return config.data.cache or folder.parent / "tokens"
 
 
-def check_text(config: TrainConfig, cache: Path | None = None) -> None:
+def find_text(config: TrainConfig) -> data.TokenFile | Text:
+    """Return the token file or the text that a configuration names.
+
+    Raises:
+        UserError: There is none, or its tokenizer cannot be had.
+    """
+    return find_corpus(config.data.source, config.data.tokenizer)
+
+
+def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile | Text:
     """Check, before ranks start, that the text has a sequence to train on, where that is in doubt and seen quickly.
 
     A text is tokenized for it in a temporary folder, as it will be by the ranks; a long one is left to them.
@@ -35,22 +44,25 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> None:
         config: The run.
         cache: Where the ranks will keep the tokens; None where that can be written.
 
+    Returns:
+        The token file or the text that the configuration names.
+
     Raises:
         UserError: The tokenizer cannot be had, or tokens cannot be kept; or the text is too short, cannot be read, or
             has tokens that the model does not know.
     """
     source, field = config.data.source, config.data.text_field
-    text = find_corpus(source, config.data.tokenizer)
+    text = find_text(config)
     if isinstance(text, data.TokenFile):
         _require_sequence(text, config)
         if config.sample_tokens:
             _require_tokenizer(text)
-        return
+        return text
     if cache is not None:
         require_cache("data.cache", cache, text, text_field=field)
     enough = min(_QUICK, _PLENTY * config.sequence_length / (1 - config.data.held_out_fraction))
     if any(size > enough for size in accumulate(file.path.stat().st_size for file in text.files)):
-        return
+        return text
     left_out: list[str] = []
     with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
         try:
@@ -62,14 +74,20 @@ def check_text(config: TrainConfig, cache: Path | None = None) -> None:
             for line in left_out:  # else the ranks say so
                 _say_left_out(line)
             raise
+    return text
 
 
-def bytes_of_tokens(config: TrainConfig, cache: Path) -> int:
-    """Return about how many bytes `open_text` will write into a cache: 0 where the tokens are there.
+def bytes_of_tokens(config: TrainConfig, cache: Path, text: data.TokenFile | Text) -> int:
+    """Estimate the bytes that `open_text` will write into a cache: 0 if the tokens are there already.
 
-    Of the byte tokenizer it is exact but for the table of documents; others are taken to make a token of four bytes.
+    For the byte tokenizer the estimate is exact except for the table of documents. Other tokenizers are assumed to make
+    one token of four bytes.
+
+    Args:
+        config: The run.
+        cache: Folder of the token cache.
+        text: What `check_text` returned.
     """
-    text = find_corpus(config.data.source, config.data.tokenizer)
     if isinstance(text, data.TokenFile) or has_tokens(cache, text, text_field=config.data.text_field):
         return 0
     tokenizer, size = text.tokenizer, sum(file.path.stat().st_size for file in text.files)

@@ -199,7 +199,7 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--data.cache", "full/x"], "data.cache full/x: no file can be written there: Not a directory\nfix: a folder"),
         (["--data.cache", "full/x/y"], "data.cache full/x/y: no file can be written there: Not a directory"),
         (["--output", "cut/run"], "data.cache cut/tokens: no file can be written there: Not a directory"),
-        (["--output", "x" * 5000], "File name too long"),
+        (["--output", "x" * 5000], "names of at most 255"),
         (["--resume"], "does not say which run"),
         (["--resume", "--output", "gone"], "gone is no run folder"),
         (["--resume", "--output", "full"], "full is no run folder"),

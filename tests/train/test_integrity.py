@@ -10,13 +10,13 @@ import shutil
 import pytest
 
 from bmburst.checkpoint import files as checkpoint_files
+from bmburst.checkpoint import training as checkpoint
 from bmburst.checkpoint.files import bytes_to_come, nbytes, newest_whole, require_whole
 from bmburst.checkpoint.sharded_files import together
 from bmburst.cli import main
 from bmburst.convert.run import convert
 from bmburst.errors import RunError, UserError
 from bmburst.outputs import require_space
-from bmburst.recompute.checkpointing import checkpoint
 from bmburst.train.config import DataConfig, TrainConfig
 from bmburst.train.text import open_text
 from tests.distributed.programs import run_program
