@@ -1,7 +1,6 @@
 """A run as the planner knows it."""
 
-from bmburst.plan.candidates import Candidate
-from bmburst.plan.choice import way_of
+from bmburst.plan.candidates import Candidate, way_of
 from bmburst.plan.task import Task
 from bmburst.recompute_policy import AUTO
 from bmburst.schedule.hardware import Hardware
