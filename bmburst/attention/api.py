@@ -99,9 +99,9 @@ def burst_attention(
             ranks), "gather" (each rank pulls the keys and values that its queries see), "ring" (blocks go round, as far
             as any rank needs them), "heads+ring" and "heads+gather" (heads among neighbours, the other between their
             groups), "double-ring" (blocks go round inside nodes, and from node to node behind that; BMBURST_NODE names
-            a process's node where it is not its host), or "auto", the one that `bmburst.schedule.strategy.cost` finds
-            cheapest. "kv" and "burst" are rings whose backward moves keys and
-            values, or queries and their gradients; "ring" takes the one with fewer bytes.
+            a process's node where it is not its host), or "auto", the one that `bmburst.schedule.cost` finds
+            cheapest. "kv" and "burst" are rings whose backward moves keys and values, or queries and their gradients;
+            "ring" takes the one with fewer bytes.
         transport: "peer" (copy engines between the GPUs of one host, beside the kernels), "nccl", "gloo", or "auto":
             "peer" where every rank can reach the others' memory, else what the group has.
         deterministic: Whether repeated calls must give the same bits in backward too. Costs speed on a GPU.

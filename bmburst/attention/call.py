@@ -10,18 +10,20 @@ from bmburst.attention.differentiable import gradient_signature
 from bmburst.attention.inputs import require_tensors, require_transport
 from bmburst.attention.options import AttentionOptions, scale_of
 from bmburst.comm.checks import Checked, describe
-from bmburst.comm.levels import Levels, find_nodes, over_levels
+from bmburst.comm.levels import Levels, device_name, find_nodes, over_levels
 from bmburst.comm.protocol import BlockMover
 from bmburst.comm.subgroups import EveryNth
 from bmburst.comm.transports import over_transport
 from bmburst.errors import UserError
+from bmburst.schedule.cost import Placement
 from bmburst.schedule.double_schedule import DoubleSchedule, make_double_schedule
+from bmburst.schedule.hardware import hardware_like
 from bmburst.schedule.heads_plan import HeadShapes, HeadsPlan, Strides, make_heads_plan
 from bmburst.schedule.layout import Layout, make_layout, real_length
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst.schedule.ring_schedule import Schedule, make_schedule, tiles
-from bmburst.schedule.strategy import Strategy, choose_strategy
-from bmburst.schedule.strategy_names import STRATEGIES, Travellers
+from bmburst.schedule.strategy import choose_strategy
+from bmburst.schedule.strategy_names import STRATEGIES, Strategy, Travellers
 from bmburst.schedule.tiles import Tile
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.errors import KernelError
@@ -76,7 +78,7 @@ class AttentionCall:
         key = (backward, q.shape, k.shape, *(tensor.stride() for tensor in brought))
         if key not in self._heads_plans:
             self._heads_plans[key] = make_heads_plan(
-                replace(head_shapes(self.layout, q, k), degree=self.strategy.heads),
+                replace(head_shapes(self.layout, q, k), degree=self.strategy.ulysses_degree),
                 self.comm.rank,
                 tuple(_strides(tensor) for tensor in brought),
                 backward=backward,
@@ -94,10 +96,10 @@ class AttentionCall:
     @cached_property
     def outer(self) -> "AttentionCall":
         """The attention that remains once heads are exchanged: over one rank of each group that did."""
-        degree = self.strategy.heads
+        degree = self.strategy.ulysses_degree
         if degree == 1:
             return self
-        strategy, layout = replace(self.strategy, heads=1), self.layout.over_groups(degree)
+        strategy, layout = replace(self.strategy, ulysses_degree=1), self.layout.over_groups(degree)
         return replace(self, comm=EveryNth(self.comm, degree), layout=layout, strategy=strategy)
 
 
@@ -140,6 +142,7 @@ def _decide(
     comm: Checked, q: Tensor, k: Tensor, v: Tensor, length: int | None, options: AttentionOptions
 ) -> AttentionCall:
     """Decide, together with the other ranks while the group compares them."""
+    hardware = hardware_like(device_name(comm))
 
     def here() -> tuple[AttentionCall, str]:
         options.validate()
@@ -157,46 +160,47 @@ def _decide(
             length=real,
             mask=mask,
             scale=scale_of(q, options.scale),
-            strategy=choose(layout, real, mask, comm.transport),
+            strategy=choose(layout, real, mask, Placement(comm.transport, None)),
             deterministic=options.deterministic,
         )
         hints = f"nodes {comm.nodes}\nheads {comm.heads}"
         return call, f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
 
-    def choose(layout: Layout, real: int, mask: Mask, transport: str, nodes: int | None = None) -> Strategy:
+    def choose(layout: Layout, real: int, mask: Mask, placement: Placement) -> Strategy:
         shapes = head_shapes(layout, q, k)
-        return choose_strategy(options.strategy, shapes, real, mask, transport, nodes, comm.heads)
+        return choose_strategy(options.strategy, shapes, real, mask, placement, hardware, comm.heads)
 
     call = comm.decided(here)
     # What follows is collective the first time: not before all agree.
     by_levels = STRATEGIES[options.strategy].needs("double-ring")  # which have transports of their own
     moved = comm if by_levels else over_transport(comm, options.transport)
-    nodes = _nodes(comm, moved, options.strategy)
-    if moved is comm and nodes is None:
+    placement = _placement(comm, moved, options)
+    if moved is comm and placement.nodes is None:
         return call
-    strategy = choose(call.layout, call.length, call.mask, moved.transport, nodes)
+    strategy = choose(call.layout, call.length, call.mask, placement)
     if strategy.outer != "double-ring":
         return replace(call, comm=moved, strategy=strategy)
-    assert nodes is not None
-    levels = over_levels(comm, nodes, options.transport, strategy.heads)
+    assert placement.nodes is not None
+    levels = over_levels(comm, placement.nodes, options.transport, strategy.ulysses_degree)
     return replace(call, comm=moved, strategy=strategy, levels=levels)
 
 
-def _nodes(comm: Checked, moved: Checked, strategy: str) -> int | None:
-    """Return how many nodes the ranks lie on, or None where the strategy does not ask or they lie unevenly.
+def _placement(comm: Checked, moved: Checked, options: AttentionOptions) -> Placement:
+    """Return where the ranks lie and what moves their blocks; ranks are asked only where several ways are compared.
 
     Raises:
-        UserError: They do, and the strategy asked for needs it.
+        UserError: They lie unevenly on nodes, and the strategy asked for needs it.
     """
-    asked = STRATEGIES[strategy]
-    if comm.size == 1 or "double-ring" not in asked.outer or moved.transport == "peer":
-        return None
-    found = find_nodes(comm)
-    if isinstance(found, int):
-        return found
-    if asked.needs("double-ring"):
-        raise UserError(f"strategy '{strategy}' cannot work: {found}\nuse strategy='auto'")
-    return None
+    asked = STRATEGIES[options.strategy]
+    if comm.size == 1 or moved.transport == "peer":  # peers are on one node
+        return Placement(moved.transport, 1 if moved.transport == "peer" else None)
+    if "double-ring" not in asked.outer and asked.exchange != "some":
+        return Placement(moved.transport, None)
+    nodes = find_nodes(comm)
+    if nodes.uneven and asked.needs("double-ring"):
+        raise UserError(f"strategy '{options.strategy}' cannot work: {nodes.uneven}\nuse strategy='auto'")
+    within = None if options.transport == "auto" else options.transport
+    return Placement(moved.transport, nodes.count, not nodes.uneven, within)
 
 
 def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:

@@ -14,13 +14,13 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
 
     The output is in q's dtype, the log-sum-exp in fp32 or wider. Padding rows give zero and `-inf`.
     """
-    executor = heads_forward if call.strategy.heads > 1 else outer_forward
+    executor = heads_forward if call.strategy.ulysses_degree > 1 else outer_forward
     with traced("attention forward"):
         return executor(call, q, k, v)
 
 
 def backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradients:
     """Return the gradients of this rank's q, k and v, in their dtype or wider."""
-    executor = heads_backward if call.strategy.heads > 1 else outer_backward
+    executor = heads_backward if call.strategy.ulysses_degree > 1 else outer_backward
     with traced("attention backward"):
         return executor(call, kernel, given)

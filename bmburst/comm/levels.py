@@ -17,6 +17,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Protocol, runtime_checkable
 
+import torch
+
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import LocalCommunicator, Wire
 from bmburst.comm.objects import gather_objects
@@ -24,6 +26,7 @@ from bmburst.comm.protocol import BlockMover, Communicator
 from bmburst.comm.shared_memory import host_identity
 from bmburst.comm.subgroups import Members
 from bmburst.comm.transports import over_transport
+from bmburst.schedule.hardware import HOST
 
 NODE_SWITCH = "BMBURST_NODE"
 """The environment variable that names the node of a process; by default the host is its node."""
@@ -51,23 +54,40 @@ class Splittable(Communicator, Protocol):
         ...
 
 
-def find_nodes(comm: Checked) -> int | str:
-    """Return how many nodes the group lies on, or why that is no number: the same on every rank.
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """On how many nodes a group lies, and why they do not hold as many ranks each, in order; None: they do."""
+
+    count: int
+    uneven: str | None = None
+
+
+def find_nodes(comm: Checked) -> Nodes:
+    """Return how many nodes the group lies on: the same on every rank.
 
     It is `comm.nodes` if that is set. Else ranks ask each other where they run, the first time for a group: collective,
     and blocks the host. Nodes must hold as many ranks each, next to each other in the group.
     """
     if comm.size == 1:
-        return 1
+        return Nodes(1)
     if comm.nodes is not None:
         fits = comm.nodes > 0 and comm.size % comm.nodes == 0
-        return comm.nodes if fits else f"{comm.size} ranks cannot lie evenly on {comm.nodes} nodes"
+        return Nodes(comm.nodes) if fits else Nodes(1, f"{comm.size} ranks cannot lie evenly on {comm.nodes} nodes")
     found = [(name, len(list(ranks))) for name, ranks in groupby(_node_names(comm.base))]
     if len({name for name, _ in found}) == len(found) and len({count for _, count in found}) == 1:
-        return len(found)
+        return Nodes(len(found))
     order = ", ".join(f"{count} on {name[:20]}" for name, count in found[:4])
     more = ", ..." if len(found) > 4 else ""
-    return f"nodes must hold equal numbers of neighbouring ranks, but the group has {order}{more}"
+    uneven = f"nodes must hold equal numbers of neighbouring ranks, but the group has {order}{more}"
+    return Nodes(len({name for name, _ in found}), uneven)
+
+
+def device_name(comm: Checked) -> str:
+    """Return the device by whose machine attention is priced: the first rank's, the same on every rank.
+
+    A group of GPUs asks for it the first time: collective, and blocks the host.
+    """
+    return _first_device(comm.base) if comm.device.type == "cuda" else HOST
 
 
 def over_levels(comm: Checked, nodes: int, transport: str, every: int = 1) -> Levels:
@@ -104,6 +124,12 @@ def _part(comm: Checked, partition: Sequence[tuple[int, ...]]) -> BlockMover:
     if isinstance(comm.inner, Splittable):
         return comm.over(comm.inner.split(partition))
     return Members(comm, mine)
+
+
+@lru_cache(maxsize=64)
+def _first_device(comm: Checked) -> str:
+    mine = torch.cuda.get_device_name(comm.device)
+    return mine if comm.size == 1 else gather_objects(comm, mine)[0]
 
 
 @lru_cache(maxsize=64)

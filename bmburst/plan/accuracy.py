@@ -13,7 +13,6 @@ from typing import Any
 from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
-from bmburst.plan.attention import attention_cost
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import attention_flops
 from bmburst.plan.operators import FUSED, OPERATORS
@@ -120,7 +119,7 @@ def _measured_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Compariso
             way = Candidate(task=task, data=1, tensor=1, heads=1, outer="none")
         else:
             way = _way(task, row, transport=row["transport"])
-        cost = attention_cost(way, hardware)
+        cost = way.attention_cost(hardware)
         start = 0.0 if alone else hardware.call_start
         forward = cost.forward.total + start
         both = forward + cost.backward.total
@@ -170,7 +169,7 @@ def _published_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparis
     for row in rows:
         task = _attention_task(row["num_heads"], row["num_kv_heads"], row["sequence"], row["gpus"], row["nodes"])
         way = _way(task, row, transport="nccl")
-        cost = attention_cost(way, load_hardware(row["hardware"]))
+        cost = way.attention_cost(load_hardware(row["hardware"]))
         flops = attention_flops(task.model, task.sequence) / task.gpus / 1e12
         both = cost.forward.total + cost.backward.total
         kernel = cost.forward.kernel + cost.backward.kernel

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.operators import WIDE
-from bmburst.plan.sizes import Sizes, sizes
+from bmburst.schedule.sizes import Sizes
 from bmburst.schedule.units import records_kernels
 
 _TURNS = 2  # buffers and boxes: one is filled while the other is read
@@ -33,9 +33,9 @@ class Buffers(NamedTuple):
 
 def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:
     """Return a pass's buffers at its fullest."""
-    own = sizes(candidate)
+    own = candidate.sizes
     if backward:
-        replicas = own.copies if candidate.heads > 1 else 1.0
+        replicas = own.shapes.replicas if candidate.heads > 1 else 1.0
         joined = 2 * own.k if replicas > 1 else 0.0
         results = own.q + 2 * own.k * replicas + joined + own.statistics
     else:
@@ -62,7 +62,7 @@ def held_outside(candidate: Candidate) -> float:
 
 def held_by_graphs(candidate: Candidate) -> float:
     """Return the bytes that kernels of one tile take for themselves where they are CUDA graphs, which keep them."""
-    own = sizes(candidate)
+    own = candidate.sizes
     is_taken = candidate.heads > 1 and candidate.groups == 1 and candidate.sequence_nodes == 1
     if not (is_taken and records_kernels(candidate.transport, own.q * WIDE / candidate.task.itemsize)):
         return 0.0
@@ -74,7 +74,7 @@ def _kernel(candidate: Candidate, own: Sizes, share: float, *, backward: bool) -
     if not backward:
         return own.statistics * share
     wide = WIDE / candidate.task.itemsize
-    shared = 2 * own.exchanged_k * wide if own.heads > own.kv_heads else 0.0
+    shared = 2 * own.exchanged_k * wide if own.shapes.own_heads > own.shapes.own_kv_heads else 0.0
     return (own.q * wide + shared + 2 * own.statistics) * share
 
 
@@ -88,8 +88,8 @@ def _heads(candidate: Candidate, own: Sizes, results: float, *, backward: bool) 
 
 def _gather(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
     """Two buffers and two outboxes of a unit, backward twice as many; see `bmburst/attention/gather.py`."""
-    units = own.gather_units if own.candidate.heads == 1 else 1
-    groups, turns, part = own.candidate.groups, min(_TURNS, units), share / units
+    units = own.gather_units if own.shapes.degree == 1 else 1
+    groups, turns, part = own.groups, min(_TURNS, units), share / units
     k, q = 2 * own.exchanged_k * part, own.q * part
     working, boxes = turns * k * (groups - 1), turns * k
     if backward:
@@ -99,7 +99,7 @@ def _gather(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
 
 def _ring(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
     """What visits and what arrives, sums in fp32, a tile's results; see `bmburst/attention/ring.py`."""
-    wide = WIDE / own.candidate.task.itemsize
+    wide = WIDE / own.shapes.itemsize
     q, k = own.q * share, own.exchanged_k * share
     if not backward:
         visiting = 2 * k

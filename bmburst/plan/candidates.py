@@ -8,12 +8,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import cast
 
 from bmburst.blocks.config import mlp_chunk
 from bmburst.errors import UserError
+from bmburst.plan.operators import WIDE
 from bmburst.plan.task import Task
 from bmburst.recompute.policy import POLICIES, Policy
+from bmburst.schedule.cost import AttentionCost, Placement, Problem, most_kv_heads
+from bmburst.schedule.hardware import Hardware
+from bmburst.schedule.heads_plan import HeadShapes
+from bmburst.schedule.layout import Zigzag
+from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.mesh_shape import can_share, divisors
+from bmburst.schedule.ring_schedule import choose_travellers
+from bmburst.schedule.sizes import Sizes, attention_shape
+from bmburst.schedule.strategy import choose_strategy, possible_strategies
+from bmburst.schedule.strategy_names import STRATEGIES, Outer, Strategy, Travellers
 
 RECOMPUTE = POLICIES
 ZERO = (2, 3)
@@ -111,6 +122,52 @@ class Candidate:
         """Nodes that a sequence spans."""
         return -(-self.sequence * self.tensor // self.task.gpus_per_node)
 
+    @cached_property
+    def shapes(self) -> HeadShapes:
+        """Sizes of one layer's attention, of a micro batch, after the exchange of heads."""
+        return HeadShapes(
+            layout=Zigzag(self.sequence, self.tokens),
+            degree=self.heads,
+            batch=self.task.micro_batch,
+            heads=self.own_heads,
+            kv_heads=self.own_kv_heads,
+            head_dim=self.task.model.head_dim,
+            itemsize=self.task.itemsize,
+            statistics_itemsize=WIDE,
+        )
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """What attention's executors move and cut, in the largest units: as if transfers took no time."""
+        outer = cast(Outer, "ring" if self.outer == "none" else self.outer)
+        least = choose_travellers(attention_shape(self.shapes), self.groups)
+        travellers = least if self.travellers == "auto" else cast(Travellers, self.travellers)
+        most = most_kv_heads(self.shapes, *self._pattern)
+        return Sizes(Strategy(self.heads, outer, travellers, most), self.shapes)
+
+    def problem(self, hardware: Hardware) -> Problem:
+        """Return one layer's attention as strategies for it are compared."""
+        length, mask, _ = self._pattern
+        return Problem(self.shapes, length, mask, self.placement, hardware)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the ranks of a sequence lie. Only a double ring has communicators of its own inside nodes."""
+        nodes = self.sequence_nodes
+        even = self.sequence % self.sequence_ranks_per_node == 0
+        return Placement(self.transport if nodes == 1 else "nccl", nodes, even, within=self.transport)
+
+    def attention_cost(self, hardware: Hardware) -> AttentionCost:
+        """Return the seconds of one layer's attention, of a micro batch."""
+        problem = self.problem(hardware)
+        return problem.cost(problem.in_units(self.sizes.strategy))
+
+    @property
+    def _pattern(self) -> tuple[int, Mask, str]:
+        """The sequence's tokens, the mask, and what moves blocks between its ranks."""
+        window = self.task.model.sliding_window
+        return self.task.sequence, SlidingWindow(window) if window else Causal(), self.placement.transport
+
     @property
     def strategy(self) -> str:
         """How attention is spread, in words."""
@@ -178,21 +235,30 @@ def _meshes(task: Task, tensor: Sequence[int] | None) -> Iterator[tuple[int, int
 
 def strategies(task: Task, data: int, tensor: int) -> Iterator[tuple[int, str]]:
     """Yield the ranks that exchange heads, and what goes on between groups of them."""
-    heads, kv_heads = task.model.num_heads // tensor, max(1, task.model.num_kv_heads // tensor)
-    sequence = task.gpus // (data * tensor)
-    inside = max(1, min(sequence, task.gpus_per_node // tensor))
-    for degree in divisors(sequence):
-        if degree > heads or not can_share(degree, heads, kv_heads):
-            continue
-        if degree > inside and degree % inside:
-            continue  # groups that lie across nodes unevenly
-        if degree == sequence:
-            yield degree, "none"
-            continue
-        yield degree, "ring"
-        yield degree, "gather"
-        if degree < inside < sequence and inside % degree == 0 and sequence % inside == 0:
-            yield degree, "double-ring"
+    one = Candidate(task=task, data=data, tensor=tensor, heads=1, outer="ring")
+    _, mask, _ = one._pattern
+    for strategy in possible_strategies(STRATEGIES["auto"], one.shapes, mask, one.placement):
+        degree = strategy.ulysses_degree
+        yield degree, "none" if degree == one.sequence else strategy.outer
+
+
+def way_of(candidate: Candidate, strategy: str, heads: int | None, hardware: Hardware) -> Candidate:
+    """Return the way that a run goes: like a candidate, with attention spread as `burst_attention` does it.
+
+    Args:
+        candidate: Its mesh counts.
+        strategy: One of `bmburst.schedule.strategy_names.STRATEGIES`.
+        heads: Ranks that exchange heads, if that is set.
+        hardware: By which "auto" takes the fastest.
+    """
+    asked = candidate.problem(hardware)
+    try:
+        taken = choose_strategy(strategy, asked.shapes, asked.length, asked.mask, asked.placement, hardware, heads)
+    except UserError:  # attention will refuse it
+        return replace(candidate, heads=1, outer="none" if candidate.sequence == 1 else "ring")
+    degree = taken.ulysses_degree
+    outer = "none" if degree == candidate.sequence else taken.outer
+    return replace(candidate, heads=degree, outer=outer, travellers=taken.travellers)
 
 
 def _none(task: Task, tensor: Sequence[int] | None) -> UserError:

@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
-from bmburst.plan.attention import attention_cost
-from bmburst.plan.candidates import Candidate, strategies
+from bmburst.plan.candidates import Candidate
 from bmburst.plan.first_layers import of_first_layers, with_margin
 from bmburst.plan.memory import taken
 from bmburst.plan.search import ALIKE, Prediction, predict
 from bmburst.recompute.policy import POLICIES, Policy, require_end
 from bmburst.schedule.hardware import Hardware
-from bmburst.schedule.strategy_names import STRATEGIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +24,6 @@ class Choice:
 
     name: str
     said: str
-
-
-def way_of(candidate: Candidate, strategy: str, heads: int | None, hardware: Hardware) -> Candidate:
-    """Return the way that a run goes: like a candidate, with attention spread as a strategy's name says.
-
-    Args:
-        candidate: Its mesh counts.
-        strategy: One of `bmburst.schedule.strategy_names.STRATEGIES`.
-        heads: Ranks that exchange heads, if that is set.
-        hardware: By which "auto" takes the fastest, which may be another one than attention itself takes.
-    """
-    spread = strategies(candidate.task, candidate.data, candidate.tensor)
-    asked = STRATEGIES[strategy]
-    ways = [replace(candidate, heads=h, outer=o) for h, o in spread if asked.fits(h, candidate.sequence, o)]
-    ways = [way for way in ways if heads is None or way.heads == heads] or ways
-    if not ways:  # the strategy will be refused, or is one that the planner does not try
-        return replace(candidate, heads=1, outer="none" if candidate.sequence == 1 else "ring")
-
-    def seconds(way: Candidate) -> float:
-        cost = attention_cost(way, hardware)
-        return cost.forward.total + cost.backward.total
-
-    return replace(min(ways, key=seconds), travellers=asked.travellers or "auto")
 
 
 def choose(

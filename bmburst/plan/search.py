@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from bmburst.plan.attention import attention_cost
-from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, candidates
+from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, candidates, way_of
 from bmburst.plan.first_layers import of_first_layers, with_margin
 from bmburst.plan.memory import Memory, memory_of, taken
 from bmburst.plan.operators import CURRENT, Operators
 from bmburst.plan.step import StepTime, step_time, utilisation
 from bmburst.plan.task import Task
+from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
+from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 ALIKE = 1e-3  # of a step: predictions closer than this are the same, and memory decides: of hosts, then of GPUs
@@ -77,7 +78,7 @@ def search(
     Raises:
         UserError: There is none.
     """
-    costs = {}
+    costs: dict[tuple[int, int, int, str], AttentionCost] = {}
     found = []
     ways = candidates(task, recompute=recompute, zero=zero, tensor=tensor)
     room = with_margin(hardware, hardware.memory - taken(task, hardware), task)
@@ -86,11 +87,34 @@ def search(
     for candidate in ways + between:
         spread = candidate.data, candidate.tensor, candidate.heads, candidate.outer
         if spread not in costs:  # neither recomputation nor ZeRO changes it
-            costs[spread] = attention_cost(candidate, hardware)
+            costs[spread] = candidate.attention_cost(hardware)
         time = step_time(candidate, hardware, attention=costs[spread])
         found.append(Prediction(candidate, hardware, time, memory_of(candidate, hardware)))
     found.sort(key=lambda each: (not each.memory.fits, each.seconds if each.memory.fits else each.memory.total))
-    return _frugal_first(found)
+    return _own_choice_first(_frugal_first(found))
+
+
+def _own_choice_first(found: list[Prediction]) -> list[Prediction]:
+    """Let each mesh begin with the strategy that `burst_attention` takes there, if such a way fits and is alike."""
+    ordered: list[Prediction] = []
+    begun: dict[tuple[int, int], Prediction] = {}
+    for each in found:
+        way = each.candidate
+        if (way.data, way.tensor) not in begun:
+            taken = way_of(way, "auto", None, each.hardware)
+            mesh = (way.data, way.tensor, taken.heads, taken.outer)
+            same = (one for one in found if _spread(one) == mesh and one.memory.fits == each.memory.fits)
+            own = next((one for one in same if one.seconds <= each.seconds * (1 + ALIKE_STRATEGIES)), each)
+            begun[way.data, way.tensor] = own
+            ordered.append(own)
+        if each is not begun[way.data, way.tensor]:
+            ordered.append(each)
+    return ordered
+
+
+def _spread(found: Prediction) -> tuple[int, int, int, str]:
+    way = found.candidate
+    return way.data, way.tensor, way.heads, way.outer
 
 
 def _frugal_first(found: list[Prediction]) -> list[Prediction]:
@@ -115,6 +139,5 @@ def best_of_each(found: Sequence[Prediction], most: int) -> list[Prediction]:
     """Return the best way of each mesh and strategy, at most so many: what a comparison shows."""
     shown: dict[tuple[int, int, int, str], Prediction] = {}
     for each in found:
-        way = each.candidate
-        shown.setdefault((way.data, way.tensor, way.heads, way.outer), each)
+        shown.setdefault(_spread(each), each)
     return list(shown.values())[:most]

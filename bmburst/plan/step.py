@@ -1,14 +1,13 @@
 """Seconds of a training step, part by part."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from bmburst.plan.attention import AttentionCost, attention_cost, beginning_seconds
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import BACKWARD, block_matrices, held_block, mlp_matrix, model_flops, table, tables
 from bmburst.plan.memory import block_bytes
 from bmburst.plan.operators import CURRENT, DELTA, SCALED, WIDE, Operators
-from bmburst.plan.traffic import collective
+from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 
 OUTSIDE_BLOCKS = 2  # what embedding, head and optimizer take of the host, in blocks
@@ -73,7 +72,7 @@ def step_time(
         operators: What stands between the matrices.
     """
     layers, passes = candidate.task.model.num_layers, candidate.micro_steps
-    attention = attention or attention_cost(candidate, hardware)
+    attention = attention or candidate.attention_cost(hardware)
     parts = _outside_layers(candidate, hardware, operators)
     for kind, count in candidate.kinds:
         for name, seconds in _layer(kind, hardware, operators, attention).items():
@@ -89,6 +88,35 @@ def utilisation(candidate: Candidate, hardware: Hardware, seconds: float, *, att
     """Return model FLOPs utilisation of a step; see `bmburst.plan.counts.model_flops`."""
     flops = model_flops(candidate.task, attention_backward=attention_backward)
     return flops / seconds / candidate.task.gpus / hardware.peak
+
+
+def prefix_seconds(candidate: Candidate, hardware: Hardware, kept: float) -> float:
+    """Return the seconds forward of the tokens before those whose attention is kept: `bmburst.attention.beginning`.
+
+    Where no rank has all of these tokens, the last one works on as much as twice the mean.
+    """
+    task = candidate.task
+    tokens = max(candidate.sequence, round((1 - kept) * task.sequence))
+    cost = replace(candidate, task=replace(task, sequence=tokens)).attention_cost(hardware).forward
+    return cost.total + (1 - 1 / candidate.groups) * cost.kernel
+
+
+def collective(hardware: Hardware, candidate: Candidate, nbytes: float, ranks: int) -> float:
+    """Return the seconds of an all-gather to, or a reduce-scatter of, so many bytes on each of `ranks` ranks.
+
+    The ranks lie evenly over the nodes. Into a GPU by the node's links, into a node by all of its NICs.
+    """
+    if ranks == 1 or not nbytes:
+        return 0.0
+    nodes = min(candidate.task.nodes, ranks)
+    near = ranks / nodes
+    home = nbytes * (ranks - 1) / ranks / hardware.collective_bandwidth if near > 1 else 0.0
+    groups = candidate.task.gpus_per_node / near  # as many such groups share the NICs
+    node = hardware.inter_bandwidth * candidate.task.gpus_per_node
+    away = groups * nbytes * (nodes - 1) / nodes / node
+    # A ring: its first byte passes every node.
+    latency = (nodes - 1) * hardware.inter_latency / 2 + hardware.nccl_latency
+    return max(home, away) + latency
 
 
 def _layer(kind: Candidate, hardware: Hardware, operators: Operators, attention: AttentionCost) -> dict[str, float]:
@@ -168,7 +196,7 @@ def _again(
         )
         return 2 * product + activation if candidate.mlp_rows < candidate.rows else 0.0
     forward = products.forward + elements.forward - (0.0 if operators.repeats_last else product)
-    beginning = beginning_seconds(candidate, hardware, policy.attention) if 0 < policy.attention < 1 else 0.0
+    beginning = prefix_seconds(candidate, hardware, policy.attention) if 0 < policy.attention < 1 else 0.0
     return policy.again(forward, attention.forward.total, beginning)
 
 

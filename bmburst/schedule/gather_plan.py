@@ -152,6 +152,7 @@ def pulled(sight: Sight, rank: int) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
+@bounded_cache(maxsize=256)
 def most_seen(sight: Sight) -> int:
     """Return the tokens that the rank with most of them pulls from others."""
     return max(_seen(sight, rank) for rank in range(sight.layout.size))
@@ -292,4 +293,12 @@ def _real(sight: Sight, rank: int) -> int:
 
 
 def _seen(sight: Sight, rank: int) -> int:
-    return sum(len(piece.tokens) for piece in pulled(sight, rank))
+    """Return how many tokens a rank pulls from others, without the list of them: their owners are not looked at."""
+    own = _real(sight, rank)
+    if sight.mask == Full():
+        return sight.length - own if own else 0
+    runs = _runs(sight, rank)
+    seen = _united(span for run in runs for span in seen_by(sight.mask, sight.length, *_ends(sight, run)))
+    ends = [(first, last + 1) for first, last in (_ends(sight, run) for run in runs)]
+    held = sum(max(0, min(span.stop, end) - max(span.start, start)) for span in seen for start, end in ends)
+    return sum(map(len, seen)) - held

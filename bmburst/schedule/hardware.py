@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -101,14 +102,18 @@ _MAY_BE_ZERO = (
     *("nccl_exposed", "inter_latency", "inter_exposed"),
 )
 
-_LIKE = "h200"
+HOST = "cpu"
+"""What a rank without a GPU says for its device. Its file holds guesses; links without GPUs are priced by it too."""
+DEFAULT = "h200"
+"""The machine by whose numbers a GPU that no file describes is priced: ways can still be compared."""
 _SLOWER_BOARDS = {"PCIE", "NVL"}
 """Of Hopper: they have the name, and not the rates, of the boards that the files describe."""
 
 
 def shipped() -> tuple[str, ...]:
     """Return the names of the machines whose numbers come with the package."""
-    return tuple(sorted(path.name.removesuffix(".toml") for path in _folder().iterdir()))
+    names = (path.name.removesuffix(".toml") for path in _folder().iterdir())
+    return tuple(sorted(name for name in names if name != HOST))
 
 
 def load_hardware(name: str) -> Hardware:
@@ -140,9 +145,14 @@ def hardware_of(device: str) -> Hardware | None:
     return None if machine is None else load_hardware(machine)
 
 
+@lru_cache(maxsize=64)
 def hardware_like(device: str) -> Hardware:
-    """Return the machine of a GPU; of one that is not known an H200, by whose rates ways can still be compared."""
-    return hardware_of(device) or load_hardware(_LIKE)
+    """Return the machine that a device is priced by: its own file's, `HOST`, or `DEFAULT` where none describes it.
+
+    Args:
+        device: What `torch.cuda.get_device_name` says, or `HOST`.
+    """
+    return load_hardware(HOST if device == HOST else machine_of(device) or DEFAULT)
 
 
 def read_facts(name: str) -> dict[str, Any]:
@@ -155,7 +165,7 @@ def read_facts(name: str) -> dict[str, Any]:
     """
     path = Path(name)
     is_path = path.suffix == ".toml" or path.parent != Path()
-    if not is_path and name not in shipped():
+    if not is_path and name not in (*shipped(), HOST):
         raise _unknown_hardware(name)
     try:
         text = path.read_text(encoding="utf-8") if is_path else (_folder() / f"{name}.toml").read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ Ranks trade tokens of all heads for all tokens of their own heads (DeepSpeed Uly
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -65,6 +66,27 @@ class HeadShapes:
         if self.layout.name == "striped" and 1 < self.degree < self.layout.size:
             return "the tokens of neighbouring ranks in layout 'striped' are no stripe together"
         return None
+
+
+class Part(IntEnum):
+    """What an exchange moves, in the order in which it is brought."""
+
+    Q = 0
+    K = 1
+    V = 2
+    GRAD_OUT = 3
+    LSE = 4
+    DELTA = 5
+
+    @property
+    def is_kv(self) -> bool:
+        """Whether it has KV heads; the others have query heads. Gradients and the output lie as their inputs do."""
+        return self in (Part.K, Part.V)
+
+    @property
+    def is_statistic(self) -> bool:
+        """Whether it is `[batch, heads, tokens]`; the others are `[batch, tokens, heads, head_dim]`."""
+        return self in (Part.LSE, Part.DELTA)
 
 
 class Strides(NamedTuple):
@@ -163,13 +185,13 @@ def make_heads_plan(
     own, own_kv = shapes.own_heads, shapes.own_kv_heads
     counts = (own, own_kv, own_kv, own, own, own) if backward else (own, own_kv, own_kv)
     rows = shapes.batch * shapes.tokens
-    items = [_item(shapes, i) for i in range(len(counts))]
+    items = [_item(shapes, part) for part, _ in zip(Part, counts, strict=False)]
     starts, nbytes = placed([rows * count * item for count, item in zip(counts, items, strict=True)])
     units = make_units(own, own_kv, most=most, pace=pace, backward=backward)
     windows = (
         tuple(
-            _window(shapes, kind, start, counts[kind], unit.kv_heads if kind in (1, 2) else unit.heads)
-            for kind, start in enumerate(starts)
+            _window(shapes, part, start, counts[part], unit.kv_heads if part.is_kv else unit.heads)
+            for part, start in zip(Part, starts, strict=False)
         )
         for unit in units
     )
@@ -221,22 +243,21 @@ def _unit_moves(
     shapes: HeadShapes, unit: Unit, source: int, target: int, sources: tuple[Strides, ...], starts: tuple[int, ...]
 ) -> Iterator[Move]:
     member = target % shapes.degree
-    for i, (strides, start) in enumerate(zip(sources, starts, strict=True)):
-        is_kv = i in (1, 2)
-        span = unit.new_kv_heads if is_kv else unit.heads
-        count = shapes.own_kv_heads if is_kv else shapes.own_heads
-        first = member * (shapes.kv_heads if is_kv else shapes.heads) // shapes.degree
-        item = _item(shapes, i)
-        here = Place(i, 0, strides).at(first + span.start)
-        there = Place(0, start, _strides(i, shapes.tokens, count, item)).at(span.start)
+    for part, strides, start in zip(Part, sources, starts, strict=False):
+        span = unit.new_kv_heads if part.is_kv else unit.heads
+        count = shapes.own_kv_heads if part.is_kv else shapes.own_heads
+        first = member * (shapes.kv_heads if part.is_kv else shapes.heads) // shapes.degree
+        item = _item(shapes, part)
+        here = Place(part, 0, strides).at(first + span.start)
+        there = Place(0, start, _strides(part, shapes.tokens, count, item)).at(span.start)
         for run in _landing(shapes, source):
             yield from _moves(shapes.batch, len(span), item, run.tokens, (here, run.offset, 1), (there, *run[1:3]))
 
 
 def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> Homeward:
-    kinds = (0, 1, 2) if backward else (0, 4)  # dQ, dK, dV lie as q, k, v do; out as q, its statistic as one
-    spans = [unit.kv_heads if kind in (1, 2) else unit.heads for kind in kinds]
-    items = [_item(shapes, kind) for kind in kinds]
+    parts = (Part.Q, Part.K, Part.V) if backward else (Part.Q, Part.LSE)  # dQ, dK, dV lie as q, k, v do; out as q
+    spans = [unit.kv_heads if part.is_kv else unit.heads for part in parts]
+    items = [_item(shapes, part) for part in parts]
     rows = shapes.batch * shapes.tokens
     starts, nbytes = placed([rows * len(span) * item for span, item in zip(spans, items, strict=True)])
 
@@ -244,43 +265,42 @@ def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> H
         if source // shapes.degree != target // shapes.degree:
             return
         member = source % shapes.degree
-        for buffer, (kind, span, item, start) in enumerate(zip(kinds, spans, items, starts, strict=True)):
-            is_kv = kind in (1, 2)
-            heads = shapes.kv_heads if is_kv else shapes.heads
-            replica = member % shapes.replicas if is_kv else 0
+        for buffer, (part, span, item, start) in enumerate(zip(parts, spans, items, starts, strict=True)):
+            heads = shapes.kv_heads if part.is_kv else shapes.heads
+            replica = member % shapes.replicas if part.is_kv else 0
             offset = replica * shapes.batch * shapes.layout.tokens * heads * item
-            here = Place(0, start, _strides(kind, shapes.tokens, len(span), item))
-            there = Place(buffer, offset, _strides(kind, shapes.layout.tokens, heads, item))
+            here = Place(0, start, _strides(part, shapes.tokens, len(span), item))
+            there = Place(buffer, offset, _strides(part, shapes.layout.tokens, heads, item))
             there = there.at(member * heads // shapes.degree + span.start)
             for run in _landing(shapes, target):
                 yield from _moves(shapes.batch, len(span), item, run.tokens, (here, *run[1:3]), (there, run.offset, 1))
 
     windows = (
-        _window(shapes, kind, start, len(span), Span(0, len(span)))
-        for kind, start, span in zip(kinds, starts, spans, strict=True)
+        _window(shapes, part, start, len(span), Span(0, len(span)))
+        for part, start, span in zip(parts, starts, spans, strict=True)
     )
     return Homeward(make_exchange(rank, shapes.layout.size, nbytes, route), tuple(windows))
 
 
-def _window(shapes: HeadShapes, kind: int, start: int, heads: int, span: Span) -> Window:
+def _window(shapes: HeadShapes, part: Part, start: int, heads: int, span: Span) -> Window:
     """Return some heads of a tensor of `heads` heads that starts at a byte of a box."""
-    itemsize = shapes.statistics_itemsize if kind > 3 else shapes.itemsize
-    strides = _strides(kind, shapes.tokens, heads, _item(shapes, kind))
+    itemsize = shapes.statistics_itemsize if part.is_statistic else shapes.itemsize
+    strides = _strides(part, shapes.tokens, heads, _item(shapes, part))
     first = Place(0, start, strides).at(span.start).start // itemsize
     batch, token, head = (stride // itemsize for stride in strides)
-    if kind > 3:
+    if part.is_statistic:
         return Window((shapes.batch, len(span), shapes.tokens), (batch, head, token), first)
     return Window((shapes.batch, shapes.tokens, len(span), shapes.head_dim), (batch, token, head, 1), first)
 
 
-def _item(shapes: HeadShapes, kind: int) -> int:
-    """Return the bytes of a token and head: a vector of q, k, v or dO (kinds 0 to 3), or a statistic (4 and 5)."""
-    return shapes.statistics_itemsize if kind > 3 else shapes.head_dim * shapes.itemsize
+def _item(shapes: HeadShapes, part: Part) -> int:
+    """Return the bytes of a token and head: a vector, or a statistic."""
+    return shapes.statistics_itemsize if part.is_statistic else shapes.head_dim * shapes.itemsize
 
 
-def _strides(kind: int, tokens: int, heads: int, item: int) -> Strides:
+def _strides(part: Part, tokens: int, heads: int, item: int) -> Strides:
     """Return the strides of a contiguous `[batch, tokens, heads, head_dim]`, or statistic `[batch, heads, tokens]`."""
-    return Strides(tokens * heads * item, *((item, tokens * item) if kind > 3 else (heads * item, item)))
+    return Strides(tokens * heads * item, *((item, tokens * item) if part.is_statistic else (heads * item, item)))
 
 
 _Run = tuple[Place, int, int]  # of a tensor, the tokens from the first on, with a stride

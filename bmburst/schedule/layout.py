@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from bmburst.errors import UserError, require_known
-from bmburst.schedule.mask import Mask
+from bmburst.schedule.mask import Causal, Full, Mask, SlidingWindow
 from bmburst.schedule.tiles import visible_area
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import IntArray
@@ -288,4 +288,26 @@ def real_positions(layout: Layout, rank: int, length: int) -> IntArray:
 @bounded_cache(maxsize=128)
 def rank_areas(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]:
     """Return the visible (query, key) pairs of each rank's queries."""
-    return tuple(visible_area(mask, length, real_positions(layout, rank, length)) for rank in range(layout.size))
+    if not isinstance(mask, Causal | Full | SlidingWindow) or not getattr(mask, "causal", True):
+        return tuple(visible_area(mask, length, real_positions(layout, rank, length)) for rank in range(layout.size))
+    return tuple(sum(_run_area(mask, length, run) for run in layout.runs(rank)) for rank in range(layout.size))
+
+
+@bounded_cache(maxsize=64)
+def most_keys(mask: Mask, length: int) -> int:
+    """Return the keys from the first to the last that a query sees, of the query where they are most."""
+    if isinstance(mask, Causal | Full):
+        return length
+    rows = mask.rows(np.arange(length), length)
+    return int((rows.stop - rows.start).max())
+
+
+def _run_area(mask: Mask, length: int, run: Run) -> int:
+    """Return the same of a run's queries, without looking at each of a million."""
+    queries = run.real(length)
+    if isinstance(mask, Full):
+        return queries * length
+    window = mask.tokens if isinstance(mask, SlidingWindow) else length
+    # Query i of the run sees `start + i * stride + 1` keys, or its window.
+    narrow = min(queries, max(0, -(-(window - 1 - run.start) // run.stride)))
+    return narrow * (run.start + 1) + run.stride * narrow * (narrow - 1) // 2 + (queries - narrow) * window

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bmburst.schedule.layout import Layout, real_positions
 from bmburst.schedule.mask import Mask
 from bmburst.schedule.strategy_names import Travellers
@@ -75,31 +78,35 @@ def tiles(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: in
 @bounded_cache(maxsize=256)
 def distances(layout: Layout, length: int, mask: Mask, travellers: Travellers) -> tuple[int, ...]:
     """Return 0 and the distances at which a rank's queries may see another's keys."""
-    seen = {
-        (query - key if travellers == "kv" else key - query) % layout.size
-        for query in range(layout.size)
-        for key in range(layout.size)
-        if meet(layout, length, mask, query, key)
-    }
-    return tuple(sorted({0} | seen))
+    found, ranks = _meetings(layout, length, mask), np.arange(layout.size)
+    way = -1 if travellers == "kv" else 1
+    return (0, *(d for d in range(1, layout.size) if found[ranks, (ranks + way * d) % layout.size].any()))
 
 
-@bounded_cache(maxsize=16384)
 def meet(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int) -> bool:
     """Return whether any query of one rank may see a key of another.
 
     Judged by what runs of neighbouring tokens see. Where a run is of every n-th token, as if it were of all: no work is
     missed.
     """
-    for seen in _seen_from(layout, length, mask, query_rank):
-        for keys in layout.runs(key_rank):
-            first = keys.start + max(0, -(-(seen.start - keys.start) // keys.stride)) * keys.stride
-            if first < min(seen.stop, keys.start + keys.stride * keys.real(length)):
-                return True
-    return False
+    return bool(_meetings(layout, length, mask)[query_rank, key_rank])
 
 
-@bounded_cache(maxsize=1024)
+@bounded_cache(maxsize=64)
+def _meetings(layout: Layout, length: int, mask: Mask) -> NDArray[np.bool_]:
+    """Return `meet` of all pairs, `[query ranks, key ranks]`."""
+    found = np.zeros((layout.size, layout.size), bool)
+    keys = [(rank, run) for rank in range(layout.size) for run in layout.runs(rank)]
+    owner, start, stride, end = np.array(
+        [(rank, run.start, run.stride, run.start + run.stride * run.real(length)) for rank, run in keys]
+    ).T
+    for rank in range(layout.size):
+        for seen in _seen_from(layout, length, mask, rank):
+            first = start + np.maximum(0, -((start - seen.start) // stride)) * stride
+            found[rank, owner[first < np.minimum(seen.stop, end)]] = True
+    return found
+
+
 def _seen_from(layout: Layout, length: int, mask: Mask, rank: int) -> tuple[Span, ...]:
     """Return the positions that runs of a rank's queries see."""
     runs = [run for run in layout.runs(rank) if run.real(length)]

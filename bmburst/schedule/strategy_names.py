@@ -1,4 +1,4 @@
-"""What the names of attention's strategies ask for, as plain data: whoever is given a name looks here."""
+"""Ways to spread an attention over ranks, and what their names ask for: whoever is given a name looks here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,6 +7,25 @@ from typing import Literal
 
 Outer = Literal["ring", "gather", "double-ring"]
 Travellers = Literal["kv", "q"]
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How an attention is spread: head exchange within groups of neighbouring ranks, and what happens between groups.
+
+    Attributes:
+        ulysses_degree: Neighbouring ranks that exchange heads (DeepSpeed Ulysses); 1 for none.
+        outer: What goes on between groups of that many ranks.
+        travellers: What goes round in backward.
+        most_kv_heads: KV heads that one step of an exchange or of a gather moves; 0: all in one step.
+        pace: Of an exchange of heads, time to move one tensor's part of a head over the time to attend with it.
+    """
+
+    ulysses_degree: int
+    outer: Outer
+    travellers: Travellers
+    most_kv_heads: int = 0
+    pace: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

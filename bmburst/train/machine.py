@@ -7,6 +7,8 @@ import torch
 from bmburst.attention.call import head_shapes
 from bmburst.comm.levels import NODE_SWITCH
 from bmburst.errors import UserError
+from bmburst.schedule.cost import Placement
+from bmburst.schedule.hardware import HOST, hardware_like
 from bmburst.schedule.layout import padded_layout
 from bmburst.schedule.mask import Causal
 from bmburst.schedule.strategy import choose_strategy
@@ -46,8 +48,9 @@ def _require_strategy(config: TrainConfig, world_size: int) -> None:
         for heads in shape.require_heads(model.num_heads, model.num_kv_heads)
     )
     shapes, nodes = head_shapes(layout, q, k), 1 if on_one_node else None
-    try:  # which transport does not matter to whether a strategy works
-        choose_strategy(parallel.strategy, shapes, config.sequence_length, Causal(), "gloo", nodes)
+    try:  # neither transport nor machine matters to whether a strategy works
+        placement, machine = Placement("gloo", nodes), hardware_like(HOST)
+        choose_strategy(parallel.strategy, shapes, config.sequence_length, Causal(), placement, machine)
     except UserError as error:
         reason, *_ = str(error).splitlines()
         raise UserError(f"{reason}\nfix: --strategy auto") from None

@@ -10,8 +10,8 @@ from bmburst.amounts import GIB
 from bmburst.comm.objects import gather_objects
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
-from bmburst.plan.candidates import Candidate
-from bmburst.plan.choice import choose, way_of
+from bmburst.plan.candidates import Candidate, way_of
+from bmburst.plan.choice import choose
 from bmburst.plan.counts import adam_bytes
 from bmburst.plan.memory import HOST_SHARE, memory_of
 from bmburst.plan.task import ITEMSIZE, Task

@@ -2,19 +2,21 @@
 
 from typing import NamedTuple
 
+from bmburst.schedule.cost import Placement
 from bmburst.schedule.double_schedule import Itinerary, layout_itinerary
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.heads_plan import HeadShapes, HeadsPlan, Strides, make_heads_plan
 from bmburst.schedule.layout import Layout, make_layout, rank_areas
 from bmburst.schedule.mask import Causal
 from bmburst.schedule.ring_schedule import AttentionShape, backward_bytes, choose_travellers, make_schedule
-from bmburst.schedule.strategy import LINKS, Strategy, choose_strategy
-from bmburst.schedule.strategy_names import Travellers
+from bmburst.schedule.strategy import choose_strategy
+from bmburst.schedule.strategy_names import Strategy, Travellers
 from docs.tools.svg import Drawing
 
 RANKS = 4
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1 << 15, 32, 32, 128
 NODES, PLACES = 2, 4
+MACHINE = "h200"
 _TICK = 5e-4  # seconds
 
 
@@ -90,17 +92,17 @@ def heads_plan() -> HeadsPlan:
 
 def heads_times(plan: HeadsPlan) -> tuple[Times, ...]:
     """Return when each unit's parts happen, by the planner's rates: a transfer in begins with the kernel before it."""
-    link, rate = LINKS["peer"], load_hardware("h200").attention_forward
+    machine = load_hardware(MACHINE)
     scores = sum(rank_areas(_layout(), LENGTH, Causal()))
     found: list[Times] = []
     came, attended, returned = 0.0, 0.0, 0.0
     for i, unit in enumerate(plan.units):
         sent = [plan.inbound[i].bytes_sent, plan.outbound[i].exchange.bytes_sent]
-        moving = [link.latency + nbytes / link.bandwidth for nbytes in sent]
+        moving = [machine.peer_latency + nbytes / machine.peer_bandwidth for nbytes in sent]
         arrives = max(came, found[-1].attends[0] if found else 0.0)
         came = arrives + moving[0]
         attends = max(came, attended)
-        attended = attends + 4.0 * scores * HEAD_DIM * len(unit.heads) / rate
+        attended = attends + 4.0 * scores * HEAD_DIM * len(unit.heads) / machine.attention_forward
         returns = max(attended, returned)
         returned = returns + moving[1]
         found.append(Times((arrives, came), (attends, attended), (returns, returned)))
@@ -200,7 +202,7 @@ def _shapes() -> HeadShapes:
 
 
 def _strategy() -> Strategy:
-    return choose_strategy("heads", _shapes(), LENGTH, Causal(), "peer", 4)
+    return choose_strategy("heads", _shapes(), LENGTH, Causal(), Placement("peer"), load_hardware(MACHINE))
 
 
 def _itinerary() -> Itinerary:

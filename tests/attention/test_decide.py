@@ -5,11 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bmburst.attention.call import decide
+from bmburst.attention.call import decide, head_shapes
 from bmburst.attention.options import AttentionOptions
+from bmburst.comm import levels
 from bmburst.comm.checks import Checked
-from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.local import LocalCommunicator, Wire, run_ranks
 from bmburst.errors import UserError
+from bmburst.schedule.cost import Placement
+from bmburst.schedule.hardware import HOST, hardware_like
+from bmburst.schedule.mask import Causal
+from bmburst.schedule.strategy import choose_strategy
 from bmburst.schedule.strategy_names import STRATEGIES
 
 OPTIONS = AttentionOptions()
@@ -104,3 +109,24 @@ def test_what_cannot_work_is_refused_after_what_can():
         decide(comm, q, k, v, None, replace(OPTIONS, kernel=["reference"]))
     with pytest.raises(UserError, match="length is 9"):
         decide(comm, q, k, v, 9, OPTIONS)
+
+
+def test_the_strategy_is_the_cost_models():
+    """By what the ranks run on and where they lie; of GPUs the first rank's counts on all of them."""
+    q, k, v = (torch.randn(1, 64, heads, 16) for heads in (8, 2, 2))
+
+    def body(comm):
+        call = decide(comm, q, k, v, None, OPTIONS)
+        placement, machine = Placement("threads", 1), hardware_like(HOST)
+        return call.strategy, choose_strategy("auto", head_shapes(call.layout, q, k), 256, Causal(), placement, machine)
+
+    for taken, wanted in run_ranks(4, body):
+        assert taken == wanted
+
+
+def test_unlike_gpus_are_priced_as_the_first(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(levels, "gather_objects", lambda _, mine: ["NVIDIA A100-SXM4-80GB", mine])
+    pair = [LocalCommunicator(rank, [[Wire(), Wire()], [Wire(), Wire()]]) for rank in range(2)]
+    assert {levels.device_name(Checked(one, torch.device("cuda", 0))) for one in pair} == {"NVIDIA A100-SXM4-80GB"}
+    assert levels.device_name(Checked(pair[0], torch.device("cpu"))) == HOST

@@ -12,7 +12,7 @@ from bmburst.attention import heads as executor
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
-from bmburst.schedule import heads_plan, strategy
+from bmburst.schedule import cost, heads_plan, strategy
 from bmburst.schedule.heads_plan import HeadShapes, Strides, make_heads_plan
 from bmburst.schedule.layout import LAYOUTS, make_layout
 from bmburst.schedule.mask import Causal
@@ -110,7 +110,7 @@ def units(request, monkeypatch):
     """A head exchange in one step, or pipelined as over the memory of peers."""
     if request.param == "several units":
         strategy.choose_strategy.cache_clear()
-        monkeypatch.setattr(strategy, "_most_kv_heads", lambda *_: 1)
+        monkeypatch.setattr(cost, "most_kv_heads", lambda *_: 1)
     yield
     strategy.choose_strategy.cache_clear()
 
@@ -259,7 +259,7 @@ def test_units_follow_each_other_while_kernels_run(monkeypatch):
             return super().pull(*args, **options)
 
     strategy.choose_strategy.cache_clear()
-    monkeypatch.setattr(strategy, "_most_kv_heads", lambda *_: 9)
+    monkeypatch.setattr(cost, "most_kv_heads", lambda *_: 9)
 
     def body(comm):
         logging = Logging(comm.inner, comm.device)

@@ -249,7 +249,7 @@ def test_the_mesh_decides_how_many_ranks_exchange_heads():
         comm.heads = 2
         q = torch.zeros(1, 8, 4, 8)
         options = AttentionOptions(mask=Documents([20, 12]))
-        assert decide(comm, q, q, q, None, options).strategy.heads == 2
+        assert decide(comm, q, q, q, None, options).strategy.ulysses_degree == 2
         compare(comm, "balanced", Documents([20, 12]), 32, 4, 2, {})
 
     run_ranks(4, body)

@@ -8,7 +8,7 @@ import torch
 import bmburst
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator
-from bmburst.comm.levels import NODE_SWITCH, find_nodes, over_levels
+from bmburst.comm.levels import NODE_SWITCH, Nodes, find_nodes, over_levels
 from bmburst.comm.local import run_ranks
 from bmburst.comm.subgroups import Members
 from bmburst.errors import UserError
@@ -56,7 +56,7 @@ def _over_processes():
             bmburst.burst_attention(*[torch.zeros(1, 4, 2, 8)] * 3, group=comm, strategy="double-ring")
         bmburst.burst_attention(*[torch.zeros(1, 4, 2, 8)] * 3, group=comm, strategy="auto")
     comm = named(comm, "ab"[comm.rank // 2])
-    assert find_nodes(comm) == 2
+    assert find_nodes(comm) == Nodes(2)
     for heads, kv_heads in ((2, 2), (4, 1)):
         compare(comm, "zigzag", "causal", 31, heads, kv_heads, {"strategy": "double-ring"})
 
@@ -80,7 +80,7 @@ def _over_bmtrain():
 
 
 def test_ranks_of_one_host_are_one_node():
-    assert set(run_ranks(3, find_nodes)) == {1}
+    assert set(run_ranks(3, find_nodes)) == {Nodes(1)}
 
 
 def test_members_move_messages_as_the_group_does():

@@ -2,22 +2,29 @@
 
 import threading
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
+import torch
 
+from bmburst.attention.call import head_shapes
 from bmburst.blocks.presets import PRESETS
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape
-from bmburst.plan.candidates import Candidate
-from bmburst.plan.choice import choose, way_of
+from bmburst.plan.candidates import Candidate, way_of
+from bmburst.plan.choice import choose
 from bmburst.plan.first_layers import of_first_layers, with_margin
 from bmburst.plan.memory import memory_of, taken
-from bmburst.plan.search import predict
+from bmburst.plan.search import predict, search
+from bmburst.plan.table import options
 from bmburst.plan.task import Task
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
+from bmburst.schedule.cost import Placement
 from bmburst.schedule.hardware import hardware_like, load_hardware
+from bmburst.schedule.layout import padded_layout
+from bmburst.schedule.mask import Causal, SlidingWindow
+from bmburst.schedule.strategy import choose_strategy
 from bmburst.train import memory_plan
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
 
@@ -148,7 +155,51 @@ def test_layouts_that_share_no_end_are_left_out():
 def test_attention_is_spread_as_it_is_named(strategy, heads, wanted):
     found = way_of(way(), strategy, heads, H200)
     assert found.heads == wanted[0] and wanted[1] in (None, found.outer)
-    assert found.travellers == {"kv": "kv", "burst": "q"}.get(strategy, "auto")
+    assert strategy not in ("kv", "burst") or found.travellers == {"kv": "kv", "burst": "q"}[strategy]
+
+
+LARGE = replace(H200, memory=1e15, host_memory=1e16)  # memory rules nothing out
+PLACES = [(gpus, 1) for gpus in (1, 2, 3, 4, 5, 6, 8, 12, 16)] + [(gpus, 2) for gpus in (2, 4, 6, 8, 12, 16)]
+HEADS = [(32, 32), (32, 8), (40, 40), (12, 4), (28, 4), (7, 7)]
+GRID = [
+    *((*place, *heads, tokens, None) for place, heads, tokens in product(PLACES, HEADS, (8192, 65536, 300000))),
+    *((*place, *heads, 65536, window) for place, heads, window in product(PLACES, HEADS[::2], (1024, 16384))),
+]
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), PLACES)
+def test_what_the_planner_names_best_is_what_attention_does(gpus, nodes):
+    """And so is what a run is priced by, and what the options of the printed command ask for."""
+    cases = [case for case in GRID if case[:2] == (gpus, nodes)]
+    assert len(GRID) >= 300 and len(cases) == 24
+    for _, _, heads, kv_heads, tokens, window in cases:
+        model = replace(
+            PRESETS["llama-3-8b"], hidden_size=heads * 128, num_heads=heads, num_kv_heads=kv_heads, head_dim=128,
+            num_layers=1, sliding_window=window, max_position_embeddings=1 << 20,
+        )  # fmt: skip
+        asked = Task(model=model, sequence=tokens, gpus=gpus, nodes=nodes)
+        best, *others = search(asked, LARGE, recompute=["block"], zero=[3], tensor=[1])
+        way, layout = best.candidate, padded_layout("zigzag", gpus, tokens)
+        q, k = (torch.empty(1, layout.tokens, n, 128, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads))
+        mask = Causal() if window is None else SlidingWindow(window)
+        placement = Placement("peer" if nodes == 1 else "nccl", nodes)
+
+        def taken(name, degree=None):
+            there = head_shapes(layout, q, k), tokens, mask, placement  # noqa: B023
+            return choose_strategy(name, *there, LARGE, degree)
+
+        own = taken("auto")
+        named = (own.ulysses_degree, "none" if own.ulysses_degree == gpus else own.outer)
+        assert (way.heads, way.outer) == named, (asked, own)
+        assert way.sizes.strategy.travellers == own.travellers or way.outer in ("none", "gather")
+        assert way.problem(LARGE).in_units(way.sizes.strategy).most_kv_heads == own.most_kv_heads
+        run = way_of(Candidate(task=asked, data=1, tensor=1, heads=1, outer="ring"), "auto", None, LARGE)
+        assert (run.heads, run.outer) == named
+        words = dict(pairwise(options(way)))
+        again = taken(words["--strategy"], int(words["--head-parallel"]) if "--head-parallel" in words else None)
+        assert (again.ulysses_degree, again.outer) == (own.ulysses_degree, own.outer)
+        fastest = min((best, *others), key=lambda each: each.seconds)
+        assert best.seconds <= fastest.seconds * 1.02
 
 
 def config(**changes):

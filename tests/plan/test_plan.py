@@ -12,16 +12,13 @@ from bmburst.cli import CommandParser, main
 from bmburst.cli import train as train_command
 from bmburst.config import given_options
 from bmburst.errors import UserError
-from bmburst.plan.attention import attention_cost
 from bmburst.plan.candidates import Candidate, candidates
 from bmburst.plan.counts import attention_flops, model_flops
 from bmburst.plan.memory import taken
 from bmburst.plan.search import best_of_each, predict, search
-from bmburst.plan.sizes import sizes
-from bmburst.plan.step import step_time, utilisation
+from bmburst.plan.step import collective, step_time, utilisation
 from bmburst.plan.table import options
 from bmburst.plan.task import Task
-from bmburst.plan.traffic import collective
 from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import load_hardware, shipped
 from bmburst.schedule.layout import make_layout
@@ -79,7 +76,7 @@ def test_flops_are_those_of_the_definition():
 def test_bytes_are_those_of_the_tensors(preset, heads, outer):
     """Counted from shapes, rank by rank, as `bmburst.attention.schedule` and the exchanges move them."""
     asked = task(preset)
-    own, model, ranks = sizes(way(asked, heads, outer)), asked.model, 8
+    own, model, ranks = way(asked, heads, outer).sizes, asked.model, 8
     tokens = make_layout("zigzag", ranks, asked.sequence // ranks).tokens
     vector = model.head_dim * 2
     assert (own.q, own.k) == (tokens * model.num_heads * vector, tokens * model.num_kv_heads * vector)
@@ -91,7 +88,7 @@ def test_bytes_are_those_of_the_tensors(preset, heads, outer):
         statistics = rows * (model.num_heads // heads) * 4
         queries = (groups - 1) * (2 * q + 2 * statistics) + groups * 2 * q
         keys = (groups - 1) * 2 * kv + groups * 4 * kv
-        assert own.travellers == ("q" if queries <= keys else "kv")
+        assert own.strategy.travellers == ("q" if queries <= keys else "kv")
         assert own.ring_backward == ((2 * q + 2 * statistics, 2 * q) if queries <= keys else (2 * kv, 4 * kv))
 
 
@@ -135,13 +132,13 @@ def test_between_nodes_two_levels_beat_one_ring():
     asked = task("llama-2-7b", 1 << 19, 32, 4)
     a800 = load_hardware("a800")
     flat, double, mixed = (
-        attention_cost(way(asked, heads, outer, transport="nccl"), a800)
+        way(asked, heads, outer, transport="nccl").attention_cost(a800)
         for heads, outer in ((1, "ring"), (1, "double-ring"), (8, "ring"))
     )
     exposed = [each.forward.exposed + each.backward.exposed for each in (flat, double, mixed)]
     assert exposed[0] > exposed[1] > 0 and exposed[0] > exposed[2]
     one = task("llama-2-7b", 1 << 19, 32, 1)
-    inside = attention_cost(way(one, 1, "ring", transport="nccl"), a800)
+    inside = way(one, 1, "ring", transport="nccl").attention_cost(a800)
     assert inside.backward.exposed < flat.backward.exposed
 
 
@@ -151,7 +148,7 @@ def test_recomputation_costs_time_and_is_no_use():
     )
     assert none.total < kept.total < again.total
     assert none.recompute == 0
-    attention = attention_cost(way(task(), 8), H200).forward.total * 32
+    attention = way(task(), 8).attention_cost(H200).forward.total * 32
     assert again.recompute - kept.recompute == pytest.approx(attention)
     shown = [utilisation(way(task(), 8), H200, each.total) for each in (none, kept, again)]
     assert shown == sorted(shown, reverse=True)

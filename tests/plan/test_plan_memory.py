@@ -10,7 +10,6 @@ from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import block_matrices, held_block
 from bmburst.plan.memory import memory_of
 from bmburst.plan.operators import PLAIN
-from bmburst.plan.sizes import sizes
 from bmburst.plan.task import Task
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.heads_plan import HeadShapes, Strides, make_heads_plan
@@ -142,16 +141,16 @@ def attention_model(heads, kv_heads):
 def test_heads_take_the_boxes_of_their_plan(heads, kv_heads, size, backward):
     tokens = 4096 * size
     candidate = way(attention_model(heads, kv_heads), tokens, size, heads=size)
-    own = sizes(candidate)
+    own = candidate.sizes
     found = shapes(size, tokens, size, heads, kv_heads)
     sources = tuple(Strides(1 << 30, heads * 256, 256) for _ in range(6 if backward else 3))
-    plan = make_heads_plan(found, 0, sources, backward=backward, most=own.most_kv_heads)
+    plan = make_heads_plan(found, 0, sources, backward=backward, most=own.strategy.most_kv_heads)
     inward, outward = own.head_bytes(backward=backward)
     assert plan.nbytes == pytest.approx(inward, rel=1e-2)
     boxes = [at.exchange.nbytes for at in plan.outbound]
     assert sum(boxes) == pytest.approx(outward, rel=1e-2)
     shares = own.unit_shares(backward=backward)
-    assert [len(unit.heads) / own.heads for unit in plan.units] == pytest.approx(shares)
+    assert [len(unit.heads) / own.shapes.own_heads for unit in plan.units] == pytest.approx(shares)
     turns = min(2, len(boxes))
     assert attention_buffers(candidate, backward=backward).boxes == pytest.approx(
         plan.nbytes + turns * max(boxes), rel=1e-2

@@ -17,6 +17,7 @@ from bmburst.schedule.layout import (
     Run,
     deal,
     make_layout,
+    most_keys,
     padded_layout,
     rank_areas,
     real_length,
@@ -196,3 +197,15 @@ def test_real_length():
     for wrong in (3.0, "3"):
         with pytest.raises(UserError, match=f"length must be a whole number, got {wrong!r}"):
             real_length(2, 8, wrong)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("mask", [Causal(), Full(), SlidingWindow(1), SlidingWindow(5), SlidingWindow(1 << 70)])
+def test_areas_by_formula_are_those_that_are_counted(name, mask):
+    for size, tokens in ((1, 8), (3, 16), (4, 8)):
+        for length in (1, 2, size * tokens // 2 + 1, size * tokens - 1, size * tokens):
+            layout = make_layout(name, size, tokens, mask, length)
+            seen = visible(mask, length)
+            areas = [int(seen[real_positions(layout, rank, length)].sum()) for rank in range(size)]
+            assert list(rank_areas(layout, length, mask)) == areas
+            assert most_keys(mask, length) == int(seen.sum(1).max())

@@ -57,7 +57,7 @@ class Ours(Method):
         options = AttentionOptions(**self._options(cell, setting))
         call = decide(resolve_group(self._group(setting)), q, k, k, None, options)
         chosen = call.strategy
-        facts = {"heads": chosen.heads, "outer": chosen.outer, "travellers": chosen.travellers}
+        facts = {"heads": chosen.ulysses_degree, "outer": chosen.outer, "travellers": chosen.travellers}
         return traffic(cell, call), {"strategy": facts, "transport": call.comm.transport}
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
@@ -104,7 +104,7 @@ def traffic(cell: Cell, call: AttentionCall) -> Traffic:
     groups of such ranks a gather pulls the keys that are seen, and backward again, and gradients come home from all who
     pulled; a ring moves whole blocks as often as anybody has work with them, and gradients once more.
     """
-    own, heads = sizes(cell), call.strategy.heads
+    own, heads = sizes(cell), call.strategy.ulysses_degree
     share = (heads - 1) / heads
     copies = max(1.0, heads / cell.kv_heads)  # a KV head goes to every rank that has query heads of it
     forward = (2 * own.q + 2 * own.k * copies + own.statistics) * share

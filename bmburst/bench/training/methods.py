@@ -7,8 +7,7 @@ from types import MappingProxyType
 from bmburst.amounts import GIB
 from bmburst.bench.training.cells import OURS, TrainCell
 from bmburst.errors import UserError
-from bmburst.plan.candidates import Candidate, candidates
-from bmburst.plan.choice import way_of
+from bmburst.plan.candidates import Candidate, candidates, way_of
 from bmburst.plan.search import Prediction, predict
 from bmburst.plan.task import Task
 from bmburst.recompute.policy import Policy
