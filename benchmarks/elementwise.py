@@ -128,7 +128,7 @@ def gpu_seconds(call: Callable[[], object], scratch: Tensor) -> float:
     call()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _show(found: dict[str, dict[str, dict[str, float]]]) -> None:

@@ -77,7 +77,7 @@ def main() -> int:
     return status
 
 
-def predicted(case: Case, gpus: int, hardware: str) -> dict[str, float]:
+def predicted(case: Case, gpus: int, hardware: str) -> dict[str, Any]:
     """Return what the planner says of a case."""
     from bmburst.blocks.presets import preset
     from bmburst.plan.candidates import Candidate
@@ -122,7 +122,7 @@ def machine() -> dict[str, Any]:
     """Return what the numbers depend on."""
     import torch
 
-    from bmburst.bench.machine import describe
+    from benchmarks.engine.machine import describe
 
     command = ["python", "-m", "benchmarks.plan_measure", *sys.argv[1:]]
     return describe(command, "cuda" if torch.cuda.is_available() else "cpu", 0)
@@ -153,7 +153,7 @@ def _measure(case: Case, args: argparse.Namespace, folder: Path) -> dict[str, An
     import torch
 
     import bmburst
-    from bmburst.bench.memory import beside_peak
+    from benchmarks.engine.machine import beside_peak
     from bmburst.blocks.presets import preset
     from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
     from bmburst.train.trainer import Trainer
@@ -168,7 +168,11 @@ def _measure(case: Case, args: argparse.Namespace, folder: Path) -> dict[str, An
         recompute=case.recompute,
         output=folder / "run",
         data=DataConfig(source=os.environ.get("PLAN_MEASURE_TEXT", "stdlib"), tokenizer="bytes"),
-        parallel=ParallelConfig(sequence_parallel=args.gpus, strategy="auto", zero_level=case.zero),
+        parallel=ParallelConfig(
+            sequence_parallel=args.gpus,
+            strategy="auto",
+            zero_level=case.zero,  # type: ignore[arg-type]  # check_fields looks
+        ),
     )
     on_gpu = torch.cuda.is_available()
     trainer = Trainer(config)

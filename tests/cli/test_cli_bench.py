@@ -97,9 +97,10 @@ def test_two_ranks_measure_and_go_on(tmp_path):
 
 
 def test_tables_and_pictures_come_from_a_file_alone(tmp_path, capsys):
-    from bmburst.bench.results import Results
+    from benchmarks.attention.kind import KIND
+    from benchmarks.engine.results import Results
 
-    Results().write(tmp_path / "r.json")
+    Results(KIND).write(tmp_path / "r.json")
     assert bench("--table", "--plot", "--output", str(tmp_path / "r.json")) == 0
     assert "## Runs" in capsys.readouterr().out
     assert bench("--table") == 2
