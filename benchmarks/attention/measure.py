@@ -195,9 +195,7 @@ def _errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], group: Rank
     squares = torch.stack(
         [torch.stack(((a.double() - b).square().sum(), b.square().sum())) for a, b in pairs]
     )  # [4, 2]
-    if group.size > 1:
-        dist.all_reduce(squares, group=group.process_group)
-    return [math.sqrt(wrong / right) for wrong, right in squares.tolist()]
+    return [math.sqrt(wrong / right) for wrong, right in group.all_reduce(squares).tolist()]
 
 
 @lru_cache(maxsize=1)  # cells of one shape follow each other

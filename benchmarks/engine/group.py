@@ -60,11 +60,18 @@ class RankGroup:
         named_verb(REDUCE_SCATTER)(received.view(-1), parts.view(-1), group=self.process_group)
         return received
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place, and return it."""
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Sum over the ranks, or what else the operation is, in place, and return it."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.process_group)
+            dist.all_reduce(tensor, op=op, group=self.process_group)
         return tensor
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here with nothing queued on their devices."""
+        if self.size > 1:
+            dist.barrier(group=self.process_group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def rotate(self, tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
         """Start to send a tensor to the next rank; return what comes from the one before, and what to wait for."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from benchmarks.engine.figure import blank, save
 from benchmarks.engine.group import RankGroup
@@ -55,10 +54,7 @@ def record(call: Callable[[], object], folder: Path, name: str, group: RankGroup
     on_gpu = group.device.type == "cuda"
 
     def together() -> None:
-        if group.size > 1:
-            dist.barrier(group=group.process_group)
-        if on_gpu:
-            torch.cuda.synchronize()
+        group.barrier()
         call()
 
     if group.rank != 0:

@@ -51,10 +51,8 @@ def once(call: Callable[[], object], group: RankGroup) -> float:
 
     All ranks begin together with nothing queued, so what the host needs to launch the work is in the time.
     """
-    if group.size > 1:
-        dist.barrier(group=group.process_group)
+    group.barrier()
     if group.device.type == "cuda":
-        torch.cuda.synchronize()
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record()
         call()
@@ -66,9 +64,7 @@ def once(call: Callable[[], object], group: RankGroup) -> float:
         call()
         own = (time.perf_counter() - begun) * 1e3
     slowest = torch.tensor([own], dtype=torch.float64, device=group.device)
-    if group.size > 1:
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group.process_group)
-    return float(slowest.item())
+    return float(group.all_reduce(slowest, dist.ReduceOp.MAX).item())
 
 
 def in_turns(

@@ -7,6 +7,8 @@ and f). Embedding, last norm, head and loss are those of the trainer: each token
 vocabulary there, which is the same work.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import bmtrain as bmt
@@ -20,6 +22,8 @@ from bmburst.blocks.tensor_parallel import TensorGroup
 from bmburst.blocks.transformer import TransformerBlock
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator
+
+Map = Callable[[Tensor], Tensor]
 
 
 def replicate(model: Llama) -> None:
@@ -46,13 +50,11 @@ class _Replicated(TensorGroup):
     def gather(self, x: Tensor, tokens: int) -> Tensor:
         """Return x; its backward adds up the ranks' gradients."""
         del tokens
-        same: Tensor = _Same.apply(x, self._sum)  # type: ignore[no-untyped-call]
-        return same
+        return _pair(x, lambda x: x.view_as(x), partial(_summed, comm=self._sum))
 
     def add_up(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks; its backward is the gradient as it is, which all ranks have."""
-        summed: Tensor = _Sum.apply(x, self._sum)  # type: ignore[no-untyped-call]
-        return summed
+        return _pair(x, partial(_summed, comm=self._sum), lambda grad: grad)
 
 
 class _SharedScale:
@@ -62,8 +64,8 @@ class _SharedScale:
         self._norm, self._ranks = norm, ranks
 
     def __call__(self) -> Tensor:
-        weight: Tensor = _Share.apply(self._norm.weight, self._ranks)  # type: ignore[no-untyped-call]
-        return weight
+        # A clone: a view would keep all that ZeRO gathered of the block.
+        return _pair(self._norm.weight, torch.clone, lambda grad: grad / self._ranks)
 
 
 class _Between(torch.nn.Module):
@@ -75,9 +77,9 @@ class _Between(torch.nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, *rest: Any) -> Tensor:
         """Return the stream of this rank's tokens behind the blocks, `[batch, own tokens, hidden_size]`."""
-        whole = _Spread.apply(hidden, cos.shape[1], self._comm)  # type: ignore[no-untyped-call]
-        own: Tensor = _Own.apply(self.layers(whole, cos, *rest), self._comm)  # type: ignore[no-untyped-call]
-        return own
+        assert hidden.shape[1] * self._comm.size == cos.shape[1]  # cells' lengths divide
+        gathered, cut = (partial(function, comm=self._comm) for function in (_gathered, _cut))
+        return _pair(self.layers(_pair(hidden, gathered, cut), cos, *rest), cut, gathered)
 
 
 def _gathered(x: Tensor, comm: Checked) -> Tensor:
@@ -94,63 +96,20 @@ def _summed(x: Tensor, comm: Checked) -> Tensor:
     return total
 
 
-class _Same(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Checked) -> Tensor:
-        ctx.comm = comm
-        return x.view_as(x)
+class _Pair(torch.autograd.Function):
+    """`(x, forward, backward) -> forward(x)`, whose gradient is `backward` of the gradient."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _summed(grad, ctx.comm), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Checked) -> Tensor:
-        del ctx
-        return _summed(x, comm)
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
+        ctx.back = backward
+        return forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        del ctx
-        return grad, None
+        return ctx.back(grad), None, None
 
 
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return weight.clone()  # a view would keep all that ZeRO gathered of the block
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad / ctx.ranks, None
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: int, comm: Checked) -> Tensor:
-        assert x.shape[1] * comm.size == tokens  # cells' lengths divide
-        ctx.comm = comm
-        return _gathered(x, comm)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _cut(grad, ctx.comm), None, None
-
-
-class _Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Checked) -> Tensor:
-        ctx.comm = comm
-        return _cut(x, comm)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gathered(grad, ctx.comm), None
+def _pair(x: Tensor, forward: Map, backward: Map) -> Tensor:
+    result: Tensor = _Pair.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return result

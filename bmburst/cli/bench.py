@@ -54,8 +54,8 @@ def find_clone() -> Path:
         return own
     if not _has_benchmarks(here):
         raise UserError(
-            f"the benchmarks are not part of an installation, and neither {here} nor {own} is a clone of bmburst\n"
-            "fix: clone bmburst's repository and run bmburst bench inside the clone"
+            f"the benchmarks are not part of an installation, and {here} is not a clone of bmburst's repository\n"
+            "fix: clone the repository and run bmburst bench inside the clone"
         )
     if f'__version__ = "{__version__}"' not in (here / "bmburst" / "__init__.py").read_text(encoding="utf-8"):
         raise UserError(

@@ -38,8 +38,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clone")
     for name in ("README.md", "CONTRIBUTING.md", "Makefile"):
         shutil.copy(ROOT / name, folder)
-    for name in ("bmburst", "bmburst_ops"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("bmburst", "bmburst_ops", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for block in README:
         if block.file:
             (folder / block.file).write_text(block.text)

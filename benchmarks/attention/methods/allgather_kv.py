@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks.attention.cells import Cell
 from benchmarks.attention.masks import pattern_of
 from benchmarks.attention.methods.local import ForBackward, Shape
-from benchmarks.attention.methods.method import Attend, Method, Setting
+from benchmarks.attention.methods.method import Attend, Method, Setting, applied
 from benchmarks.attention.work import Traffic, sizes
 from bmburst.layout import make_layout
 
@@ -35,13 +35,7 @@ class AllGatherKV(Method):
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """See `Method.bind`."""
-        plan = _plan(cell, self.layout(cell), setting)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = _AllGather.apply(q, k, v, setting, plan)  # type: ignore[no-untyped-call]
-            return out
-
-        return attend
+        return applied(_AllGather, setting, _plan(cell, self.layout(cell), setting))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,16 @@ class Setting:
     deterministic: bool = False
 
 
+def applied(function: type[torch.autograd.Function], *arguments: object) -> Attend:
+    """Return an autograd function of q, k, v and these arguments as attention."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = function.apply(q, k, v, *arguments)
+        return out
+
+    return attend
+
+
 class Method(ABC):
     """One way to run attention over ranks. This base holds a sequence cut into equal shares.
 
@@ -142,13 +152,7 @@ class OneGpu(Method):
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """See `Method.bind`."""
-        pattern, scale = pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = _Local.apply(q, k, v, setting.kernel, pattern, scale)  # type: ignore[no-untyped-call]
-            return out
-
-        return attend
+        return applied(_Local, setting.kernel, pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5)
 
     def input_shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
         """See `Method.input_shape`."""

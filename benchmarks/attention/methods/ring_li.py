@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.cells import Cell
-from benchmarks.attention.methods.method import Attend, Method, Setting
+from benchmarks.attention.methods.method import Attend, Method, Setting, applied
 from benchmarks.attention.work import Traffic, sizes
 from benchmarks.engine.group import RankGroup
 
@@ -30,13 +30,7 @@ class RingLi(Method):
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """See `Method.bind`."""
-        scale = cell.head_dim**-0.5
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = _RingLi.apply(q, k, v, setting.group, cell.is_causal, scale)  # type: ignore[no-untyped-call]
-            return out
-
-        return attend
+        return applied(_RingLi, setting.group, cell.is_causal, cell.head_dim**-0.5)
 
 
 class _RingLi(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.attention.cells import MASKS, Cell
 from benchmarks.attention.masks import pattern_of
 from benchmarks.attention.methods.local import ForBackward, Shape
-from benchmarks.attention.methods.method import Attend, Method, Setting, heads_refusal
+from benchmarks.attention.methods.method import Attend, Method, Setting, applied, heads_refusal
 from benchmarks.attention.work import Traffic, sizes
 from benchmarks.engine.group import RankGroup
 
@@ -42,14 +42,8 @@ class TensorParallelV1(Method):
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """See `Method.bind`."""
-        pattern, scale = pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            call = setting, self.sequence_parallel, pattern, scale
-            out: Tensor = _TensorParallel.apply(q, k, v, *call)  # type: ignore[no-untyped-call]
-            return out
-
-        return attend
+        scale = cell.head_dim**-0.5
+        return applied(_TensorParallel, setting, self.sequence_parallel, pattern_of(cell.mask, cell.tokens), scale)
 
     def cut_input(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
         """See `Method.cut_input`: own heads of all tokens."""

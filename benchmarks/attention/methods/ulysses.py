@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.attention.cells import MASKS, Cell
 from benchmarks.attention.masks import pattern_of
 from benchmarks.attention.methods.local import ForBackward, Shape
-from benchmarks.attention.methods.method import Attend, Method, Setting, heads_refusal
+from benchmarks.attention.methods.method import Attend, Method, Setting, applied, heads_refusal
 from benchmarks.attention.work import Traffic, sizes
 from benchmarks.engine.group import RankGroup
 from bmburst.recompute import keep
@@ -40,13 +40,7 @@ class Ulysses(Method):
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """See `Method.bind`."""
-        pattern, scale = pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = _Ulysses.apply(q, k, v, setting, pattern, scale)  # type: ignore[no-untyped-call]
-            return out
-
-        return attend
+        return applied(_Ulysses, setting, pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5)
 
 
 class _Ulysses(torch.autograd.Function):
