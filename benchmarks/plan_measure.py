@@ -62,6 +62,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.rank is not None:
         return _rank(args)
+    from benchmarks.engine.machine import write_record
     from bmburst.runtime.launch import LaunchSpec, launch
 
     with tempfile.TemporaryDirectory(prefix="bmburst-plan-") as folder:
@@ -71,8 +72,7 @@ def main() -> int:
         file = Path(folder) / "measured.jsonl"
         found = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     rows = [row | predicted(Case(*row["case"]), args.gpus, args.hardware) for row in found]
-    if args.output is not None:
-        args.output.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    write_record(args.output, "benchmarks.plan_measure", args.gpus, rows=rows)
     print(table(rows, args.gpus))
     return status
 
@@ -116,16 +116,6 @@ def table(rows: list[dict[str, Any]], gpus: int) -> str:
             f"{row['predicted_outside_gib']:.2f} |"
         )
     return "\n".join(lines)
-
-
-def machine() -> dict[str, Any]:
-    """Return what the numbers depend on."""
-    import torch
-
-    from benchmarks.engine.machine import describe
-
-    command = ["python", "-m", "benchmarks.plan_measure", *sys.argv[1:]]
-    return describe(command, "cuda" if torch.cuda.is_available() else "cpu", 0)
 
 
 def _rank(args: argparse.Namespace) -> int:

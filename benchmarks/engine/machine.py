@@ -1,11 +1,13 @@
 """What the numbers of a run depend on (versions, hardware, commit), and the memory that a cell takes on a device."""
 
 import gc
+import json
 import os
 import platform
 import re
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ _PACKAGES = (
     "yunchang",
     "burst-attn",
     "bmtrain",
+    "numpy",
 )
 
 
@@ -58,6 +61,24 @@ def describe(command: Sequence[str], device: str, ranks: int) -> dict[str, Any]:
         }
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
     return facts | {"packages": {n: v for n in _PACKAGES if (v := _version(n)) is not None}, "environment": settings}
+
+
+def require_gpu(module: str) -> None:
+    """End the program with a message where there is no GPU.
+
+    Args:
+        module: What is run, for example "benchmarks.biased".
+    """
+    if not torch.cuda.is_available():
+        sys.exit(f"{module} needs a GPU, and torch finds none\nfix: run it on a machine with CUDA")
+
+
+def write_record(path: Path | None, module: str, ranks: int = 1, **found: Any) -> None:
+    """Write what a module of `benchmarks` found, and its machine, as JSON; nothing where there is no path."""
+    if path is not None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        machine = describe(["python", "-m", module, *sys.argv[1:]], device, ranks)
+        path.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n", encoding="utf-8")
 
 
 def commit() -> str | None:

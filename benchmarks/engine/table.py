@@ -120,13 +120,13 @@ def _run_lines(results: Results[Any]) -> list[str]:
     lines = ["## Runs", ""]
     for number in used:
         run = results.runs[number]
-        stack = [
-            f"{name} {run[name]}" for name in ("python", "torch", "cuda", "cudnn", "nccl", "driver") if run.get(name)
-        ]
-        stack += [f"{name} {version}" for name, version in run["packages"].items()]
-        commit = run["commit"] or "unknown"
-        lines.append(
-            f"- {run['date']}, {run['ranks']} x {run['device']}, bmburst {run['bmburst']} ({commit}), "
-            f"{', '.join(stack)}: `{run['command']}`"
-        )
+        lines.append(f"- {run['date']}, {run['ranks']} x {run['device']}, {versions(run)}: `{run['command']}`")
     return [*lines, ""]
+
+
+def versions(run: Mapping[str, Any]) -> str:
+    """Return the versions of a run's software, by what `benchmarks.engine.machine.describe` said of it."""
+    names = ("python", "torch", "cuda", "cudnn", "nccl", "driver")
+    stack = {name: run[name] for name in names if run.get(name)} | run["packages"]
+    software = [f"bmburst {run['bmburst']} ({run['commit'] or 'unknown'})"]
+    return ", ".join(software + [f"{name} {version}" for name, version in stack.items()])

@@ -67,6 +67,37 @@ def once(call: Callable[[], object], group: RankGroup) -> float:
     return float(group.all_reduce(slowest, dist.ReduceOp.MAX).item())
 
 
+def gpu_seconds(call: Callable[[], object], scratch: torch.Tensor | None = None) -> tuple[float, float]:
+    """Return the seconds that this GPU is busy with a call, and those that the host is.
+
+    Args:
+        call: What is measured.
+        scratch: Memory that is written before, so that the GPU's caches are empty and it is busy during the launch.
+            None: the GPU has nothing else to do.
+    """
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if scratch is None:
+        torch.cuda.synchronize()
+    else:
+        scratch.zero_()
+    begun = time.perf_counter()
+    before.record()
+    call()
+    after.record()
+    host = time.perf_counter() - begun
+    torch.cuda.synchronize()
+    return float(before.elapsed_time(after)) / 1e3, host
+
+
+def median_seconds(
+    calls: Sequence[Callable[[], object]], scratch: torch.Tensor | None = None, *, repeats: int, warm_up: int
+) -> list[tuple[float, float]]:
+    """Return the medians of `gpu_seconds` of calls, taken in turns after so many rounds that are not measured."""
+    rounds = [[gpu_seconds(call, scratch) for call in calls] for _ in range(warm_up + repeats)][warm_up:]
+    by_call = [zip(*times, strict=True) for times in zip(*rounds, strict=True)]
+    return [(statistics.median(gpu), statistics.median(host)) for gpu, host in by_call]
+
+
 def in_turns(
     *calls: Callable[[], object], group: RankGroup, repeats: int, seconds: float
 ) -> tuple[tuple[float, ...], ...]:
