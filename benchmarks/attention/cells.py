@@ -1,23 +1,48 @@
 """What can be measured, as plain data: a cell is one method on one shape, with a name that stays the same."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from types import MappingProxyType
+from typing import NamedTuple
 
 from benchmarks.engine.results import ONE_GPU, BaseCell, BaseSelection
 from bmburst.errors import UserError
 
-SUITES = ("sequence", "batch", "block", "documents", "window", "accuracy")
 PLAIN_MASKS = ("causal", "full")
 MASKS = (*PLAIN_MASKS, "documents", "window")  # the latter two have a suite each, of the same name
-_KIB = 1024
-SEQUENCE_TOKENS = tuple(_KIB * n for n in (32, 64, 128, 256, 512, 1024))
-BATCH_TOKENS, BATCHES = 64 * _KIB, (1, 2, 4, 8)
-BLOCK_TOKENS = tuple(_KIB * n for n in (32, 64, 128, 256))
-MASK_TOKENS = {"documents": (128 * _KIB, 512 * _KIB), "window": (256 * _KIB,)}
-ACCURACY_TOKENS = 4 * _KIB
 MHA, GQA = (32, 32), (32, 8)
 HEAD_DIM = 128
 BALANCED, LLAMA3 = "-balanced", "-llama3"  # ends of names of methods that are for documents
+_KIB = 1024
+
+
+class Suite(NamedTuple):
+    """What a suite measures where the options do not say.
+
+    Attributes:
+        tokens: Sequence lengths.
+        batches: Sequences at once.
+        setups: `(heads, kv_heads)`.
+        masks: The masks that it has, whatever the options say.
+    """
+
+    tokens: tuple[int, ...]
+    batches: tuple[int, ...] = (1,)
+    setups: tuple[tuple[int, int], ...] = (MHA, GQA)
+    masks: tuple[str, ...] = PLAIN_MASKS
+
+
+SUITES: Mapping[str, Suite] = MappingProxyType(
+    {
+        "sequence": Suite(tuple(_KIB * n for n in (32, 64, 128, 256, 512, 1024))),
+        "batch": Suite((64 * _KIB,), batches=(1, 2, 4, 8)),
+        "block": Suite(tuple(_KIB * n for n in (32, 64, 128, 256)), setups=(GQA,)),
+        "documents": Suite((128 * _KIB, 512 * _KIB), masks=("documents",)),
+        "window": Suite((256 * _KIB,), masks=("window",)),
+        "accuracy": Suite((4 * _KIB,), masks=MASKS),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +114,8 @@ class Selection(BaseSelection):
 
 def list_cells(selection: Selection) -> tuple[Cell, ...]:
     """Return the selected cells of every suite, in the order in which they run: causal first, short sequences first."""
-    found = (cell for suite in SUITES for cell in _SUITE_CELLS[suite](selection) if _is_for(cell))
-    return tuple(cell for cell in found if selection.fits(cell))
+    found = (cell for suite in SUITES for cell in _cells(selection, suite))
+    return tuple(cell for cell in found if _is_for(cell) and selection.fits(cell))
 
 
 def accuracy_ranks(world: int) -> tuple[int, ...]:
@@ -100,72 +125,35 @@ def accuracy_ranks(world: int) -> tuple[int, ...]:
 
 
 def _is_for(cell: Cell) -> bool:
+    """Return whether the method has a cell of its suite, mask and ranks at all."""
+    if cell.suite == "accuracy" and (cell.ranks == 1) != (cell.method == ONE_GPU):
+        return cell.ranks == 1 and cell.method == "ours"  # all others are measured on several ranks
     if cell.suite == "block" and cell.method.startswith("tensor-parallel"):
         return False
     return cell.mask == "documents" or not cell.method.endswith((BALANCED, LLAMA3))
 
 
-def _cells(
-    selection: Selection,
-    suite: str,
-    shapes: Iterable[tuple[int, int]],
-    setups: Sequence[tuple[int, int]] = (MHA, GQA),
-    masks: Sequence[str] = PLAIN_MASKS,
-) -> Iterator[Cell]:
-    shapes = tuple(shapes)
-    for mask in (m for m in selection.masks if m in masks):
-        for heads, kv_heads in selection.heads or setups:
-            for batch, tokens in shapes:
-                for method in selection.methods:
-                    yield Cell(
-                        suite=suite,
-                        method=method,
-                        ranks=selection.ranks[0],
-                        device=selection.device,
-                        tokens=tokens,
-                        batch=batch,
-                        heads=heads,
-                        kv_heads=kv_heads,
-                        head_dim=selection.head_dim,
-                        mask=mask,
-                        dtype=selection.plain_dtype,
-                    )
-
-
-def _sequence(selection: Selection) -> Iterator[Cell]:
-    yield from _cells(selection, "sequence", ((1, n) for n in selection.tokens or SEQUENCE_TOKENS))
-
-
-def _batch(selection: Selection) -> Iterator[Cell]:
-    lengths = selection.tokens or (BATCH_TOKENS,)
-    yield from _cells(selection, "batch", ((b, n) for n in lengths for b in BATCHES))
-
-
-def _block(selection: Selection) -> Iterator[Cell]:
-    yield from _cells(selection, "block", ((1, n) for n in selection.tokens or BLOCK_TOKENS), (GQA,))
-
-
-def _masked(mask: str) -> Callable[[Selection], Iterator[Cell]]:
-    def listed(selection: Selection) -> Iterator[Cell]:
-        yield from _cells(selection, mask, ((1, n) for n in selection.tokens or MASK_TOKENS[mask]), masks=(mask,))
-
-    return listed
-
-
-def _accuracy(selection: Selection) -> Iterator[Cell]:
-    shapes = tuple((1, n) for n in selection.tokens or (ACCURACY_TOKENS,))
-    for ranks in accuracy_ranks(selection.ranks[0]):
-        names = selection.methods if ranks > 1 else (m for m in selection.methods if m in (ONE_GPU, "ours"))
-        names = tuple(m for m in names if ranks == 1 or m != ONE_GPU)
-        for cell in _cells(selection, "accuracy", shapes, masks=MASKS):
-            if cell.method in names:
-                yield replace(cell, ranks=ranks)
-
-
-_SUITE_CELLS: Mapping[str, Callable[[Selection], Iterator[Cell]]] = {
-    "sequence": _sequence,
-    "batch": _batch,
-    "block": _block,
-    **{mask: _masked(mask) for mask in MASK_TOKENS},
-    "accuracy": _accuracy,
-}
+def _cells(selection: Selection, name: str) -> Iterator[Cell]:
+    suite = SUITES[name]
+    everything = product(
+        accuracy_ranks(selection.ranks[0]) if name == "accuracy" else selection.ranks,
+        (mask for mask in selection.masks if mask in suite.masks),
+        selection.heads or suite.setups,
+        selection.tokens or suite.tokens,
+        suite.batches,
+        selection.methods,
+    )
+    for ranks, mask, (heads, kv_heads), tokens, batch, method in everything:
+        yield Cell(
+            suite=name,
+            method=method,
+            ranks=ranks,
+            device=selection.device,
+            dtype=selection.plain_dtype,
+            tokens=tokens,
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=selection.head_dim,
+            mask=mask,
+        )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.attention.cells import MASK_TOKENS, SUITES, Cell
+from benchmarks.attention.cells import MASKS, SUITES, Cell
 from benchmarks.engine.figure import blank, finish, finish_figure, is_measured, plot_methods, save
 from benchmarks.engine.results import OK, ONE_GPU, Results, Row
 from benchmarks.engine.table import Rows, grid, groups, known, ranks_name, spread_name
@@ -105,7 +105,7 @@ def _speed(suite: str, rows: Rows[Cell], notes: dict[str, int]) -> list[str]:
 
         head = f"{title}: ratio to one GPU / ms / TFLOP/s a GPU"
         lines += grid(head, rows, column, times, notes)
-    if suite in MASK_TOKENS:
+    if suite in MASKS:  # those of a mask of their own
         head = "time over one GPU's for as many FLOPs of plain causal attention: forward / forward + backward"
         lines += grid(head, rows, column, _over_arithmetic, notes)
     lines += grid("peak GiB a GPU / GB received / exposed ms (forward + backward)", rows, column, _costs, notes)
