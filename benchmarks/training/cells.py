@@ -1,22 +1,42 @@
 """What can be measured, as plain data: a cell is one method on one model and length, with a name that stays."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
+from typing import NamedTuple
 
 from benchmarks.engine.results import BaseCell, BaseSelection
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.errors import UserError, require_known
 
-SUITES = ("step", "loss", "curve")
 _KIB = 1024
-STEP_PRESETS = ("llama-3-8b", "llama-2-7b")
-STEP_TOKENS = tuple(_KIB * n for n in (32, 128, 256, 512, 1024, 2048))
-LOSS_PRESET, LOSS_TOKENS, LOSS_DTYPES = "tiny-8-heads", 2 * _KIB, ("float32", "bfloat16")
-CURVE_PRESET, CURVE_TOKENS = "llama-95m", 128 * _KIB
 STEPS = {"loss": 30, "curve": 60}  # that are trained; of a step's cell, what the command line says is measured
 OURS = "ours"
+
+
+class Suite(NamedTuple):
+    """What a suite measures where the options do not say.
+
+    Attributes:
+        presets: Models.
+        tokens: Sequence lengths.
+        dtypes: Of weights and activations; none: what the device is best at.
+    """
+
+    presets: tuple[str, ...]
+    tokens: tuple[int, ...]
+    dtypes: tuple[str, ...] = ()
+
+
+SUITES: Mapping[str, Suite] = MappingProxyType(
+    {
+        "step": Suite(("llama-3-8b", "llama-2-7b"), tuple(_KIB * n for n in (32, 128, 256, 512, 1024, 2048))),
+        "loss": Suite(("tiny-8-heads",), (2 * _KIB,), ("float32", "bfloat16")),
+        "curve": Suite(("llama-95m",), (128 * _KIB,)),
+    }
+)
 # Models that are trained: the presets, and two small ones for losses.
 SHAPES: Mapping[str, LlamaConfig] = MappingProxyType(
     {
@@ -104,7 +124,7 @@ class TrainSelection(BaseSelection):
     def __post_init__(self) -> None:
         for name in self.presets or ():
             require_known("preset", name, SHAPES)
-        most = max(SHAPES[name].num_layers for name in self.presets or STEP_PRESETS)
+        most = max(SHAPES[name].num_layers for name in self.presets or SUITES["step"].presets)
         for layers in self.layers or ():
             if not 1 <= layers <= most:
                 raise UserError(f"--layers {layers}\nallowed: 1 to {most}, the layers of the model")
@@ -113,65 +133,38 @@ class TrainSelection(BaseSelection):
 
 def list_cells(selection: TrainSelection) -> tuple[TrainCell, ...]:
     """Return the selected cells of every suite, in the order in which they are listed: short sequences first."""
-    found = (cell for suite in SUITES for cell in _SUITE_CELLS[suite](selection))
+    found = (cell for suite in SUITES for cell in _cells(selection, suite))
     return tuple(cell for cell in found if selection.fits(cell))
 
 
-def _step(selection: TrainSelection) -> Iterator[TrainCell]:
-    for tokens in selection.tokens or STEP_TOKENS:  # outermost: what cells leave in memory only grows
-        for preset in selection.presets or STEP_PRESETS:
-            for layers in selection.layers or (SHAPES[preset].num_layers,):
-                for ranks in selection.ranks:
-                    for method in selection.methods if ranks > 1 else _alone(selection):
-                        yield _cell(selection, "step", preset, layers, tokens, method, ranks, selection.plain_dtype)
+def _cells(selection: TrainSelection, name: str) -> Iterator[TrainCell]:
+    suite = SUITES[name]
+    first = None if name == "step" else 1  # for losses one model is trained
+    dtypes = suite.dtypes if selection.dtype is None else ()
+    for dtype, tokens, preset in product(
+        dtypes or (selection.plain_dtype,),
+        selection.tokens or suite.tokens,  # before models: what cells leave in memory only grows
+        (selection.presets or suite.presets)[:first],
+    ):
+        layers = (selection.layers or (SHAPES[preset].num_layers,))[:first]
+        for number, ranks in product(layers, sorted({1, *selection.ranks}) if name == "loss" else selection.ranks):
+            for method in _methods(selection, name, ranks):
+                yield TrainCell(
+                    suite=name,
+                    preset=preset,
+                    layers=number,
+                    tokens=tokens,
+                    method=method,
+                    ranks=ranks,
+                    device=selection.device,
+                    dtype=dtype,
+                    recompute=selection.recompute,
+                )
 
 
-def _loss(selection: TrainSelection) -> Iterator[TrainCell]:
-    preset, layers = _one_model(selection, LOSS_PRESET)
-    for dtype in LOSS_DTYPES if selection.dtype is None else (selection.dtype,):
-        for tokens in selection.tokens or (LOSS_TOKENS,):
-            for ranks in sorted({1, *selection.ranks}):
-                for method in selection.methods if ranks > 1 else (OURS,):
-                    yield _cell(selection, "loss", preset, layers, tokens, method, ranks, dtype)
-
-
-def _curve(selection: TrainSelection) -> Iterator[TrainCell]:
-    preset, layers = _one_model(selection, CURVE_PRESET)
-    for tokens in selection.tokens or (CURVE_TOKENS,):
-        for ranks in selection.ranks:
-            for method in _alone(selection):
-                yield _cell(selection, "curve", preset, layers, tokens, method, ranks, selection.plain_dtype)
-
-
-def _one_model(selection: TrainSelection, preset: str) -> tuple[str, int]:
-    """Return the first preset and number of layers that are asked for, or a suite's own."""
-    preset = preset if selection.presets is None else selection.presets[0]
-    return preset, (selection.layers or (SHAPES[preset].num_layers,))[0]
-
-
-def _alone(selection: TrainSelection) -> tuple[str, ...]:
-    """On one GPU all methods are ours, and only ours is asked for a curve."""
-    return tuple(method for method in selection.methods if method == OURS)
-
-
-def _cell(
-    selection: TrainSelection, suite: str, preset: str, layers: int, tokens: int, method: str, ranks: int, dtype: str
-) -> TrainCell:
-    return TrainCell(
-        suite=suite,
-        preset=preset,
-        layers=layers,
-        tokens=tokens,
-        method=method,
-        ranks=ranks,
-        device=selection.device,
-        dtype=dtype,
-        recompute=selection.recompute,
-    )
-
-
-_SUITE_CELLS: Mapping[str, Callable[[TrainSelection], Iterator[TrainCell]]] = {
-    "step": _step,
-    "loss": _loss,
-    "curve": _curve,
-}
+def _methods(selection: TrainSelection, suite: str, ranks: int) -> tuple[str, ...]:
+    """Return the selected methods; on one rank all are ours, and only ours is asked for a curve."""
+    if ranks > 1 and suite != "curve":
+        return selection.methods
+    # Losses are compared with one rank's, whatever is selected.
+    return (OURS,) if suite == "loss" or OURS in selection.methods else ()
