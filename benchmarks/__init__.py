@@ -1,1 +1,1 @@
-"""Measurements, each with the command, the machine and the date beside its committed result."""
+"""Measurements of a clone of the repository, not installed with the library, and their recorded results."""

@@ -17,11 +17,7 @@ FLOPs for each of their features forward and 10 backward; memory is torch's peak
 
 import argparse
 import itertools
-import json
-import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.engine.machine import require_gpu, write_record
+from benchmarks.engine.timing import median_seconds
 from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst.comm.groups import communicator
 from bmburst_ops.biased import Tokens, bee_bias, bee_tokens
@@ -56,8 +54,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="calls that are measured (default: 5)")
     parser.add_argument("--output", type=Path, help="JSON file of the results")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.biased needs a GPU, and torch finds none\nfix: run it on a machine with CUDA")
+    require_gpu("benchmarks.biased")
     rows = []
     print("| tokens | layers | attention | forward | TFLOP/s | with backward | TFLOP/s | host | memory |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -72,9 +69,7 @@ def main() -> int:
                 f"| {row['gib']:.2f} GiB |",
                 flush=True,
             )
-    if options.output:
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
-        options.output.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write_record(options.output, "benchmarks.biased", rows=rows)
     return 0
 
 
@@ -112,7 +107,8 @@ def _measure(name: str, length: int, layers: int, repeats: int) -> dict[str, str
     found = {"forward": (forward, flops), "both": (both, (1 + ATTENTION_BACKWARD) * flops)}
     row: dict[str, str | float] = {"name": name, "tokens": length, "layers": layers, "pairs": pairs}
     for direction, (call, work) in found.items():
-        seconds, host = (spent / layers for spent in _seconds(call, repeats))
+        (spent,) = median_seconds([call], repeats=repeats, warm_up=_WARM_UP)
+        seconds, host = (each / layers for each in spent)
         row |= {f"{direction}_ms": 1e3 * seconds, f"{direction}_tflops": work / seconds / 1e12, "host_ms": 1e3 * host}
     return row | {"gib": torch.cuda.max_memory_allocated() / 2**30}
 
@@ -175,23 +171,6 @@ def _pairs(tokens: Tokens) -> int:
     given = int((tokens.context != 0).sum())
     predicted = tokens.shape[1] - given
     return given * tokens.shape[1] + predicted * (predicted + 1) // 2
-
-
-def _seconds(call: Callable[[], None], repeats: int) -> tuple[float, float]:
-    """Return the medians of the GPU's times and the host's."""
-    times: list[tuple[float, float]] = []
-    for _ in range(_WARM_UP + repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        begin.record()
-        call()
-        end.record()
-        busy = time.perf_counter() - start
-        torch.cuda.synchronize()
-        times.append((begin.elapsed_time(end) / 1e3, busy))
-    on_gpu, on_host = zip(*times[_WARM_UP:], strict=True)
-    return statistics.median(on_gpu), statistics.median(on_host)
 
 
 if __name__ == "__main__":

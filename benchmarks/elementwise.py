@@ -6,9 +6,6 @@ events; caches are emptied in between by writing 512 MiB. `copy` is `Tensor.copy
 """
 
 import argparse
-import json
-import platform
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.engine.machine import require_gpu, write_record
+from benchmarks.engine.timing import median_seconds
 from bmburst.blocks.presets import PRESETS
 from bmburst_ops import fused, rms_norm, rotary, swiglu
 
@@ -42,18 +41,14 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20, help="calls that are measured (default: 20)")
     parser.add_argument("--output", type=Path, help="JSON file of the results")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.elementwise needs a GPU, and torch finds none\nfix: run it on a machine with CUDA")
+    require_gpu("benchmarks.elementwise")
     found = {"ours": _measure(options, options.tokens)}
     if options.plain_tokens:
         for module in (rms_norm, rotary, swiglu):
             module.triton_twin = lambda *_: None  # type: ignore[attr-defined]
         found["plain"] = _measure(options, options.plain_tokens)
     _show(found)
-    if options.output:
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
-        record = {"machine": machine, "options": vars(options) | {"output": None}, "results": found}
-        options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(options.output, "benchmarks.elementwise", options=vars(options) | {"output": None}, results=found)
     return 0
 
 
@@ -62,9 +57,9 @@ def _measure(options: argparse.Namespace, tokens: int) -> dict[str, dict[str, fl
     scratch = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
     found = {}
     for row in _rows(PRESETS[options.model], tokens, dtype):
-        seconds = _seconds(row.call, scratch, options.repeats)
+        ((seconds, _),) = median_seconds([row.call], scratch, repeats=options.repeats, warm_up=3)
         source, target = (torch.empty(row.nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
-        copied = _seconds(partial(target.copy_, source), scratch, options.repeats)
+        ((copied, _),) = median_seconds([partial(target.copy_, source)], scratch, repeats=options.repeats, warm_up=3)
         found[row.name] = {
             "milliseconds": 1e3 * seconds,
             "gigabytes_per_second": row.nbytes / seconds / 1e9,
@@ -113,22 +108,6 @@ def _both(
         lambda: torch.autograd.grad(result, inputs, grad, retain_graph=True),
         backward * nbytes + extra,
     )
-
-
-def _seconds(call: Callable[[], object], scratch: Tensor, repeats: int) -> float:
-    """Return the median of the GPU's times."""
-    return statistics.median([gpu_seconds(call, scratch) for _ in range(3 + repeats)][3:])
-
-
-def gpu_seconds(call: Callable[[], object], scratch: Tensor) -> float:
-    """Return the GPU's time for a call, after its caches have been emptied."""
-    scratch.zero_()  # keeps the GPU busy while the call is launched, too
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3
 
 
 def _show(found: dict[str, dict[str, dict[str, float]]]) -> None:

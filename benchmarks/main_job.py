@@ -5,9 +5,7 @@ the runs' metrics.jsonl. What follows `--` goes to `bmburst train`.
 """
 
 import argparse
-import importlib.metadata
 import json
-import platform
 import shlex
 import statistics
 import subprocess
@@ -16,6 +14,11 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.engine.machine import describe
+from benchmarks.engine.table import versions
 
 _WARM_UP = 10  # steps that are not timed: kernels are chosen and memory is taken
 
@@ -40,12 +43,13 @@ def main() -> int:
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     runs = [train(ranks, args.options) for ranks in args.ranks]
-    device = machine()["device"]
-    name = f"main_job_{device.split()[-1].lower()}_{time.strftime('%Y%m')}"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = describe(["python", "-m", "benchmarks.main_job", *sys.argv[1:]], device, max(args.ranks))
+    name = f"main_job_{machine['device'].split()[-1].lower() if device == 'cuda' else 'cpu'}_{time.strftime('%Y%m')}"
     for run in runs:
         lines = "".join(json.dumps(line) + "\n" for line in run.metrics)
         (args.output / f"{name}_{run.ranks}_ranks.jsonl").write_text(lines)
-    (args.output / f"{name}.md").write_text(record(runs))
+    (args.output / f"{name}.md").write_text(record(runs, machine))
     print(f"{args.output / name}.md")
     return 0
 
@@ -73,37 +77,12 @@ def train(ranks: int, options: list[str]) -> Run:
         return Run(ranks, shlex.join(["bmburst", *words]), output, seconds, metrics, evals[-1])
 
 
-def machine() -> dict[str, str]:
-    """Return what the numbers depend on."""
-    import torch
-
-    facts = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("bmtrain", "numpy"):
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "not installed as a package"
-    if torch.cuda.is_available():
-        version = ".".join(map(str, torch.cuda.nccl.version()))
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-        return {
-            "device": torch.cuda.get_device_name(),
-            "CUDA": str(torch.version.cuda),
-            "driver": driver,
-            "NCCL": version,
-            **facts,
-        }
-    return {"device": f"{platform.machine()} CPU", **facts}
-
-
-def record(runs: list[Run]) -> str:
-    """Return the record as Markdown."""
-    facts = ", ".join(f"{name} {value}" for name, value in machine().items() if name != "device")
+def record(runs: list[Run], machine: dict[str, Any]) -> str:
+    """Return the record of runs on a machine as Markdown."""
     lines = [
         "# The main job",
         "",
-        f"{time.strftime('%Y-%m-%d')}, {machine()['device']}: {facts}. Recorded by `python -m benchmarks.main_job`.",
+        f"{machine['date']}, {machine['device']}: {versions(machine)}. Recorded by `{machine['command']}`.",
         "",
         f"Tokens/s is the median over the steps after the first {_WARM_UP}. A model of a million parameters and 4,096",
         "tokens are bound by launches, not by arithmetic: this shows that the path works, not how fast it is.",

@@ -62,6 +62,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.rank is not None:
         return _rank(args)
+    from benchmarks.engine.machine import write_record
     from bmburst.runtime.launch import LaunchSpec, launch
 
     with tempfile.TemporaryDirectory(prefix="bmburst-plan-") as folder:
@@ -71,13 +72,12 @@ def main() -> int:
         file = Path(folder) / "measured.jsonl"
         found = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     rows = [row | predicted(Case(*row["case"]), args.gpus, args.hardware) for row in found]
-    if args.output is not None:
-        args.output.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    write_record(args.output, "benchmarks.plan_measure", args.gpus, rows=rows)
     print(table(rows, args.gpus))
     return status
 
 
-def predicted(case: Case, gpus: int, hardware: str) -> dict[str, float]:
+def predicted(case: Case, gpus: int, hardware: str) -> dict[str, Any]:
     """Return what the planner says of a case."""
     from bmburst.blocks.presets import preset
     from bmburst.plan.candidates import Candidate
@@ -118,16 +118,6 @@ def table(rows: list[dict[str, Any]], gpus: int) -> str:
     return "\n".join(lines)
 
 
-def machine() -> dict[str, Any]:
-    """Return what the numbers depend on."""
-    import torch
-
-    from bmburst.bench.machine import describe
-
-    command = ["python", "-m", "benchmarks.plan_measure", *sys.argv[1:]]
-    return describe(command, "cuda" if torch.cuda.is_available() else "cpu", 0)
-
-
 def _rank(args: argparse.Namespace) -> int:
     begun = time.monotonic()
     # Ranks must agree on which cases there is time for: rank 0 says so before each.
@@ -153,7 +143,7 @@ def _measure(case: Case, args: argparse.Namespace, folder: Path) -> dict[str, An
     import torch
 
     import bmburst
-    from bmburst.bench.memory import beside_peak
+    from benchmarks.engine.machine import beside_peak
     from bmburst.blocks.presets import preset
     from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
     from bmburst.train.trainer import Trainer
@@ -168,7 +158,11 @@ def _measure(case: Case, args: argparse.Namespace, folder: Path) -> dict[str, An
         recompute=case.recompute,
         output=folder / "run",
         data=DataConfig(source=os.environ.get("PLAN_MEASURE_TEXT", "stdlib"), tokenizer="bytes"),
-        parallel=ParallelConfig(sequence_parallel=args.gpus, strategy="auto", zero_level=case.zero),
+        parallel=ParallelConfig(
+            sequence_parallel=args.gpus,
+            strategy="auto",
+            zero_level=case.zero,  # type: ignore[arg-type]  # check_fields looks
+        ),
     )
     on_gpu = torch.cuda.is_available()
     trainer = Trainer(config)

@@ -15,16 +15,16 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from bmburst.cli import bench_attention, bench_train
+from benchmarks.engine.kind import KINDS, load_kind
+from benchmarks.engine.results import Results
+from benchmarks.engine.table import markdown
 from bmburst.plan import accuracy
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 _MEASURED = _ROOT / "bmburst" / "plan" / "data" / "measured.toml"
-_KINDS = MappingProxyType({"attention": bench_attention.KIND, "train": bench_train.KIND})
 
 
 def main() -> int:
@@ -45,11 +45,10 @@ def main() -> int:
 
 def derived() -> Iterator[tuple[Path, str]]:
     """Yield each file that repeats recorded runs, and what it should say; the planner's accuracy after its rows."""
-    for name, kind in _KINDS.items():
+    for name in KINDS:
         for path in sorted(_RESULTS.glob(f"{name}_*.md")):
-            shown = kind.shown()
             head, _, _ = path.read_text(encoding="utf-8").partition("\n## ")
-            tables = shown.markdown(shown.results.read(path.with_suffix(".json")))
+            tables = markdown(Results.read(load_kind(name), path.with_suffix(".json")))
             yield path, f"{head}\n{tables.rstrip()}\n"
     yield _MEASURED, _with_rows(_MEASURED.read_text(encoding="utf-8"))
     for path in sorted(_RESULTS.glob("plan_accuracy_*.md")):

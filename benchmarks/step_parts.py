@@ -7,9 +7,6 @@ block-keep-attention included. Times are medians by CUDA events; caches are empt
 """
 
 import argparse
-import json
-import platform
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.elementwise import FLUSH, gpu_seconds
+from benchmarks.elementwise import FLUSH
+from benchmarks.engine.machine import require_gpu, write_record
+from benchmarks.engine.timing import median_seconds
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
@@ -59,16 +58,12 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=10, help="calls that are measured (default: 10)")
     parser.add_argument("--output", type=Path, help="JSON file of the results")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.step_parts needs a GPU, and torch finds none\nfix: run it on a machine with CUDA")
+    require_gpu("benchmarks.step_parts")
     found = {}
     print("| part | way | ms | ms a step | TFLOP/s | GB/s |\n|---|---|---|---|---|---|")
     for part in parts(PRESETS[options.model], options.tokens, options.ranks, torch.device("cuda")):
         found[part.name] = {name: _row(part, name, each) for name, each in _measured(part, options.repeats).items()}
-    if options.output:
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
-        record = {"machine": machine, "options": vars(options) | {"output": None}, "results": found}
-        options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(options.output, "benchmarks.step_parts", options=vars(options) | {"output": None}, results=found)
     return 0
 
 
@@ -200,13 +195,8 @@ def _adam(model: LlamaConfig, ranks: int, random: Random) -> Iterator[Part]:
 def _measured(part: Part, repeats: int) -> dict[str, float]:
     """Return the median of each way's times on the GPU, in seconds."""
     scratch = torch.empty(8 * FLUSH, dtype=torch.uint8, device="cuda")  # a millisecond: autograd launches within it
-    times: dict[str, list[float]] = {name: [] for name in part.ways}
-    for turn in range(2 + repeats):
-        for name, call in part.ways.items():
-            seconds = gpu_seconds(call, scratch)
-            if turn >= 2:
-                times[name].append(seconds)
-    return {name: statistics.median(each) for name, each in times.items()}
+    seconds = median_seconds(list(part.ways.values()), scratch, repeats=repeats, warm_up=2)
+    return {name: on_gpu for name, (on_gpu, _) in zip(part.ways, seconds, strict=True)}
 
 
 def _row(part: Part, way: str, seconds: float) -> dict[str, float]:

@@ -13,7 +13,9 @@ from bmburst.lazy import MOVED
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(
-    path for package in ("bmburst", "bmburst_ops", "model_center_ext") for path in (ROOT / package).rglob("*.py")
+    path
+    for package in ("bmburst", "bmburst_ops", "model_center_ext", "benchmarks")
+    for path in (ROOT / package).rglob("*.py")
 )
 PURE = {
     *("torch", "triton", "bmtrain", "model_center_ext", "bmburst_ops.flash", "bmburst_ops.merge"),
@@ -39,14 +41,21 @@ FORBIDDEN = {
     "bmburst/attention": {"model_center_ext", "bmburst.blocks", "bmburst.train", "bmburst.data", "bmburst.runtime"},
     "bmburst/blocks": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.runtime"},
     "bmburst/runtime": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.blocks", "bmburst.attention"},
-    "bmburst/bench/cells.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops"},
-    "bmburst/bench/work.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash"},
-    "bmburst/bench/training/cells.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops", "bmburst.cli"},
-    "bmburst/bench/training/bound.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash", "bmburst.cli"},
-    "bmburst/bench/training": {"model_center_ext", "bmburst.cli"},
-    "bmburst/bench": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.blocks", "bmburst.cli"},
+    "benchmarks/engine": {"model_center_ext", "benchmarks.attention", "benchmarks.training"},
+    "benchmarks/attention/cells.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops"},
+    "benchmarks/attention/masks.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash"},
+    "benchmarks/attention/work.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash"},
+    "benchmarks/attention": {
+        "model_center_ext",
+        "benchmarks.training",
+        "bmburst.train",
+        "bmburst.data",
+        "bmburst.blocks",
+    },
+    "benchmarks/training/cells.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops", "bmburst.cli"},
+    "benchmarks/training/bound.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash", "bmburst.cli"},
     "bmburst/cli": {"model_center_ext"},
-    "bmburst": {"model_center_ext", "bmburst.bench"},
+    "bmburst": {"model_center_ext"},
 }
 BMTRAIN_AT_TOP = {
     "bmburst/attention/module.py",
@@ -54,7 +63,7 @@ BMTRAIN_AT_TOP = {
     "bmburst/blocks/layers.py",
     "bmburst/blocks/model.py",
     "bmburst/blocks/tensor_parallel.py",
-    "bmburst/bench/training/tensor_v1.py",
+    "benchmarks/training/tensor_v1.py",
     "bmburst/blocks/transformer.py",
     "bmburst/integrations/cpm_live_layers.py",
     "bmburst/optim/adamw.py",
@@ -77,6 +86,8 @@ def names(nodes):
 def test_imports_point_one_way(path):
     name, tree = path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
     banned = next((FORBIDDEN[key] for key in sorted(FORBIDDEN, key=len, reverse=True) if name.startswith(key)), set())
+    if not name.startswith("benchmarks/"):
+        banned = banned | {"benchmarks"}  # they are of the clone, and not installed
     found = {module for module in names(ast.walk(tree)) for b in banned if module == b or module.startswith(f"{b}.")}
     assert not found, f"{name} may not import {sorted(found)}"
     if name not in BMTRAIN_AT_TOP:

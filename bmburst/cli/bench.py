@@ -1,22 +1,17 @@
-"""`bmburst bench`: measure attention or training steps, ours beside every peer, and show what was measured."""
+"""`bmburst bench`: finds the benchmarks, which are in a clone of the repository and not in an installation.
+
+Run as `python -m bmburst.cli.bench CLONE FOLDER` it is a rank of the job in that folder.
+"""
 
 import argparse
-import glob
-import math
-import os
+import importlib
+import importlib.util
 import sys
-import tempfile
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import ModuleType
 
-from bmburst.amounts import TOKENS_TOO
-from bmburst.cli import bench_attention, bench_train
-from bmburst.cli.bench_kind import Kind, Prepared, Shown
-from bmburst.cli.numbers import numbers
+from bmburst import __version__
 from bmburst.errors import UserError
-from bmburst.outputs import is_picture, require_file, require_folder, require_own
 
 HELP = (
     "Measure speed, memory and accuracy. attention: burst_attention with every strategy and transport, and the methods "
@@ -25,71 +20,17 @@ HELP = (
     "against fp64). train: whole training steps, relative to the time of their attention and matrix products alone. "
     "Suites: step (32K to 2M tokens), loss (losses of all methods agree), curve (loss on real text)."
 )
-_USAGE = (
-    "bmburst bench attention|train [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS] [--output FILE]\n"
-    "       bmburst bench attention|train --list [...]\n"
-    "       bmburst bench attention|train --table --plot --output FILE"
-)
-_EPILOG = (
-    "A cell of attention is named SUITE/TOKENS/HEADS/MASK/METHOD, for example sequence/65536/mha/causal/ulysses. The "
-    "suites documents and window have no MASK: documents/131072/gqa/ours. A cell of train is named "
-    "SUITE/MODEL/TOKENS/METHOD, for example step/llama-3-8b-x2/131072/ours with two of the model's layers. In --cells, "
-    "* also matches slashes. An existing file of --output is continued: cells that it has are skipped unless --again "
-    "is given. Tables are written beside it as .md, with pictures."
-)
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
-_KINDS: Mapping[str, Kind] = MappingProxyType({"attention": bench_attention.KIND, "train": bench_train.KIND})
+_PACKAGE = "benchmarks"
+_MARK = 'PROJECT = "bmburst"'  # a line of the package's engine, so that a stranger's package is not taken for it
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    parser.usage, parser.epilog = _USAGE, _EPILOG
-    add = parser.add_argument
-    add("what", choices=tuple(_KINDS), help="what to measure")
-    add(
-        "--gpus",
-        metavar="N",
-        help="GPUs that share a sequence; train: also N,... (default: all GPUs)",
-    )
-    add("--ranks", metavar="N", help="use N ranks on the CPU over gloo instead of GPUs")
-    add("--cells", metavar="GLOB,...", default="*", help="cells to measure (default: all)")
-    add("--methods", metavar="GLOB,...", default="*", help="methods to measure, in the order of --list (default: all)")
-    add("--tokens", metavar="N,...", help=f"sequence lengths, {TOKENS_TOO}, instead of those of each suite")
-    add("--dtype", choices=_DTYPES, help="dtype of inputs or weights (default: bfloat16 on GPUs, float32 on CPUs)")
-    add("--kernel", metavar="NAME", default="auto", help="attention kernel of all methods (default: auto)")
-    add(
-        "--repeats",
-        type=int,
-        metavar="N",
-        help="pairs of calls (method, one GPU) a direction (default: 9); train: steps (default: 5)",
-    )
-    add(
-        "--cell-seconds",
-        type=float,
-        metavar="S",
-        help="measure only 3 calls (train: 2 steps) where more take longer than this (default: 10; train: 30)",
-    )
-    add(
-        "--cell-timeout",
-        type=float,
-        metavar="S",
-        help="end a cell without progress after this time (default: 300; train: 600)",
-    )
-    add("--budget", type=float, metavar="SECONDS", help="start no cell that would end later than this from now")
-    add("--output", type=Path, metavar="FILE", help="file of the results, .json; continued if it exists")
-    add("--again", action="store_true", help="measure cells again that the file has")
-    add(
-        "--trace",
-        type=Path,
-        metavar="DIR",
-        help="write a profiler timeline of one call or step of each cell to this folder",
-    )
-    add("--list", action="store_true", help="print the cells without measuring")
-    add("--table", action="store_true", help="print the tables of --output without measuring")
-    add("--plot", action="store_true", help="draw the pictures of --output without measuring")
-    bench_attention.configure(parser.add_argument_group("attention"))
-    bench_train.configure(parser.add_argument_group("train"))
-    parser.set_defaults(given=parser.get_default)
+    """Add the options.
+
+    Raises:
+        UserError: There is no clone.
+    """
+    _engine(find_clone(), "command").configure(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,134 +39,49 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: Something given cannot work.
     """
-    kind = _KINDS[args.what]
-    if args.table or args.plot:
-        return _redraw(args, kind)
-    if "RANK" in os.environ:
-        raise UserError("bench starts its ranks itself, but RANK is set\nfix: run it without a launcher, or unset RANK")
-    _settle(args, kind)
-    if args.ranks is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for this process and its ranks
-    device, ranks = _place(args)
-    prepared = kind.prepare(args, device, ranks)
-    if not prepared.cells:
-        raise UserError(f"--cells {args.cells} fits no cell\nfix: bmburst bench {args.what} --list shows the names")
-    if args.list:
-        _print_cells(prepared, kind, args.output)
-        return 0
-    return _measure(args, kind, prepared, device, max(ranks))
-
-
-def _settle(args: argparse.Namespace, kind: Kind) -> None:
-    """Fill in the benchmark's own defaults, and refuse what is another's or cannot work."""
-    for what, other in _KINDS.items():
-        for name in other.options:
-            if other is not kind and getattr(args, name) != args.given(name):
-                raise UserError(f"--{name.replace('_', '-')} is an option of bench {what}\nfix: leave it out")
-    for name, value in kind.defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.repeats < 1:
-        raise UserError(f"--repeats {args.repeats}\nallowed: 1 and more")
-    for name in ("cell_seconds", "cell_timeout", "budget"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} {value:g}\nallowed: seconds above 0")
-    if args.gpus is not None and args.ranks is not None:
-        raise UserError("--gpus and --ranks exclude each other\nfix: --gpus for GPUs, --ranks for ranks on the CPU")
-    if args.list:
-        return
-    if args.output is not None:
-        if args.output.suffix != ".json":  # tables and pictures get the same name with other endings
-            raise UserError(f"--output {args.output}\nallowed: a .json file")
-        _require_output(args.output, kind)
-    if args.trace is not None:
-        require_folder("--trace", args.trace)
-
-
-def _require_output(path: Path, kind: Kind) -> None:
-    """Check that neither the file nor what is written beside it replaces what no benchmark wrote."""
-    is_new = not path.exists()
-    require_file("--output", path, "results of this benchmark", lambda path: bool(kind.shown().results.read(path)))
-    if is_new:  # what lies beside results that are there was made of them
-        require_own("--output", path.with_suffix(".md"), "table of this benchmark", lambda _: False)
-        for picture in path.parent.glob(f"{glob.escape(path.stem)}-*.png"):
-            require_own("--output", picture, "picture of bmburst", is_picture)
-
-
-def _place(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:
-    """Return the device and the numbers of ranks."""
-    import torch
-
-    if args.ranks is not None:
-        return "cpu", numbers("--ranks", args.ranks)
-    wanted = None if args.gpus is None else numbers("--gpus", args.gpus)
-    if args.list and wanted is not None:
-        return "cuda", wanted  # of any machine
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not gpus:
-        raise UserError("there is no GPU here\nfix: --ranks 2 --tokens 1024 measures on the CPU, over gloo")
-    if wanted is not None and max(wanted) > gpus:
-        raise UserError(f"--gpus {args.gpus} is more than the {gpus} of this machine\nallowed: 1 to {gpus}")
-    return "cuda", wanted or (gpus,)
-
-
-def _print_cells(prepared: Prepared, kind: Kind, output: Path | None) -> None:
-    results = kind.shown().results() if output is None else kind.shown().results.read(output)
-    for cell in prepared.cells:
-        row = results.rows.get(cell.key)
-        reason = prepared.refusal(cell)
-        state = f"  cannot run: {reason}" if reason else "" if row is None else f"  {row['status']}"
-        print(f"{cell.key}{state}")
-
-
-def _measure(args: argparse.Namespace, kind: Kind, prepared: Prepared, device: str, ranks: int) -> int:
-    from bmburst.bench.machine import describe
-    from bmburst.bench.start import run_job
-
-    status = 0
-    with tempfile.TemporaryDirectory(prefix="bmburst-bench-") as folder:
-        output = Path(folder) / "results.json" if args.output is None else args.output.absolute()
-        deadline = 0.0 if args.budget is None else time.time() + args.budget
-        header = describe(["bmburst", *sys.argv[1:]], device, ranks)
-        for number, (size, job) in enumerate(prepared.jobs(str(output), deadline)):
-            begun = header if number == 0 else None
-            status = run_job(job, ranks=size, header=begun, cell_timeout=args.cell_timeout)
-            if status:
-                break
-        results = kind.shown().results.read(output)
-        left = sum(cell.key not in results.rows for cell in prepared.cells)
-        if left:
-            total = len(prepared.cells)
-            print(f"{left} of {total} cells are left; the same command goes on with them", file=sys.stderr)
-        _show(kind.shown(), results, args.output)
+    status: int = _engine(find_clone(), "command").run(args)
     return status
 
 
-def _show(shown: Shown, results: object, output: Path | None) -> None:
-    text = shown.markdown(results)
-    print(text)
-    if output is not None:
-        output.with_suffix(".md").write_text(text, encoding="utf-8")
-        shown.draw(results, output.with_suffix(""))
+def find_clone() -> Path:
+    """Return the clone that has the benchmarks: the one that this package lies in, or the current directory.
 
-
-def _redraw(args: argparse.Namespace, kind: Kind) -> int:
-    if args.output is None:
-        raise UserError("--table and --plot show a file of results, and --output names none\nfix: --output FILE")
-    if not args.output.is_file():
-        raise UserError(f"--output {args.output}: there is no such file\nfix: one that a run with --output has written")
-    shown = kind.shown()
-    results = shown.results.read(args.output)
-    try:
-        if args.table:
-            print(shown.markdown(results))
-        if args.plot:
-            for path in shown.draw(results, args.output.with_suffix("")):
-                print(path)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of a row's own values
+    Raises:
+        UserError: Neither is a clone, or the current directory is one of another version.
+    """
+    own, here = Path(__file__).parents[2], Path.cwd()
+    if _has_benchmarks(own):
+        return own
+    if not _has_benchmarks(here):
         raise UserError(
-            f"--output {args.output} has a row that cannot be shown: {type(error).__name__} {error}\n"
-            "fix: measure it again, or take it out"
-        ) from error
-    return 0
+            f"the benchmarks are not part of an installation, and {here} is not a clone of bmburst's repository\n"
+            "fix: clone the repository and run bmburst bench inside the clone"
+        )
+    if f'__version__ = "{__version__}"' not in (here / "bmburst" / "__init__.py").read_text(encoding="utf-8"):
+        raise UserError(
+            f"the clone in {here} is not of bmburst {__version__}, which is installed\n"
+            "fix: pip install --no-build-isolation --editable . inside the clone"
+        )
+    return here
+
+
+def _has_benchmarks(folder: Path) -> bool:
+    file = folder / _PACKAGE / "engine" / "__init__.py"
+    return file.is_file() and _MARK in file.read_text(encoding="utf-8").splitlines()
+
+
+def _engine(clone: Path, name: str) -> ModuleType:
+    """Return a module of the clone's engine, whatever packages of its name are on Python's path."""
+    folder = clone / _PACKAGE
+    if list(getattr(sys.modules.get(_PACKAGE), "__path__", ())) != [str(folder)]:
+        spec = importlib.util.spec_from_file_location(
+            _PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None and spec.loader is not None  # the file is there
+        package = sys.modules[_PACKAGE] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package)
+    return importlib.import_module(f"{_PACKAGE}.engine.{name}")
+
+
+if __name__ == "__main__":
+    _engine(Path(sys.argv[1]), "rank").main(Path(sys.argv[2]))

@@ -1,6 +1,9 @@
 """`bmburst bench attention`: options, lists, and whole runs on two ranks of the CPU."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,8 @@ def test_two_ranks_measure_and_go_on(tmp_path):
         "r.json",
     )
     (tmp_path / "yunchang.py").write_text(DEADLY)
+    (tmp_path / "benchmarks").mkdir()  # a stranger's, which neither the command nor a rank takes for ours
+    (tmp_path / "benchmarks" / "__init__.py").write_text("raise SystemExit('not ours')")
     out, _ = start(*options, "--trace", "trace", cwd=tmp_path)
     content = json.loads((tmp_path / "r.json").read_text())
     rows = {key.removesuffix("@2-cpu-float32"): row for key, row in content["rows"].items()}
@@ -96,10 +101,48 @@ def test_two_ranks_measure_and_go_on(tmp_path):
     assert "cells are left" not in err
 
 
-def test_tables_and_pictures_come_from_a_file_alone(tmp_path, capsys):
-    from bmburst.bench.results import Results
+@pytest.fixture
+def installed(tmp_path):
+    """Return an installation without a clone, a folder, and its `bmburst bench`; both have a stranger's benchmarks."""
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    shutil.copytree(ROOT / "bmburst", site / "bmburst", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (site, elsewhere):
+        (folder / "benchmarks" / "engine").mkdir(parents=True)
+        (folder / "benchmarks" / "engine" / "__init__.py").write_text("raise SystemExit('not ours')")
 
-    Results().write(tmp_path / "r.json")
+    def run_in(folder, *words):
+        command = [sys.executable, "-P", "-m", "bmburst", "bench", *words]
+        own = {**environment(), "PYTHONPATH": str(site)}
+        return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
+
+    return site, elsewhere, run_in
+
+
+@pytest.mark.parametrize("words", [("attention", "--list"), ("train",), ("--help",)])
+def test_an_installation_says_where_the_benchmarks_are(installed, words):
+    _, elsewhere, run_in = installed
+    done = run_in(elsewhere, *words)
+    assert done.returncode == 2 and not done.stdout
+    assert "not part of an installation" in done.stderr and "fix: clone" in done.stderr
+    assert str(elsewhere) in done.stderr and len(done.stderr.splitlines()) == 2
+
+
+def test_an_installation_takes_the_benchmarks_of_the_clone_that_it_is_run_in(installed):
+    site, _, run_in = installed
+    words = ("attention", "--list", "--ranks", "2", "--tokens", "256", "--cells", "sequence/*/mha/causal/ours")
+    done = run_in(ROOT, *words)
+    assert (done.returncode, done.stdout) == (0, "sequence/256/mha/causal/ours@2-cpu-float32\n"), done.stderr
+    init = site / "bmburst" / "__init__.py"
+    init.write_text(init.read_text().replace(f'"{bmburst.__version__}"', '"9.9.9"'))
+    done = run_in(ROOT, *words)
+    assert done.returncode == 2 and "is not of bmburst 9.9.9" in done.stderr and len(done.stderr.splitlines()) <= 3
+
+
+def test_tables_and_pictures_come_from_a_file_alone(tmp_path, capsys):
+    from benchmarks.attention.kind import KIND
+    from benchmarks.engine.results import Results
+
+    Results(KIND).write(tmp_path / "r.json")
     assert bench("--table", "--plot", "--output", str(tmp_path / "r.json")) == 0
     assert "## Runs" in capsys.readouterr().out
     assert bench("--table") == 2

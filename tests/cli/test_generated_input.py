@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from bmburst.bench.results import Results
-from bmburst.bench.training.results import TrainResults
+from benchmarks.engine.kind import KINDS, load_kind
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.sharded_files import parts_of
@@ -201,7 +200,7 @@ def here(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setattr("bmburst.runtime.launch.launch", lambda *_: 3)
-        patch.setattr("bmburst.bench.start.launch", lambda *_: 2)
+        patch.setattr("benchmarks.engine.job.launch", lambda *_: 2)
         patch.setattr("bmburst.plan.calibrate.run.calibrate", lambda *_: "# Measured")
         patch.setattr("bmburst.plan.accuracy.compare", list)
         patch.setattr("bmburst.runtime.doctor.examine", lambda: [])
@@ -279,7 +278,7 @@ def _read_state(path):
 
 
 def _read_results(path):
-    for kind in (Results, TrainResults):
+    for kind in map(load_kind, KINDS):
         _taken_or_refused(kind.read, path)
 
 
@@ -313,7 +312,10 @@ JSON_READERS = {
     ),
     "index/model.safetensors.index.json": ({"weight_map": {"a": "b.safetensors"}}, parts_of),
     "run/checkpoints/step-000002/state.json": (STATE, _read_state),
-    "results.json": ({"format": Results.FORMAT, "runs": [{}], "rows": ROWS, "running": None}, _read_results),
+    "results.json": (
+        {"format": load_kind("attention").format, "runs": [{}], "rows": ROWS, "running": None},
+        _read_results,
+    ),
     "train.json": ({"steps": 3, "model": {"num_layers": 1}, "data": {"source": "file"}}, lambda path: resolve((path,))),
     "tokens/tokenizer.json": ({"version": "1.0", "model": {}}, lambda path: load_huggingface_tokenizer(str(path))),
     "lines.jsonl": ({"text": "a"}, _read_jsonl),

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from bmburst.bench.training.methods import METHODS
-from bmburst.bench.training.table import furthest
+from benchmarks.training.methods import METHODS
+from benchmarks.training.table import furthest
 from bmburst.cli import main
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,213 @@
+"""What a rank of the attention benchmark measures of a cell: speed beside one GPU's kernel, or errors against fp64."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.attention.block import prepare_block, prepare_block_alone, projection_flops
+from benchmarks.attention.cells import PLAIN_MASKS, Cell, accuracy_ranks
+from benchmarks.attention.masks import facts, pattern_of
+from benchmarks.attention.methods import LocalKernel, Method, OneGpu, Setting, all_methods
+from benchmarks.attention.methods.method import Calls, both, forward, prepare
+from benchmarks.attention.work import alone, forward_flops, one_gpu_memory, plain_causal
+from benchmarks.engine.group import RankGroup
+from benchmarks.engine.job import Job
+from benchmarks.engine.machine import Gauge
+from benchmarks.engine.rank import RankRun
+from benchmarks.engine.results import ONE_GPU, Row
+from benchmarks.engine.timeline import record
+from benchmarks.engine.timing import Times, in_turns, quotient
+from bmburst.amounts import GIB
+from bmburst_ops.constants import ATTENTION_BACKWARD
+from bmburst_ops.flash import Given, ReferenceKernel
+from bmburst_ops.merge import row_dots
+
+_ERRORS = ("o", "dq", "dk", "dv")
+_SEED = 1  # of the inputs that errors are taken on
+_CALL = {"forward": "forward", "forward_backward": "both"}
+
+
+class AttentionRun(RankRun[Cell]):
+    """See `RankRun`."""
+
+    def prepare(self) -> None:
+        """See `RankRun.prepare`."""
+        self.kernel = LocalKernel(self.job.kernel)
+        self.methods = all_methods(self.device.type)
+        self.groups = {size: self._group(size) for size in accuracy_ranks(self.world)}
+
+    def refusal(self, cell: Cell) -> str | None:
+        """See `RankRun.refusal`."""
+        method = self.methods[cell.method]
+        return method.refusal(cell) or _memory_refusal(method, cell, self.gauge)
+
+    def measure(self, cell: Cell) -> Row:
+        """See `RankRun.measure`."""
+        method, group = self.methods[cell.method], self.groups[cell.ranks]
+        assert group is not None  # this rank takes part
+        deterministic = self.job.options["deterministic"]
+        setting = Setting(group=group, kernel=self.kernel, kernel_name=self.job.kernel, deterministic=deterministic)
+        if cell.suite == "accuracy":
+            found = measure_accuracy(method, cell, setting)
+        else:
+            found = measure_speed(method, cell, setting, self.gauge, self.job)
+        return {"layout": method.layout(cell), "kernel": self._kernel_name(cell), **found}
+
+    def _kernel_name(self, cell: Cell) -> str:
+        dtype: torch.dtype = getattr(torch, cell.dtype)
+        q = torch.empty(1, 1, 1, cell.head_dim, dtype=dtype, device=self.device)
+        return self.kernel.name(q, q, pattern_of(cell.mask, cell.tokens))
+
+    def _group(self, size: int) -> RankGroup | None:
+        """Return the first `size` ranks; None where this rank is not among them. All ranks call it."""
+        group = dist.group.WORLD if size == self.world else dist.new_group(list(range(size)))
+        if self.rank >= size:
+            return None
+        assert group is not None  # this rank is in it
+        whole = size == self.world
+        return RankGroup(process_group=group, rank=self.rank, size=size, device=self.device, is_world=whole)
+
+
+def _memory_refusal(method: Method, cell: Cell, gauge: Gauge) -> str | None:
+    """Return why the cell would not fit this rank's memory, by the method's estimate, or None."""
+    beside = 0.0 if cell.method == ONE_GPU else one_gpu_memory(cell)
+    needed, capacity = method.memory(cell) + beside, gauge.capacity(cell.ranks)
+    if needed <= capacity:
+        return None
+    return f"would not fit: about {needed / GIB:.0f} GiB a rank, of {capacity / GIB:.0f} GiB"
+
+
+def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, job: Job) -> dict[str, Any]:
+    """Return what a cell's row says beside its name: times, rates, ratio, memory. All ranks return the same times.
+
+    * `milliseconds`: the slowest rank's.
+    * `tflops`: a GPU's share of the FLOPs over that time.
+    * `ratio`: the median over the rounds of the method's rate over one GPU's.
+    * `exposed_ms`: the median time less what one GPU's kernel would need for the same FLOPs: transfers that nothing
+      hides, and whatever else the method does beside the kernel (layout changes, merges, smaller tiles).
+    * Under masks beyond causal and full, `arithmetic_ms`: what one GPU's kernel needs for the same FLOPs under a plain
+      causal mask; and `times_arithmetic`: the median over the rounds of the method's time over that.
+    """
+    traffic, decided = method.resolve(cell, setting)
+    gauge.clear()
+    calls = prepare_block(method, cell, setting) if cell.suite == "block" else prepare(method, cell, setting)
+    for call in (calls.forward, calls.both):
+        call()
+    peak = gauge.peak()
+    others = _others(cell, setting)
+    row: dict[str, Any] = {"peak_memory_gib": None if peak is None else peak / GIB, **decided}
+    row |= facts(cell.mask, cell.tokens)
+    for direction, factor in (("forward", 1.0), ("forward_backward", 1 + ATTENTION_BACKWARD)):
+        moved = None if traffic is None else getattr(traffic, direction)
+        together = [getattr(own, _CALL[direction]) for own in (calls, *others)]
+        row[direction] = _measure(together, _flops(cell, direction, factor), setting, job) | {"bytes": moved}
+        if job.trace_folder is not None:
+            record(together[0], job.trace_folder, f"{cell.key}/{direction}", setting.group)
+    return row
+
+
+def _others(cell: Cell, setting: Setting) -> tuple[Calls, ...]:
+    """Return one GPU on the same FLOPs, and if that is under another mask one GPU under a plain causal one."""
+    if cell.suite == "block":
+        return (prepare_block_alone(cell, setting),)
+    if cell.mask in PLAIN_MASKS:
+        return (prepare(OneGpu(), cell, setting),)
+    return prepare(OneGpu(), cell, setting), prepare(OneGpu(), plain_causal(cell), setting)
+
+
+def _flops(cell: Cell, direction: str, factor: float) -> list[float]:
+    """FLOPs of a rank's share, and of what one GPU is given, which ends on a whole tile; of `_others`, in order."""
+    method, one = forward_flops(cell) / cell.ranks, forward_flops(alone(cell))
+    projections = projection_flops(cell, direction) if cell.suite == "block" else 0.0
+    own = one if cell.method == ONE_GPU else method
+    plain = [] if cell.mask in PLAIN_MASKS else [forward_flops(plain_causal(cell))]
+    return [flops * factor + projections for flops in (own, one, *plain)]
+
+
+def _measure(
+    calls: Sequence[Callable[[], object]], flops: Sequence[float], setting: Setting, job: Job
+) -> dict[str, Any]:
+    """Return times and rates of the first call, and how they are to those of the second, and third if there is one."""
+    rounds = in_turns(*calls, group=setting.group, repeats=job.repeats, seconds=job.cell_seconds)
+    times, one = (Times.of(milliseconds) for milliseconds in rounds[:2])
+    same_work = flops[0] / flops[1]
+    row: dict[str, Any] = {
+        "milliseconds": times.to_dict(),
+        "one_gpu_milliseconds": one.to_dict(),
+        "tflops": flops[0] / times.median / 1e9,
+        "one_gpu_tflops": flops[1] / one.median / 1e9,
+        "ratio": quotient(rounds[1], rounds[0]) * same_work,
+        "exposed_ms": times.median - one.median * same_work,
+    }
+    if len(rounds) > 2:
+        same_work = flops[0] / flops[2]
+        plain = Times.of(rounds[2]).median
+        row |= {"arithmetic_ms": plain * same_work, "arithmetic_tflops": flops[2] / plain / 1e9}
+        row["times_arithmetic"] = quotient(rounds[0], rounds[2]) / same_work
+    return row
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """One attention over a whole sequence, on every rank alike.
+
+    Attributes:
+        inputs: q, k, v and dO in the cell's dtype, `[batch, tokens, heads, head_dim]`.
+        exact: O, dQ, dK and dV in fp64, of those inputs as they are rounded.
+    """
+
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
+    exact: tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def measure_accuracy(method: Method, cell: Cell, setting: Setting) -> dict[str, Any]:
+    """Return the relative L2 errors of O, dQ, dK and dV over all ranks of the group: a row beside its name."""
+    group = setting.group
+    whole = _whole(
+        cell.batch, cell.tokens, cell.heads, cell.kv_heads, cell.head_dim, cell.mask, cell.dtype, group.device
+    )
+    grad_in, out_in = _cutters(method, cell, group)
+    q, k, v = (grad_in(t).contiguous().requires_grad_() for t in whole.inputs[:3])
+    attend = method.bind(cell, setting)
+    found = forward(attend, q, k, v), *both(attend, q, k, v, out_in(whole.inputs[3]).contiguous())
+    expected = out_in(whole.exact[0]), *(grad_in(t) for t in whole.exact[1:])
+    found, expected = (tuple(method.real(t, cell, group.rank) for t in tensors) for tensors in (found, expected))
+    return {"errors": dict(zip(_ERRORS, _errors(found, expected, group), strict=True))}
+
+
+def _cutters(method: Method, cell: Cell, group: RankGroup) -> Any:
+    if cell.method == ONE_GPU:  # the whole sequence, which one GPU can hold at these lengths
+        return (lambda whole: whole), (lambda whole: whole)
+    return (
+        lambda whole: method.cut_input(whole, cell, group.rank),
+        lambda whole: method.cut_output(whole, cell, group.rank),
+    )
+
+
+def _errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], group: RankGroup) -> list[float]:
+    pairs = zip(found, expected, strict=True)
+    squares = torch.stack(
+        [torch.stack(((a.double() - b).square().sum(), b.square().sum())) for a, b in pairs]
+    )  # [4, 2]
+    return [math.sqrt(wrong / right) for wrong, right in group.all_reduce(squares).tolist()]
+
+
+@lru_cache(maxsize=1)  # cells of one shape follow each other
+def _whole(
+    batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, mask: str, dtype: str, device: torch.device
+) -> _Whole:
+    generator = torch.Generator().manual_seed(_SEED)  # a CPU's: the same numbers wherever the ranks run
+    shapes = [(batch, tokens, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, grad = (torch.randn(s, generator=generator).to(device, getattr(torch, dtype)) for s in shapes)
+    kernel, pattern, scale = ReferenceKernel(), pattern_of(mask, tokens), head_dim**-0.5
+    wide_q, wide_k, wide_v, wide_grad = (t.double() for t in (q, k, v, grad))
+    out, lse = kernel.forward(wide_q, wide_k, wide_v, pattern=pattern, scale=scale)
+    given = Given(wide_grad, wide_q, wide_k, wide_v, lse, row_dots(wide_grad, out))
+    grads = kernel.backward(given, pattern=pattern, scale=scale, deterministic=True)
+    return _Whole((q, k, v, grad), (out, *grads))

@@ -1,0 +1,36 @@
+"""Every method that the suite can measure, by name, in the order in which they are measured."""
+
+from benchmarks.attention.methods.allgather_kv import AllGatherKV
+from benchmarks.attention.methods.local import LocalKernel
+from benchmarks.attention.methods.method import Attend, Method, OneGpu, Setting
+from benchmarks.attention.methods.ours import Ours, ours_on
+from benchmarks.attention.methods.packages import (
+    BurstAttentionPackage,
+    RingFlashAttention,
+    RingFlashAttentionLlama3,
+    Yunchang,
+)
+from benchmarks.attention.methods.ring_li import RingLi
+from benchmarks.attention.methods.tensor_parallel import TensorParallelV1, TensorParallelV3
+from benchmarks.attention.methods.ulysses import Ulysses
+
+__all__ = ["Attend", "LocalKernel", "Method", "OneGpu", "Ours", "Setting", "all_methods"]
+
+
+def all_methods(device: str) -> dict[str, Method]:
+    """Return the methods by name: ours as it chooses itself, the nearest peers, ours in every way, the other peers.
+
+    Args:
+        device: "cuda" or "cpu".
+    """
+    first, *others = ours_on(device)
+    peers = (
+        AllGatherKV(),
+        Yunchang(),
+        BurstAttentionPackage(),
+        TensorParallelV1(),
+        TensorParallelV3(),
+        RingLi(),
+    )
+    listed = (OneGpu(), first, Ulysses(), RingFlashAttention(), RingFlashAttentionLlama3(), *others, *peers)
+    return {method.name: method for method in listed}

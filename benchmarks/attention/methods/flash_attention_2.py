@@ -1,0 +1,232 @@
+"""flash-attn 2's private functions as packages call them, over the kernel under test."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.attention.methods.local import ForBackward, LocalKernel
+from bmburst_ops.flash import CAUSAL, FULL, Band, Gradients, Segments
+from bmburst_ops.flash.fa4 import fa4_options
+from bmburst_ops.flash.memory import aligned, deliver_gradients, gradient_memory
+from bmburst_ops.flash.varlen import Told
+
+_INTERFACE = "flash_attn.flash_attn_interface"
+_FA4 = "flash_attn.cute.interface"
+
+
+@contextmanager
+def flash_attention_2(kernel: LocalKernel, *emptied: str) -> Iterator[None]:
+    """While a package is imported, let flash-attn 2's private functions be the kernel under test.
+
+    Args:
+        kernel: What is called instead.
+        emptied: Modules of the package that only bring in what the suite does not use, and much else.
+    """
+    stand_ins = {_INTERFACE: _interface(kernel)}
+    if "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None:
+        stand_ins["flash_attn"] = _Anything("flash_attn")
+    stand_ins |= {name: _Anything(name) for name in emptied if name not in sys.modules}
+    before = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+class _Anything(ModuleType):
+    """A module with every name; what is imported from it is never called here."""
+
+    __path__: list[str] = []  # noqa: RUF012  # lets it be a package
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _unused
+
+
+def _unused(*_: object, **__: object) -> None:
+    raise NotImplementedError("the benchmark has no such function of flash-attn")
+
+
+def _interface(kernel: LocalKernel) -> ModuleType:
+    """Return flash-attn 2.7's module: forward and backward of both kinds, with its argument names and results."""
+    module = _Anything(_INTERFACE)
+    module.__dict__.update(_rectangles(kernel), **_packed(kernel))
+    return module
+
+
+def _rectangles(kernel: LocalKernel) -> dict[str, Any]:
+    def _flash_attn_forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        return_softmax: bool,
+    ) -> tuple[Tensor | None, ...]:
+        _require_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax)
+        out, lse = kernel.forward(q, k, v, _band(causal), softmax_scale)
+        return out, lse, None, None
+
+    def _flash_attn_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        del deterministic, rng_state
+        _require_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes, False)
+        results = ForBackward(dout, out, softmax_lse, _given(dq, dk, dv))
+        kernel.backward(q, k, v, results, _band(causal), softmax_scale)
+        return softmax_lse
+
+    return {"_flash_attn_forward": _flash_attn_forward, "_flash_attn_backward": _flash_attn_backward}
+
+
+def _packed(kernel: LocalKernel) -> dict[str, Any]:
+    def _flash_attn_varlen_forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        return_softmax: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        _require_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax)
+        call = Told(_band(causal), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        out, lse = packed_forward(kernel, q, k, v, call, softmax_scale)
+        return out, lse, None, None
+
+    def _flash_attn_varlen_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        del deterministic, rng_state
+        _require_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes, False)
+        call = Told(_band(causal), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        packed_backward(kernel, q, k, v, ForBackward(dout, out, softmax_lse, _given(dq, dk, dv)), call, softmax_scale)
+        return softmax_lse
+
+    forward, backward = _flash_attn_varlen_forward, _flash_attn_varlen_backward
+    return {"_flash_attn_varlen_forward": forward, "_flash_attn_varlen_backward": backward}
+
+
+def packed_forward(
+    kernel: LocalKernel, q: Tensor, k: Tensor, v: Tensor, call: Told, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return output `[tokens, heads, head_dim]` and log-sum-exp `[heads, tokens]` of sequences end to end.
+
+    Offsets that are on a GPU stay there where the kernel takes them as they are (FlashAttention-4): no peer waits for
+    what only our interface wants to know on the host.
+    """
+    if _takes_offsets(kernel, q, k, call):
+        flat = (aligned(t) for t in (q, k, v))
+        out, lse, *_ = importlib.import_module(_FA4)._flash_attn_fwd(
+            *flat, softmax_scale=scale, return_lse=True, **fa4_options(call)
+        )
+        return out, lse
+    out, lse = kernel.forward(q[None], k[None], v[None], _segments(call), scale)
+    return out[0], lse[0]
+
+
+def packed_backward(
+    kernel: LocalKernel, q: Tensor, k: Tensor, v: Tensor, results: ForBackward, call: Told, scale: float
+) -> None:
+    """Write the gradients where `results.into` says, which must say it."""
+    grad, out, lse, into = results
+    assert into is not None  # the packages that are run give memory
+    if _takes_offsets(kernel, q, k, call):
+        own_q, own_k, own_v, own_out, own_grad = (aligned(t) for t in (q, k, v, out, grad))
+        memory = gradient_memory(own_q, own_k, own_v, into)
+        importlib.import_module(_FA4)._flash_attn_bwd(
+            *(own_q, own_k, own_v, own_out, own_grad, lse.float().contiguous()),
+            softmax_scale=scale,
+            **{"dq": memory.q, "dk": memory.k, "dv": memory.v},
+            **fa4_options(call),
+        )
+        deliver_gradients(memory, into)
+        return
+    whole = ForBackward(grad[None], out[None], lse[None])
+    gradients = kernel.backward(q[None], k[None], v[None], whole, _segments(call), scale)
+    deliver_gradients(Gradients(*(t[0] for t in gradients)), into)
+
+
+def _takes_offsets(kernel: LocalKernel, q: Tensor, k: Tensor, call: Told) -> bool:
+    return kernel.name(q[None], k[None], Segments(call.band, (0,), (0,))) == "fa4"
+
+
+def _segments(call: Told) -> Segments:
+    assert call.queries is not None and call.keys is not None
+    return Segments(call.band, tuple(call.queries.tolist()), tuple(call.keys.tolist()))
+
+
+def _band(causal: bool) -> Band:
+    return CAUSAL if causal else FULL
+
+
+def _given(dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> Gradients | None:
+    return None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
+
+
+def _require_plain(dropout: float, left: int, right: int, softcap: float, slopes: Tensor | None, softmax: bool) -> None:
+    if dropout or left >= 0 or right >= 0 or softcap or slopes is not None or softmax:
+        raise NotImplementedError("the benchmark's kernels have no dropout, window, softcap or alibi")

@@ -1,0 +1,218 @@
+"""What a method is, one GPU alone as the first of them, and a method's calls on random tensors."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention.cells import MASKS, PLAIN_MASKS, Cell
+from benchmarks.attention.masks import mask_of, pattern_of
+from benchmarks.attention.methods.local import ForBackward, LocalKernel, Shape
+from benchmarks.attention.work import Traffic, alone, one_gpu_memory, sizes
+from benchmarks.engine.group import RankGroup
+from benchmarks.engine.results import ONE_GPU
+from bmburst.schedule.layout import make_layout
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of a rank's q, k and v: differentiable, every rank of the group calls it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a method needs to know of a run, beside the cell.
+
+    Attributes:
+        group: The ranks.
+        kernel: The kernel under test.
+        kernel_name: The name it was asked for by, for methods that choose themselves.
+        deterministic: Whether gradients must repeat bit for bit, where the method can.
+    """
+
+    group: RankGroup
+    kernel: LocalKernel
+    kernel_name: str = "auto"
+    deterministic: bool = False
+
+
+def applied(function: type[torch.autograd.Function], *arguments: object) -> Attend:
+    """Return an autograd function of q, k, v and these arguments as attention."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = function.apply(q, k, v, *arguments)
+        return out
+
+    return attend
+
+
+class Method(ABC):
+    """One way to run attention over ranks. This base holds a sequence cut into equal shares.
+
+    Attributes:
+        name: Of the method in cells.
+        masks: The masks that it does.
+    """
+
+    name = ""
+    masks: tuple[str, ...] = PLAIN_MASKS
+
+    def refusal(self, cell: Cell) -> str | None:
+        """Return why the cell cannot run, as a phrase, as far as it is known before any tensor is made."""
+        return self.mask_refusal(cell) or self.shape_refusal(cell)
+
+    def mask_refusal(self, cell: Cell) -> str | None:
+        """Return why it cannot do the cell's mask, or None."""
+        if cell.mask in self.masks:
+            return None
+        return f"it is run under {' and '.join(self.masks)} masks only, not under '{cell.mask}'"
+
+    def shape_refusal(self, cell: Cell) -> str | None:
+        """Return why it cannot take the cell's shape, or None."""
+        del cell
+        return None
+
+    def layout(self, cell: Cell) -> str:
+        """Return which tokens a rank holds."""
+        del cell
+        return "contiguous"
+
+    def traffic(self, cell: Cell) -> Traffic | None:
+        """Return the bytes that a rank receives, or None where they are not known."""
+        del cell
+        return None
+
+    def resolve(self, cell: Cell, setting: Setting) -> tuple[Traffic | None, dict[str, Any]]:
+        """Return `traffic` as it is once the method has decided, and for the row what it decided. All ranks call it."""
+        del setting
+        return self.traffic(cell), {}
+
+    def memory(self, cell: Cell) -> float:
+        """Return about how many bytes a rank holds at the peak of forward and backward."""
+        own = sizes(cell)
+        return own.held + own.q * own.wide
+
+    @abstractmethod
+    def bind(self, cell: Cell, setting: Setting) -> Attend:
+        """Return the method ready to run on this rank; may raise what a missing package raises."""
+
+    def positions(self, cell: Cell, rank: int) -> Tensor:
+        """Return the global positions of a rank's tokens."""
+        layout = make_layout(self.layout(cell), cell.ranks, cell.tokens // cell.ranks, mask_of(cell.mask, cell.tokens))
+        return torch.cat([run.start + run.stride * torch.arange(run.tokens) for run in layout.runs(rank)])
+
+    def cut_input(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
+        """Return what a rank holds of q, k or v `[batch, tokens, heads, head_dim]`, or of its gradient."""
+        return whole[:, self.positions(cell, rank).to(whole.device)]
+
+    def cut_output(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
+        """Return what a rank holds of the output, or of its gradient."""
+        return self.cut_input(whole, cell, rank)
+
+    def real(self, held: Tensor, cell: Cell, rank: int) -> Tensor:
+        """Return what counts of a rank's output or gradient: all, unless the method pads."""
+        del cell, rank
+        return held
+
+    def input_shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
+        """Return the shape of a rank's q, k or v."""
+        return cell.batch, cell.tokens // cell.ranks, heads, cell.head_dim
+
+    def output_shape(self, cell: Cell) -> tuple[int, ...]:
+        """Return the shape of a rank's output."""
+        return self.input_shape(cell, cell.heads)
+
+
+def heads_refusal(cell: Cell) -> str | None:
+    """Return why heads cannot be dealt out to the ranks evenly, or None."""
+    for kind, heads in (("query", cell.heads), ("key/value", cell.kv_heads)):
+        if heads % cell.ranks:
+            return f"{heads} {kind} heads cannot be dealt out to {cell.ranks} ranks evenly"
+    return None
+
+
+class OneGpu(Method):
+    """One GPU's own kernel on the FLOPs of a rank's share (`work.alone`): what every ratio is taken against.
+
+    For accuracy it has the whole sequence.
+    """
+
+    name = ONE_GPU
+    masks = MASKS
+
+    def traffic(self, cell: Cell) -> Traffic:
+        """See `Method.traffic`: nothing moves."""
+        del cell
+        return Traffic(0, 0)
+
+    def memory(self, cell: Cell) -> float:
+        """See `Method.memory`."""
+        return one_gpu_memory(cell)
+
+    def bind(self, cell: Cell, setting: Setting) -> Attend:
+        """See `Method.bind`."""
+        return applied(_Local, setting.kernel, pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5)
+
+    def input_shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
+        """See `Method.input_shape`."""
+        own = alone(cell)
+        return cell.batch, own.tokens, own.heads if heads == cell.heads else own.kv_heads, cell.head_dim
+
+
+class _Local(torch.autograd.Function):
+    """`(q, k, v, kernel, pattern, scale) -> out`: the kernel as one differentiable function, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: LocalKernel, pattern: Shape, scale: float) -> Tensor:
+        out, lse = kernel.forward(q, k, v, pattern, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = kernel, pattern, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kernel, pattern, scale = ctx.call
+        q, k, v, out, lse = ctx.saved_tensors
+        return *kernel.backward(q, k, v, ForBackward(grad, out, lse), pattern, scale), None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """A method on one rank's tensors, ready to be called again and again.
+
+    Attributes:
+        forward: Attention without autograd.
+        both: Attention and the gradients of q, k and v.
+    """
+
+    forward: Callable[[], object]
+    both: Callable[[], object]
+
+
+def prepare(method: Method, cell: Cell, setting: Setting) -> Calls:
+    """Return the method on random q, k, v and dO of this rank's shapes."""
+    attend = method.bind(cell, setting)
+    q, k, v, grad = random_inputs(method, cell, setting.group.device, setting.group.rank)
+    return Calls(lambda: forward(attend, q, k, v), lambda: both(attend, q, k, v, grad))
+
+
+def random_inputs(method: Method, cell: Cell, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+    """Return q, k, v, which want gradients, and dO."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype: torch.dtype = getattr(torch, cell.dtype)
+    shapes = [method.input_shape(cell, heads) for heads in (cell.heads, cell.kv_heads, cell.kv_heads)]
+    shapes.append(method.output_shape(cell))
+    *inputs, grad = (torch.randn(s, generator=generator, device=device, dtype=dtype) for s in shapes)
+    return *(t.requires_grad_() for t in inputs), grad
+
+
+def forward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return attention's output, as inference does."""
+    with torch.no_grad():
+        return attend(q, k, v)
+
+
+def both(attend: Attend, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v."""
+    return torch.autograd.grad(attend(q, k, v), (q, k, v), grad)

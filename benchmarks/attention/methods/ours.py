@@ -1,0 +1,131 @@
+"""`bmburst.burst_attention`, by every strategy and transport that it knows."""
+
+import functools
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention.cells import BALANCED, MASKS, Cell
+from benchmarks.attention.masks import mask_of
+from benchmarks.attention.methods.method import Attend, Method, Setting
+from benchmarks.attention.work import Traffic, sizes
+from bmburst.attention.api import burst_attention, resolve_group
+from bmburst.attention.call import AttentionCall, decide
+from bmburst.attention.options import AttentionOptions
+from bmburst.comm.transports import TRANSPORTS
+from bmburst.schedule.gather_plan import Sight, pulled
+from bmburst.schedule.layout import Balanced
+from bmburst.schedule.ring_schedule import distances
+from bmburst.schedule.strategy_names import STRATEGIES
+
+_LAYOUTS = {"causal": "zigzag", "documents": "zigzag", "full": "contiguous", "window": "contiguous"}
+
+
+class Ours(Method):
+    """One strategy over one transport, in the layout that is best for the mask, or for documents in layout "balanced".
+
+    Args:
+        strategy: As in `burst_attention`.
+        transport: As in `burst_attention`.
+        balanced: Whether the layout is "balanced".
+    """
+
+    masks = MASKS
+
+    def __init__(self, strategy: str = "auto", transport: str = "auto", balanced: bool = False) -> None:
+        plain = strategy == transport == "auto"
+        self.name = ("ours" if plain else f"ours-{strategy}-{transport}") + (BALANCED if balanced else "")
+        self.strategy, self.transport, self.balanced = strategy, transport, balanced
+
+    def shape_refusal(self, cell: Cell) -> str | None:
+        """See `Method.shape_refusal`."""
+        if self.balanced and cell.tokens % (Balanced.chunks * cell.ranks):
+            return f"layout 'balanced' takes multiples of {Balanced.chunks * cell.ranks} tokens"
+        return None
+
+    def layout(self, cell: Cell) -> str:
+        """See `Method.layout`."""
+        return Balanced.name if self.balanced else _LAYOUTS[cell.mask]
+
+    def resolve(self, cell: Cell, setting: Setting) -> tuple[Traffic | None, dict[str, Any]]:
+        """See `Method.resolve`: asks the library what it chooses for these shapes."""
+        dtype: torch.dtype = getattr(torch, cell.dtype)
+        shapes = [self.input_shape(cell, heads) for heads in (cell.heads, cell.kv_heads)]
+        q, k = (torch.empty(s, dtype=dtype, device=setting.group.device) for s in shapes)
+        options = AttentionOptions(**self._options(cell, setting))
+        call = decide(resolve_group(self._group(setting)), q, k, k, None, options)
+        chosen = call.strategy
+        facts = {"heads": chosen.ulysses_degree, "outer": chosen.outer, "travellers": chosen.travellers}
+        return traffic(cell, call), {"strategy": facts, "transport": call.comm.transport}
+
+    def bind(self, cell: Cell, setting: Setting) -> Attend:
+        """See `Method.bind`."""
+        call = functools.partial(burst_attention, group=self._group(setting), **self._options(cell, setting))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = call(q, k, v)
+            return out
+
+        return attend
+
+    def _group(self, setting: Setting) -> object:
+        # The world by the library's own choice: BMTrain's communicator where BMTrain runs.
+        return None if setting.group.is_world else setting.group.process_group
+
+    def _options(self, cell: Cell, setting: Setting) -> dict[str, Any]:
+        return {
+            "mask": mask_of(cell.mask, cell.tokens),
+            "layout": self.layout(cell),
+            "kernel": setting.kernel_name,
+            "strategy": self.strategy,
+            "transport": self.transport,
+            "deterministic": setting.deterministic,
+        }
+
+
+def ours_on(device: str) -> tuple[Ours, ...]:
+    """Return every strategy over every transport that there is on a kind of device.
+
+    Args:
+        device: "cuda" or "cpu".
+    """
+    transports = [t for t in TRANSPORTS if t != "auto" and (t == "gloo") == (device == "cpu")]
+    plain = (Ours(strategy, transport) for strategy in STRATEGIES for transport in transports)
+    balanced = (Ours(strategy, t, balanced=True) for strategy in ("gather", "ring") for t in transports)
+    return Ours(), *plain, Ours(balanced=True), *balanced
+
+
+def traffic(cell: Cell, call: AttentionCall) -> Traffic:
+    """Return the bytes that a rank receives, of those that receive most.
+
+    Backward, ranks that exchange heads exchange q, k and v again, dO, log-sum-exp, delta and the gradients. Between
+    groups of such ranks a gather pulls the keys that are seen, and backward again, and gradients come home from all who
+    pulled; a ring moves whole blocks as often as anybody has work with them, and gradients once more.
+    """
+    own, heads = sizes(cell), call.strategy.ulysses_degree
+    share = (heads - 1) / heads
+    copies = max(1.0, heads / cell.kv_heads)  # a KV head goes to every rank that has query heads of it
+    forward = (2 * own.q + 2 * own.k * copies + own.statistics) * share
+    backward = (3 * own.q + 4 * own.k * copies + 2 * own.statistics) * share
+    outer = call.outer.layout
+    if outer.size == 1:
+        return Traffic(forward, forward + backward)
+    keys = 2 * own.k * copies  # of a group's tokens, for a rank's heads
+    if call.strategy.outer == "gather":
+        token = keys / outer.tokens
+        pieces = [pulled(Sight(outer, call.length, call.mask), rank) for rank in range(outer.size)]
+        seen = [sum(len(piece.tokens) for piece in own_pieces) for own_pieces in pieces]
+        given = [sum(len(p.tokens) for p in chain(*pieces) if p.owner == rank) for rank in range(outer.size)]
+        both = max(2 * mine + others for mine, others in zip(seen, given, strict=True))
+        return Traffic(forward + token * max(seen), forward + backward + token * both)
+    there = {side: len(distances(outer, call.length, call.mask, side)) - 1 for side in ("kv", call.strategy.travellers)}
+    forward += keys * there["kv"]
+    hops = there[call.strategy.travellers]
+    home = hops + 1 if hops else 0
+    if call.strategy.travellers == "kv":
+        backward += keys * hops + keys * own.wide * home
+    else:
+        backward += 2 * (own.q + own.statistics) * hops + own.q * own.wide * home
+    return Traffic(forward, forward + backward)

@@ -1,0 +1,229 @@
+"""Other people's packages, where they are installed. Each gets the kernel under test where it lets us choose."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention.cells import LLAMA3, PLAIN_MASKS, Cell
+from benchmarks.attention.masks import document_lengths
+from benchmarks.attention.methods.flash_attention_2 import flash_attention_2
+from benchmarks.attention.methods.method import Attend, Method, Setting
+from benchmarks.attention.work import Traffic, sizes
+
+_STRIDE = 4  # KV heads that ring-flash-attn gathers at once, as in its own benchmark
+
+
+class Package(Method):
+    """A method whose code is a package's."""
+
+    module = ""
+    distribution = ""
+
+    def refusal(self, cell: Cell) -> str | None:
+        """See `Method.refusal`."""
+        if self.module not in sys.modules and importlib.util.find_spec(self.module) is None:
+            return f"the package {self.distribution} is not installed"
+        return super().refusal(cell)
+
+    def layout(self, cell: Cell) -> str:
+        """See `Method.layout`."""
+        return "zigzag" if cell.is_causal else "contiguous"
+
+
+class Yunchang(Package):
+    """yunchang (USP, arXiv:2405.07719): Ulysses inside as far as heads go, its ring outside."""
+
+    name = "yunchang"
+    module, distribution = "yunchang", "yunchang"
+
+    def shape_refusal(self, cell: Cell) -> str | None:
+        """See `Method.shape_refusal`."""
+        return None if cell.suite != "accuracy" else "its groups are those of the whole run"
+
+    def bind(self, cell: Cell, setting: Setting) -> Attend:
+        """See `Method.bind`."""
+        with flash_attention_2(setting.kernel):
+            package = importlib.import_module(self.module)
+        ranks = setting.group.size
+        inside = max(n for n in range(1, ranks + 1) if ranks % n == 0 and cell.kv_heads % n == 0)
+        package.set_seq_parallel_pg(inside, ranks // inside, setting.group.rank, ranks)
+        attention = package.LongContextAttention(ring_impl_type="zigzag" if cell.is_causal else "basic")
+        return lambda q, k, v: attention(q, k, v, causal=cell.is_causal)
+
+
+class BurstAttentionPackage(Package):
+    """Burst-Attention's own package, with its backward that moves queries."""
+
+    name = "burst-attention"
+    module, distribution = "burst_attn", "Burst-Attention"
+
+    def bind(self, cell: Cell, setting: Setting) -> Attend:
+        """See `Method.bind`."""
+        with flash_attention_2(setting.kernel):
+            package = importlib.import_module(self.module)
+        group = None if setting.group.is_world else setting.group.process_group
+        levels = [None, None]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = package.burst_attn_func(q, k, v, None, "cuda", cell.is_causal, True, False, group, levels)
+            return out
+
+        return attend
+
+
+class RingFlashAttention(Package):
+    """github.com/zhuzilin/ring-flash-attention: zigzag under a causal mask, its plain ring without.
+
+    Documents: zigzag in each, which pads it to 2 P chunks.
+
+    Padding is at the end of a document and no real token sees it: results are exact, and only the time grows.
+    """
+
+    name = "ring-flash-attn"
+    module, distribution = "ring_flash_attn", "ring-flash-attn"
+    masks: tuple[str, ...] = (*PLAIN_MASKS, "documents")
+
+    def mask_refusal(self, cell: Cell) -> str | None:
+        """See `Method.mask_refusal`. Seen in version 0.1.8: `window_size` is kept for backward and not passed on."""
+        if cell.mask == "window":
+            return "its functions for packed sequences leave the window out of backward, and its rings take none"
+        return super().mask_refusal(cell)
+
+    def shape_refusal(self, cell: Cell) -> str | None:
+        """See `Method.shape_refusal`."""
+        if cell.dtype in ("bfloat16", "float16"):
+            return None
+        return f"it is for 16 bits: in {cell.dtype} its sums are its buffers, which the next block overwrites"
+
+    def layout(self, cell: Cell) -> str:
+        """See `Method.layout`."""
+        return "zigzag in each document" if cell.mask == "documents" else super().layout(cell)
+
+    def traffic(self, cell: Cell) -> Traffic:
+        """See `Method.traffic`: K and V go round in both directions, dK and dV in fp32 once more and home."""
+        own = sizes(cell)
+        once = 2.0 * own.k * (cell.ranks - 1)
+        padded = self._held(cell) / (cell.tokens // cell.ranks)
+        return Traffic(once * padded, (2 * once + 2 * own.k * own.wide * cell.ranks) * padded)
+
+    def bind(self, cell: Cell, setting: Setting) -> Attend:
+        """See `Method.bind`."""
+        package, group = self.load(setting), setting.group.process_group
+        if cell.mask != "documents":
+            function: Callable[..., Tensor] = (
+                package.zigzag_ring_flash_attn_func if cell.is_causal else package.ring_flash_attn_func
+            )
+            return lambda q, k, v: function(q, k, v, causal=cell.is_causal, group=group)
+        chunks = [2 * n for n in _chunks(cell)]
+        offsets = torch.tensor([0, *accumulate(chunks)], dtype=torch.int32, device=setting.group.device)
+        call = {"cu_seqlens": offsets, "max_seqlen": max(chunks), "causal": True, "group": group}
+        packed: Callable[..., Tensor] = package.zigzag_ring_flash_attn_varlen_func
+        return lambda q, k, v: packed(q[0], k[0], v[0], **call)[None]
+
+    def load(self, setting: Setting) -> Any:
+        """Return the package, over the kernel under test."""
+        with flash_attention_2(setting.kernel, f"{self.module}.adapters"):
+            return importlib.import_module(self.module)
+
+    def positions(self, cell: Cell, rank: int) -> Tensor:
+        """See `Method.positions`; -1 for padding."""
+        if cell.mask != "documents":
+            return super().positions(cell, rank)
+        return torch.tensor(zigzag_positions(document_lengths(cell.tokens), cell.ranks, rank))
+
+    def cut_input(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
+        """See `Method.cut_input`: padding holds zeros."""
+        places = self.positions(cell, rank).to(whole.device)
+        return whole[:, places].masked_fill_((places < 0)[:, None, None], 0.0)
+
+    def real(self, held: Tensor, cell: Cell, rank: int) -> Tensor:
+        """See `Method.real`."""
+        return held[:, (self.positions(cell, rank) >= 0).to(held.device)]
+
+    def input_shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
+        """See `Method.input_shape`."""
+        return cell.batch, self._held(cell), heads, cell.head_dim
+
+    def _held(self, cell: Cell) -> int:
+        """Return a rank's tokens, padding included."""
+        return 2 * sum(_chunks(cell)) if cell.mask == "documents" else cell.tokens // cell.ranks
+
+
+class RingFlashAttentionLlama3(RingFlashAttention):
+    """Each rank gathers the keys of a few heads at a time, and its run of tokens sees those of its documents."""
+
+    name = f"ring-flash-attn{LLAMA3}"
+    masks = ("documents",)
+
+    def layout(self, cell: Cell) -> str:
+        """See `Method.layout`."""
+        del cell
+        return "contiguous"
+
+    def traffic(self, cell: Cell) -> Traffic:
+        """See `Method.traffic`: everyone's K and V in both directions, everyone's share of our dK and dV."""
+        once = 2.0 * sizes(cell).k * (cell.ranks - 1)
+        return Traffic(once, 3 * once)
+
+    def memory(self, cell: Cell) -> float:
+        """See `Method.memory`: beside it K and V of some heads, those of the next, and the gradients of both."""
+        share = _stride(cell) / cell.kv_heads
+        return super().memory(cell) + 6.0 * sizes(cell).k * cell.ranks * share
+
+    def bind(self, cell: Cell, setting: Setting) -> Attend:
+        """See `Method.bind`."""
+        package, group = self.load(setting), setting.group
+        edges = [0, *accumulate(document_lengths(cell.tokens))]
+        offsets = torch.tensor(edges, dtype=torch.int32, device=group.device)
+        told = package.llama3_flash_attn_prepare_cu_seqlens(offsets, True, group.rank, group.size)
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
+        call = dict(zip(names, told, strict=True)) | {"heads_k_stride": _stride(cell), "causal": True}
+        function: Callable[..., Tensor] = package.llama3_flash_attn_varlen_func
+        return lambda q, k, v: function(q[0], k[0], v[0], **call, group=group.process_group)[None]
+
+    def positions(self, cell: Cell, rank: int) -> Tensor:
+        """See `Method.positions`."""
+        own = cell.tokens // cell.ranks
+        return torch.arange(rank * own, (rank + 1) * own)
+
+    def _held(self, cell: Cell) -> int:
+        return cell.tokens // cell.ranks
+
+
+def zigzag_positions(lengths: Sequence[int], size: int, rank: int) -> list[int]:
+    """Return which positions a rank holds if each document is padded to 2 P equal chunks, two of which are its own.
+
+    Args:
+        lengths: Tokens of each document.
+        size: Ranks.
+        rank: The rank: of every document it holds chunk `rank` and chunk `2 * size - 1 - rank`.
+
+    Returns:
+        Global positions in the order in which they are held; -1 for padding.
+    """
+    held, start = [], 0
+    for length in lengths:
+        chunk = _chunk(length, size)
+        for number in (rank, 2 * size - 1 - rank):
+            places = range(number * chunk, (number + 1) * chunk)
+            held += [start + place if place < length else -1 for place in places]
+        start += length
+    return held
+
+
+def _chunk(length: int, size: int) -> int:
+    return -(-length // (2 * size))
+
+
+def _chunks(cell: Cell) -> list[int]:
+    return [_chunk(n, cell.ranks) for n in document_lengths(cell.tokens)]
+
+
+def _stride(cell: Cell) -> int:
+    return max(n for n in range(1, _STRIDE + 1) if cell.kv_heads % n == 0)

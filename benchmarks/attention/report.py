@@ -1,0 +1,171 @@
+"""Attention's results as tables and pictures: ratio to one GPU, time, rate, memory, bytes and errors of each method."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.attention.cells import MASKS, SUITES, Cell
+from benchmarks.engine.figure import blank, finish, finish_figure, is_measured, plot_methods, save
+from benchmarks.engine.results import OK, ONE_GPU, Results, Row
+from benchmarks.engine.table import Rows, grid, groups, known, ranks_name, spread_name
+from bmburst.amounts import short
+
+DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
+_TITLE = {
+    "sequence": "Attention over sequence length, batch 1",
+    "batch": "Attention over batch size",
+    "block": "Attention block (projections, rotary, attention) over sequence length",
+    "documents": "Attention of packed causal documents over tokens in all",
+    "window": "Attention in a causal sliding window over sequence length",
+    "accuracy": "Relative L2 error against fp64",
+}
+_ERRORS = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
+
+
+def describe(cell: Cell, row: Row) -> str:
+    """Return what a measured row says in a line."""
+    if cell.suite == "accuracy":
+        return ", ".join(f"{_ERRORS[n]} {value:.2e}" for n, value in row["errors"].items())
+    parts = [f"{title} {_speed_of(row[direction])}" for direction, title in DIRECTIONS.items()]
+    chosen = row.get("strategy")
+    how = f", {spread_name(cell.ranks, chosen)} by {row['transport']}" if chosen else ""
+    return f"{'; '.join(parts)} ({row['seconds']:.1f} s{how})"
+
+
+def _speed_of(part: Row) -> str:
+    times = f", {part['times_arithmetic']:.2f} x arithmetic" if "times_arithmetic" in part else ""
+    return f"{part['milliseconds']['median']:.2f} ms {_rate(part)} TFLOP/s ratio {part['ratio']:.3f}{times}"
+
+
+def _rate(part: Row) -> str:
+    """Return TFLOP/s, which on a CPU are less than one."""
+    return f"{part['tflops']:.0f}" if part["tflops"] >= 10 else f"{part['tflops']:.2g}"
+
+
+def tables(results: Results[Cell], notes: dict[str, int]) -> list[str]:
+    """Return all tables as lines; see `grid` for the notes."""
+    lines: list[str] = []
+    for suite in SUITES:
+        for title, rows in comparisons(results, suite):
+            lines += [f"## {title}", "", *_mask_facts(rows)]
+            lines += _accuracy(rows, notes) if suite == "accuracy" else _speed(suite, rows, notes)
+    return lines
+
+
+def comparisons(results: Results[Cell], suite: str) -> Iterable[tuple[str, Rows[Cell]]]:
+    """Yield a title and rows for every setting in which methods of a suite can be compared."""
+    # The column of the table is left open; accuracy tables keep lengths apart, batch tables too.
+    return groups(
+        results.cell_rows(suite),
+        lambda cell: (
+            *(cell.heads, cell.kv_heads, cell.head_dim, cell.mask, cell.dtype, cell.device),
+            0 if suite == "accuracy" else cell.ranks,
+            cell.tokens if suite in ("batch", "accuracy") else 0,
+        ),
+        lambda cell: _title(suite, cell),
+    )
+
+
+def _column(suite: str) -> Callable[[Cell], int]:
+    """Return by which number of a cell its suite is compared."""
+    names = {"batch": "batch", "accuracy": "ranks"}
+    return lambda cell: int(getattr(cell, names.get(suite, "tokens")))
+
+
+def _title(suite: str, cell: Cell) -> str:
+    heads = f"{cell.heads} heads" if cell.heads == cell.kv_heads else f"{cell.heads} q / {cell.kv_heads} kv heads"
+    tokens = f", {short(cell.tokens)} tokens" if suite in ("batch", "accuracy") else ""
+    where = "" if suite == "accuracy" else f", {ranks_name(cell)}"
+    mask = "" if cell.mask == suite else f", {cell.mask}"
+    return f"{_TITLE[suite]}: {heads}, head dim {cell.head_dim}{mask}, {cell.dtype}{tokens}{where}"
+
+
+def _mask_facts(rows: Sequence[tuple[Cell, Row]]) -> list[str]:
+    """Return what the masks are beyond their names, for every length that was measured."""
+    measured = {cell.tokens: row for cell, row in rows if row.keys() & {"documents", "window"}}
+    found = []
+    for tokens, row in sorted(measured.items()):
+        if "window" in row:
+            found.append(f"- {short(tokens)} tokens: a query sees itself and the {row['window'] - 1} tokens before it.")
+            continue
+        own = row["documents"]
+        found.append(
+            f"- {short(tokens)} tokens: {own['number']} documents, median {own['median']:g}, longest {own['longest']}; "
+            f"drawn log-normal, median {own['drawn_median']}, sigma {own['sigma']}, seed {own['seed']}."
+        )
+    return [*found, ""] if found else []
+
+
+def _speed(suite: str, rows: Rows[Cell], notes: dict[str, int]) -> list[str]:
+    lines, column = [], _column(suite)
+    for direction, title in DIRECTIONS.items():
+
+        def times(row: Row, direction: str = direction) -> str:
+            part = row[direction]
+            return f"{part['ratio']:.3f} / {part['milliseconds']['median']:.2f} / {_rate(part)}"
+
+        head = f"{title}: ratio to one GPU / ms / TFLOP/s a GPU"
+        lines += grid(head, rows, column, times, notes)
+    if suite in MASKS:  # those of a mask of their own
+        head = "time over one GPU's for as many FLOPs of plain causal attention: forward / forward + backward"
+        lines += grid(head, rows, column, _over_arithmetic, notes)
+    lines += grid("peak GiB a GPU / GB received / exposed ms (forward + backward)", rows, column, _costs, notes)
+    return lines
+
+
+def _costs(row: Row) -> str:
+    both = row["forward_backward"]
+    moved = None if both["bytes"] is None else both["bytes"] / 1e9
+    return f"{known(row['peak_memory_gib'])} / {known(moved, '.2f')} / {both['exposed_ms']:.2f}"
+
+
+def _over_arithmetic(row: Row) -> str:
+    return " / ".join(f"{row[direction]['times_arithmetic']:.2f}" for direction in DIRECTIONS)
+
+
+def _accuracy(rows: Rows[Cell], notes: dict[str, int]) -> list[str]:
+    def errors(row: Row) -> str:
+        return " / ".join(f"{row['errors'][name]:.2e}" for name in _ERRORS)
+
+    return grid("error of O / dQ / dK / dV on ranks", rows, _column("accuracy"), errors, notes)
+
+
+def draw(results: Results[Cell], stem: Path) -> list[Path]:
+    """Draw ratio and TFLOP/s of every comparison that has a measured cell, and return the pictures' paths."""
+    return [
+        _picture(suite, title, rows, stem)
+        for suite in SUITES
+        if suite != "accuracy"
+        for title, rows in comparisons(results, suite)
+        if is_measured(rows)
+    ]
+
+
+def _picture(suite: str, title: str, rows: Rows[Cell], stem: Path) -> Path:
+    figure, column = blank(13, 8), _column(suite)
+    axes = figure.subplots(2, 2, sharex=True)
+    for across, (direction, name) in enumerate(DIRECTIONS.items()):
+        upper, lower = axes[0][across], axes[1][across]
+
+        def ratio(row: Row, direction: str = direction) -> float | None:
+            return None if row["cell"]["method"] == ONE_GPU else float(row[direction]["ratio"])
+
+        def rate(row: Row, direction: str = direction) -> float:
+            return float(row[direction]["tflops"])
+
+        plot_methods(lower, rows, column, rate)
+        plot_methods(upper, rows, column, ratio)
+        finish(upper, f"{name}: ratio to one GPU's kernel")
+        ratios = [1.0, *(found for _, row in rows if row["status"] == OK and (found := ratio(row)) is not None)]
+        upper.set_ylim(max(0.0, min(ratios) - 0.05), max(ratios) + 0.05)  # what differs is near 1
+        upper.axhline(1, color="black", linewidth=0.8)
+        finish(lower, f"{name}: TFLOP/s a GPU")
+        lower.set_xlabel("sequences at once" if suite == "batch" else "tokens of the whole sequence")
+    finish_figure(figure, title, axes[1][0])
+    return save(figure, _path(suite, rows[0][0], stem))
+
+
+def _path(suite: str, cell: Cell, stem: Path) -> Path:
+    where = f"{cell.ranks}" + ("" if cell.device == "cuda" else cell.device)
+    tokens = f"-{short(cell.tokens)}" if suite == "batch" else ""
+    mask = "" if cell.mask == suite else f"-{cell.mask}"
+    return stem.with_name(f"{stem.name}-{suite}{tokens}-{cell.head_setup}{mask}-{where}.png")

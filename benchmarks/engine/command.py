@@ -1,0 +1,227 @@
+"""The options of `bmburst bench`, and what they ask for: measure, list, or show what was measured."""
+
+import argparse
+import glob
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine.kind import KINDS, Kind, load_kind
+from benchmarks.engine.results import Results
+from bmburst.amounts import TOKENS_TOO
+from bmburst.cli.numbers import numbers
+from bmburst.errors import UserError
+from bmburst.outputs import is_picture, require_file, require_folder, require_own
+
+_USAGE = (
+    "bmburst bench attention|train [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS] [--output FILE]\n"
+    "       bmburst bench attention|train --list [...]\n"
+    "       bmburst bench attention|train --table --plot --output FILE"
+)
+_EPILOG = (
+    "A cell of attention is named SUITE/TOKENS/HEADS/MASK/METHOD, for example sequence/65536/mha/causal/ulysses. The "
+    "suites documents and window have no MASK: documents/131072/gqa/ours. A cell of train is named "
+    "SUITE/MODEL/TOKENS/METHOD, for example step/llama-3-8b-x2/131072/ours with two of the model's layers. In --cells, "
+    "* also matches slashes. An existing file of --output is continued: cells that it has are skipped unless --again "
+    "is given. Tables are written beside it as .md, with pictures."
+)
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.usage, parser.epilog = _USAGE, _EPILOG
+    add = parser.add_argument
+    add("what", choices=tuple(KINDS), help="what to measure")
+    add(
+        "--gpus",
+        metavar="N",
+        help="GPUs that share a sequence; train: also N,... (default: all GPUs)",
+    )
+    add("--ranks", metavar="N", help="use N ranks on the CPU over gloo instead of GPUs")
+    add("--cells", metavar="GLOB,...", default="*", help="cells to measure (default: all)")
+    add("--methods", metavar="GLOB,...", default="*", help="methods to measure, in the order of --list (default: all)")
+    add("--tokens", metavar="N,...", help=f"sequence lengths, {TOKENS_TOO}, instead of those of each suite")
+    add("--dtype", choices=_DTYPES, help="dtype of inputs or weights (default: bfloat16 on GPUs, float32 on CPUs)")
+    add("--kernel", metavar="NAME", default="auto", help="attention kernel of all methods (default: auto)")
+    add(
+        "--repeats",
+        type=int,
+        metavar="N",
+        help="pairs of calls (method, one GPU) a direction (default: 9); train: steps (default: 5)",
+    )
+    add(
+        "--cell-seconds",
+        type=float,
+        metavar="S",
+        help="measure only 3 calls (train: 2 steps) where more take longer than this (default: 10; train: 30)",
+    )
+    add(
+        "--cell-timeout",
+        type=float,
+        metavar="S",
+        help="end a cell without progress after this time (default: 300; train: 600)",
+    )
+    add("--budget", type=float, metavar="SECONDS", help="start no cell that would end later than this from now")
+    add("--output", type=Path, metavar="FILE", help="file of the results, .json; continued if it exists")
+    add("--again", action="store_true", help="measure cells again that the file has")
+    add(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="write a profiler timeline of one call or step of each cell to this folder",
+    )
+    add("--list", action="store_true", help="print the cells without measuring")
+    add("--table", action="store_true", help="print the tables of --output without measuring")
+    add("--plot", action="store_true", help="draw the pictures of --output without measuring")
+    for name in KINDS:
+        load_kind(name).configure(parser.add_argument_group(name))
+    parser.set_defaults(given=parser.get_default)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, list or redraw, and return the exit status.
+
+    Raises:
+        UserError: Something given cannot work.
+    """
+    kind = load_kind(args.what)
+    if args.table or args.plot:
+        return _redraw(args, kind)
+    if "RANK" in os.environ:
+        raise UserError("bench starts its ranks itself, but RANK is set\nfix: run it without a launcher, or unset RANK")
+    _settle(args, kind)
+    if args.ranks is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for this process and its ranks
+    device, ranks = _place(args)
+    cells = kind.select(args, device, ranks)
+    if not cells:
+        raise UserError(f"--cells {args.cells} fits no cell\nfix: bmburst bench {args.what} --list shows the names")
+    if args.list:
+        _print_cells(kind, cells, args.output)
+        return 0
+    return _measure(args, kind, cells, device, ranks)
+
+
+def _settle(args: argparse.Namespace, kind: Kind[Any]) -> None:
+    """Fill in the benchmark's own defaults, and refuse what is another's or cannot work."""
+    for what in KINDS:
+        for name in load_kind(what).own_options:
+            if what != kind.name and getattr(args, name) != args.given(name):
+                raise UserError(f"--{name.replace('_', '-')} is an option of bench {what}\nfix: leave it out")
+    for name, value in kind.defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.repeats < 1:
+        raise UserError(f"--repeats {args.repeats}\nallowed: 1 and more")
+    for name in ("cell_seconds", "cell_timeout", "budget"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} {value:g}\nallowed: seconds above 0")
+    if args.gpus is not None and args.ranks is not None:
+        raise UserError("--gpus and --ranks exclude each other\nfix: --gpus for GPUs, --ranks for ranks on the CPU")
+    if args.list:
+        return
+    if args.output is not None:
+        if args.output.suffix != ".json":  # tables and pictures get the same name with other endings
+            raise UserError(f"--output {args.output}\nallowed: a .json file")
+        _require_output(args.output, kind)
+    if args.trace is not None:
+        require_folder("--trace", args.trace)
+
+
+def _require_output(path: Path, kind: Kind[Any]) -> None:
+    """Refuse to replace a file that no benchmark wrote, the tables and pictures beside it included."""
+    is_new = not path.exists()
+    require_file("--output", path, "results of this benchmark", lambda path: bool(Results.read(kind, path)))
+    if is_new:  # the files beside existing results were made from them
+        require_own("--output", path.with_suffix(".md"), "table of this benchmark", lambda _: False)
+        for picture in path.parent.glob(f"{glob.escape(path.stem)}-*.png"):
+            require_own("--output", picture, "picture of bmburst", is_picture)
+
+
+def _place(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:
+    """Return the device and the numbers of ranks."""
+    import torch
+
+    if args.ranks is not None:
+        return "cpu", numbers("--ranks", args.ranks)
+    wanted = None if args.gpus is None else numbers("--gpus", args.gpus)
+    if args.list and wanted is not None:
+        return "cuda", wanted  # of any machine
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        raise UserError("there is no GPU here\nfix: --ranks 2 --tokens 1024 measures on the CPU, over gloo")
+    if wanted is not None and max(wanted) > gpus:
+        raise UserError(f"--gpus {args.gpus} is more than the {gpus} of this machine\nallowed: 1 to {gpus}")
+    return "cuda", wanted or (gpus,)
+
+
+def _print_cells(kind: Kind[Any], cells: Sequence[Any], output: Path | None) -> None:
+    results = Results(kind) if output is None else Results.read(kind, output)
+    for cell in cells:
+        row = results.rows.get(cell.key)
+        reason = kind.refusal(cell)
+        state = f"  cannot run: {reason}" if reason else "" if row is None else f"  {row['status']}"
+        print(f"{cell.key}{state}")
+
+
+def _measure(
+    args: argparse.Namespace, kind: Kind[Any], cells: Sequence[Any], device: str, ranks: tuple[int, ...]
+) -> int:
+    from benchmarks.engine.job import Job, run_job
+    from benchmarks.engine.machine import describe
+    from benchmarks.engine.table import markdown
+
+    status = 0
+    with tempfile.TemporaryDirectory(prefix="bmburst-bench-") as folder:
+        output = Path(folder) / "results.json" if args.output is None else args.output.absolute()
+        shared = {name: getattr(args, name) for name in ("again", "repeats", "cell_seconds", "kernel")} | {
+            "kind": kind.name,
+            "output": str(output),
+            "deadline": 0.0 if args.budget is None else time.time() + args.budget,
+            "trace": "" if args.trace is None else str(args.trace.absolute()),
+        }
+        header: dict[str, Any] | None = describe(["bmburst", *sys.argv[1:]], device, max(ranks))
+        for start in kind.starts(args, cells, ranks):
+            status = run_job(Job(**shared, **start), header=header, cell_timeout=args.cell_timeout)
+            header = None  # the others go on with this run
+            if status:
+                break
+        results = Results.read(kind, output)
+        left = sum(cell.key not in results.rows for cell in cells)
+        if left:
+            print(f"{left} of {len(cells)} cells are left; the same command goes on with them", file=sys.stderr)
+        text = markdown(results)
+        print(text)
+        if args.output is not None:
+            args.output.with_suffix(".md").write_text(text, encoding="utf-8")
+            kind.draw(results, args.output.with_suffix(""))
+    return status
+
+
+def _redraw(args: argparse.Namespace, kind: Kind[Any]) -> int:
+    from benchmarks.engine.table import markdown
+
+    if args.output is None:
+        raise UserError("--table and --plot show a file of results, and --output names none\nfix: --output FILE")
+    if not args.output.is_file():
+        raise UserError(f"--output {args.output}: there is no such file\nfix: one that a run with --output has written")
+    results = Results.read(kind, args.output)
+    try:
+        if args.table:
+            print(markdown(results))
+        if args.plot:
+            for path in kind.draw(results, args.output.with_suffix("")):
+                print(path)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of a row's own values
+        raise UserError(
+            f"--output {args.output} has a row that cannot be shown: {type(error).__name__} {error}\n"
+            "fix: measure it again, or take it out"
+        ) from error
+    return 0

@@ -1,0 +1,208 @@
+"""What a rank of a benchmark does: every cell of its job, one after the other, rows by the first rank.
+
+Ranks agree over gloo, beside what is measured, so that they still can when a cell has failed.
+"""
+
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, Generic, cast
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.engine.job import REASON_FILE, Job
+from benchmarks.engine.kind import load_kind
+from benchmarks.engine.machine import Gauge
+from benchmarks.engine.results import FAILED, OK, REFUSED, C, Row
+from benchmarks.engine.table import row_line
+from bmburst.attention.kept import empty_cache
+from bmburst.errors import UserError
+from bmburst.runtime import watchdog
+from bmburst_ops.errors import KernelError
+
+_LOST = 3  # exit status of a rank whose GPU takes no more work
+_PATIENCE = 20.0  # seconds that a rank that failed gives the others to be through too
+_RUN, _SKIP, _STOP = "run", "skip", "stop"
+
+
+def main(folder: Path) -> None:
+    """Run one rank of the job in a folder, from its start to its end."""
+    job = Job.read(folder)
+    device = _begin(folder, runtime=job.runtime, tensor=job.tensor)
+    load_kind(job.kind).rank_run()(job, device, folder).run()  # after the start: it may import bmtrain
+    dist.destroy_process_group()  # not after a failure: it would wait for ranks that are stuck
+
+
+def _begin(folder: Path, *, runtime: str, tensor: int) -> torch.device:
+    """Start torch.distributed, beside BMTrain where it is asked for, and return this rank's device.
+
+    Args:
+        folder: The job's.
+        runtime: "torch" or "bmtrain".
+        tensor: Ranks that share each matrix, under BMTrain.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend = "nccl" if on_gpu else "gloo"
+    options: dict[str, Any] = {"device_id": device} if on_gpu else {}
+    if runtime == "bmtrain":
+        from bmburst.runtime import start
+
+        start(seed=0, tensor=tensor)
+        # A meeting place of its own: the launcher's store is BMTrain's.
+        options |= {"init_method": (folder / "meeting").as_uri(), "rank": rank, "world_size": world}
+    dist.init_process_group(backend, **options)
+    return device
+
+
+class RankRun(ABC, Generic[C]):
+    """One rank's part of the job. A kind of benchmark says in a subclass what it is to measure a cell.
+
+    Args:
+        job: What to measure.
+        device: This rank's.
+        folder: The job's.
+
+    Attributes:
+        rank: This rank's number.
+        world: Ranks of the job.
+        gauge: Of this rank's memory.
+    """
+
+    def __init__(self, job: Job, device: torch.device, folder: Path) -> None:
+        self.job, self.device, self.folder = job, device, folder
+        self.cells = cast(tuple[C, ...], job.cells)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.control = dist.new_group(backend="gloo")
+        self.prepare()
+        dist.all_reduce(torch.zeros(1, device=device))
+        self.gauge = Gauge.begin(device)
+        self.results = job.results()  # of the first rank, which alone writes
+
+    def prepare(self) -> None:
+        """Make what all cells share, communicators too. Every rank calls it."""
+
+    def takes_part(self, cell: C) -> bool:
+        """Return whether this rank has anything to do in a cell."""
+        return self.rank < cell.ranks
+
+    @abstractmethod
+    def refusal(self, cell: C) -> str | None:
+        """Return why the cell cannot run, as far as it is known before, or None."""
+
+    @abstractmethod
+    def measure(self, cell: C) -> Row:
+        """Return what a cell's row says beside its state."""
+
+    def run(self) -> None:
+        """Measure the cells; the first rank writes the file after each."""
+        for cell in self.cells:
+            decision = self._from_first(self._decide(cell) if self.rank == 0 else None)
+            if decision == _STOP:
+                break
+            if decision == _SKIP:
+                continue
+            watchdog.beat()
+            self._try(cell)
+
+    def _from_first(self, value: Any) -> Any:
+        """Return the first rank's value. Every rank calls it."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
+
+    def from_all(self, value: Any) -> list[Any]:
+        """Return every rank's value. Every rank calls it."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def _decide(self, cell: C) -> str:
+        if self.results.is_done(cell, again=self.job.again):
+            return _SKIP
+        if self.job.deadline and time.time() + self.results.kind.estimate(self.results, cell) > self.job.deadline:
+            # A cheaper cell further on may still fit, if there is any time at all.
+            return _SKIP if time.time() < self.job.deadline else _STOP
+        self.results.running = cell.key
+        self.results.write(Path(self.job.output))
+        return _RUN
+
+    def _try(self, cell: C) -> None:
+        begun = time.perf_counter()
+        empty_cache()  # or this cell would be charged with what attention kept in the last one
+        self.gauge.clear()
+        takes_part = self.takes_part(cell)
+        reason = next((r for r in self.from_all(self.refusal(cell) if takes_part else None) if r), None)
+        if reason is not None:
+            self._keep(cell, {"status": REFUSED, "reason": reason})
+            return
+        row = self._row(cell) if takes_part else {"status": OK}
+        self._meet(cell, row)
+        rows = self.from_all(row)
+        broken = any(self.from_all(self._is_broken() if row["status"] == FAILED else False))
+        self._keep(cell, _joined(rows[: cell.ranks]) | {"seconds": time.perf_counter() - begun})
+        if broken:
+            sys.exit(_LOST)
+
+    def _row(self, cell: C) -> Row:
+        try:
+            return {"status": OK, **self.measure(cell)}
+        except (UserError, KernelError, ImportError) as error:
+            return {"status": REFUSED, "reason": _message(error)}
+        except torch.OutOfMemoryError:
+            return {"status": FAILED, "reason": "out of memory"}
+        except Exception as error:  # a method of others may fail in any way, and the next cell is none of its business
+            return {"status": FAILED, "reason": f"{type(error).__name__}: {_message(error)}"}
+
+    def _meet(self, cell: C, row: Row) -> None:
+        """Say that this rank is through with the cell, and if it failed make sure that the others are.
+
+        By files, for ranks of one host: no collective gives up early on one rank alone.
+
+        Raises:
+            RuntimeError: This rank failed and the others wait for it inside the cell: the run must end and begin anew.
+        """
+        signs = [self.folder / f"through.{self.cells.index(cell)}.{rank}" for rank in range(self.world)]
+        signs[self.rank].touch()
+        if row["status"] == OK:
+            return
+        begun = time.monotonic()
+        while not all(sign.exists() for sign in signs):
+            if time.monotonic() - begun > _PATIENCE:
+                (self.folder / REASON_FILE).write_text(row["reason"], encoding="utf-8")
+                raise RuntimeError(f"rank {self.rank}: {row['reason']}; the other ranks wait for it")
+            time.sleep(0.02)
+
+    def _is_broken(self) -> bool:
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                return True
+        return False
+
+    def _keep(self, cell: C, row: Row) -> None:
+        if self.rank == 0:
+            self.results.running = None
+            self.results.put(cell, row)
+            self.results.write(Path(self.job.output))
+            print(row_line(self.results, cell), flush=True)
+
+
+def _joined(rows: list[Row]) -> Row:
+    """Return the first rank's row, or that of the first rank that failed; memory is that of the rank with most."""
+    bad = next((row for status in (FAILED, REFUSED) for row in rows if row["status"] == status), None)
+    if bad is not None:
+        return bad
+    peaks = [row["peak_memory_gib"] for row in rows if row.get("peak_memory_gib") is not None]
+    return rows[0] | ({"peak_memory_gib": max(peaks)} if peaks else {})
+
+
+def _message(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

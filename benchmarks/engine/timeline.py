@@ -1,0 +1,145 @@
+"""A profiler timeline of one call, and a picture of it: how much of what moves is hidden beside kernels."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.engine.figure import blank, save
+from benchmarks.engine.group import RankGroup
+
+Span = tuple[float, float]
+"""Begin and end, in milliseconds since the first one of the timeline."""
+
+ATTENTION, PRODUCTS, OTHER = "attention", "matrix products", "other kernels"
+NCCL, PEERS, HOST = "NCCL's kernels", "copies between GPUs", "copies to and from the host"
+INSIDE = "copies inside the GPU"
+_COLOURS = {
+    ATTENTION: "#b2182b",
+    PRODUCTS: "#2166ac",
+    OTHER: "#969696",
+    NCCL: "#762a83",
+    PEERS: "#1b7837",
+    HOST: "#8c510a",
+    INSIDE: "#80cdc1",
+}
+_COMPUTE, _MOVES = (ATTENTION, PRODUCTS, OTHER), (NCCL, PEERS, HOST, INSIDE)
+_NAMES = (  # the first that is found in an event's name says what it is
+    (NCCL, "^nccl"),
+    (PEERS, "memcpy ptop"),
+    (HOST, "memcpy (htod|dtoh)"),
+    (INSIDE, "memcpy"),
+    (ATTENTION, "flash|fmha|attention|^(forward|keys|queries)_kernel"),  # the last are our own in Triton
+    (PRODUCTS, "gemm|nvjet|cutlass|xmma"),
+)
+
+
+def record(call: Callable[[], object], folder: Path, name: str, group: RankGroup) -> None:
+    """Write `FOLDER/NAME.json` on the first rank, for chrome://tracing or Perfetto, and of GPUs a picture beside it.
+
+    Every rank calls it.
+
+    Args:
+        call: What is recorded, once, warm.
+        folder: Where the file goes.
+        name: Its name; slashes become points.
+        group: The ranks that call.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = group.device.type == "cuda"
+
+    def together() -> None:
+        group.barrier()
+        call()
+
+    if group.rank != 0:
+        together()
+        return
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as timeline:
+        together()
+        if on_gpu:
+            torch.cuda.synchronize()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name.replace('/', '.')}.json"
+    timeline.export_chrome_trace(str(path))
+    draw(path, path.with_suffix(".png"))
+
+
+def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
+    """Return what ran on the GPU by kind, each kind's spans in order and joined where they touch.
+
+    Args:
+        events: `traceEvents` of a timeline of torch's profiler: times in microseconds.
+    """
+    found: dict[str, list[Span]] = {}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy"):
+            start = float(event["ts"]) / 1e3
+            found.setdefault(_kind(str(event["name"])), []).append((start, start + float(event["dur"]) / 1e3))
+    first = min((start for spans in found.values() for start, _ in spans), default=0.0)
+    return {kind: _joined((a - first, b - first) for a, b in found[kind]) for kind in _COLOURS if kind in found}
+
+
+def hidden(moving: Sequence[Span], computing: Sequence[Span]) -> float:
+    """Return which share of the time in which something moves a kernel computes, 0 to 1; spans as `lanes` has them."""
+    whole = sum(b - a for a, b in moving)
+    if not whole or not computing:
+        return 0.0 if whole else 1.0
+    # A step has thousands of either: no pair of them is looked at, but how long kernels had computed by each edge.
+    kernels = np.array(computing)
+    computed = np.cumsum(kernels[:, 1] - kernels[:, 0])
+    edges = np.stack((np.append(0.0, computed[:-1]), computed), axis=1)
+    begun, ended = np.interp(np.array(moving).T, kernels.ravel(), edges.ravel())
+    return float((ended - begun).sum() / whole)
+
+
+def draw(trace: Path, picture: Path) -> Path | None:
+    """Draw a timeline of one GPU.
+
+    Args:
+        trace: What `record` wrote.
+        picture: Where to.
+
+    Returns:
+        The picture's path, or None where no GPU took part.
+    """
+    found = lanes(json.loads(trace.read_text())["traceEvents"])
+    if not found:
+        return None
+    figure = blank(13, 1.2 + 0.55 * len(found))
+    axes = figure.subplots()
+    computing = _joined(span for kind in _COMPUTE for span in found.get(kind, ()))
+    for row, (kind, spans) in enumerate(found.items()):
+        axes.broken_barh([(a, b - a) for a, b in spans], (row - 0.4, 0.8), color=_COLOURS[kind], linewidth=0)
+    axes.set_yticks(range(len(found)), [_label(kind, spans, computing) for kind, spans in found.items()])
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(spans[-1][1] for spans in found.values()))
+    axes.set_xlabel("milliseconds")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_title(trace.stem, fontsize=11)
+    return save(figure, picture)
+
+
+def _label(kind: str, spans: Sequence[Span], computing: Sequence[Span]) -> str:
+    text = f"{kind}\n{sum(b - a for a, b in spans):.1f} ms"
+    return f"{text}, {hidden(spans, computing):.0%} beside kernels" if kind in _MOVES else text
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, pattern in _NAMES if re.search(pattern, name.lower())), OTHER)
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    ordered = np.array(sorted(spans), dtype=float).reshape(-1, 2)
+    if not len(ordered):
+        return []
+    ends = np.maximum.accumulate(ordered[:, 1])
+    is_new = np.concatenate(([True], ordered[1:, 0] > ends[:-1]))
+    last = np.concatenate((is_new[1:], [True]))
+    return list(zip(ordered[is_new, 0].tolist(), ends[last].tolist(), strict=True))

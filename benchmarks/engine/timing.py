@@ -1,0 +1,132 @@
+"""The clock: the slowest rank's time of a call, and calls measured in turns so that all meet the same heat."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.engine.group import RankGroup
+from bmburst.attention.recording import CALLS
+
+LEAST = 3  # rounds that are measured however long they take
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Times of one call, in milliseconds.
+
+    Attributes:
+        median: Of all.
+        least: The shortest.
+        most: The longest.
+        count: How many.
+    """
+
+    median: float
+    least: float
+    most: float
+    count: int
+
+    @classmethod
+    def of(cls, milliseconds: Sequence[float]) -> "Times":
+        """Return those of some measurements."""
+        return cls(
+            median=statistics.median(milliseconds),
+            least=min(milliseconds),
+            most=max(milliseconds),
+            count=len(milliseconds),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON knows them."""
+        return asdict(self)
+
+
+def once(call: Callable[[], object], group: RankGroup) -> float:
+    """Return the milliseconds of one call on the slowest rank. Every rank of the group calls it.
+
+    All ranks begin together with nothing queued, so what the host needs to launch the work is in the time.
+    """
+    group.barrier()
+    if group.device.type == "cuda":
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        call()
+        after.record()
+        after.synchronize()
+        own = before.elapsed_time(after)
+    else:
+        begun = time.perf_counter()
+        call()
+        own = (time.perf_counter() - begun) * 1e3
+    slowest = torch.tensor([own], dtype=torch.float64, device=group.device)
+    return float(group.all_reduce(slowest, dist.ReduceOp.MAX).item())
+
+
+def gpu_seconds(call: Callable[[], object], scratch: torch.Tensor | None = None) -> tuple[float, float]:
+    """Return the seconds that this GPU is busy with a call, and those that the host is.
+
+    Args:
+        call: What is measured.
+        scratch: Memory that is written before, so that the GPU's caches are empty and it is busy during the launch.
+            None: the GPU has nothing else to do.
+    """
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if scratch is None:
+        torch.cuda.synchronize()
+    else:
+        scratch.zero_()
+    begun = time.perf_counter()
+    before.record()
+    call()
+    after.record()
+    host = time.perf_counter() - begun
+    torch.cuda.synchronize()
+    return float(before.elapsed_time(after)) / 1e3, host
+
+
+def median_seconds(
+    calls: Sequence[Callable[[], object]], scratch: torch.Tensor | None = None, *, repeats: int, warm_up: int
+) -> list[tuple[float, float]]:
+    """Return the medians of `gpu_seconds` of calls, taken in turns after so many rounds that are not measured."""
+    rounds = [[gpu_seconds(call, scratch) for call in calls] for _ in range(warm_up + repeats)][warm_up:]
+    by_call = [zip(*times, strict=True) for times in zip(*rounds, strict=True)]
+    return [(statistics.median(gpu), statistics.median(host)) for gpu, host in by_call]
+
+
+def in_turns(
+    *calls: Callable[[], object], group: RankGroup, repeats: int, seconds: float
+) -> tuple[tuple[float, ...], ...]:
+    """Measure calls in turns, round by round.
+
+    Args:
+        calls: What is measured, in this order.
+        group: The ranks.
+        repeats: Rounds to measure.
+        seconds: About how long all rounds may take; fewer are then measured, `LEAST` or `repeats` at least.
+
+    Returns:
+        For each call its milliseconds, round by round.
+    """
+
+    def once_each() -> tuple[float, ...]:
+        return tuple(once(call, group) for call in calls)
+
+    # Kernels are compiled, buffers and communicators made, short kernels recorded. Long calls need no second round for
+    # clocks to settle. What `once` returns is equal on all ranks: they agree on what follows without another word.
+    for _ in range(CALLS):
+        if sum(once_each()) > seconds * 1e3 / 4:
+            break
+    first = once_each()
+    affordable = int(seconds * 1e3 / max(sum(first), 1e-3))
+    count = min(repeats, max(LEAST, affordable))
+    return tuple(zip(first, *(once_each() for _ in range(count - 1)), strict=True))
+
+
+def quotient(times: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median over the rounds of one call's time over another's."""
+    return statistics.median(one / other for one, other in zip(times, others, strict=True))

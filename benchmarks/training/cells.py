@@ -1,0 +1,170 @@
+"""What can be measured, as plain data: a cell is one method on one model and length, with a name that stays."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
+from typing import NamedTuple
+
+from benchmarks.engine.results import BaseCell, BaseSelection
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.presets import PRESETS
+from bmburst.errors import UserError, require_known
+
+_KIB = 1024
+STEPS = {"loss": 30, "curve": 60}  # that are trained; of a step's cell, what the command line says is measured
+OURS = "ours"
+
+
+class Suite(NamedTuple):
+    """What a suite measures where the options do not say.
+
+    Attributes:
+        presets: Models.
+        tokens: Sequence lengths.
+        dtypes: Of weights and activations; none: what the device is best at.
+    """
+
+    presets: tuple[str, ...]
+    tokens: tuple[int, ...]
+    dtypes: tuple[str, ...] = ()
+
+
+SUITES: Mapping[str, Suite] = MappingProxyType(
+    {
+        "step": Suite(("llama-3-8b", "llama-2-7b"), tuple(_KIB * n for n in (32, 128, 256, 512, 1024, 2048))),
+        "loss": Suite(("tiny-8-heads",), (2 * _KIB,), ("float32", "bfloat16")),
+        "curve": Suite(("llama-95m",), (128 * _KIB,)),
+    }
+)
+# Models that are trained: the presets, and two small ones for losses.
+SHAPES: Mapping[str, LlamaConfig] = MappingProxyType(
+    {
+        **PRESETS,
+        # As narrow as llama-tiny, with heads for up to 8 ranks, wide enough for every kernel.
+        "tiny-8-heads": replace(PRESETS["llama-tiny"], num_layers=2, num_heads=8, num_kv_heads=8, head_dim=64),
+        # 95 million parameters.
+        "llama-95m": LlamaConfig(
+            vocab_size=320,  # 256 bytes and special ids, rounded up
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_layers=8,
+            num_heads=8,
+            num_kv_heads=4,
+            rope_theta=500000.0,
+            max_position_embeddings=131072,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCell(BaseCell):
+    """One measurement: all ranks of the run train one sequence a step.
+
+    Attributes:
+        suite: One of `SUITES`.
+        method: A name of `benchmarks.training.methods`.
+        dtype: Of weights and activations.
+        preset: A name of `SHAPES`.
+        layers: Of the model, where they are fewer than the preset's, too.
+        tokens: Of a sequence.
+        recompute: Policy of `bmburst.recompute`; "" leaves it to the method.
+    """
+
+    preset: str
+    layers: int
+    tokens: int
+    recompute: str = ""
+
+    @property
+    def model(self) -> LlamaConfig:
+        """The model's shape, for sequences of so many tokens."""
+        longest = max(self.tokens, SHAPES[self.preset].max_position_embeddings)
+        return replace(SHAPES[self.preset], num_layers=self.layers, max_position_embeddings=longest)
+
+    @property
+    def all_layers(self) -> int:
+        """Layers of the preset."""
+        return SHAPES[self.preset].num_layers
+
+    @property
+    def model_name(self) -> str:
+        """The preset, and its layers where they are not all: `llama-3-8b-x2`."""
+        return self.preset + ("" if self.layers == self.all_layers else f"-x{self.layers}")
+
+    @property
+    def name(self) -> str:
+        """For example `step/llama-3-8b-x2/131072/ours`; globs are matched against it."""
+        return f"{self.suite}/{self.model_name}/{self.tokens}/{self.method}"
+
+    @property
+    def key(self) -> str:
+        """See `BaseCell.key`; with the recompute policy, where one is asked for: `...@8-block`."""
+        return super().key + (f"-{self.recompute}" if self.recompute else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSelection(BaseSelection):
+    """Which cells are listed; None takes what the suite has.
+
+    Attributes:
+        presets: Models.
+        layers: Numbers of layers, in place of the preset's.
+        recompute: Policy for all methods, or "".
+
+    Raises:
+        UserError: A preset is unknown, it has not so many layers, or a length does not divide.
+    """
+
+    presets: tuple[str, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    recompute: str = ""
+
+    def __post_init__(self) -> None:
+        for name in self.presets or ():
+            require_known("preset", name, SHAPES)
+        most = max(SHAPES[name].num_layers for name in self.presets or SUITES["step"].presets)
+        for layers in self.layers or ():
+            if not 1 <= layers <= most:
+                raise UserError(f"--layers {layers}\nallowed: 1 to {most}, the layers of the model")
+        super().__post_init__()
+
+
+def list_cells(selection: TrainSelection) -> tuple[TrainCell, ...]:
+    """Return the selected cells of every suite, in the order in which they are listed: short sequences first."""
+    found = (cell for suite in SUITES for cell in _cells(selection, suite))
+    return tuple(cell for cell in found if selection.fits(cell))
+
+
+def _cells(selection: TrainSelection, name: str) -> Iterator[TrainCell]:
+    suite = SUITES[name]
+    first = None if name == "step" else 1  # for losses one model is trained
+    dtypes = suite.dtypes if selection.dtype is None else ()
+    for dtype, tokens, preset in product(
+        dtypes or (selection.plain_dtype,),
+        selection.tokens or suite.tokens,  # before models: what cells leave in memory only grows
+        (selection.presets or suite.presets)[:first],
+    ):
+        layers = (selection.layers or (SHAPES[preset].num_layers,))[:first]
+        for number, ranks in product(layers, sorted({1, *selection.ranks}) if name == "loss" else selection.ranks):
+            for method in _methods(selection, name, ranks):
+                yield TrainCell(
+                    suite=name,
+                    preset=preset,
+                    layers=number,
+                    tokens=tokens,
+                    method=method,
+                    ranks=ranks,
+                    device=selection.device,
+                    dtype=dtype,
+                    recompute=selection.recompute,
+                )
+
+
+def _methods(selection: TrainSelection, suite: str, ranks: int) -> tuple[str, ...]:
+    """Return the selected methods; on one rank all are ours, and only ours is asked for a curve."""
+    if ranks > 1 and suite != "curve":
+        return selection.methods
+    # Losses are compared with one rank's, whatever is selected.
+    return (OURS,) if suite == "loss" or OURS in selection.methods else ()

@@ -1,0 +1,60 @@
+"""Pictures of a profiler's timeline."""
+
+import json
+
+import pytest
+
+from benchmarks.engine.timeline import draw, hidden, lanes
+
+EVENTS = [
+    {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000},
+    {"cat": "kernel", "name": "kernel_cutlass_kernel_flash_attncute_fwd", "ts": 1000, "dur": 2000},
+    {"cat": "kernel", "name": "void pytorch_flash::flash_bwd_kernel", "ts": 3000, "dur": 1000},
+    {"cat": "kernel", "name": "nvjet_tst_128x256_64x4_1x2_h_bz_TNT", "ts": 4500, "dur": 500},
+    {"cat": "kernel", "name": "_dots_kernel", "ts": 4600, "dur": 100},
+    {"cat": "kernel", "name": "ncclDevKernel_AllGather_RING_LL", "ts": 4750, "dur": 500},
+    {"cat": "gpu_memcpy", "name": "Memcpy PtoP (Device -> Device)", "ts": 500, "dur": 1000},
+    {"cat": "gpu_memcpy", "name": "Memcpy PtoP (Device -> Device)", "ts": 1200, "dur": 200},
+    {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 6000, "dur": 10},
+    {"cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "ts": 6500, "dur": 500},
+    {"cat": "kernel", "name": "keys_kernel", "ts": 7500, "dur": 500},
+]
+
+
+def test_what_ran_is_sorted_by_kind_and_joined():
+    assert lanes(EVENTS) == {
+        "attention": [(0.5, 3.5), (7.0, 7.5)],
+        "matrix products": [(4.0, 4.5)],
+        "other kernels": [(pytest.approx(4.1), pytest.approx(4.2))],
+        "NCCL's kernels": [(4.25, 4.75)],
+        "copies between GPUs": [(0.0, 1.0)],
+        "copies to and from the host": [(5.5, pytest.approx(5.51))],
+        "copies inside the GPU": [(6.0, 6.5)],
+    }
+    assert lanes(EVENTS[:1]) == {}
+
+
+def test_what_moves_beside_kernels_is_hidden():
+    computing = [(0.5, 3.5), (4.0, 4.5)]
+    assert hidden([(0.0, 1.0)], computing) == 0.5
+    assert hidden([(3.0, 4.25)], computing) == pytest.approx(0.6)
+    assert hidden([(5.0, 6.0)], computing) == 0
+    assert hidden([], computing) == 1
+    assert hidden([(0.0, 1.0)], []) == 0
+    assert hidden([(0.0, 1.0), (3.0, 4.25), (5.0, 6.0)], computing) == pytest.approx(1.25 / 3.25)
+
+
+def test_many_spans_are_not_compared_in_pairs():
+    count = 50_000  # pairs would take minutes
+    computing = [(float(i), i + 0.5) for i in range(count)]
+    assert hidden([(i + 0.25, i + 0.75) for i in range(count)], computing) == pytest.approx(0.5)
+
+
+def test_a_picture_is_drawn_where_a_gpu_took_part(tmp_path):
+    trace, picture = tmp_path / "t.json", tmp_path / "t.png"
+    trace.write_text(json.dumps({"traceEvents": EVENTS}))
+    assert draw(trace, picture) == picture
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    trace.write_text(json.dumps({"traceEvents": EVENTS[:1]}))
+    assert draw(trace, tmp_path / "none.png") is None
+    assert not (tmp_path / "none.png").exists()

@@ -1,0 +1,71 @@
+"""The bytes that the suite says `burst_attention` receives are those of the library's own plans."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.attention.cells import Cell
+from benchmarks.attention.masks import mask_of
+from benchmarks.attention.methods.ours import traffic
+from benchmarks.attention.work import sizes
+from bmburst.schedule import make_schedule
+from bmburst.schedule.gather_plan import GatherShapes, Sight, make_gather_plan
+from bmburst.schedule.layout import make_layout
+from bmburst.schedule.strategy import Strategy
+
+TOKENS = 256
+CASES = [
+    (mask, layout, ranks)
+    for mask, layout in (
+        ("causal", "zigzag"),
+        ("full", "contiguous"),
+        ("documents", "zigzag"),
+        ("documents", "balanced"),
+        ("window", "contiguous"),
+    )
+    for ranks in (2, 4)
+]
+
+
+def cell_and_call(mask, layout, ranks, outer, travellers="kv"):
+    at = Cell(
+        **{"suite": "sequence", "method": "ours", "ranks": ranks, "device": "cpu", "tokens": TOKENS, "mask": mask},
+        **{"heads": 4, "kv_heads": 2, "head_dim": 8},
+    )
+    value = mask_of(mask, TOKENS)
+    call = SimpleNamespace(strategy=Strategy(1, outer, travellers), length=TOKENS, mask=value)
+    call.layout = make_layout(layout, ranks, TOKENS // ranks, value)
+    call.outer = call
+    return at, call
+
+
+@pytest.mark.parametrize(("mask", "layout", "ranks"), CASES)
+def test_a_gather_receives_what_its_exchanges_move(mask, layout, ranks):
+    at, call = cell_and_call(mask, layout, ranks, "gather")
+    sight = Sight(call.layout, TOKENS, call.mask)
+    shapes = GatherShapes(sight=sight, batch=1, heads=4, kv_heads=2, head_dim=8, itemsize=2)
+    inward, home = [], []
+    for rank in range(ranks):
+        plan = make_gather_plan(shapes, rank, 1)
+        inward.append(sum(map(received, plan.inbound)))
+        home.append(sum(map(received, plan.outbound)))
+    said = traffic(at, call)
+    assert said.forward == max(inward)
+    assert said.forward_backward == max(2 * k + g for k, g in zip(inward, home, strict=True))
+
+
+def received(exchange):
+    return sum(m.source.nbytes for p, moves in enumerate(exchange.receives) if p != exchange.rank for m in moves)
+
+
+@pytest.mark.parametrize("travellers", ["kv", "q"])
+@pytest.mark.parametrize(("mask", "layout", "ranks"), CASES)
+def test_a_ring_receives_a_block_a_hop(mask, layout, ranks, travellers):
+    at, call = cell_and_call(mask, layout, ranks, "ring", travellers)
+    moves = {side: len(make_schedule(call.layout, TOKENS, call.mask, 0, side).steps) - 1 for side in {"kv", travellers}}
+    own, hops = sizes(at), moves[travellers]
+    said = traffic(at, call)
+    assert said.forward == 2 * own.k * moves["kv"]
+    read = 2 * own.k if travellers == "kv" else 2 * (own.q + own.statistics)
+    gradients = own.wide * (2 * own.k if travellers == "kv" else own.q)
+    assert said.forward_backward - said.forward == read * hops + gradients * (hops + 1 if hops else 0)
