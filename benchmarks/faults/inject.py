@@ -1,0 +1,541 @@
+"""Each kind of fault: what is done to a run at its moment, and what the run should make of it."""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+from benchmarks import netns
+from benchmarks.faults import points, programs
+from benchmarks.faults.points import Fault, Outcome
+from benchmarks.faults.programs import JOB, STEPS, Base, Program, Timing, Watch, base_of, wait_for
+
+SEEN = re.compile(
+    r"damag|checksum|corrupt|truncat|is missing|not of format|not JSON|no valid|of another|do(es)? not match|holds no|"
+    r"not a token file|cannot be read|different",
+    re.IGNORECASE,
+)
+"""What a run says of a file that is not as it was written."""
+_DISK_MIB = 64
+_LIMIT = 90.0  # seconds a killed run may take to be gone; of others it is added to what they should take
+_LINK = netns.Shape(nodes=2, places=1, fast=1000, slow=1000)
+_SLOW_MBIT = 2.0
+Report = Callable[[Outcome], None]
+
+
+class Bench:
+    """A folder to work in, and the undisturbed runs to compare with.
+
+    Args:
+        folder: An empty folder. Nothing is left in it mounted, and no process of a run alive, when the block ends.
+        say: Takes a line on what is being done.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self.say = folder, say
+        self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        self._text = programs.write_text(folder / "text.txt")
+        self._count, self._lock = 0, Lock()
+        self._bases: dict[int, Base] = {}
+        self._mounts: list[Path] = []
+        self.is_over = False
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        for place in self._mounts:
+            subprocess.run(["umount", "--lazy", str(place)], capture_output=True, check=False)
+
+    def end(self) -> None:
+        """Let no run begin any more, and kill those that there are."""
+        self.is_over = True
+        with self._lock:  # none is being started
+            programs.kill_all(f"{self.mark}/")
+
+    def words(self, run: Path, *, fresh: bool, seed: int = 0) -> list[str]:
+        """Return the words of `bmburst` that begin a run, or go on with one."""
+        if not fresh:
+            return ["train", "--resume", "--output", str(run)]
+        return ["train", *JOB, "--data", str(self._text), "--seed", str(seed), "--output", str(run)]
+
+    def program(self, *commands: tuple[Sequence[str], Sequence[str]]) -> Program:
+        """Start a run in a place of its own.
+
+        Raises:
+            RuntimeError: The bench is closed.
+        """
+        with self._lock:
+            if self.is_over:
+                raise RuntimeError("the harness was ended")
+            self._count += 1
+            return Program(commands, self.folder / f"program{self._count}", f"{self.mark}/{self._count}")
+
+    def finished(self, program: Program) -> None:
+        """Remove what a program has written beside its run."""
+        shutil.rmtree(program.scratch.parent, ignore_errors=True)
+
+    def base(self, seed: int = 0) -> Base:
+        """Return the undisturbed run of a seed; it is run when it is first asked for.
+
+        Raises:
+            RuntimeError: It fails; the message is its output.
+        """
+        with self._lock:
+            known = self._bases.get(seed)
+        if known is not None:
+            return known
+        run = self.folder / f"base{seed}" / "run"
+        watch = Watch(run)
+        program = self.program(([], [*self.words(run, fresh=True, seed=seed), "--keep-checkpoints", str(STEPS)]))
+        timing = watch.measure(program)
+        self._require_success(program)
+        self._bases[seed] = base_of(run, timing)
+        self.say(f"undisturbed run of seed {seed}: {timing.total:.1f} s, first step after {timing.start:.1f} s")
+        return self._bases[seed]
+
+    def _require_success(self, program: Program) -> None:
+        left = program.end(_LIMIT)
+        if any(program.statuses) or left:
+            raise RuntimeError(f"the undisturbed run failed, {left} processes stay:\n{program.said}")
+        self.finished(program)
+
+    def copy_of_base(self, place: Path, checkpoints: Sequence[int]) -> Path:
+        """Copy the undisturbed run of seed 0 and its tokens into a new place, with some of its checkpoints alone."""
+        run = place / "run"
+        shutil.copytree(self.base().folder.parent, place)
+        for path in run.glob("checkpoints/step-*"):
+            if int(path.name[5:]) not in checkpoints:
+                shutil.rmtree(path)
+        return run
+
+    def disk(self, place: Path) -> bool:
+        """Mount a small file system; return False where this may not be."""
+        place.mkdir()
+        size = f"size={_DISK_MIB}m"
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", str(place)], capture_output=True, check=False)
+        if done.returncode == 0:
+            self._mounts.append(place)
+        return done.returncode == 0
+
+
+class Chain:
+    """A run that is disturbed, goes on, is disturbed again, and so on; complete, it is compared and begun anew.
+
+    Args:
+        bench: Where.
+        place: Folder of this chain's run and tokens.
+        report: Takes each outcome, once the start after it has shown what the fault did to the run.
+    """
+
+    options: tuple[str, ...] = ()
+
+    def __init__(self, bench: Bench, place: Path, report: Report) -> None:
+        self.bench, self.place, self.run = bench, place, place / "run"
+        place.mkdir(parents=True, exist_ok=True)
+        self._report = report
+        self._pending: Outcome | None = None
+
+    def start(self, *, fresh: bool) -> Program:
+        """Start the run."""
+        return self.bench.program(([], [*self.bench.words(self.run, fresh=fresh), *self.options]))
+
+    @property
+    def base(self) -> Base:
+        """What to compare with."""
+        return self.bench.base()
+
+    def inject(self, fault: Fault, program: Program) -> None:
+        """Do it."""
+        raise NotImplementedError
+
+    def undo(self, fault: Fault) -> None:
+        """Make the place whole for the next start."""
+
+    def judge(self, fault: Fault, program: Program) -> list[str]:
+        """Return what the disturbed run did wrong; tracebacks, and what all kinds have in common, left out."""
+        raise NotImplementedError
+
+    def limit(self, fault: Fault) -> float:  # noqa: ARG002
+        """Return the seconds after a fault in which no process is left."""
+        return _LIMIT
+
+    def before(self, fault: Fault) -> None:
+        """Prepare a start."""
+
+    def point(self, fault: Fault) -> None:
+        """Start or go on with the run, and disturb it."""
+        done = programs.newest(self.run)
+        if done == STEPS:
+            self._settle(complete=True)
+        if done in (0, STEPS):
+            self._wipe()
+        watch = Watch(self.run)
+        self.before(fault)
+        program = self.start(fresh=not self.run.exists())
+        try:
+            met = self._until(fault, watch, program)
+            since = time.monotonic()
+            if met:
+                self.inject(fault, program)
+            left = program.end(self.limit(fault))
+            seconds = time.monotonic() - since
+        finally:
+            programs.kill_all(f"{program.mark}/")
+            self.undo(fault)
+        found = programs.left_in(self.run)
+        problems = [] if met else [f"over before its moment: {program.statuses}: {program.last_words}"]
+        problems += self.judge(fault, program) if met else []
+        problems += ["traceback: " + program.last_words] if "Traceback" in program.said else []
+        if fault.target != "all" and any(program.scratch.glob("bmburst-launch-*")):
+            problems.append("the launcher's folder stays behind")
+        if newest_lost := watch.done if programs.newest(self.run) < watch.done else 0:
+            problems.append(f"the checkpoint of step {newest_lost} is lost")
+        self._settle(complete=False)
+        self._pending = Outcome(fault, seconds, left, problems=tuple(problems), left=found)
+        self.bench.finished(program)
+
+    def finish(self) -> None:
+        """Let the run go on to its end, and compare it."""
+        if self._pending is None:
+            return
+        fresh = programs.newest(self.run) == 0
+        if fresh:
+            self._wipe()
+        program = self.start(fresh=fresh)
+        left = program.end(_LIMIT + 5 * self.base.timing.total)
+        if left or any(program.statuses):
+            self._fault_of_pending(f"the run does not go on: {program.statuses}, {left} left: {program.last_words}")
+        self._settle(complete=True)
+        self.bench.finished(program)
+
+    def _until(self, fault: Fault, watch: Watch, program: Program) -> bool:
+        """Wait for a fault's moment and the delay after it."""
+        timing, share = self.base.timing, fault.draw("delay")
+        if fault.moment != "start" and not wait_for(watch.due(fault.moment, fault), program):
+            return False
+        scale = timing.step if fault.moment == "step" else getattr(timing, fault.moment)
+        time.sleep(share * scale)
+        return program.is_running
+
+    def _settle(self, *, complete: bool) -> None:
+        """Compare the run, and report the fault before this start."""
+        difference = self.base.difference(self.run, complete=complete)
+        if difference:
+            self._fault_of_pending(f"differs: {difference}", differs=True)
+            self._wipe()
+        if self._pending is not None:
+            self._report(self._pending)
+        self._pending = None
+
+    def _fault_of_pending(self, problem: str, *, differs: bool = False) -> None:
+        if self._pending is not None:
+            problems = (*self._pending.problems, problem)
+            self._pending = replace(self._pending, differs=differs or self._pending.differs, problems=problems)
+
+    def _wipe(self) -> None:
+        for path in self.place.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class Kills(Chain):
+    """kill -9."""
+
+    def inject(self, fault: Fault, program: Program) -> None:
+        """Kill the target; a rank that is not there yet is waited for."""
+        _signal(program, fault.target, signal.SIGKILL)
+
+    def judge(self, fault: Fault, program: Program) -> list[str]:
+        """A killed launcher says nothing; a killed rank is named."""
+        (status,) = program.statuses
+        if fault.target in ("launcher", "all"):
+            return [] if status in (-signal.SIGKILL, 0) else [f"status {status}: {program.last_words}"]
+        is_named = f"{fault.target} was killed by SIGKILL" in program.said
+        return [] if (status == 1 and is_named) or status == 0 else [f"status {status}: {program.last_words}"]
+
+
+class Terms(Chain):
+    """SIGTERM."""
+
+    def inject(self, fault: Fault, program: Program) -> None:
+        """Send it."""
+        _signal(program, fault.target, signal.SIGTERM)
+
+    def judge(self, fault: Fault, program: Program) -> list[str]:
+        """A run that trains stops with a checkpoint, before that it ends."""
+        (status,) = program.statuses
+        allowed = {0, 128 + signal.SIGTERM} if fault.target == "launcher" else {0, 1}
+        return [] if status in allowed else [f"status {status}: {program.last_words}"]
+
+
+class Stops(Chain):
+    """SIGSTOP of a rank."""
+
+    @property
+    def patience(self) -> int:
+        """Seconds without a step after which the run should be ended: more than its start takes."""
+        return max(5, round(2 * self.bench.base().timing.start))
+
+    @property
+    def options(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The limit."""
+        return ("--hang-timeout", str(self.patience))
+
+    def inject(self, fault: Fault, program: Program) -> None:
+        """Stop it."""
+        _signal(program, fault.target, signal.SIGSTOP)
+
+    def limit(self, fault: Fault) -> float:  # noqa: ARG002
+        """The patience, and the time to end."""
+        return self.patience + _LIMIT
+
+    def judge(self, fault: Fault, program: Program) -> list[str]:
+        """The first rank that is named is the stopped one."""
+        (status,) = program.statuses
+        named = re.search(r"\brank \d+", program.said)
+        if status == 0:
+            return []
+        if named is None or status != 1:
+            return [f"status {status}: {program.last_words}"]
+        return [] if named[0] == fault.target else [f"blames {named[0]}: {_line_with(program.said, named[0])}"]
+
+
+class Disks(Chain):
+    """A disk that is full from a moment on, at the start already, but for some kilobytes."""
+
+    def __init__(self, bench: Bench, place: Path, report: Report) -> None:
+        self._is_mounted = bench.disk(place)
+        super().__init__(bench, place, report)
+
+    def inject(self, fault: Fault, program: Program) -> None:
+        """Fill it; where none may be mounted, limit the length of what the processes write."""
+        room = int(fault.draw("room") * 160) << 10  # a checkpoint has 180 KiB
+        if not self._is_mounted:
+            for pid in program.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (room // 4, room // 4))
+            return
+        free = os.statvfs(self.place)
+        with (self.place / "ballast").open("wb") as file, contextlib.suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, max(1, free.f_bavail * free.f_frsize - room))
+
+    def undo(self, fault: Fault) -> None:  # noqa: ARG002
+        """Make room."""
+        (self.place / "ballast").unlink(missing_ok=True)
+
+    def limit(self, fault: Fault) -> float:  # noqa: ARG002
+        """The rest of the run: there may be room enough until the end."""
+        return _LIMIT + 5 * self.base.timing.total
+
+    def judge(self, fault: Fault, program: Program) -> list[str]:  # noqa: ARG002
+        """It says what to do."""
+        (status,) = program.statuses
+        if status == 0 or (status in (1, 2) and "room" in program.said):
+            return []
+        return [f"status {status}: {program.last_words}"]
+
+
+class Nodes(Chain):
+    """Two nodes of one rank each, in namespaces: a link that is cut, a node that is killed, a link that is slow."""
+
+    def __init__(self, bench: Bench, place: Path, report: Report, network: netns.Network) -> None:
+        super().__init__(bench, place, report)
+        self._network, self._base = network, None
+        self._patience = max(10, round(3 * bench.base().timing.start))
+
+    @property
+    def base(self) -> Base:
+        """An undisturbed run on this network."""
+        if self._base is None:
+            watch = Watch(self.run)
+            program = self.start(fresh=True)
+            timing = watch.measure(program)
+            if program.end(_LIMIT) or any(program.statuses):
+                raise RuntimeError(f"the undisturbed run on two nodes failed:\n{program.said}")
+            base = self.place.with_name(f"{self.place.name}-base")
+            self.run.rename(base)
+            self._base = base_of(base, timing)
+            self.bench.say(f"undisturbed run on two nodes: {timing.total:.1f} s")
+        return self._base
+
+    def start(self, *, fresh: bool) -> Program:
+        """Start a launcher on each node."""
+        words = ["--", "-m", "bmburst", *self.bench.words(self.run, fresh=fresh)]
+        meet = ["--nproc=1", "--nnodes=2", f"--master-addr={self._network.address(0)}", "--master-port=29500"]
+        named = ["env", f"GLOO_SOCKET_IFNAME={netns.DEVICE}"]
+        hang = f"--hang-timeout={self._patience}"
+        return self.bench.program(
+            *(
+                ([*self._network.within(n), *named], ["launch", *meet, f"--node-rank={n}", hang, *words])
+                for n in range(2)
+            )
+        )
+
+    def inject(self, fault: Fault, program: Program) -> None:
+        """Cut, kill or slow down a node."""
+        what, node = fault.target.split()
+        if what == "cut":
+            self._network.set_link(int(node), up=False)
+        elif what == "slow":
+            self._network.set_rate(int(node), _SLOW_MBIT)
+        else:
+            launcher = program.launchers[int(node)].pid
+            for pid in (launcher, *program.of_target(f"rank {node}")):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def undo(self, fault: Fault) -> None:
+        """Mend the link."""
+        _, node = fault.target.split()
+        self._network.set_link(int(node), up=True)
+        self._network.set_rate(int(node), _LINK.slow)
+
+    def limit(self, fault: Fault) -> float:
+        """A lost node is missed after a minute at most, or by the hang's limit."""
+        return 2 * _LIMIT + self._patience if fault.target != "slow 1" else 4 * _LIMIT
+
+    def judge(self, fault: Fault, program: Program) -> list[str]:
+        """A slow node changes nothing; a lost one ends the other, which says so."""
+        statuses = program.statuses
+        if fault.target == "slow 1":
+            return [] if statuses == [0, 0] else [f"statuses {statuses}: {program.last_words}"]
+        if statuses == [0, 0] or (0 not in statuses and "bmburst: " in program.said):
+            return []
+        return [f"statuses {statuses}: {program.last_words}"]
+
+
+def flip(bench: Bench, fault: Fault, place: Path) -> Outcome:
+    """Flip a bit of a file of a finished run's copy, and let the run read it again."""
+    has_older = fault.draw("older") < 0.2
+    run = bench.copy_of_base(place, (6, 9) if has_older else (9,))
+    (cache,) = (place / "tokens").glob("*.tokens")
+    options = []
+    if fault.target == points.TOKEN_FILE:
+        path = place / "text.tokens"
+        shutil.copyfile(cache, path)
+        options = ["--data", str(path)]
+    else:
+        path = cache if fault.target == points.TOKEN_CACHE else run / "checkpoints/step-000009" / fault.target
+    whole = path.read_bytes()
+    bit = flipped_bit(fault, len(whole))
+    path.write_bytes(with_flipped(whole, bit))
+    program = bench.program(([], [*bench.words(run, fresh=False), *options]))
+    left = program.end(_LIMIT + 5 * bench.base().timing.total)
+    (status,) = program.statuses
+    is_seen = status != 0 or SEEN.search(program.said) is not None or path.is_file() and path.read_bytes() == whole
+    problems = ["traceback: " + program.last_words] if "Traceback" in program.said else []
+    if is_seen and status not in (0, 2):
+        problems.append(f"status {status}: {program.last_words}")
+    if is_seen and status != 0 and has_older and fault.target in points.CHECKPOINT_FILES:
+        problems.append(f"no fall back to the older checkpoint: {program.last_words}")
+    difference = bench.base().difference(run, complete=True) if status == 0 else ""
+    outcome = Outcome(
+        fault,
+        time.monotonic() - program.started,
+        left,
+        differs=bool(difference),
+        unseen=not is_seen,
+        problems=(*problems, *([difference] if difference else [])),
+        left=f"bit {bit} of {8 * len(whole)}{', an older checkpoint is there' * has_older}: {program.last_words}",
+    )
+    bench.finished(program)
+    shutil.rmtree(place)
+    return outcome
+
+
+def flipped_bit(fault: Fault, size: int) -> int:
+    """Return which bit of a file of so many bytes a fault flips: in its first 64 bytes, its last 64, or anywhere."""
+    first, count = {"head": (0, min(64, size)), "tail": (max(0, size - 64), min(64, size))}.get(
+        fault.moment, (0, size)
+    )
+    return 8 * first + int(fault.draw("bit") * 8 * count)
+
+
+def with_flipped(content: bytes, bit: int) -> bytes:
+    """Return bytes with one bit flipped."""
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def pair(bench: Bench, fault: Fault, place: Path) -> Outcome:
+    """Start two runs in one folder: of two seeds, or the same one twice on a checkpoint."""
+    is_fresh = fault.target == "fresh"
+    bases = [bench.base(0), bench.base(1 if is_fresh else 0)]
+    run = place / "run"
+    if is_fresh:
+        place.mkdir()
+    else:
+        bench.copy_of_base(place, (3, 6))
+    seeds = [0, 1] if fault.draw("order") < 0.5 else [1, 0]
+    both = []
+    for seed in seeds:
+        both.append(bench.program(([], bench.words(run, fresh=is_fresh, seed=seed))))
+        if len(both) == 1:
+            time.sleep(fault.draw("offset") * 1.2 * bases[0].timing.total)
+    left = sum(program.end(_LIMIT + 5 * bases[0].timing.total) for program in both)
+    seconds = time.monotonic() - both[0].started
+    statuses = [program.statuses[0] for program in both]
+    problems = [f"traceback: {program.last_words}" for program in both if "Traceback" in program.said]
+    said = f"statuses {statuses}: {' // '.join(program.last_words for program in both)}"
+    won = [base for seed, status, base in _in_order(seeds, statuses, bases) if status == 0]
+    if not set(statuses) <= {0, 2} or not won or (is_fresh and len(won) != 1):
+        problems.append(said)
+    differences = [base.difference(run, complete=True) for base in won[:1]]
+    if is_fresh and len(won) == 1:
+        asked, settled = (json.loads((at / "config.json").read_text()) for at in (won[0].folder, run))
+        changed = [key for key in asked if key not in ("output", "keep_checkpoints") and asked[key] != settled.get(key)]
+        differences += [f"trained with another's {', '.join(changed)}"] if changed else []
+    differences = list(filter(None, differences))
+    for program in both:
+        bench.finished(program)
+    shutil.rmtree(place)
+    return Outcome(
+        fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=said
+    )
+
+
+@contextlib.contextmanager
+def nodes(bench: Bench, place: Path, report: Report) -> Iterator[Nodes]:
+    """Bring up the network of two nodes, and the chain on it."""
+    with netns.network(_LINK) as network:
+        yield Nodes(bench, place, report, network)
+
+
+def _in_order(
+    seeds: Sequence[int], statuses: Sequence[int | None], bases: Sequence[Base]
+) -> list[tuple[int, int | None, Base]]:
+    return [(seed, status, bases[seed]) for seed, status in zip(seeds, statuses, strict=True)]
+
+
+def _signal(program: Program, target: str, signum: signal.Signals) -> None:
+    """Send a signal; a rank that is not there yet is waited for."""
+    found: list[int] = []
+
+    def is_there() -> bool:
+        found[:] = program.of_target(target)
+        return bool(found)
+
+    wait_for(is_there, program)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def _line_with(text: str, words: str) -> str:
+    return next((line[:200] for line in text.splitlines() if words in line), "")
+
+
+CHAINS: dict[str, type[Chain]] = {"kill": Kills, "term": Terms, "stop": Stops, "disk": Disks}
+SINGLE = {"flip": flip, "pair": pair}
+__all__ = ["CHAINS", "SINGLE", "Bench", "Chain", "Timing", "flipped_bit", "nodes", "with_flipped"]
