@@ -13,7 +13,6 @@ import ctypes
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -21,13 +20,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import FrameType
 from typing import Any
 
 from benchmarks import netns
-from benchmarks.faults.inject import CHAINS, SINGLE, Bench, nodes
+from benchmarks.faults.inject import CHAINS, SINGLE, Bench, Chain, Single, nodes
 from benchmarks.faults.points import KINDS, Fault, Outcome, as_json, faults, outcome_of, record, table
 
 _CLONE_NEWNS = 0x00020000  # linux/sched.h
@@ -119,6 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with Bench(folder, log.say) as bench:
             run(bench, left, log, jobs=args.jobs, seconds=60 * args.minutes)
+    except KeyboardInterrupt:
+        log.say("ended; --resume goes on")
+        return 130
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         log.write()
@@ -143,13 +146,12 @@ def run(bench: Bench, planned: Sequence[Fault], log: Log, *, jobs: int, seconds:
         bench.base(1)
     tasks: list[Callable[[], None]] = []
     for kind, make in CHAINS.items():
-        for job in range(jobs):
-            if those := of_kind[kind][job::jobs]:
-                tasks.append(lambda k=kind, m=make, j=job, t=those: _chain(m(bench, bench.folder / f"{k}{j}", log.add), t, until))  # type: ignore[misc]
+        for job in range(min(jobs, len(of_kind[kind]))):
+            place = bench.folder / f"{kind}{job}"
+            tasks.append(partial(_chain_at, make, bench, place, of_kind[kind][job::jobs], log, until))
     for kind, single in SINGLE.items():
         for number, fault in enumerate(of_kind[kind]):
-            place = bench.folder / f"{kind}{number}"
-            tasks.append(lambda s=single, f=fault, p=place: _single(bench, s, f, p, log, until))  # type: ignore[misc]
+            tasks.append(partial(_single, single, bench, bench.folder / f"{kind}{number}", fault, log, until))
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(task) for task in tasks]
         try:
@@ -167,14 +169,18 @@ def run(bench: Bench, planned: Sequence[Fault], log: Log, *, jobs: int, seconds:
             _chain(chain, of_kind["node"], until)
 
 
-def _chain(chain: Any, planned: Sequence[Fault], until: float) -> None:
+def _chain_at(make: type[Chain], bench: Bench, place: Path, planned: Sequence[Fault], log: Log, until: float) -> None:
+    _chain(make(bench, place, log.add), planned, until)
+
+
+def _chain(chain: Chain, planned: Sequence[Fault], until: float) -> None:
     for fault in planned:
         if time.monotonic() < until:
             chain.point(fault)
     chain.finish()
 
 
-def _single(bench: Bench, single: Any, fault: Fault, place: Path, log: Log, until: float) -> None:
+def _single(single: Single, bench: Bench, place: Path, fault: Fault, log: Log, until: float) -> None:
     if time.monotonic() < until:
         log.add(single(bench, fault, place))
 

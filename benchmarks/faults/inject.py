@@ -17,7 +17,7 @@ from threading import Lock
 from benchmarks import netns
 from benchmarks.faults import points, programs
 from benchmarks.faults.points import Fault, Outcome
-from benchmarks.faults.programs import JOB, STEPS, Base, Program, Timing, Watch, base_of, wait_for
+from benchmarks.faults.programs import JOB, STEPS, Base, Program, Watch, base_of, wait_for
 
 SEEN = re.compile(
     r"damag|checksum|corrupt|truncat|is missing|not of format|not JSON|no valid|of another|do(es)? not match|holds no|"
@@ -30,6 +30,7 @@ _LIMIT = 90.0  # seconds a killed run may take to be gone; of others it is added
 _LINK = netns.Shape(nodes=2, places=1, fast=1000, slow=1000)
 _SLOW_MBIT = 2.0
 Report = Callable[[Outcome], None]
+Single = Callable[["Bench", Fault, Path], Outcome]
 
 
 class Bench:
@@ -99,12 +100,17 @@ class Bench:
         watch = Watch(run)
         program = self.program(([], [*self.words(run, fresh=True, seed=seed), "--keep-checkpoints", str(STEPS)]))
         timing = watch.measure(program)
-        self._require_success(program)
+        self.require_success(program)
         self._bases[seed] = base_of(run, timing)
         self.say(f"undisturbed run of seed {seed}: {timing.total:.1f} s, first step after {timing.start:.1f} s")
         return self._bases[seed]
 
-    def _require_success(self, program: Program) -> None:
+    def require_success(self, program: Program) -> None:
+        """Wait for the end of a run that nothing disturbed.
+
+        Raises:
+            RuntimeError: It failed; the message is its output.
+        """
         left = program.end(_LIMIT)
         if any(program.statuses) or left:
             raise RuntimeError(f"the undisturbed run failed, {left} processes stay:\n{program.said}")
@@ -123,7 +129,9 @@ class Bench:
         """Mount a small file system; return False where this may not be."""
         place.mkdir()
         size = f"size={_DISK_MIB}m"
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", str(place)], capture_output=True, check=False)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", size, "none", str(place)], capture_output=True, check=False
+        )
         if done.returncode == 0:
             self._mounts.append(place)
         return done.returncode == 0
@@ -350,23 +358,23 @@ class Nodes(Chain):
 
     def __init__(self, bench: Bench, place: Path, report: Report, network: netns.Network) -> None:
         super().__init__(bench, place, report)
-        self._network, self._base = network, None
+        self._network = network
         self._patience = max(10, round(3 * bench.base().timing.start))
+        self._base = self._undisturbed()
 
     @property
     def base(self) -> Base:
         """An undisturbed run on this network."""
-        if self._base is None:
-            watch = Watch(self.run)
-            program = self.start(fresh=True)
-            timing = watch.measure(program)
-            if program.end(_LIMIT) or any(program.statuses):
-                raise RuntimeError(f"the undisturbed run on two nodes failed:\n{program.said}")
-            base = self.place.with_name(f"{self.place.name}-base")
-            self.run.rename(base)
-            self._base = base_of(base, timing)
-            self.bench.say(f"undisturbed run on two nodes: {timing.total:.1f} s")
         return self._base
+
+    def _undisturbed(self) -> Base:
+        watch = Watch(self.run)
+        program = self.start(fresh=True)
+        timing = watch.measure(program)
+        self.bench.require_success(program)
+        self.bench.say(f"undisturbed run on two nodes: {timing.total:.1f} s")
+        folder = self.place.with_name(f"{self.place.name}-base")
+        return base_of(self.run.rename(folder), timing)
 
     def start(self, *, fresh: bool) -> Program:
         """Start a launcher on each node."""
@@ -419,20 +427,21 @@ def flip(bench: Bench, fault: Fault, place: Path) -> Outcome:
     has_older = fault.draw("older") < 0.2
     run = bench.copy_of_base(place, (6, 9) if has_older else (9,))
     (cache,) = (place / "tokens").glob("*.tokens")
-    options = []
-    if fault.target == points.TOKEN_FILE:
-        path = place / "text.tokens"
-        shutil.copyfile(cache, path)
-        options = ["--data", str(path)]
+    if fault.target == points.TOKEN_FILE:  # the copy is told that it was begun with one
+        path = cache.rename(place / "text.tokens")
+        settled = json.loads((run / "config.json").read_text())
+        settled["data"]["source"] = str(path)
+        (run / "config.json").write_text(json.dumps(settled))
     else:
         path = cache if fault.target == points.TOKEN_CACHE else run / "checkpoints/step-000009" / fault.target
     whole = path.read_bytes()
     bit = flipped_bit(fault, len(whole))
     path.write_bytes(with_flipped(whole, bit))
-    program = bench.program(([], [*bench.words(run, fresh=False), *options]))
+    program = bench.program(([], bench.words(run, fresh=False)))
     left = program.end(_LIMIT + 5 * bench.base().timing.total)
     (status,) = program.statuses
-    is_seen = status != 0 or SEEN.search(program.said) is not None or path.is_file() and path.read_bytes() == whole
+    is_made_anew = fault.target == points.TOKEN_CACHE and path.is_file() and path.read_bytes() == whole
+    is_seen = status != 0 or is_made_anew or SEEN.search(program.said) is not None
     problems = ["traceback: " + program.last_words] if "Traceback" in program.said else []
     if is_seen and status not in (0, 2):
         problems.append(f"status {status}: {program.last_words}")
@@ -455,9 +464,7 @@ def flip(bench: Bench, fault: Fault, place: Path) -> Outcome:
 
 def flipped_bit(fault: Fault, size: int) -> int:
     """Return which bit of a file of so many bytes a fault flips: in its first 64 bytes, its last 64, or anywhere."""
-    first, count = {"head": (0, min(64, size)), "tail": (max(0, size - 64), min(64, size))}.get(
-        fault.moment, (0, size)
-    )
+    first, count = {"head": (0, min(64, size)), "tail": (max(0, size - 64), min(64, size))}.get(fault.moment, (0, size))
     return 8 * first + int(fault.draw("bit") * 8 * count)
 
 
@@ -500,9 +507,7 @@ def pair(bench: Bench, fault: Fault, place: Path) -> Outcome:
     for program in both:
         bench.finished(program)
     shutil.rmtree(place)
-    return Outcome(
-        fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=said
-    )
+    return Outcome(fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=said)
 
 
 @contextlib.contextmanager
@@ -537,5 +542,4 @@ def _line_with(text: str, words: str) -> str:
 
 
 CHAINS: dict[str, type[Chain]] = {"kill": Kills, "term": Terms, "stop": Stops, "disk": Disks}
-SINGLE = {"flip": flip, "pair": pair}
-__all__ = ["CHAINS", "SINGLE", "Bench", "Chain", "Timing", "flipped_bit", "nodes", "with_flipped"]
+SINGLE: dict[str, Single] = {"flip": flip, "pair": pair}

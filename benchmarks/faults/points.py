@@ -45,9 +45,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "term": Kind("SIGTERM", 12, ("start", "step", "evaluation", "checkpoint"), ("launcher", "rank 0", "rank 1")),
         "stop": Kind("SIGSTOP of a rank", 8, ("step", "evaluation", "checkpoint", "rename"), ("rank 0", "rank 1")),
         "disk": Kind("full disk", 12, ("start", "step", "evaluation", "checkpoint"), ("disk",)),
-        "flip": Kind(
-            "flipped bit", 200, ("head", "tail", "anywhere"), (*CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE)
-        ),
+        "flip": Kind("flipped bit", 200, ("head", "tail", "anywhere"), (*CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE)),
         "pair": Kind("two runs in one folder", 20, ("offset",), ("fresh", "resumed")),
         "node": Kind("lost and slow node", 8, ("step", "checkpoint"), ("cut 0", "cut 1", "killed 1", "slow 1")),
     }
@@ -139,7 +137,7 @@ def outcome_of(values: Mapping[str, Any]) -> Outcome:
 def table(planned: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
     """Return the results in Markdown, a line for each kind."""
     lines = [
-        "| fault | points | tried | survivors | runs that differ | flips unseen | with other problems | longest end (s) |",
+        "| fault | points | tried | survivors | runs that differ | flips unseen | other problems | longest end (s) |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in dict.fromkeys(fault.kind for fault in planned):
