@@ -182,7 +182,9 @@ def _chain(chain: Chain, planned: Sequence[Fault], until: float) -> None:
 
 def _single(single: Single, bench: Bench, place: Path, fault: Fault, log: Log, until: float) -> None:
     if time.monotonic() < until:
-        log.add(single(bench, fault, place))
+        outcome = single(bench, fault, place)
+        if not bench.is_over:  # else it was killed by the end of the harness
+            log.add(outcome)
 
 
 def _parser() -> argparse.ArgumentParser:
