@@ -27,7 +27,9 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import netns
-from benchmarks.faults.inject import CHAINS, SINGLE, Bench, Chain, Single, nodes
+from benchmarks.faults.copies import SINGLE, Single
+from benchmarks.faults.inject import CHAINS, Bench, Chain
+from benchmarks.faults.nodes import nodes
 from benchmarks.faults.points import KINDS, Fault, Outcome, as_json, faults, outcome_of, record, table
 
 _CLONE_NEWNS = 0x00020000  # linux/sched.h

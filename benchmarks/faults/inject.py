@@ -1,7 +1,6 @@
-"""Each kind of fault: what is done to a run at its moment, and what the run should make of it."""
+"""Faults of one run: disturbed at a moment, it goes on, is disturbed again, and in the end is compared."""
 
 import contextlib
-import json
 import os
 import re
 import resource
@@ -9,28 +8,18 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
-from benchmarks import netns
-from benchmarks.faults import points, programs
+from benchmarks.faults import programs
 from benchmarks.faults.points import Fault, Outcome
 from benchmarks.faults.programs import JOB, STEPS, Base, Program, Watch, base_of, wait_for
 
-SEEN = re.compile(
-    r"damag|checksum|corrupt|truncat|is missing|not of format|not JSON|no valid|of another|do(es)? not match|holds no|"
-    r"not a token file|cannot be read|different",
-    re.IGNORECASE,
-)
-"""What a run says of a file that is not as it was written."""
 _DISK_MIB = 64
-_LIMIT = 90.0  # seconds a killed run may take to be gone; of others it is added to what they should take
-_LINK = netns.Shape(nodes=2, places=1, fast=1000, slow=1000)
-_SLOW_MBIT = 2.0
+LIMIT = 90.0  # seconds a killed run may take to be gone; of others it is added to what they should take
 Report = Callable[[Outcome], None]
-Single = Callable[["Bench", Fault, Path], Outcome]
 
 
 class Bench:
@@ -111,7 +100,7 @@ class Bench:
         Raises:
             RuntimeError: It failed; the message is its output.
         """
-        left = program.end(_LIMIT)
+        left = program.end(LIMIT)
         if any(program.statuses) or left:
             raise RuntimeError(f"the undisturbed run failed, {left} processes stay:\n{program.said}")
         self.finished(program)
@@ -176,7 +165,7 @@ class Chain:
 
     def limit(self, fault: Fault) -> float:  # noqa: ARG002
         """Return the seconds after a fault in which no process is left."""
-        return _LIMIT
+        return LIMIT
 
     def before(self, fault: Fault) -> None:
         """Prepare a start."""
@@ -236,7 +225,7 @@ class Chain:
         if fresh:
             self._wipe()
         program = self.start(fresh=fresh)
-        left = program.end(_LIMIT + 5 * self.base.timing.total)
+        left = program.end(LIMIT + 5 * self.base.timing.total)
         if left or any(program.statuses):
             self._fault_of_pending(f"the run does not go on: {program.statuses}, {left} left: {program.last_words}")
         self._settle(complete=True)
@@ -319,7 +308,7 @@ class Stops(Chain):
 
     def limit(self, fault: Fault) -> float:  # noqa: ARG002
         """The patience, and the time to end."""
-        return self.patience + _LIMIT
+        return self.patience + LIMIT
 
     def judge(self, fault: Fault, program: Program) -> list[str]:
         """The first rank that is named is the stopped one."""
@@ -357,7 +346,7 @@ class Disks(Chain):
 
     def limit(self, fault: Fault) -> float:  # noqa: ARG002
         """The rest of the run: there may be room enough until the end."""
-        return _LIMIT + 5 * self.base.timing.total
+        return LIMIT + 5 * self.base.timing.total
 
     def judge(self, fault: Fault, program: Program) -> list[str]:  # noqa: ARG002
         """It says what to do."""
@@ -365,176 +354,6 @@ class Disks(Chain):
         if status == 0 or (status in (1, 2) and "room" in program.said):
             return []
         return [f"status {status}: {program.last_words}"]
-
-
-class Nodes(Chain):
-    """Two nodes of one rank each, in namespaces: a link that is cut, a node that is killed, a link that is slow."""
-
-    def __init__(self, bench: Bench, place: Path, report: Report, network: netns.Network) -> None:
-        super().__init__(bench, place, report)
-        self._network = network
-        self._patience = max(10, round(3 * bench.base().timing.start))
-        self._base = self._undisturbed()
-
-    @property
-    def base(self) -> Base:
-        """An undisturbed run on this network."""
-        return self._base
-
-    def _undisturbed(self) -> Base:
-        watch = Watch(self.run)
-        program = self.start(fresh=True)
-        timing = watch.measure(program)
-        self.bench.require_success(program)
-        self.bench.say(f"undisturbed run on two nodes: {timing.total:.1f} s")
-        folder = self.place.with_name(f"{self.place.name}-base")
-        return base_of(self.run.rename(folder), timing)
-
-    def start(self, *, fresh: bool) -> Program:
-        """Start a launcher on each node."""
-        words = ["--", "-m", "bmburst", *self.bench.words(self.run, fresh=fresh)]
-        meet = ["--nproc=1", "--nnodes=2", f"--master-addr={self._network.address(0)}", "--master-port=29500"]
-        named = ["env", f"GLOO_SOCKET_IFNAME={netns.DEVICE}"]
-        hang = f"--hang-timeout={self._patience}"
-        return self.bench.program(
-            *(
-                ([*self._network.within(n), *named], ["launch", *meet, f"--node-rank={n}", hang, *words])
-                for n in range(2)
-            )
-        )
-
-    def inject(self, fault: Fault, program: Program) -> None:
-        """Cut, kill or slow down a node."""
-        what, node = fault.target.split()
-        if what == "cut":
-            self._network.set_link(int(node), up=False)
-        elif what == "slow":
-            self._network.set_rate(int(node), _SLOW_MBIT)
-        else:
-            launcher = program.launchers[int(node)].pid
-            for pid in (launcher, *program.of_target(f"rank {node}")):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def undo(self, fault: Fault) -> None:
-        """Mend the link."""
-        _, node = fault.target.split()
-        self._network.set_link(int(node), up=True)
-        self._network.set_rate(int(node), _LINK.slow)
-
-    def limit(self, fault: Fault) -> float:
-        """A lost node is missed after a minute at most, or by the hang's limit."""
-        return 2 * _LIMIT + self._patience if fault.target != "slow 1" else 4 * _LIMIT
-
-    def judge(self, fault: Fault, program: Program) -> list[str]:
-        """A slow node changes nothing; a lost one ends the other, which says so."""
-        statuses = program.statuses
-        if fault.target == "slow 1":
-            return [] if statuses == [0, 0] else [f"statuses {statuses}: {program.last_words}"]
-        if statuses == [0, 0] or (0 not in statuses and "bmburst: " in program.said):
-            return []
-        return [f"statuses {statuses}: {program.last_words}"]
-
-
-def flip(bench: Bench, fault: Fault, place: Path) -> Outcome:
-    """Flip a bit of a file of a finished run's copy, and let the run read it again."""
-    has_older = fault.draw("older") < 0.2
-    run = bench.copy_of_base(place, (6, 9) if has_older else (9,))
-    (cache,) = (place / "tokens").glob("*.tokens")
-    if fault.target == points.TOKEN_FILE:  # the copy is told that it was begun with one
-        path = cache.rename(place / "text.tokens")
-        settled = json.loads((run / "config.json").read_text())
-        settled["data"]["source"] = str(path)
-        (run / "config.json").write_text(json.dumps(settled))
-    else:
-        path = cache if fault.target == points.TOKEN_CACHE else run / "checkpoints/step-000009" / fault.target
-    whole = path.read_bytes()
-    bit = flipped_bit(fault, len(whole))
-    path.write_bytes(with_flipped(whole, bit))
-    program = bench.program(([], bench.words(run, fresh=False)))
-    left = program.end(_LIMIT + 5 * bench.base().timing.total)
-    (status,) = program.statuses
-    is_made_anew = fault.target == points.TOKEN_CACHE and path.is_file() and path.read_bytes() == whole
-    is_seen = status != 0 or is_made_anew or SEEN.search(program.said) is not None
-    problems = ["traceback: " + program.last_words] if "Traceback" in program.said else []
-    if is_seen and status not in (0, 2):
-        problems.append(f"status {status}: {program.last_words}")
-    if is_seen and status != 0 and has_older and fault.target in points.CHECKPOINT_FILES:
-        problems.append(f"no fall back to the older checkpoint: {program.last_words}")
-    difference = bench.base().difference(run, complete=True) if status == 0 else ""
-    outcome = Outcome(
-        fault,
-        time.monotonic() - program.started,
-        left,
-        differs=bool(difference),
-        unseen=not is_seen,
-        problems=(*problems, *([difference] if difference else [])),
-        left=f"bit {bit} of {8 * len(whole)}{', an older checkpoint is there' * has_older}: {program.last_words}",
-    )
-    bench.finished(program)
-    shutil.rmtree(place)
-    return outcome
-
-
-def flipped_bit(fault: Fault, size: int) -> int:
-    """Return which bit of a file of so many bytes a fault flips: in its first 64 bytes, its last 64, or anywhere."""
-    first, count = {"head": (0, min(64, size)), "tail": (max(0, size - 64), min(64, size))}.get(fault.moment, (0, size))
-    return 8 * first + int(fault.draw("bit") * 8 * count)
-
-
-def with_flipped(content: bytes, bit: int) -> bytes:
-    """Return bytes with one bit flipped."""
-    changed = bytearray(content)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
-
-
-def pair(bench: Bench, fault: Fault, place: Path) -> Outcome:
-    """Start two runs in one folder: of two seeds, or the same one twice on a checkpoint."""
-    is_fresh = fault.target == "fresh"
-    bases = [bench.base(0), bench.base(1 if is_fresh else 0)]
-    run = place / "run"
-    if is_fresh:
-        place.mkdir()
-    else:
-        bench.copy_of_base(place, (3, 6))
-    seeds = [0, 1] if fault.draw("order") < 0.5 else [1, 0]
-    both = []
-    for seed in seeds:
-        both.append(bench.program(([], bench.words(run, fresh=is_fresh, seed=seed))))
-        if len(both) == 1:
-            time.sleep(fault.draw("offset") * 1.2 * bases[0].timing.total)
-    left = sum(program.end(_LIMIT + 5 * bases[0].timing.total) for program in both)
-    seconds = time.monotonic() - both[0].started
-    statuses = [program.statuses[0] for program in both]
-    problems = [f"traceback: {program.last_words}" for program in both if "Traceback" in program.said]
-    said = f"statuses {statuses}: {' // '.join(program.last_words for program in both)}"
-    won = [base for seed, status, base in _in_order(seeds, statuses, bases) if status == 0]
-    if not set(statuses) <= {0, 2} or not won or (is_fresh and len(won) != 1):
-        problems.append(said)
-    differences = [base.difference(run, complete=True) for base in won[:1]]
-    if is_fresh and len(won) == 1:
-        asked, settled = (json.loads((at / "config.json").read_text()) for at in (won[0].folder, run))
-        changed = [key for key in asked if key not in ("output", "keep_checkpoints") and asked[key] != settled.get(key)]
-        differences += [f"trained with another's {', '.join(changed)}"] if changed else []
-    differences = list(filter(None, differences))
-    for program in both:
-        bench.finished(program)
-    shutil.rmtree(place)
-    return Outcome(fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=said)
-
-
-@contextlib.contextmanager
-def nodes(bench: Bench, place: Path, report: Report) -> Iterator[Nodes]:
-    """Bring up the network of two nodes, and the chain on it."""
-    with netns.network(_LINK) as network:
-        yield Nodes(bench, place, report, network)
-
-
-def _in_order(
-    seeds: Sequence[int], statuses: Sequence[int | None], bases: Sequence[Base]
-) -> list[tuple[int, int | None, Base]]:
-    return [(seed, status, bases[seed]) for seed, status in zip(seeds, statuses, strict=True)]
 
 
 def _signal(program: Program, target: str, signum: signal.Signals) -> None:
@@ -556,4 +375,3 @@ def _line_with(text: str, words: str) -> str:
 
 
 CHAINS: dict[str, type[Chain]] = {"kill": Kills, "term": Terms, "stop": Stops, "disk": Disks}
-SINGLE: dict[str, Single] = {"flip": flip, "pair": pair}

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.inject import CHAINS, SINGLE, Bench
+from benchmarks.faults.copies import SINGLE
+from benchmarks.faults.inject import CHAINS, Bench
 from benchmarks.faults.points import CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE, Fault
 from benchmarks.faults.programs import processes
 

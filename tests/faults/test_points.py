@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 from benchmarks.faults.__main__ import Log, main
-from benchmarks.faults.inject import flipped_bit, with_flipped
+from benchmarks.faults.copies import flipped_bit, with_flipped
 from benchmarks.faults.points import KINDS, Fault, Outcome, as_json, faults, outcome_of, record, table
 from benchmarks.faults.programs import STEPS, Timing, Watch, base_of, left_in, newest
 
