@@ -74,6 +74,14 @@ class Network:
         """Return the name of a rank's namespace."""
         return f"{self.prefix}-{rank}"
 
+    def set_link(self, rank: int, *, up: bool) -> None:
+        """Cut a rank off, or mend its link."""
+        _run("ip", "-n", self.namespace(rank), "link", "set", DEVICE, "up" if up else "down")
+
+    def set_rate(self, rank: int, rate: float) -> None:
+        """Limit what a rank with a port of its own sends to other nodes, in Mbit/s."""
+        _classes(self.namespace(rank), DEVICE, {_SLOW: rate}, change=True)
+
     @property
     def ports(self) -> list[tuple[str, str]]:
         """Namespace and device of each port to other nodes."""
@@ -119,7 +127,7 @@ def _wire(made: Network) -> None:
         for device, bridge in ((up, f"node{node}"), (down, "core")):
             _run("ip", "-n", switch, "link", "set", device, "master", bridge, "up")
         if shape.port == "node":
-            _classes(switch, up, {_SLOW: shape.slow}, default="20")
+            _shape(switch, up, {_SLOW: shape.slow}, default="20")
     for rank in range(shape.ranks):
         name, plug = made.namespace(rank), f"rank{rank}"
         _run("ip", "-n", switch, "link", "add", plug, "type", "veth", "peer", "name", DEVICE, "netns", name)
@@ -130,21 +138,26 @@ def _wire(made: Network) -> None:
         for device in ("lo", DEVICE):
             _run("ip", "-n", name, "link", "set", device, "up")
         if shape.port == "node":
-            _classes(name, DEVICE, {_FAST: shape.fast}, default="10")
+            _shape(name, DEVICE, {_FAST: shape.fast}, default="10")
             continue
-        _classes(name, DEVICE, {_FAST: shape.fast, _SLOW: shape.slow}, default="20")
+        _shape(name, DEVICE, {_FAST: shape.fast, _SLOW: shape.slow}, default="20")
         own = f"10.77.{rank // shape.places}.0/24"
         match = ("u32", "match", "ip", "dst", own, "flowid", _FAST)
         _run("tc", "-n", name, "filter", "add", "dev", DEVICE, "parent", "1:", "protocol", "ip", *match)
 
 
-def _classes(namespace: str, device: str, rates: dict[str, float], default: str) -> None:
+def _shape(namespace: str, device: str, rates: dict[str, float], default: str) -> None:
     """Limit what leaves a device."""
-    tc = ("tc", "-n", namespace)
-    _run(*tc, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", default)
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", default)
+    _classes(namespace, device, rates)
+
+
+def _classes(namespace: str, device: str, rates: dict[str, float], *, change: bool = False) -> None:
+    """Add the classes of a device's limits, or change them."""
     for name, rate in rates.items():
         limits = ("rate", f"{rate:g}mbit", "burst", _QUEUE, "cburst", _QUEUE, "quantum", "60000")
-        _run(*tc, "class", "add", "dev", device, "parent", "1:", "classid", name, "htb", *limits)
+        at = ("dev", device, "parent", "1:", "classid", name)
+        _run("tc", "-n", namespace, "class", "change" if change else "add", *at, "htb", *limits)
 
 
 def _run(*command: str) -> str:

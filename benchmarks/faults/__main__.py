@@ -1,0 +1,230 @@
+"""Inject faults into small runs and record what they make of them: `python -m benchmarks.faults --output FILE.md`.
+
+Runs are killed, stopped, told to end, started twice in one folder, left without disk or peers, and find flipped bits;
+then they go on and are compared with an undisturbed run. What is done when is decided by `--seed` alone: `--list`
+prints it. Each point is written into the JSON file beside the record as soon as it is known; `--resume` goes on with
+what is missing there. Needs Linux; as root a full disk is a small tmpfs (else a limit on the length of files), and
+network namespaces are there for lost nodes (else they are left out, and the record says so). The exit status is 0
+where nothing was wrong, 1 where something was, 2 for bad options.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from types import FrameType
+from typing import Any
+
+from benchmarks import netns
+from benchmarks.faults.copies import SINGLE, Single
+from benchmarks.faults.inject import CHAINS, Bench, Chain
+from benchmarks.faults.nodes import nodes
+from benchmarks.faults.points import KINDS, Fault, Outcome, as_json, faults, outcome_of, record, table
+
+_CLONE_NEWNS = 0x00020000  # linux/sched.h
+
+
+class Log:
+    """What is known so far, and the files that it is in.
+
+    Args:
+        facts: Header of the record.
+        planned: All faults.
+        output: The record; None: nothing is written.
+    """
+
+    def __init__(self, facts: dict[str, Any], planned: Sequence[Fault], output: Path | None) -> None:
+        self.outcomes: list[Outcome] = []
+        self.facts, self._planned, self._output = facts, planned, output
+        self._began, self._minutes, self._lock = time.monotonic(), float(facts["minutes"]), Lock()
+
+    def add(self, outcome: Outcome) -> None:
+        """Take an outcome, show it, and write all."""
+        with self._lock:
+            self.outcomes.append(outcome)
+            state = "good" if outcome.is_good else f"WRONG {'differs ' * outcome.differs}{'unseen ' * outcome.unseen}"
+            shown = "; ".join((*outcome.problems, *([f"{outcome.survivors} survive"] if outcome.survivors else [])))
+            self.say(f"{outcome.fault}: {outcome.seconds:.1f} s, {state} {shown}")
+            self.write()
+
+    def note(self, line: str) -> None:
+        """Add a line on what could not be done."""
+        with self._lock:
+            self.say(line)
+            self.facts["notes"] = [*self.facts["notes"], line]
+
+    def say(self, line: str) -> None:
+        """Show a line with the minutes since the beginning."""
+        print(f"[{(time.monotonic() - self._began) / 60:5.1f} min] {line}", flush=True)
+
+    def write(self) -> None:
+        """Write record and JSON, each whole or not at all."""
+        if self._output is None:
+            return
+        self.facts["minutes"] = self._minutes + (time.monotonic() - self._began) / 60
+        data = {"facts": self.facts, "outcomes": [as_json(outcome) for outcome in self.outcomes]}
+        for path, text in (
+            (self._output.with_suffix(".json"), json.dumps(data, indent=1) + "\n"),
+            (self._output, record(self.facts, self._planned, self.outcomes)),
+        ):
+            part = path.with_name(f".{path.name}.part")
+            part.write_text(text)
+            part.replace(path)
+
+    def go_on(self) -> list[Fault]:
+        """Take up the outcomes of the JSON file that are of this list and commit; return the faults that are left."""
+        path = None if self._output is None else self._output.with_suffix(".json")
+        if path is not None and path.is_file():
+            data = json.loads(path.read_text())
+            if data["facts"]["commit"] == self.facts["commit"]:
+                known = map(outcome_of, data["outcomes"])
+                self.outcomes = [outcome for outcome in known if outcome.fault in set(self._planned)]
+                self.facts["notes"], self._minutes = data["facts"]["notes"], data["facts"]["minutes"]
+        done = {outcome.fault for outcome in self.outcomes}
+        return [fault for fault in self._planned if fault not in done]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    args = _parser().parse_args(arguments)
+    kinds = args.kinds.split(",")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        print(f"--kinds: no fault is named {', '.join(unknown)}\nallowed: {', '.join(KINDS)}", file=sys.stderr)
+        return 2
+    planned = faults(args.seed, kinds, args.points)
+    if args.list:
+        print("\n".join(map(str, planned)))
+        return 0
+    from bmburst.bench.machine import describe
+
+    command = ["python", "-m", "benchmarks.faults", *(sys.argv[1:] if arguments is None else arguments)]
+    facts = describe(command, "cpu", 2) | {"cores": os.cpu_count(), "minutes": 0.0, "notes": []}
+    output = args.output or _default_output(facts["device"])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    log = Log(facts, planned, output)
+    left = log.go_on() if args.resume else list(planned)
+    signal.signal(signal.SIGTERM, _leave)
+    if not _own_mounts():
+        log.say("mounts are not this process's own: should it be killed by SIGKILL, they stay")
+    folder = Path(tempfile.mkdtemp(prefix="bmburst-faults-", dir=args.scratch))
+    try:
+        with Bench(folder, log.say) as bench:
+            run(bench, left, log, jobs=args.jobs, seconds=60 * args.minutes)
+    except KeyboardInterrupt:
+        log.say("ended; --resume goes on")
+        return 130
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        log.write()
+    print(table(planned, log.outcomes))
+    print(output)
+    return int(not all(outcome.is_good for outcome in log.outcomes) or len(log.outcomes) < len(planned))
+
+
+def run(bench: Bench, planned: Sequence[Fault], log: Log, *, jobs: int, seconds: float) -> None:
+    """Try faults, some at a time, until none is left or the time is over.
+
+    A kind whose faults disturb one run after the other has as many runs as there are jobs.
+
+    Raises:
+        RuntimeError: A run that nothing disturbed failed.
+    """
+    until = time.monotonic() + seconds
+    of_kind = {kind: [fault for fault in planned if fault.kind == kind] for kind in KINDS}
+    if planned:
+        bench.base()
+    if of_kind["pair"]:
+        bench.base(1)
+    tasks: list[Callable[[], None]] = []
+    for kind, make in CHAINS.items():
+        for job in range(min(jobs, len(of_kind[kind]))):
+            place = bench.folder / f"{kind}{job}"
+            tasks.append(partial(_chain_at, make, bench, place, of_kind[kind][job::jobs], log, until))
+    for kind, single in SINGLE.items():
+        for number, fault in enumerate(of_kind[kind]):
+            tasks.append(partial(_single, single, bench, bench.folder / f"{kind}{number}", fault, log, until))
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(task) for task in tasks]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            bench.end()
+            raise
+    if of_kind["node"] and time.monotonic() < until:
+        if (problem := netns.refusal()) is not None:
+            log.note(f"Lost and slow nodes are left out: {problem}.")
+            return
+        with nodes(bench, bench.folder / "nodes", log.add) as chain:
+            _chain(chain, of_kind["node"], until)
+
+
+def _chain_at(make: type[Chain], bench: Bench, place: Path, planned: Sequence[Fault], log: Log, until: float) -> None:
+    _chain(make(bench, place, log.add), planned, until)
+
+
+def _chain(chain: Chain, planned: Sequence[Fault], until: float) -> None:
+    for fault in planned:
+        if time.monotonic() < until:
+            chain.point(fault)
+    chain.finish()
+
+
+def _single(single: Single, bench: Bench, place: Path, fault: Fault, log: Log, until: float) -> None:
+    if time.monotonic() < until:
+        outcome = single(bench, fault, place)
+        if not bench.is_over:  # else it was killed by the end of the harness
+            log.add(outcome)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    counts = ", ".join(f"{name} {kind.points}" for name, kind in KINDS.items())
+    parser.add_argument("--points", type=int, metavar="N", help=f"faults of each kind; default: {counts}")
+    parser.add_argument("--kinds", default=",".join(KINDS), metavar="A,B", help=f"default: {','.join(KINDS)}")
+    parser.add_argument("--seed", type=int, default=0, help="decides what happens when; default 0")
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no new point after so many; default 600")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time; default 2")
+    parser.add_argument("--output", type=Path, help="the record; default benchmarks/results/faults_<machine>.md")
+    parser.add_argument("--scratch", type=Path, help="folder to work in; default: the system's for temporary files")
+    parser.add_argument("--resume", action="store_true", help="keep the points that the JSON beside it has")
+    parser.add_argument("--list", action="store_true", help="print the faults and do nothing")
+    return parser
+
+
+def _default_output(device: str) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+    return Path(__file__).parents[1] / "results" / f"faults_{name}.md"
+
+
+def _own_mounts() -> bool:
+    """Keep what this process mounts to itself, so that it is gone with it, however it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) != 0:
+        return False
+    private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE: nothing goes back to where this process came from
+    return bool(libc.mount(b"none", b"/", None, private, None) == 0)
+
+
+def _leave(_signum: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Faults of copies of the undisturbed run: flipped bits, and two runs in one folder."""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.faults import points
+from benchmarks.faults.inject import LIMIT, Bench
+from benchmarks.faults.points import Fault, Outcome
+from benchmarks.faults.programs import Base
+
+SEEN = re.compile(
+    r"damag|checksum|corrupt|truncat|is missing|not of format|not JSON|no valid|of another|do(es)? not match|holds no|"
+    r"not a token file|cannot be read|different",
+    re.IGNORECASE,
+)
+"""What a run says of a file that is not as it was written."""
+Single = Callable[[Bench, Fault, Path], Outcome]
+
+
+def flip(bench: Bench, fault: Fault, place: Path) -> Outcome:
+    """Flip a bit of a file of a finished run's copy, and let the run read it again."""
+    has_older = fault.draw("older") < 0.2
+    run = bench.copy_of_base(place, (6, 9) if has_older else (9,))
+    (cache,) = (place / "tokens").glob("*.tokens")
+    if fault.target == points.TOKEN_FILE:  # the copy is told that it was begun with one
+        path = cache.rename(place / "text.tokens")
+        settled = json.loads((run / "config.json").read_text())
+        settled["data"]["source"] = str(path)
+        (run / "config.json").write_text(json.dumps(settled))
+    else:
+        path = cache if fault.target == points.TOKEN_CACHE else run / "checkpoints/step-000009" / fault.target
+    whole = path.read_bytes()
+    bit = flipped_bit(fault, len(whole))
+    path.write_bytes(with_flipped(whole, bit))
+    program = bench.program(([], bench.words(run, fresh=False)))
+    left = program.end(LIMIT + 5 * bench.base().timing.total)
+    (status,) = program.statuses
+    is_made_anew = fault.target == points.TOKEN_CACHE and path.is_file() and path.read_bytes() == whole
+    is_seen = status != 0 or is_made_anew or SEEN.search(program.said) is not None
+    problems = ["traceback: " + program.last_words] if "Traceback" in program.said else []
+    if is_seen and status not in (0, 2):
+        problems.append(f"status {status}: {program.last_words}")
+    if is_seen and status != 0 and has_older and fault.target in points.CHECKPOINT_FILES:
+        problems.append(f"no fall back to the older checkpoint: {program.last_words}")
+    difference = bench.base().difference(run, complete=True) if status == 0 else ""
+    outcome = Outcome(
+        fault,
+        time.monotonic() - program.started,
+        left,
+        differs=bool(difference),
+        unseen=not is_seen,
+        problems=(*problems, *([difference] if difference else [])),
+        left=f"bit {bit} of {8 * len(whole)}{', an older checkpoint is there' * has_older}: {program.last_words}",
+    )
+    bench.finished(program)
+    shutil.rmtree(place)
+    return outcome
+
+
+def flipped_bit(fault: Fault, size: int) -> int:
+    """Return which bit of a file of so many bytes a fault flips: in its first 64 bytes, its last 64, or anywhere."""
+    first, count = {"head": (0, min(64, size)), "tail": (max(0, size - 64), min(64, size))}.get(fault.moment, (0, size))
+    return 8 * first + int(fault.draw("bit") * 8 * count)
+
+
+def with_flipped(content: bytes, bit: int) -> bytes:
+    """Return bytes with one bit flipped."""
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def pair(bench: Bench, fault: Fault, place: Path) -> Outcome:
+    """Start two runs in one folder: of two seeds, or the same one twice on a checkpoint."""
+    is_fresh = fault.target == "fresh"
+    bases = [bench.base(0), bench.base(1 if is_fresh else 0)]
+    run = place / "run"
+    if is_fresh:
+        place.mkdir()
+    else:
+        bench.copy_of_base(place, (3, 6))
+    seeds = [0, 1] if fault.draw("order") < 0.5 else [1, 0]
+    both = []
+    for seed in seeds:
+        both.append(bench.program(([], bench.words(run, fresh=is_fresh, seed=seed))))
+        if len(both) == 1:
+            time.sleep(fault.draw("offset") * 1.2 * bases[0].timing.total)
+    left = sum(program.end(LIMIT + 5 * bases[0].timing.total) for program in both)
+    seconds = time.monotonic() - both[0].started
+    statuses = [program.statuses[0] for program in both]
+    problems = [f"traceback: {program.last_words}" for program in both if "Traceback" in program.said]
+    said = f"statuses {statuses}: {' // '.join(program.last_words for program in both)}"
+    won = [base for seed, status, base in _in_order(seeds, statuses, bases) if status == 0]
+    if not set(statuses) <= {0, 2} or not won or (is_fresh and len(won) != 1):
+        problems.append(said)
+    differences = [base.difference(run, complete=True) for base in won[:1]]
+    if is_fresh and len(won) == 1:
+        asked, settled = (json.loads((at / "config.json").read_text()) for at in (won[0].folder, run))
+        changed = [key for key in asked if key not in ("output", "keep_checkpoints") and asked[key] != settled.get(key)]
+        differences += [f"trained with another's {', '.join(changed)}"] if changed else []
+    differences = list(filter(None, differences))
+    for program in both:
+        bench.finished(program)
+    shutil.rmtree(place)
+    return Outcome(fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=said)
+
+
+def _in_order(
+    seeds: Sequence[int], statuses: Sequence[int | None], bases: Sequence[Base]
+) -> list[tuple[int, int | None, Base]]:
+    return [(seed, status, bases[seed]) for seed, status in zip(seeds, statuses, strict=True)]
+
+
+SINGLE: dict[str, Single] = {"flip": flip, "pair": pair}

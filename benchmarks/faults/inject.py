@@ -1,0 +1,377 @@
+"""Faults of one run: disturbed at a moment, it goes on, is disturbed again, and in the end is compared."""
+
+import contextlib
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+from benchmarks.faults import programs
+from benchmarks.faults.points import Fault, Outcome
+from benchmarks.faults.programs import JOB, STEPS, Base, Program, Watch, base_of, wait_for
+
+_DISK_MIB = 64
+LIMIT = 90.0  # seconds a killed run may take to be gone; of others it is added to what they should take
+Report = Callable[[Outcome], None]
+
+
+class Bench:
+    """A folder to work in, and the undisturbed runs to compare with.
+
+    Args:
+        folder: An empty folder. Nothing is left in it mounted, and no process of a run alive, when the block ends.
+        say: Takes a line on what is being done.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self.say = folder, say
+        self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        self._text = programs.write_text(folder / "text.txt")
+        self._count, self._lock = 0, Lock()
+        self._bases: dict[int, Base] = {}
+        self._mounts: list[Path] = []
+        self.is_over = False
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        for place in self._mounts:
+            subprocess.run(["umount", "--lazy", str(place)], capture_output=True, check=False)
+
+    def end(self) -> None:
+        """Let no run begin any more, and kill those that there are."""
+        self.is_over = True
+        with self._lock:  # none is being started
+            programs.kill_all(f"{self.mark}/")
+
+    def words(self, run: Path, *, fresh: bool, seed: int = 0) -> list[str]:
+        """Return the words of `bmburst` that begin a run, or go on with one."""
+        if not fresh:
+            return ["train", "--resume", "--output", str(run)]
+        return ["train", *JOB, "--data", str(self._text), "--seed", str(seed), "--output", str(run)]
+
+    def program(self, *commands: tuple[Sequence[str], Sequence[str]]) -> Program:
+        """Start a run in a place of its own.
+
+        Raises:
+            RuntimeError: The bench is closed.
+        """
+        with self._lock:
+            if self.is_over:
+                raise RuntimeError("the harness was ended")
+            self._count += 1
+            return Program(commands, self.folder / f"program{self._count}", f"{self.mark}/{self._count}")
+
+    def finished(self, program: Program) -> None:
+        """Remove what a program has written beside its run."""
+        shutil.rmtree(program.scratch.parent, ignore_errors=True)
+
+    def base(self, seed: int = 0) -> Base:
+        """Return the undisturbed run of a seed; it is run when it is first asked for.
+
+        Raises:
+            RuntimeError: It fails; the message is its output.
+        """
+        with self._lock:
+            known = self._bases.get(seed)
+        if known is not None:
+            return known
+        run = self.folder / f"base{seed}" / "run"
+        watch = Watch(run)
+        program = self.program(([], [*self.words(run, fresh=True, seed=seed), "--keep-checkpoints", str(STEPS)]))
+        timing = watch.measure(program)
+        self.require_success(program)
+        self._bases[seed] = base_of(run, timing)
+        self.say(f"undisturbed run of seed {seed}: {timing.total:.1f} s, first step after {timing.start:.1f} s")
+        return self._bases[seed]
+
+    def require_success(self, program: Program) -> None:
+        """Wait for the end of a run that nothing disturbed.
+
+        Raises:
+            RuntimeError: It failed; the message is its output.
+        """
+        left = program.end(LIMIT)
+        if any(program.statuses) or left:
+            raise RuntimeError(f"the undisturbed run failed, {left} processes stay:\n{program.said}")
+        self.finished(program)
+
+    def copy_of_base(self, place: Path, checkpoints: Sequence[int]) -> Path:
+        """Copy the undisturbed run of seed 0 and its tokens into a new place, with some of its checkpoints alone."""
+        run = place / "run"
+        shutil.copytree(self.base().folder.parent, place)
+        for path in run.glob("checkpoints/step-*"):
+            if int(path.name[5:]) not in checkpoints:
+                shutil.rmtree(path)
+        return run
+
+    def disk(self, place: Path) -> bool:
+        """Mount a small file system; return False where this may not be."""
+        place.mkdir()
+        size = f"size={_DISK_MIB}m"
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", size, "none", str(place)], capture_output=True, check=False
+        )
+        if done.returncode == 0:
+            self._mounts.append(place)
+        return done.returncode == 0
+
+
+class Chain:
+    """A run that is disturbed, goes on, is disturbed again, and so on; complete, it is compared and begun anew.
+
+    Args:
+        bench: Where.
+        place: Folder of this chain's run and tokens.
+        report: Takes each outcome, once the start after it has shown what the fault did to the run.
+    """
+
+    options: tuple[str, ...] = ()
+
+    def __init__(self, bench: Bench, place: Path, report: Report) -> None:
+        self.bench, self.place, self.run = bench, place, place / "run"
+        place.mkdir(parents=True, exist_ok=True)
+        self._report = report
+        self._pending: Outcome | None = None
+
+    def start(self, *, fresh: bool) -> Program:
+        """Start the run."""
+        return self.bench.program(([], [*self.bench.words(self.run, fresh=fresh), *self.options]))
+
+    @property
+    def base(self) -> Base:
+        """What to compare with."""
+        return self.bench.base()
+
+    def inject(self, fault: Fault, program: Program) -> None:
+        """Do it."""
+        raise NotImplementedError
+
+    def undo(self, fault: Fault) -> None:
+        """Make the place whole for the next start."""
+
+    def judge(self, fault: Fault, program: Program) -> list[str]:
+        """Return what the disturbed run did wrong; tracebacks, and what all kinds have in common, left out."""
+        raise NotImplementedError
+
+    def limit(self, fault: Fault) -> float:  # noqa: ARG002
+        """Return the seconds after a fault in which no process is left."""
+        return LIMIT
+
+    def before(self, fault: Fault) -> None:
+        """Prepare a start."""
+
+    def point(self, fault: Fault) -> None:
+        """Start or go on with the run, and disturb it.
+
+        Delays are parts of what the undisturbed run took. Where this one has got to its end meanwhile, it is begun
+        anew, and the fault comes sooner after its moment.
+        """
+        for share in (1.0, 0.2):
+            if self._is_met(fault, share, is_last=False):
+                return
+        self._is_met(fault, 0.0, is_last=True)
+
+    def _is_met(self, fault: Fault, share: float, *, is_last: bool) -> bool:
+        """Do it; return False where the run was complete before, and this is to be tried again."""
+        done = programs.newest(self.run)
+        if done == STEPS:
+            self._settle(complete=True)
+        if done in (0, STEPS):
+            self._wipe()
+        watch = Watch(self.run)
+        self.before(fault)
+        program = self.start(fresh=not self.run.exists())
+        try:
+            met = self._until(fault, share, watch, program)
+            since = time.monotonic()
+            if met:
+                self.inject(fault, program)
+            left = program.end(self.limit(fault))
+            seconds = time.monotonic() - since
+        finally:
+            programs.kill_all(f"{program.mark}/")
+            self.undo(fault)
+        if not met and not is_last and not any(program.statuses):
+            self.bench.finished(program)
+            return False
+        found = programs.left_in(self.run)
+        problems = [] if met else [f"over before its moment: {program.statuses}: {program.last_words}"]
+        problems += self.judge(fault, program) if met else []
+        problems += ["traceback: " + program.last_words] if "Traceback" in program.said else []
+        if fault.target != "all" and any(program.scratch.glob("bmburst-launch-*")):
+            problems.append("the launcher's folder stays behind")
+        if newest_lost := watch.done if programs.newest(self.run) < watch.done else 0:
+            problems.append(f"the checkpoint of step {newest_lost} is lost")
+        self._settle(complete=False)
+        self._pending = Outcome(fault, seconds, left, problems=tuple(problems), left=found)
+        self.bench.finished(program)
+        return True
+
+    def finish(self) -> None:
+        """Let the run go on to its end, and compare it."""
+        if self._pending is None:
+            return
+        fresh = programs.newest(self.run) == 0
+        if fresh:
+            self._wipe()
+        program = self.start(fresh=fresh)
+        left = program.end(LIMIT + 5 * self.base.timing.total)
+        if left or any(program.statuses):
+            self._fault_of_pending(f"the run does not go on: {program.statuses}, {left} left: {program.last_words}")
+        self._settle(complete=True)
+        self.bench.finished(program)
+
+    def _until(self, fault: Fault, share: float, watch: Watch, program: Program) -> bool:
+        """Wait for a fault's moment and a share of the delay after it; return whether the run is still there."""
+        timing = self.base.timing
+        if fault.moment != "start" and not wait_for(watch.due(fault.moment, fault), program):
+            return False
+        time.sleep(share * fault.draw("delay") * getattr(timing, fault.moment))
+        return program.is_running
+
+    def _settle(self, *, complete: bool) -> None:
+        """Compare the run, and report the fault before this start."""
+        difference = self.base.difference(self.run, complete=complete)
+        if difference:
+            self._fault_of_pending(f"differs: {difference}", differs=True)
+            self._wipe()
+        if self._pending is not None and not self.bench.is_over:  # else the harness's end has killed it
+            self._report(self._pending)
+        self._pending = None
+
+    def _fault_of_pending(self, problem: str, *, differs: bool = False) -> None:
+        if self._pending is not None:
+            problems = (*self._pending.problems, problem)
+            self._pending = replace(self._pending, differs=differs or self._pending.differs, problems=problems)
+
+    def _wipe(self) -> None:
+        for path in self.place.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class Kills(Chain):
+    """kill -9."""
+
+    def inject(self, fault: Fault, program: Program) -> None:
+        """Kill the target; a rank that is not there yet is waited for."""
+        _signal(program, fault.target, signal.SIGKILL)
+
+    def judge(self, fault: Fault, program: Program) -> list[str]:
+        """A killed launcher says nothing; a killed rank is named."""
+        (status,) = program.statuses
+        if fault.target in ("launcher", "all"):
+            return [] if status in (-signal.SIGKILL, 0) else [f"status {status}: {program.last_words}"]
+        is_named = f"{fault.target} was killed by SIGKILL" in program.said
+        return [] if (status == 1 and is_named) or status == 0 else [f"status {status}: {program.last_words}"]
+
+
+class Terms(Chain):
+    """SIGTERM."""
+
+    def inject(self, fault: Fault, program: Program) -> None:
+        """Send it."""
+        _signal(program, fault.target, signal.SIGTERM)
+
+    def judge(self, fault: Fault, program: Program) -> list[str]:
+        """A run that trains stops with a checkpoint, before that it ends."""
+        (status,) = program.statuses
+        allowed = {0, 128 + signal.SIGTERM} if fault.target == "launcher" else {0, 1}
+        return [] if status in allowed else [f"status {status}: {program.last_words}"]
+
+
+class Stops(Chain):
+    """SIGSTOP of a rank."""
+
+    @property
+    def patience(self) -> int:
+        """Seconds without a step after which the run should be ended: more than its start takes."""
+        return max(5, round(2 * self.bench.base().timing.start))
+
+    @property
+    def options(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The limit."""
+        return ("--hang-timeout", str(self.patience))
+
+    def inject(self, fault: Fault, program: Program) -> None:
+        """Stop it."""
+        _signal(program, fault.target, signal.SIGSTOP)
+
+    def limit(self, fault: Fault) -> float:  # noqa: ARG002
+        """The patience, and the time to end."""
+        return self.patience + LIMIT
+
+    def judge(self, fault: Fault, program: Program) -> list[str]:
+        """The first rank that is named is the stopped one."""
+        (status,) = program.statuses
+        named = re.search(r"\brank \d+", program.said)
+        if status == 0:
+            return []
+        if named is None or status != 1:
+            return [f"status {status}: {program.last_words}"]
+        return [] if named[0] == fault.target else [f"blames {named[0]}: {_line_with(program.said, named[0])}"]
+
+
+class Disks(Chain):
+    """A disk that is full from a moment on, at the start already, but for some kilobytes."""
+
+    def __init__(self, bench: Bench, place: Path, report: Report) -> None:
+        self._is_mounted = bench.disk(place)
+        super().__init__(bench, place, report)
+
+    def inject(self, fault: Fault, program: Program) -> None:
+        """Fill it; where none may be mounted, limit the length of what the processes write."""
+        room = int(fault.draw("room") * 160) << 10  # a checkpoint has 180 KiB
+        if not self._is_mounted:
+            for pid in program.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (room // 4, room // 4))
+            return
+        free = os.statvfs(self.place)
+        with (self.place / "ballast").open("wb") as file, contextlib.suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, max(1, free.f_bavail * free.f_frsize - room))
+
+    def undo(self, fault: Fault) -> None:  # noqa: ARG002
+        """Make room."""
+        (self.place / "ballast").unlink(missing_ok=True)
+
+    def limit(self, fault: Fault) -> float:  # noqa: ARG002
+        """The rest of the run: there may be room enough until the end."""
+        return LIMIT + 5 * self.base.timing.total
+
+    def judge(self, fault: Fault, program: Program) -> list[str]:  # noqa: ARG002
+        """It says what to do."""
+        (status,) = program.statuses
+        if status == 0 or (status in (1, 2) and "room" in program.said):
+            return []
+        return [f"status {status}: {program.last_words}"]
+
+
+def _signal(program: Program, target: str, signum: signal.Signals) -> None:
+    """Send a signal; a rank that is not there yet is waited for."""
+    found: list[int] = []
+
+    def is_there() -> bool:
+        found[:] = program.of_target(target)
+        return bool(found)
+
+    wait_for(is_there, program)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def _line_with(text: str, words: str) -> str:
+    return next((line[:200] for line in text.splitlines() if words in line), "")
+
+
+CHAINS: dict[str, type[Chain]] = {"kill": Kills, "term": Terms, "stop": Stops, "disk": Disks}

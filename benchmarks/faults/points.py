@@ -1,0 +1,228 @@
+"""What is done to a run and when, as data that a seed decides alone; and the record of what came of it."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+CHECKPOINT_FILES = (
+    "config.json",
+    "model.safetensors",
+    "optimizer.safetensors",
+    "random.safetensors",
+    "state.json",
+)
+TOKEN_CACHE, TOKEN_FILE = "token cache", "token file"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of fault.
+
+    Attributes:
+        title: What a record calls it.
+        points: How many of them a full record has.
+        moments: When they happen; of flips, in which part of a file.
+        targets: What they happen to.
+    """
+
+    title: str
+    points: int
+    moments: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "kill": Kind(
+            "kill -9",
+            100,
+            ("start", "step", "evaluation", "checkpoint", "rename"),
+            ("launcher", "rank 0", "rank 1", "all"),
+        ),
+        "term": Kind("SIGTERM", 12, ("start", "step", "evaluation", "checkpoint"), ("launcher", "rank 0", "rank 1")),
+        "stop": Kind("SIGSTOP of a rank", 8, ("step", "evaluation", "checkpoint", "rename"), ("rank 0", "rank 1")),
+        "disk": Kind("full disk", 12, ("start", "step", "evaluation", "checkpoint"), ("disk",)),
+        "flip": Kind("flipped bit", 200, ("head", "tail", "anywhere"), (*CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE)),
+        "pair": Kind("two runs in one folder", 20, ("offset",), ("fresh", "resumed")),
+        "node": Kind("lost and slow node", 8, ("step", "checkpoint"), ("cut 0", "cut 1", "killed 1", "slow 1")),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        kind: A key of `KINDS`.
+        moment: When it happens, one of the kind's.
+        target: What it happens to, one of the kind's.
+        seed: Decides the rest, for example the delay after the moment: see `draw`.
+    """
+
+    kind: str
+    moment: str
+    target: str
+    seed: int
+
+    def draw(self, what: str) -> float:
+        """Return a number in [0, 1) that this fault's seed and the name of the choice decide."""
+        return random.Random(f"{self.seed} {what}").random()
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.target} at {self.moment}, seed {self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a fault.
+
+    Attributes:
+        fault: What was done.
+        seconds: From the fault until no process of the run was left.
+        survivors: Processes that had to be killed after the limit.
+        differs: A loss, an evaluation or a final weight is not that of the undisturbed run.
+        unseen: Of a flip: the run that read the file again said nothing.
+        problems: What else is not as it should be.
+        left: What the disturbed run left or said, for whoever reads the JSON.
+    """
+
+    fault: Fault
+    seconds: float
+    survivors: int = 0
+    differs: bool = False
+    unseen: bool = False
+    problems: tuple[str, ...] = ()
+    left: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not (self.survivors or self.differs or self.unseen or self.problems)
+
+
+def faults(seed: int, kinds: Iterable[str] = KINDS, points: int | None = None) -> tuple[Fault, ...]:
+    """Return the faults of a record.
+
+    Every moment meets every target as often as any other, give or take one. The first N of a kind are the same
+    whatever other kinds are asked for and however many points.
+
+    Args:
+        seed: Decides them all.
+        kinds: Keys of `KINDS`.
+        points: Faults of each kind; None: as many as a full record has.
+    """
+    return tuple(fault for kind in kinds for fault in _of_kind(seed, kind, points))
+
+
+def _of_kind(seed: int, name: str, points: int | None) -> list[Fault]:
+    kind, source = KINDS[name], random.Random(f"{seed} {name}")
+    found: list[Fault] = []
+    while len(found) < (kind.points if points is None else points):
+        cases = list(product(kind.moments, kind.targets))
+        source.shuffle(cases)
+        found += [Fault(name, moment, target, source.getrandbits(32)) for moment, target in cases]
+    return found[: kind.points if points is None else points]
+
+
+def outcome_of(values: Mapping[str, Any]) -> Outcome:
+    """Return an outcome that `json` has read back."""
+    fault, problems = Fault(**values["fault"]), tuple(values["problems"])
+    return Outcome(**{**values, "fault": fault, "problems": problems})
+
+
+def table(planned: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
+    """Return the results in Markdown, a line for each kind."""
+    lines = [
+        "| fault | points | tried | survivors | runs that differ | flips unseen | other problems | longest end (s) |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in dict.fromkeys(fault.kind for fault in planned):
+        those = [outcome for outcome in outcomes if outcome.fault.kind == name]
+        cells = [
+            KINDS[name].title,
+            sum(fault.kind == name for fault in planned),
+            len(those),
+            sum(outcome.survivors for outcome in those),
+            sum(outcome.differs for outcome in those),
+            sum(outcome.unseen for outcome in those) if name == "flip" else "",
+            sum(bool(outcome.problems) for outcome in those),
+            f"{max((outcome.seconds for outcome in those), default=0.0):.1f}",
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
+    """Return the whole record in Markdown.
+
+    Args:
+        facts: `bmburst.bench.machine.describe`, and `cores`, `minutes`, and `notes`: lines on what could not be done.
+        planned: All faults that were asked for.
+        outcomes: Of those that were tried.
+    """
+    software = f"Python {facts['python']}, torch {facts['torch']}, bmburst {facts['bmburst']}"
+    bad = [outcome for outcome in outcomes if not outcome.is_good]
+    notes = [f"- {note}" for note in facts["notes"]]
+    lines = [
+        "# Faults",
+        "",
+        f"{facts['date']}, {facts['device']} ({facts['cores']} cores), commit {facts['commit']}; {software}. "
+        f"{facts['minutes']:.0f} minutes.",
+        "",
+        "```",
+        f"$ {facts['command']}",
+        "```",
+        "",
+        _READING,
+        "",
+        *([*notes, ""] if notes else []),
+        table(planned, outcomes),
+        "",
+        "## Where kill -9 fell",
+        "",
+        *_spread(outcomes),
+        "",
+        "## What was not as it should be",
+        "",
+        *([f"- {_said(outcome)}" for outcome in bad] or ["Nothing."]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_READING = """A run of 12 steps on 2 ranks of the host runtime, with an evaluation every 4 steps and a checkpoint
+every 3, is disturbed, goes on with `--resume` (or begins again where it had no checkpoint), is disturbed again and so
+on until it is complete. Its losses, bits per byte, learning rates, gradient norms and evaluations are compared with
+those of an undisturbed run after every fault, and the files of its last checkpoint at its end: every bit is the same or
+the run differs. Survivors are processes of the run that are still there when it should have ended. The longest end is
+the time from the fault until no process is left; of flips, pairs and slow nodes it is that of the whole run. A flip is
+unseen when a run that reads the file again neither refuses nor says a word. Beside this file lies each point in
+JSON."""
+
+
+def _spread(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return in how many points each state of the checkpoint folder was found after a kill."""
+    places: dict[str, int] = {}
+    for outcome in outcomes:
+        if outcome.fault.kind == "kill":
+            place = f"{outcome.fault.moment}: {outcome.left}"
+            places[place] = places.get(place, 0) + 1
+    return [f"- {place}: {count}" for place, count in sorted(places.items())] or ["No point."]
+
+
+def _said(outcome: Outcome) -> str:
+    wrong = [
+        f"{outcome.survivors} survivors" if outcome.survivors else "",
+        "differs" if outcome.differs else "",
+        "unseen" if outcome.unseen else "",
+        *outcome.problems,
+    ]
+    return f"{outcome.fault}: {'; '.join(filter(None, wrong))}"
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as `json` takes it."""
+    return asdict(outcome)

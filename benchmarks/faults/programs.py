@@ -1,0 +1,355 @@
+"""Runs to disturb: started, watched through the files they write, and all of their processes found again."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.points import Fault
+
+ROOT = Path(__file__).parents[2]
+STEPS, EVAL_EVERY, CHECKPOINT_EVERY = 12, 4, 3
+JOB = (
+    *("--steps", str(STEPS), "--eval-every", str(EVAL_EVERY), "--checkpoint-every", str(CHECKPOINT_EVERY)),
+    *("--nproc", "2", "--sequence-length", "48", "--batch-size", "2", "--eval-sequences", "3", "--sample-tokens", "0"),
+    *("--data.held_out_fraction", "0.2", "--schedule.warmup_steps", "2", "--model.hidden_size", "16"),
+    *("--model.intermediate_size", "24", "--model.num_layers", "2", "--model.num_heads", "2"),
+    *("--model.num_kv_heads", "1"),
+)
+"""The options of the run, but for its text, seed and folder."""
+_MARK = "BMBURST_FAULTS"  # in the environment of every process of a run; its value names harness and run
+_COMPARED = ("step", "loss", "bits_per_byte", "lr", "grad_norm")
+_POLL = 0.001
+
+
+def processes(mark: str) -> dict[int, int | None]:
+    """Return the living processes whose mark begins so, by id: a rank's number, or None for what is no rank."""
+    wanted, found = f"{_MARK}={mark}".encode(), dict[int, int | None]()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            words = (folder / "environ").read_bytes().split(b"\0")
+            is_dead = (folder / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            continue
+        if not is_dead and any(word.startswith(wanted) for word in words):
+            rank = [word[5:] for word in words if word.startswith(b"RANK=")]
+            found[int(folder.name)] = int(rank[0]) if rank else None
+    return found
+
+
+def kill_all(mark: str) -> int:
+    """Kill every process whose mark begins so, until none is left; return how many there were at first.
+
+    One that the kernel does not let die is given up after a while.
+    """
+    first = found = processes(mark)
+    until = time.monotonic() + 30
+    while found and time.monotonic() < until:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+        found = processes(mark)
+    return len(first)
+
+
+class Program:
+    """One start of a run: its launchers, and all that they start.
+
+    Args:
+        commands: Words of `bmburst` for each launcher, and what stands before each.
+        place: Folder for output and temporary files of this start; made anew.
+        mark: Names it among all starts; no other's begins with it.
+    """
+
+    def __init__(self, commands: Sequence[tuple[Sequence[str], Sequence[str]]], place: Path, mark: str) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        self.scratch = place / "scratch"
+        self.scratch.mkdir(parents=True)
+        self.mark, self._errors = mark, [place / f"stderr{number}" for number in range(len(commands))]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "BMBURST"))}
+        environ |= {_MARK: f"{mark}/", "TMPDIR": str(self.scratch), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environ |= {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}"}
+        # Should this process be killed, the kernel ends launchers, and with them their ranks.
+        tied = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
+        self.started = time.monotonic()
+        self.launchers = []
+        for (before, words), errors in zip(commands, self._errors, strict=True):
+            with errors.open("wb") as file:
+                command = [*tied, *before, sys.executable, "-m", "bmburst", *words]
+                nothing = subprocess.DEVNULL
+                begun = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=file, cwd=place, env=environ)
+                self.launchers.append(begun)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a launcher is there."""
+        return any(launcher.poll() is None for launcher in self.launchers)
+
+    @property
+    def statuses(self) -> list[int | None]:
+        """Exit status of each launcher."""
+        return [launcher.poll() for launcher in self.launchers]
+
+    @property
+    def said(self) -> str:
+        """What launchers and ranks have written to standard error."""
+        return "".join(file.read_text(errors="replace") for file in self._errors)
+
+    @property
+    def last_words(self) -> str:
+        """The end of it, in one line."""
+        lines = [line.split("\r")[-1].strip() for line in self.said.splitlines()]
+        return " / ".join(line for line in lines[-4:] if line)[-400:]
+
+    def processes(self) -> dict[int, int | None]:
+        """Return all of its living processes: see `processes`."""
+        return processes(f"{self.mark}/")
+
+    def of_target(self, target: str) -> list[int]:
+        """Return the process ids of "launcher", "rank N" or "all"; empty where a rank is not there yet."""
+        if target == "launcher":
+            return [launcher.pid for launcher in self.launchers]
+        found = self.processes()
+        return [pid for pid, rank in found.items() if target in ("all", f"rank {rank}")]
+
+    def end(self, limit: float) -> int:
+        """Wait until no process is left, at most `limit` seconds; kill the rest and return how many those are."""
+        until = time.monotonic() + limit
+        while self.is_running and time.monotonic() < until:
+            time.sleep(0.02)
+        while self.processes() and time.monotonic() < until:
+            time.sleep(0.02)
+        left = kill_all(f"{self.mark}/")
+        for launcher in self.launchers:
+            launcher.wait()
+        return left
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds that parts of an undisturbed run take.
+
+    Attributes:
+        start: From its start to its first step.
+        step: Between two steps.
+        evaluation: From a step to the evaluation after it.
+        checkpoint: From a checkpoint's folder to its last file.
+        rename: From its last file to its name.
+        total: From its start to its end.
+    """
+
+    start: float
+    step: float
+    evaluation: float
+    checkpoint: float
+    rename: float
+    total: float
+
+
+class Watch:
+    """Sees how far a started run is, by the files in its folder; what was there before does not count.
+
+    Args:
+        folder: Run folder, as the run before has left it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.done = newest(folder)
+        self._before = {path: _signature(path) for path in self._all()}
+
+    def has_step(self, step: int) -> bool:
+        """Whether a step's metrics are written."""
+        return self._has_line("metrics.jsonl", step)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the evaluation after a step is written."""
+        return self._has_line("evals.jsonl", step)
+
+    def is_begun(self, step: int) -> bool:
+        """Whether a step's checkpoint is being written."""
+        return self._is_new(self._checkpoint(step, hidden=True)) or self.is_there(step)
+
+    def is_written(self, step: int) -> bool:
+        """Whether the last of its files is there."""
+        return self._is_new(self._checkpoint(step, hidden=True) / "state.json") or self.is_there(step)
+
+    def is_there(self, step: int) -> bool:
+        """Whether it has its name."""
+        return self._is_new(self._checkpoint(step, hidden=False))
+
+    def due(self, moment: str, fault: Fault) -> Callable[[], bool]:
+        """Return what becomes true at a fault's moment; a seeded one of those that the run has before it."""
+        every = {"evaluation": EVAL_EVERY, "step": 1}.get(moment, CHECKPOINT_EVERY)
+        coming = [step for step in range(self.done + 1, STEPS + 1) if step % every == 0 or step == STEPS]
+        step = coming[int(fault.draw("step") * len(coming))]
+        if moment == "rename":
+            seen = self.is_written if fault.draw("side") < 0.5 else self.is_there
+        else:
+            seen = self.is_begun if moment == "checkpoint" else self.has_step
+        return lambda: seen(step)
+
+    def measure(self, program: Program) -> Timing:
+        """Time the parts of an undisturbed run while it runs."""
+        marks = {
+            f"{name} {step}": (seen, step)
+            for name, seen, every in (
+                ("step", self.has_step, 1),
+                ("evaluation", self.has_evaluation, EVAL_EVERY),
+                ("begun", self.is_begun, CHECKPOINT_EVERY),
+                ("written", self.is_written, CHECKPOINT_EVERY),
+                ("there", self.is_there, CHECKPOINT_EVERY),
+            )
+            for step in range(every, STEPS + 1, every)
+        }
+        times: dict[str, float] = {}
+        while program.is_running:
+            for name, (seen, step) in marks.items():
+                if name not in times and seen(step):
+                    times[name] = time.monotonic()
+            time.sleep(_POLL)
+
+        def between(first: str, then: str, every: int) -> float:
+            steps = range(every, STEPS + 1, every)
+            gaps = [times[f"{then} {s}"] - times[f"{first} {s}"] for s in steps if f"{then} {s}" in times]
+            return max(gaps, default=0.0)
+
+        return Timing(
+            start=times.get("step 1", program.started) - program.started,
+            step=(times.get("step 3", 0.0) - times.get("step 1", 0.0)) / 2,
+            evaluation=between("step", "evaluation", EVAL_EVERY),
+            checkpoint=between("begun", "written", CHECKPOINT_EVERY),
+            rename=between("written", "there", CHECKPOINT_EVERY),
+            total=time.monotonic() - program.started,
+        )
+
+    def _checkpoint(self, step: int, *, hidden: bool) -> Path:
+        return self._folder / "checkpoints" / f"{'.' * hidden}step-{step:06d}"
+
+    def _all(self) -> Iterator[Path]:
+        for pattern in ("*.jsonl", "checkpoints/*", "checkpoints/.*", "checkpoints/.*/state.json"):
+            yield from self._folder.glob(pattern)
+
+    def _is_new(self, path: Path) -> bool:
+        there = _signature(path)
+        return there is not None and there != self._before.get(path)
+
+    def _has_line(self, name: str, step: int) -> bool:
+        path = self._folder / name
+        if not self._is_new(path):
+            return False
+        lines = read_lines(path)
+        return bool(lines) and lines[-1]["step"] >= step
+
+
+def wait_for(condition: Callable[[], bool], program: Program, limit: float = 300.0) -> bool:
+    """Wait for a condition; return False where the program ends, or the limit in seconds is over, before it is so."""
+    until = time.monotonic() + limit
+    while not condition():
+        if not program.is_running or time.monotonic() > until:
+            return condition()
+        time.sleep(_POLL)
+    return True
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file that are whole; of a missing file none."""
+    with contextlib.suppress(OSError, ValueError):
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    return []
+
+
+def newest(folder: Path) -> int:
+    """Return the step of the newest checkpoint that has its name, or 0."""
+    return max((int(path.name[5:]) for path in folder.glob("checkpoints/step-*")), default=0)
+
+
+def left_in(folder: Path) -> str:
+    """Return what there is of checkpoints, in words without numbers of steps."""
+    names = []
+    for path in sorted(folder.glob("checkpoints/.*")):
+        written = len(list(path.iterdir()))
+        names.append("an old one half removed" if path.suffix == ".old" else f"{written} of 5 files of an unnamed one")
+    return f"{len(list(folder.glob('checkpoints/step-*')))} whole" + "".join(f", {name}" for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The undisturbed run.
+
+    Attributes:
+        folder: Its run folder; beside it lies `tokens`.
+        timing: What it took.
+        losses: Of each step: see `_COMPARED`.
+        evaluations: Lines of evals.jsonl.
+        digests: Hash of each file of its last checkpoint that holds tensors.
+    """
+
+    folder: Path
+    timing: Timing
+    losses: dict[int, tuple[float, ...]]
+    evaluations: list[dict[str, Any]]
+    digests: dict[str, str]
+
+    def difference(self, folder: Path, *, complete: bool) -> str:
+        """Return where a run's files are not those of this one, or an empty text.
+
+        Args:
+            folder: Run folder.
+            complete: It should have got to its end.
+        """
+        losses = _losses(folder)
+        for step, values in losses.items():
+            if values != self.losses.get(step):
+                return f"step {step}: {values} instead of {self.losses.get(step)}"
+        evaluations = read_lines(folder / "evals.jsonl")
+        for line in evaluations:
+            if line not in self.evaluations:
+                return f"evaluation: {line}"
+        if not complete:
+            return ""
+        if list(losses) != list(self.losses) or evaluations != self.evaluations:
+            return f"steps {list(losses)}, evaluations {[line['step'] for line in evaluations]}"
+        digests = _digests(folder)
+        changed = [name for name in self.digests if digests.get(name) != self.digests[name]]
+        return f"last checkpoint: {', '.join(changed)}" if changed else ""
+
+
+def base_of(folder: Path, timing: Timing) -> Base:
+    """Return a finished run as the one to compare with."""
+    return Base(folder, timing, _losses(folder), read_lines(folder / "evals.jsonl"), _digests(folder))
+
+
+def write_text(path: Path) -> Path:
+    """Write the text that runs train on."""
+    path.write_text("".join(f"line {i}: the quick brown fox, {i * i} times.\n" for i in range(400)))
+    return path
+
+
+def _losses(folder: Path) -> dict[int, tuple[float, ...]]:
+    return {line["step"]: tuple(line[key] for key in _COMPARED) for line in read_lines(folder / "metrics.jsonl")}
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    last = folder / "checkpoints" / f"step-{STEPS:06d}"
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(last.glob("*.safetensors"))}
+
+
+def _signature(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
