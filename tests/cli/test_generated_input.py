@@ -279,7 +279,7 @@ def _read_state(path):
 
 def _read_results(path):
     for kind in map(load_kind, KINDS):
-        _taken_or_refused(kind.read, path)
+        _taken_or_refused(partial(Results.read, kind), path)
 
 
 def _read_jsonl(path):
@@ -301,6 +301,7 @@ def _read_model(path):
 # Where a file lies, what it holds, and what reads it; generated values take the place of parts of it.
 STATE = {"format": "bmburst-checkpoint-1", "step": 2, "data": {}, "tokenizer": "bytes", "files": {}}
 CELL = {"suite": "sequence", "method": "ours", "ranks": 2, "device": "cpu", "tokens": 8, "heads": 1, "kv_heads": 1}
+FORMAT = load_kind("attention").format
 ROWS = {"a": {"cell": CELL, "run": 0, "status": "ok"}}
 JSON_READERS = {
     "config.json": (SMALL.to_hugging_face(), _read_model),
