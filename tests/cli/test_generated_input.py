@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from benchmarks.engine.kind import KINDS, load_kind
+from benchmarks.engine.results import Results
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.sharded_files import parts_of
