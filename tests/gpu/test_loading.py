@@ -22,7 +22,7 @@ def test_the_next_batch_is_copied_while_a_step_runs():
             torch.cuda._sleep(2_000_000_000)  # the step: about a second on its stream
             found.append(batch.ids + 0)
             if following is not None and len(found) > 2:  # allocating pinned memory waits for the device
-                _, copied = loader._ahead._coming[1].result()
+                _, copied = loader._prefetch._coming[1].result()
                 copied.synchronize()
                 assert not torch.cuda.current_stream().query(), "the copy waited for the step"
             del batch  # its memory may be taken by the next
