@@ -11,7 +11,7 @@ from bmburst.lazy import keep_moved_modules, public_name
 if TYPE_CHECKING:
     from bmburst.attention.api import burst_attention
     from bmburst.attention.compat import OpBurstAttn, OpBurstAttnStrip, burst_attn_func, burst_attn_func_striped
-    from bmburst.attention.kept import empty_cache
+    from bmburst.attention.graphs import empty_cache
     from bmburst.attention.module import BurstAttention
     from bmburst.comm.groups import communicator
     from bmburst.errors import UserError
@@ -70,7 +70,7 @@ _HOMES = {
     "burst_attn_func": "attention.compat",
     "burst_attn_func_striped": "attention.compat",
     "communicator": "comm.groups",
-    "empty_cache": "attention.kept",
+    "empty_cache": "attention.graphs",
     "shard": "sequence",
     "start": "runtime",
     "unshard": "sequence",

@@ -18,7 +18,7 @@ from benchmarks.engine.kind import load_kind
 from benchmarks.engine.machine import Gauge
 from benchmarks.engine.results import FAILED, OK, REFUSED, C, Row
 from benchmarks.engine.table import row_line
-from bmburst.attention.kept import empty_cache
+from bmburst.attention.graphs import empty_cache
 from bmburst.errors import UserError
 from bmburst.runtime import watchdog
 from bmburst_ops.errors import KernelError

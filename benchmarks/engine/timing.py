@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.engine.group import RankGroup
-from bmburst.attention.recording import CALLS
+from bmburst.attention.graphs import CALLS
 
 LEAST = 3  # rounds that are measured however long they take
 

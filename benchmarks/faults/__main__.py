@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(map(str, planned)))
         return 0
-    from bmburst.bench.machine import describe
+    from benchmarks.engine.machine import describe
 
     command = ["python", "-m", "benchmarks.faults", *(sys.argv[1:] if arguments is None else arguments)]
     facts = describe(command, "cpu", 2) | {"cores": os.cpu_count(), "minutes": 0.0, "notes": []}

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from bmburst.attention.biased_sequence import HOW_MADE, BiasedSequence
 from bmburst.attention.differentiable import gradient_signature, no_autocast, output_gradients
-from bmburst.attention.inputs import require_transport
-from bmburst.attention.options import require_scale, scale_of
+from bmburst.attention.options import require_scale, require_transport, scale_of
 from bmburst.attention.single_ring import carry_home, visits
 from bmburst.comm.checks import Checked, describe, require_numbers
 from bmburst.comm.transports import TRANSPORTS, over_transport

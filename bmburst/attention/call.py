@@ -7,8 +7,7 @@ from functools import cached_property
 from torch import Tensor
 
 from bmburst.attention.differentiable import gradient_signature
-from bmburst.attention.inputs import require_tensors, require_transport
-from bmburst.attention.options import AttentionOptions, scale_of
+from bmburst.attention.options import AttentionOptions, require_tensors, require_transport, scale_of
 from bmburst.comm.checks import Checked, describe
 from bmburst.comm.levels import Levels, device_name, find_nodes, over_levels
 from bmburst.comm.protocol import BlockMover

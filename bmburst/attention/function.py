@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.attention.beginning import Beginning
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.differentiable import no_autocast, output_gradients
 from bmburst.attention.executor import backward, forward
+from bmburst.attention.prefix import Beginning
 from bmburst.errors import UserError
 from bmburst.recompute import keep
 from bmburst_ops.first_order import first_order

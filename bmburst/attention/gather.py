@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.attention.local import backward_by_tiles, forward_by_tiles
-from bmburst.attention.tile import tile_backward, tile_forward
+from bmburst.attention.local import backward_by_tiles, forward_by_tiles, tile_backward, tile_forward
 from bmburst.comm.messages import tensor_in
 from bmburst.comm.protocol import Transfer
 from bmburst.schedule.gather_plan import GatherPlan, GatherShapes, Sight, Sums, make_gather_plan

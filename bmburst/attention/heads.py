@@ -8,7 +8,7 @@ Memory beside the results, on each rank: the inbox, `q + k + v` bytes of the loc
 `2 q + k + v` backward (with KV heads repeated where there are fewer than ranks), and two outboxes for the results of a
 unit each. Over the peer transport they stay allocated for the next call. There the kernels of short sequences are
 recorded as CUDA graphs, which keep what a backward takes for itself: sums in fp32, at most 512 MiB, with GQA those of
-keys and values, and under a mask of several tiles the gradients of each and their sums (`bmburst.attention.recording`).
+keys and values, and under a mask of several tiles the gradients of each and their sums (`bmburst.attention.graphs`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
+from bmburst.attention.graphs import Succession, recording
 from bmburst.attention.outer import outer_backward, outer_forward
-from bmburst.attention.recording import recording
-from bmburst.attention.succession import Succession
 from bmburst.comm.meter import working
 from bmburst.comm.protocol import Transfer
 from bmburst.comm.streams import current_stream

@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 
+import torch
 from torch import Tensor
 
+from bmburst.comm.checks import Checked, require_numbers, require_own_memory
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.numbers import brief, require_flag
@@ -66,3 +68,78 @@ def require_scale(scale: float | None) -> None:
 def scale_of(q: Tensor, scale: float | None) -> float:
     """Return the factor on the scores of queries `[..., head_dim]`: the one given, or the default."""
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check types, shapes, dtypes and devices of one rank's inputs.
+
+    Raises:
+        UserError: They cannot be attended with.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise UserError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise UserError(f"{name} must be a dense tensor, got a nested or sparse one\npass a padded, dense tensor")
+        require_own_memory(name, tensor)
+        if tensor.dim() != 4 or 0 in tensor.shape:
+            raise UserError(
+                f"{name} must be [batch, local_tokens, heads, head_dim], got shape {list(tensor.shape)}\n"
+                "fix: at least 1 of each; x.unflatten(-1, (heads, head_dim)) where heads are flat, x[None] of a sample"
+            )
+    if not q.is_floating_point() or q.element_size() < 2 or not q.dtype == k.dtype == v.dtype:
+        raise UserError(
+            "q, k and v must share one floating-point dtype of at least 16 bits, "
+            f"got {q.dtype}, {k.dtype} and {v.dtype}\n"
+            "convert them before the call; inside autocast too they are taken as they are"
+        )
+    if not q.device == k.device == v.device:
+        raise UserError(
+            f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}\nfix: move all to this rank's"
+        )
+    require_numbers("q", q)
+    if k.shape != v.shape:
+        raise UserError(
+            f"k and v must have the same shape, got {list(k.shape)} and {list(v.shape)}\n"
+            "fix: as many tokens and heads of both; pad a smaller head_dim of v with zeros, and cut the output"
+        )
+    batch, tokens, heads, head_dim = q.shape
+    if (k.shape[0], k.shape[1], k.shape[3]) != (batch, tokens, head_dim):
+        raise UserError(
+            f"k is {list(k.shape)} but q is {list(q.shape)}: batch, local_tokens and head_dim must be equal\n"
+            "every rank holds the same local tokens of q, k and v"
+        )
+    if heads % k.shape[2]:
+        raise UserError(
+            f"{heads} query heads cannot share {k.shape[2]} key/value heads\nthe first must be a multiple of the second"
+        )
+
+
+def require_transport(comm: Checked, q: Tensor, transport: str) -> None:
+    """Check that the group moves such tensors, and by the transport asked for.
+
+    Raises:
+        UserError: It does not.
+    """
+    if comm.size == 1:
+        return  # nothing moves
+    if transport == "peer" and comm.transport != "nccl":
+        raise UserError(
+            f"transport 'peer' reads the memory of other GPUs, but the group's tensors move by {comm.transport}\n"
+            "use transport='auto', or a group over nccl"
+        )
+    if transport not in ("auto", "peer", comm.transport):
+        raise UserError(
+            f"transport '{transport}' was asked for, but the group's tensors move by {comm.transport}\n"
+            f"use transport='auto', or a group made for {transport}"
+        )
+    if q.device.type != comm.device.type:
+        raise UserError(
+            f"the group moves {comm.device.type} tensors by {comm.transport}, but q is on {q.device}\n"
+            f"move q, k and v to {comm.device.type}, or use a group made for {q.device.type}"
+        )
+    if q.is_cuda and q.device != comm.device:
+        raise UserError(
+            f"q is on {q.device}, but this rank's group was made on {comm.device}\n"
+            "call torch.cuda.set_device(local_rank) before the first use of the group"
+        )

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from bmburst.attention import double_ring, single_ring
 from bmburst.attention.call import AttentionCall
+from bmburst.attention.local import add_tiles, tile_forward
 from bmburst.attention.single_ring import Blocks
-from bmburst.attention.tile import add_tiles, tile_forward
 from bmburst.schedule.ring_schedule import Step
 from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 from bmburst_ops.merge import accumulation_dtype, merge_partials_

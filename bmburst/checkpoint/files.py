@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bmburst.checksum import damaged_file, is_sealed
+from bmburst.checkpoint.checksum import damaged_file, is_sealed
 from bmburst.config import parse_json
 from bmburst.errors import UserError
 from bmburst.plan.counts import adam_bytes

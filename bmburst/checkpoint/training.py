@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bmburst.checkpoint.checksum import sealed, text_of
 from bmburst.checkpoint.files import (
     FOLDER,
     FORMAT,
@@ -28,7 +29,6 @@ from bmburst.checkpoint.files import (
     step_of,
     verified_together,
 )
-from bmburst.checksum import sealed, text_of
 from bmburst.errors import UserError
 from bmburst.outputs import FULL, amount, free_bytes
 

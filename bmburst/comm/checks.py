@@ -177,7 +177,7 @@ class Checked:
         """
         if not self.active or self.size == 1 or is_exact(tensor) or not tensor.numel():
             return
-        places = torch.linspace(0, tensor.numel() - 1, _SAMPLED, dtype=torch.float64).long()
+        places = torch.linspace(0, tensor.numel() - 1, _SAMPLED, dtype=torch.float64, device="cpu").long()
         drawn = tensor.detach()[torch.unravel_index(places.to(tensor.device), tensor.shape)]
         mine = (drawn.real if drawn.is_complex() else drawn).double().nan_to_num(0, 0, 0).to(self.device)
         (gathered,) = self.inner.all_gather(mine).wait()

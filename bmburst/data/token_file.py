@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.checksum import file_checksum, is_sealed, text_of
+from bmburst.checkpoint.checksum import file_checksum, is_sealed, text_of
 from bmburst.config import parse_json
 from bmburst.errors import UserError
 
@@ -55,7 +55,7 @@ class TokenFile:
             end-of-document id included.
         byte_offsets: int64 `[documents + 1]`, a memory map: bytes of text before document d.
         document_keys: uint64 `[documents]`, a memory map: equal for documents of equal text.
-        checksum: Of the tokens, as `bmburst.checksum.text_of` has it; None in files of earlier versions.
+        checksum: Of the tokens, as `bmburst.checkpoint.checksum.text_of` has it; None in files of earlier versions.
     """
 
     path: Path

@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.checksum import sealed, text_of
+from bmburst.checkpoint.checksum import sealed, text_of
 from bmburst.data.sources import Document
 from bmburst.data.token_file import MAGIC, PREAMBLE, VERSION, TokenFile, padded
 from bmburst.data.tokenizer import Tokenizer

@@ -183,7 +183,7 @@ def test_the_strategy_of_that_name(nodes, size, heads, kv_heads):
 def test_inside_an_exchange_of_heads(monkeypatch):
     """Neighbours exchange heads, and their groups form a double ring: every rank's ring is one of two."""
     choose = bmburst.attention.call.choose_strategy
-    double = lambda *a: replace(choose(*a), heads=2, outer="double-ring")  # noqa: E731
+    double = lambda *a: replace(choose(*a), ulysses_degree=2, outer="double-ring")  # noqa: E731
     monkeypatch.setattr(bmburst.attention.call, "choose_strategy", double)
 
     def body(comm):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import bmburst
-from bmburst.attention.recording import recording
+from bmburst.attention.graphs import recording
 from bmburst.comm import transports
 from bmburst.comm.groups import communicator
 from bmburst.comm.local import run_ranks

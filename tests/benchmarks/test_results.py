@@ -16,7 +16,7 @@ from benchmarks.engine.results import FAILED, OK, REFUSED, Results
 from benchmarks.engine.table import markdown, row_line
 from benchmarks.engine.timing import LEAST, Times, in_turns, quotient
 from bmburst.amounts import short
-from bmburst.attention.recording import CALLS
+from bmburst.attention.graphs import CALLS
 from bmburst.errors import UserError
 
 HEADER = {

@@ -278,7 +278,7 @@ def test_layers_are_compared_with_the_tensors_before_they_are_listed(
 ) -> None:
     _whole(_directory(tmp_path))
     _config(num_hidden_layers=9000)(tmp_path)
-    monkeypatch.setattr("bmburst.hugging_face.expected_shapes", lambda _: pytest.fail("all were listed"))
+    monkeypatch.setattr("bmburst.checkpoint.hugging_face.expected_shapes", lambda _: pytest.fail("all were listed"))
     with pytest.raises(UserError, match=r"has 2\d tensors, its config\.json says 9000 layers"):
         check(tmp_path, replace(CONFIG, num_layers=9000))
 

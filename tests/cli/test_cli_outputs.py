@@ -166,8 +166,9 @@ def test_refused_before_any_work(here, capsys, monkeypatch, argv, expected):
     def worked(*_args, **_options):
         pytest.fail("work was begun")
 
-    for work in ("plan.search.search", "plan.calibrate.run.calibrate", "plan.accuracy.compare", "bench.start.run_job"):
+    for work in ("plan.search.search", "plan.calibrate.run.calibrate", "plan.accuracy.compare"):
         monkeypatch.setattr(f"bmburst.{work}", worked)
+    monkeypatch.setattr("benchmarks.engine.job.run_job", worked)
     for name in ("latin", "latin.toml"):
         (here / name).write_bytes(b"text\xe9 text")
     (here / "list.json").write_text("[1]")

@@ -14,7 +14,7 @@ import torch
 
 import bmburst
 from bmburst.attention import call, heads
-from bmburst.attention.succession import Succession
+from bmburst.attention.graphs import Succession
 from bmburst.comm import cuda_driver, peer
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
 from bmburst.comm.local import run_ranks

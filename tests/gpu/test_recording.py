@@ -6,7 +6,7 @@ import torch
 import bmburst
 from benchmarks.engine.machine import kept_by_graphs
 from bmburst.attention import heads
-from bmburst.attention.recording import CALLS, _studio, forget, recording
+from bmburst.attention.graphs import CALLS, _studio, forget, recording
 from bmburst.comm.groups import communicator
 from bmburst_ops.flash import blind, varlen
 from tests.gpu.test_transports import GPUS, run

@@ -17,7 +17,7 @@ from bmburst.errors import UserError
 from bmburst.numbers import whole_number
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.schedule.mask import Mask
-from bmburst.sequence_parts import (
+from bmburst.sequence.parts import (
     batch_facts,
     dimension_of,
     fitting,
@@ -308,7 +308,7 @@ def shard(
             of tokens, `x` cannot hold the padding's value, or the ranks disagree or hold different tensors.
     """
     if torch.compiler.is_compiling():
-        from bmburst.uncompiled import shard as run
+        from bmburst.sequence.uncompiled import shard as run
 
         return run(x, dim, layout, group, pad_value, mask)
     comm = resolve_group(group)
@@ -353,7 +353,7 @@ def unshard(
         UserError: The layout is unknown, the length or the mask does not fit the local tokens, or the ranks disagree.
     """
     if torch.compiler.is_compiling():
-        from bmburst.uncompiled import unshard as run
+        from bmburst.sequence.uncompiled import unshard as run
 
         return run(x_local, dim, layout, group, length, mask)
     comm = resolve_group(group)

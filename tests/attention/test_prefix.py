@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.attention import beginning, function
+from bmburst.attention import function, prefix
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst.recompute import checkpoint
@@ -30,8 +30,8 @@ CASES = [  # ranks, layout, fraction, strategy
 @pytest.fixture
 def calls(monkeypatch):
     """The attentions carried out: of whole sequences, and of beginnings."""
-    found = {"whole": [], "beginning": []}
-    for name, module in (("whole", function), ("beginning", beginning)):
+    found = {"whole": [], "prefix": []}
+    for name, module in (("whole", function), ("prefix", prefix)):
         real = module.forward
         monkeypatch.setattr(
             module, "forward", lambda call, *a, r=real, n=name: found[n].append((call, a[0].shape)) or r(call, *a)
@@ -65,8 +65,8 @@ def test_gradients_are_those_of_the_definition(calls, size, layout, fraction, st
     for gradients in found:
         for ours, wanted in zip(gradients, expected[2:], strict=True):
             torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
-    assert len(calls["whole"]) == len(calls["beginning"]) == size
-    (whole_call, shape), (call, part) = calls["whole"][0], calls["beginning"][0]
+    assert len(calls["whole"]) == len(calls["prefix"]) == size
+    (whole_call, shape), (call, part) = calls["whole"][0], calls["prefix"][0]
     assert part[1] == min(shape[1] - 1, round((1 - fraction) * shape[1])) < shape[1]
     before, after = (sum(rank_areas(c.layout, c.length, c.mask)) for c in (whole_call, call))
     assert after < before * (1.3 if mask == "causal" else 2) * (part[1] / shape[1]) ** (2 if mask == "causal" else 1)
@@ -82,7 +82,7 @@ def test_half_of_a_zigzag_sequence_is_a_quarter_of_the_work(calls):
         checkpoint("block-keep-attention:0.5", attend, q, k, v).backward()
 
     run_ranks(size, body)
-    whole, call = calls["whole"][0][0], calls["beginning"][0][0]
+    whole, call = calls["whole"][0][0], calls["prefix"][0][0]
     before, after = (rank_areas(c.layout, c.length, c.mask) for c in (whole, call))
     assert sum(after) / sum(before) == pytest.approx(1 / 4, rel=0.01)
     assert max(after) / max(before) == pytest.approx((2 - 1 / size) / 4, rel=0.01)
@@ -96,7 +96,7 @@ def test_all_layers_compute_one_beginning(calls):
     x = torch.randn(1, 16, 2, 8)
     bmburst.burst_attention(x, x, x)
     call = calls["whole"][0][0]
-    first, second, longer = (beginning.Beginning.before(kept, call, x, x, x).call for kept in (0.5, 0.5, 0.25))
+    first, second, longer = (prefix.Beginning.before(kept, call, x, x, x).call for kept in (0.5, 0.5, 0.25))
     assert first is second and first != call
     assert longer.length > first.length and longer != first
 

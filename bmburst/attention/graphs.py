@@ -15,12 +15,14 @@ spare.
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from bmburst.comm.streams import On
+from bmburst.comm.streams import On, Order
+from bmburst.comm.transports import release_boxes
 from bmburst_ops.flash.vectors import held
 
 # Bytes: during a recording torch's cache does not give way. Masks of several tiles take five or six times the sums that
@@ -107,3 +109,71 @@ def _record(work: Callable[[], None], varying: int) -> tuple[Any, object]:
 def _studio(stream: Any) -> tuple[Any, Any]:
     """Return where work of a stream is recorded: a stream like it, and memory for its graphs, which never overlap."""
     return torch.cuda.Stream(stream.device, priority=stream.priority), torch.cuda.MemPool()
+
+
+_PRIORITIES = (-1, -2, -2)
+"""Of the turns before the last one, from the end, two streams alternating further ahead. Copies between ranks have a
+higher one."""
+
+
+class Succession:
+    """A stream for each turn, the last one's being the current stream; on CPUs, or for one turn alone, nothing.
+
+    What is launched in a turn comes after everything launched before this was made. Its results may be used after
+    `join`.
+
+    Args:
+        device: Where the kernels run.
+        turns: How many there will be.
+    """
+
+    def __init__(self, device: torch.device, turns: int) -> None:
+        self._current: Any = None
+        self._before: tuple[Any, ...] = ()
+        if device.type == "cuda" and turns > 1:
+            self._current = torch.cuda.current_stream(device)
+            streams = _streams(device)
+            self._before = tuple(streams[_place(turns, turn)] for turn in range(turns - 1))
+            self._beginning = self._current.record_event()
+            self._begun = set[Any]()
+
+    def turn(self, i: int) -> AbstractContextManager[None]:
+        """Return a context in which the stream of turn `i` is the current one."""
+        if i >= len(self._before):
+            return nullcontext()
+        if (stream := self._before[i]) not in self._begun:  # not before: what comes first is not to wait for the host
+            self._begun.add(stream)
+            stream.wait_event(self._beginning)
+        return On(stream)
+
+    def join(self) -> None:
+        """Let the current stream wait for all that was launched."""
+        if self._before:
+            Order().after(self._current, *set(self._before))
+
+
+def _place(turns: int, turn: int) -> int:
+    """Return which stream a turn before the last has."""
+    ahead = turns - 2 - turn
+    return ahead if ahead < 1 else 1 + (ahead - 1) % 2
+
+
+@lru_cache(maxsize=64)
+def _streams(device: torch.device) -> tuple[Any, ...]:
+    """Return a device's streams: always the same, since torch keeps free memory for each stream apart."""
+    return tuple(torch.cuda.Stream(device, priority=priority) for priority in _PRIORITIES)
+
+
+def empty_cache() -> None:
+    """Give back the GPU memory that calls of `burst_attention` keep for the next, and what torch's cache holds.
+
+    Attention keeps the boxes of transport "peer", outside of torch's cache and as large as the largest call so far
+    needed them, and what CUDA graphs of its kernels read and write. Call this between phases of a program where one has
+    longer sequences or more ranks a group than the next, before the groups of the last are destroyed: boxes of a group
+    that is gone stay until the process ends. Later calls take new memory.
+
+    Every rank must call it, at the same point of the program. It waits for the GPU.
+    """
+    release_boxes()
+    forget()
+    torch.cuda.empty_cache()

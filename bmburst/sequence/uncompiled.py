@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bmburst.sequence import shard as _shard
-from bmburst.sequence import unshard as _unshard
+from bmburst.sequence.shards import shard as _shard
+from bmburst.sequence.shards import unshard as _unshard
 
 shard: Callable[..., Tensor] = torch.compiler.disable(_shard)
 unshard: Callable[..., Tensor] = torch.compiler.disable(_unshard)

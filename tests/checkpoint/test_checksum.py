@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from bmburst import checksum
+from bmburst.checkpoint import checksum
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (0, 5), (7, 13), (100, 70_001)])

@@ -3,7 +3,7 @@
 CRC-32 detects every change of one bit, and every burst of up to 32 bits, whatever the length of the file; of other
 damage it misses one case in 2**32. It guards against accidents, not against somebody who changes a file on purpose.
 
-    python -m bmburst.checksum FILE ...
+    python -m bmburst.checkpoint.checksum FILE ...
 
 prints the checksum of each file, and how fast it was computed.
 """

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from bmburst.attention import recording as module
-from bmburst.attention.recording import Recording, recording
+from bmburst.attention import graphs as module
+from bmburst.attention.graphs import Recording, recording
 from bmburst_ops.flash import vectors
 from bmburst_ops.flash.vectors import Sent, held, send
 

@@ -1,0 +1,6 @@
+"""Splitting sequences over ranks and joining them: `shard`, `unshard`, and `SequenceShard` for batches."""
+
+from bmburst.sequence.shards import Ids, SequenceShard, ShardedBatch, shard, unshard
+from bmburst_ops.constants import IGNORE_INDEX
+
+__all__ = ["IGNORE_INDEX", "Ids", "SequenceShard", "ShardedBatch", "shard", "unshard"]
