@@ -40,7 +40,9 @@ def describe(*tensors: Tensor) -> str:
 def contents(tensor: Tensor) -> str:
     """Return a short text that differs for tensors that hold other numbers: `#1a2b3c4d`. Waits for their device."""
     data = tensor.detach().cpu().reshape(-1)
-    dense = torch.empty(len(data), dtype=data.dtype).copy_(data)  # of one element any stride counts as contiguous
+    dense = torch.empty(len(data), dtype=data.dtype, device="cpu").copy_(
+        data
+    )  # of one element any stride counts as contiguous
     return f"#{zlib.crc32(dense.view(torch.uint8).numpy().tobytes()):08x}"
 
 
