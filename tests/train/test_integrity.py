@@ -3,9 +3,11 @@
 import contextlib
 import io
 import json
+import math
 import random
 import resource
 import shutil
+import signal
 
 import pytest
 
@@ -18,6 +20,7 @@ from bmburst.convert.run import convert
 from bmburst.errors import RunError, UserError
 from bmburst.outputs import require_space
 from bmburst.train.config import DataConfig, TrainConfig
+from bmburst.train.eval_config import EvalConfig
 from bmburst.train.text import open_text
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
@@ -161,6 +164,12 @@ def _tokens(folder):
             program_corpus(folder, first, DataConfig(**source))
     together(lambda: None)
     program_corpus(folder, first, DataConfig(**source, verify=False))
+    # An evaluation reads them on one rank, and every rank hears of it.
+    from bmburst.train import evaluate
+
+    saved = first.save()
+    with pytest.raises(UserError, match="is damaged: the checksum of its tokens is crc32:"):
+        evaluate.run(EvalConfig(checkpoint=saved, data=str(damaged), sequence_length=48))
 
 
 def program_corpus(folder, first, data):
@@ -255,6 +264,14 @@ def _never(folder):
         ours = trainer(folder, f"skips-{every}", max_skipped_steps=1, checkpoint_every=every, steps=4)
         if every:
             ours.save()
-        ours._skips._in_row = 1
+        original = ours.model.loss
+        ours.model.loss = lambda *args, original=original, **kwargs: original(*args, **kwargs) * math.nan
         with pytest.raises(RunError, match=advice):
-            ours._skips.require(lambda run=ours.folder: checkpoint.newest_complete(run) is not None)
+            ours.train()
+    # One that is asked to stop saves nothing either.
+    ours = trainer(folder, "stopped", checkpoint_every=None, steps=9)
+    ours._stop.signum = signal.SIGTERM
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        ours.train()
+    assert ours.steps_done == 1 and "nothing is saved" in said.getvalue()
+    assert not (folder / "stopped" / "checkpoints").exists()
