@@ -103,12 +103,12 @@ def save(
         together(finish)
     except (UserError, OSError) as error:  # on all ranks
         cause = error.__cause__ if isinstance(error, UserError) else error
-        room = _room(run_folder, model) if isinstance(cause, OSError) and cause.errno in FULL else ""
         if is_writer:  # before any rank ends, and the others with it
             shutil.rmtree(partial, ignore_errors=True)
         bmt.synchronize()
         if not isinstance(cause, OSError):
             raise
+        room = _room(run_folder, model) if cause.errno in FULL else ""  # without what was just removed
         raise UserError(
             f"cannot write the checkpoint {target}: {cause.strerror}\n"
             f"fix: {room or 'give the right to write'}, then --resume continues the run{_from(run_folder)}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, read_documents
-from bmburst.data.token_file import VERSION, TokenFile, is_token_file
+from bmburst.data.token_file import CACHED, VERSION, TokenFile, is_token_file
 from bmburst.data.token_writer import write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from bmburst.errors import UserError
@@ -150,7 +150,7 @@ def _cached(cache_dir: str | Path, text: Text, text_field: str) -> Path:
         texts.append([str(file.path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
     key = json.dumps([VERSION, text.tokenizer.identity, text_field, texts])
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-    return Path(cache_dir) / f"corpus-{digest[:24]}.tokens"
+    return Path(cache_dir) / f"{CACHED}{digest[:24]}.tokens"
 
 
 def _size(path: Path) -> int:

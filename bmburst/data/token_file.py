@@ -13,6 +13,7 @@ Layout, little-endian:
 Files of earlier versions have no checksums and are read without.
 """
 
+import shlex
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from bmburst.errors import UserError
 
 MAGIC = b"bmburst tokens\n\0"
 VERSION = 1
+CACHED = "corpus-"
+"""How the names of token files begin that `open_corpus` keeps in a cache, and makes again where they are missing."""
 PREAMBLE = struct.Struct("<16sQQ32x")
 _KEYS = frozenset(  # before there were checksums
     {"version", "dtype", "tokens", "documents", "text_bytes", "max_id", "fingerprint", "tokenizer"}
@@ -237,4 +240,6 @@ def _damaged(path: Path, how: str) -> UserError:
 
 
 def _how_to_make(path: Path) -> str:
+    if path.name.startswith(CACHED):
+        return f"remove it: the next run makes it again from its text: rm {shlex.quote(str(path))}"
     return f"make it again: bmburst data --input TEXT --output {path}"

@@ -94,6 +94,33 @@ def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys,
     assert seen == [True]
 
 
+def test_what_another_run_wrote_before_the_lock_counts(launches, capsys, tmp_path, monkeypatch):
+    hold, run = train._hold, tmp_path / "run"
+    checkpoint(started(tmp_path, steps="9"), 4)
+
+    def later(change):
+        def held_late(stack, folder):
+            change()
+            hold(stack, folder)
+
+        monkeypatch.setattr(train, "_hold", held_late)
+
+    later(lambda: started(tmp_path, steps="20"))
+    assert main(["train", "--output", "run", "--resume"]) == 0
+    assert launches.config()["steps"] == 20
+    later(lambda: (tmp_path / "new" / "metrics.jsonl").write_text("{}\n"))
+    assert "not empty, it holds metrics.jsonl" in refused(capsys, "train", "--output", "new")
+    assert len(launches) == 1 and [path.name for path in (tmp_path / "new").iterdir()] == ["metrics.jsonl"]
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.json"]
+
+
+def test_a_rank_without_our_launcher_looks_for_room(trained, as_rank, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("bmburst.outputs.free_bytes", lambda _: 1000)
+    as_rank(0, 2)
+    assert "are free there, and the run writes" in refused(capsys, "train", "--output", "out")
+    assert trained == [] and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("lock", [LOCK_FILE, TRAINING_LOCK])
 def test_the_lock_of_a_killed_run_does_not_block(launches, tmp_path, lock):
     (tmp_path / "run").mkdir()

@@ -168,3 +168,13 @@ def test_command_refuses(tmp_path, folder):
     args = parser.parse_args(["--input", str(folder), "--output", str(tmp_path / "out"), "--tokenizer", "byts"])
     with pytest.raises(UserError, match="did you mean 'bytes'"):
         data_command.run(args)
+
+
+def test_a_damaged_file_of_the_cache_says_to_remove_it(tmp_path, folder):
+    made = open_corpus(folder, "bytes", tmp_path / "a cache")
+    whole = made.path.read_bytes()
+    made.path.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=r"is damaged: .*\nremove it: .* rm '.*corpus-.*\.tokens'$"):
+        open_corpus(folder, "bytes", tmp_path / "a cache")
+    made.path.unlink()
+    assert open_corpus(folder, "bytes", tmp_path / "a cache").path.read_bytes() == whole

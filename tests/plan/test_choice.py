@@ -15,7 +15,7 @@ from bmburst.mesh import Mesh, MeshShape
 from bmburst.plan.candidates import Candidate, way_of
 from bmburst.plan.choice import choose
 from bmburst.plan.first_layers import of_first_layers, with_margin
-from bmburst.plan.memory import memory_of, taken
+from bmburst.plan.memory import HOST_SHARE, memory_of, taken
 from bmburst.plan.search import predict, search
 from bmburst.plan.table import options
 from bmburst.plan.task import Task
@@ -268,6 +268,15 @@ def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
         decide(offload, 2, monkeypatch, [1, 1])
     assert len(str(caught.value).splitlines()) <= 3
     assert "are kept in reserve" in str(caught.value)
+    hardware = hardware_like("")
+    needed = memory_of(memory_plan.planned(offload, 2, 1, hardware), hardware).in_host
+    for share, fits in ((1.01, False), (1.01 / HOST_SHARE, True)):  # what is free is not all for the run
+        monkeypatch.setattr(memory_plan, "available_bytes", lambda share=share: int(share * needed))
+        if fits:
+            assert decide(offload, 2, monkeypatch, [1, 1]) == ["block+offload"] * 2
+        else:
+            with pytest.raises(UserError, match="are kept in reserve"):
+                decide(offload, 2, monkeypatch, [1, 1])
     assert decide(config(recompute="block"), 2, monkeypatch, []) == ["block"] * 2
 
 

@@ -307,6 +307,19 @@ def test_a_stopped_rank_is_named_and_not_who_waits_for_it(start):
     assert len(lines) == 3
 
 
+def test_a_stopped_rank_that_nobody_waits_for_ends_the_run(start):
+    """The other rank has ended in order, so no timer of a rank that waits can fire."""
+    text = """
+        import os, signal
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        """
+    status, _, err = ended(start(text, "--hang-timeout", "1"))
+    assert status == 1
+    assert f"rank 1 on {socket.gethostname()} is stopped" in err and "after 1 s" in err and "--hang-timeout" in err, err
+    assert len(err.splitlines()) == 2
+
+
 def test_a_stopped_rank_of_another_node_is_named(start):
     with held_port() as port:
         address = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}", "--hang-timeout=4")

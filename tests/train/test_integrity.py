@@ -3,9 +3,11 @@
 import contextlib
 import io
 import json
+import math
 import random
 import resource
 import shutil
+import signal
 
 import pytest
 
@@ -18,6 +20,7 @@ from bmburst.convert.run import convert
 from bmburst.errors import RunError, UserError
 from bmburst.outputs import require_space
 from bmburst.train.config import DataConfig, TrainConfig
+from bmburst.train.eval_config import EvalConfig
 from bmburst.train.text import open_text
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
@@ -161,6 +164,12 @@ def _tokens(folder):
             program_corpus(folder, first, DataConfig(**source))
     together(lambda: None)
     program_corpus(folder, first, DataConfig(**source, verify=False))
+    # An evaluation reads them on one rank, and every rank hears of it.
+    from bmburst.train import evaluate
+
+    saved = first.save()
+    with pytest.raises(UserError, match="is damaged: the checksum of its tokens is crc32:"):
+        evaluate.run(EvalConfig(checkpoint=saved, data=str(damaged), sequence_length=48))
 
 
 def program_corpus(folder, first, data):
@@ -181,18 +190,23 @@ def _fills_the_disk(folder):
     ours.step()
     sizes = sorted({path.stat().st_size for path in first.iterdir()})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoint.free_bytes = lambda at: len(list(at.rglob(".step-*")))  # told without the unfinished one
     for most in (1, sizes[0] // 2, sizes[-2] - 1, sizes[-1] - 1):
         if ours.is_main:  # the other rank writes nothing, and must hear of it
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-        with pytest.raises(UserError, match=r"cannot write the checkpoint .*step-000001: File too large") as caught:
-            ours.save()
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        try:
+            with pytest.raises(UserError, match=r"cannot write the checkpoint .*step-000001: File too large") as caught:
+                ours.save()
+        finally:  # a failure is written to a file too
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         text = str(caught.value)
-        assert "make room: a checkpoint needs " in text and " are free" in text and "from step-000000" in text
+        assert "make room: a checkpoint needs " in text and ", and 0 bytes are free" in text
+        assert "from step-000000" in text
         assert len(text.splitlines()) <= 3
         assert [path.name for path in first.parent.iterdir()] == [first.name]
         assert {path: path.read_bytes() for path in first.iterdir()} == before
         checkpoint_files.require_whole(first)
+        together(lambda: None)  # or the next one is begun while the other rank looks
     assert ours.save().name == "step-000001"
 
 
@@ -255,6 +269,14 @@ def _never(folder):
         ours = trainer(folder, f"skips-{every}", max_skipped_steps=1, checkpoint_every=every, steps=4)
         if every:
             ours.save()
-        ours._skips._in_row = 1
+        original = ours.model.loss
+        ours.model.loss = lambda *args, original=original, **kwargs: original(*args, **kwargs) * math.nan
         with pytest.raises(RunError, match=advice):
-            ours._skips.require(lambda run=ours.folder: checkpoint.newest_complete(run) is not None)
+            ours.train()
+    # One that is asked to stop saves nothing either.
+    ours = trainer(folder, "stopped", checkpoint_every=None, steps=9)
+    ours._stop.signum = signal.SIGTERM
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        ours.train()
+    assert ours.steps_done == 1 and "nothing is saved" in said.getvalue()
+    assert not (folder / "stopped" / "checkpoints").exists()

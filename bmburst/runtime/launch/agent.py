@@ -20,6 +20,7 @@ from bmburst.runtime.launch.spec import LaunchSpec, Meeting
 
 RANK_SCRIPT = Path(__file__).parents[1] / "rank.py"
 _POLL = 0.05  # seconds
+_LOOK = 1.0  # seconds between two looks for stopped ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +47,14 @@ class Outcome:
     Attributes:
         failed: The failed ranks.
         error: What kept ranks from starting.
-        stopped: Local ranks that were stopped, as by SIGSTOP, when the first one failed.
+        stopped: Local ranks that were stopped, as by SIGSTOP, when the first one failed or the launcher ended them.
+        stood_still: Whether the launcher ended the run because a rank stayed stopped.
     """
 
     failed: list[RankEnd] = field(default_factory=list)
     error: Exception | None = None
     stopped: list[int] = field(default_factory=list)
+    stood_still: bool = False
 
 
 def rank_command(command: Sequence[str]) -> list[str]:
@@ -146,9 +149,13 @@ class AgentThread(threading.Thread):
     def _wait(self) -> None:
         enforced: list[int] = []
         deadline = float("inf")
+        watch = _StoppedRanks(self._spec.hang_timeout)
         while None in (statuses := [process.poll() for process in self._ranks]):
             living = [rank for rank, status in enumerate(statuses) if status is None]
-            if deadline == float("inf") and any(statuses):
+            if deadline == float("inf") and (
+                any(statuses) or watch.overdue([self._ranks[rank].pid for rank in living])
+            ):
+                self.outcome.stood_still = not any(statuses)
                 self.outcome.stopped = [rank for rank in living if guard.is_stopped(self._ranks[rank].pid)]
                 deadline = time.monotonic() + processes.GRACE
                 for rank in living:
@@ -169,3 +176,28 @@ class AgentThread(threading.Thread):
             for rank, process in enumerate(self._ranks)
             if process.returncode
         ]
+
+
+class _StoppedRanks:
+    """Notices a rank that stays stopped for longer than the hang timeout.
+
+    The timer of a stopped rank does not fire. The timers of ranks that wait for it do, but there may be none: the others
+    may have ended.
+
+    Args:
+        limit: The hang timeout in seconds; 0: no limit.
+    """
+
+    def __init__(self, limit: float) -> None:
+        # The ranks that wait have the first word: their stacks say where.
+        self._limit = limit + processes.GRACE if limit else float("inf")
+        self._next_look = time.monotonic()
+        self._since: dict[int, float] = {}
+
+    def overdue(self, pids: Sequence[int]) -> bool:
+        """Return whether one of the processes has been stopped for too long."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK
+            self._since = {pid: self._since.get(pid, now) for pid in pids if guard.is_stopped(pid)}
+        return any(now - since > self._limit for since in self._since.values())

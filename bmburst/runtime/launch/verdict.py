@@ -22,6 +22,7 @@ _BETWEEN = ("/bmtrain/", "/torch/")
 _OWN_FILES = ("/bmburst/runtime/rank.py", "<frozen runpy>")
 _MOST_FRAMES = 30
 _NOT_FOUND, _BAD_INPUT, _FAILED = "", 2, 1
+_STEP_ADVICE = "a step that takes longer is no hang: --hang-timeout SECONDS changes the limit, 0 lifts it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +55,9 @@ def judge(
     hung = _dumps(folder, "hang")
     if hung:
         return Verdict(status=_FAILED, message=_hang_message(spec, outcome, folder, stopped_elsewhere))
+    if outcome.stood_still:
+        line = _stopped_line(_absent(spec, outcome, stopped_elsewhere), spec.hang_timeout)
+        return Verdict(status=_FAILED, message=f"{line}\n{_STEP_ADVICE}")
     error = _first_error(folder)
     failed = [end for end in outcome.failed if error is None or end.local_rank != error["local_rank"]]
     killed = [_killed_message(end, folder) for end in failed if _was_killed(end, folder)]
@@ -131,21 +135,17 @@ def _hang_message(spec: LaunchSpec, outcome: Outcome, folder: Path, stopped_else
     first = spec.node_rank * spec.nproc
     hung = _dumps(folder, "hang")
     dumps = {first + local_rank: text for local_rank, text in (_dumps(folder, "stood") | hung).items()}
-    absent = {first + local_rank: socket.gethostname() for local_rank in outcome.stopped} | dict(stopped_elsewhere)
+    absent = _absent(spec, outcome, stopped_elsewhere)
     earliest = first + next(iter(hung))
     limit, starting = spec.hang_timeout, _fired_in_start(hung[earliest - first], spec)
     if starting:
         limit = spec.start_limit
     advice = (
-        "a start that takes longer is no hang: --start-timeout SECONDS changes the limit"
-        if starting
-        else "a step that takes longer is no hang: --hang-timeout SECONDS changes the limit, 0 lifts it"
+        "a start that takes longer is no hang: --start-timeout SECONDS changes the limit" if starting else _STEP_ADVICE
     )
     what = "did not take its first step within" if starting else "made no progress for"
     if absent:
-        names = ", ".join(f"{rank} on {host}" for rank, host in sorted(absent.items()))
-        lines = [f"bmburst: rank {names} is stopped (SIGSTOP, or a debugger), so the run was ended after {limit:g} s"]
-        shown = None
+        lines, shown = [_stopped_line(absent, limit)], None
     else:
         waiting = {rank for rank, text in dumps.items() if _collective(text)}
         away = sorted(set(dumps) - waiting) if waiting else []
@@ -165,6 +165,17 @@ def _hang_message(spec: LaunchSpec, outcome: Outcome, folder: Path, stopped_else
         if rank != shown and rank not in absent and _place(text):
             lines.append(f"rank {rank} {_position(text)}{_steps(folder, rank - first)}")
     return "\n".join([*lines, advice])
+
+
+def _absent(spec: LaunchSpec, outcome: Outcome, stopped_elsewhere: Mapping[int, str]) -> dict[int, str]:
+    """Return the stopped ranks of all nodes, with the names of their hosts."""
+    first = spec.node_rank * spec.nproc
+    return {first + local_rank: socket.gethostname() for local_rank in outcome.stopped} | dict(stopped_elsewhere)
+
+
+def _stopped_line(absent: Mapping[int, str], limit: float) -> str:
+    names = ", ".join(f"{rank} on {host}" for rank, host in sorted(absent.items()))
+    return f"bmburst: rank {names} is stopped (SIGSTOP, or a debugger), so the run was ended after {limit:g} s"
 
 
 def _fired_in_start(dump: str, spec: LaunchSpec) -> bool:
