@@ -286,6 +286,8 @@ class Terms(Chain):
         """A run that trains stops with a checkpoint, before that it ends."""
         (status,) = program.statuses
         allowed = {0, 128 + signal.SIGTERM} if fault.target == "launcher" else {0, 1}
+        if fault.target == "launcher" and fault.moment == "start":
+            allowed.add(-signal.SIGTERM)  # it may not listen for signals yet
         return [] if status in allowed else [f"status {status}: {program.last_words}"]
 
 

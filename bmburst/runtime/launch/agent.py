@@ -181,8 +181,8 @@ class AgentThread(threading.Thread):
 class _StoppedRanks:
     """Notices a rank that stays stopped for longer than the hang timeout.
 
-    The timer of a stopped rank does not fire. The timers of ranks that wait for it do, but there may be none: the others
-    may have ended.
+    The timer of a stopped rank does not fire. The timers of ranks that wait for it do, but there may be no such ranks:
+    the others may have ended.
 
     Args:
         limit: The hang timeout in seconds; 0: no limit.
