@@ -161,3 +161,33 @@ def test_a_name_that_needs_bmtrain_says_how_to_start_it(package, name):
 def test_files_hold_one_idea():
     long = {path.name: n for path in FILES if (n := len(path.read_text().splitlines())) > 400}
     assert not long, f"a file of more than 400 lines is two ideas: {long}"
+
+
+def test_few_modules_lie_straight_under_the_package():
+    found = sorted(path.name for path in (ROOT / "bmburst").glob("*.py"))
+    assert len(found) <= 12, f"more than 12 modules straight under bmburst: {found}"
+
+
+def test_imports_have_no_cycles():
+    """Modules that are imported at another one's top, directly or on the way, do not import that one at theirs."""
+    stem = lambda path: path.relative_to(ROOT).as_posix().removesuffix(".py").removesuffix("/__init__")  # noqa: E731
+    modules = {stem(path).replace("/", "."): path for path in FILES}
+    imported = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.parse(path.read_text()).body:
+            found = set(names([node])) & modules.keys()
+            if isinstance(node, ast.ImportFrom) and found > {node.module}:
+                found.discard(node.module)  # a package's module, not a name of the package
+            imported[name] |= found - {name}
+    done = set()
+
+    def visit(name, on_the_way):
+        assert name not in on_the_way, " -> ".join([*on_the_way[on_the_way.index(name) :], name])
+        if name in done:
+            return
+        for found in sorted(imported[name]):
+            visit(found, [*on_the_way, name])
+        done.add(name)
+
+    for name in sorted(modules):
+        visit(name, [])
