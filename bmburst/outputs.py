@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from bmburst.errors import UserError
 
@@ -44,6 +46,41 @@ def require_own(option: str, path: Path, what: str, is_own: Callable[[Path], boo
     except (OSError, ValueError):
         pass
     raise UserError(f"{option} {path}: is there, and no {what}\nfix: the name of a new file")
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Write a file or a folder whole or not at all: readers see the old one or the new one, never a part.
+
+    Args:
+        path: The file to make or replace, or the folder to make, which may be there and empty.
+        durable: Whether the file's bytes are on the disk before it takes its name.
+
+    Yields:
+        The path to write to, in the same folder. It takes the name of `path` if the block ends without an error, and
+        is removed otherwise.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
+    try:
+        yield partial
+        if durable:
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        partial.unlink(missing_ok=True)
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure as a PNG that `is_picture` knows, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=110, metadata=dict(PICTURE))
 
 
 def is_picture(path: Path) -> bool:

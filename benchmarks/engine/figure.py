@@ -1,6 +1,5 @@
 """What the benchmarks' pictures share: paper, colours of methods, axes, the file."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from benchmarks.engine.results import OK, ONE_GPU, C, Row
 from benchmarks.engine.table import Rows, by_method, columns_of
 from bmburst.amounts import short
-from bmburst.outputs import PICTURE
+from bmburst.outputs import save_picture
 
 _ALONE = {"color": "#000000", "linestyle": "--", "marker": ""}
 _OURS = ("#b2182b", "#d6604d", "#f4a582", "#e08214", "#8c510a", "#bf812d", "#c51b7d", "#de77ae", "#762a83", "#9970ab")
@@ -94,8 +93,6 @@ def _styles_of(methods: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a figure, whole or not at all, and return its path."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(temporary, format="png", dpi=110, metadata=dict(PICTURE))
-    temporary.replace(path)
+    """Write a figure and return its path."""
+    save_picture(figure, path)
     return path

@@ -1,7 +1,6 @@
 """Cells, and the file of a benchmark's results: what ran where, and a row for every cell that was tried."""
 
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from bmburst.config import read_json
 from bmburst.errors import UserError
+from bmburst.outputs import replacing
 
 if TYPE_CHECKING:
     from benchmarks.engine.kind import Kind
@@ -159,9 +159,8 @@ class Results(Generic[C]):
     def write(self, path: Path) -> None:
         """Replace the file at once: it is whole at any moment."""
         content = {"format": self.kind.format, "running": self.running, "runs": self.runs, "rows": self.rows}
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def put(self, cell: C, row: Row) -> None:
         """Keep a row under its cell's key, with the number of the run that is now."""

@@ -31,6 +31,7 @@ from benchmarks.faults.copies import SINGLE, Single
 from benchmarks.faults.inject import CHAINS, Bench, Chain
 from benchmarks.faults.nodes import nodes
 from benchmarks.faults.points import KINDS, Fault, Outcome, as_json, faults, outcome_of, record, table
+from bmburst.outputs import replacing
 
 _CLONE_NEWNS = 0x00020000  # linux/sched.h
 
@@ -78,9 +79,8 @@ class Log:
             (self._output.with_suffix(".json"), json.dumps(data, indent=1) + "\n"),
             (self._output, record(self.facts, self._planned, self.outcomes)),
         ):
-            part = path.with_name(f".{path.name}.part")
-            part.write_text(text)
-            part.replace(path)
+            with replacing(path) as partial:
+                partial.write_text(text)
 
     def go_on(self) -> list[Fault]:
         """Take up the outcomes of the JSON file that are of this list and commit; return the faults that are left."""

@@ -5,8 +5,8 @@ a JSON header and the numbers (https://github.com/huggingface/safetensors#format
 dictionary of everything.
 """
 
+import contextlib
 import json
-import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bmburst.comm.memory import bytes_of
 from bmburst.errors import UserError
+from bmburst.outputs import replacing
 
 Announced = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype of a tensor."""
@@ -35,16 +36,19 @@ class TensorWriter(ABC):
     """
 
     _file: BinaryIO
+    _opened: contextlib.ExitStack
 
     def __init__(self, path: Path, tensors: Iterable[Announced]) -> None:
         self._path = path
-        self._partial = path.with_name(f"{path.name}.partial")
         self._expected = list(tensors)
         self._written = self._bytes = 0
 
     def __enter__(self) -> Self:
-        self._file = self._partial.open("wb")
-        self._begin()
+        with contextlib.ExitStack() as stack:
+            partial = stack.enter_context(replacing(self._path, durable=True))
+            self._file = stack.enter_context(partial.open("wb"))
+            self._begin()
+            self._opened = stack.pop_all()
         return self
 
     def write_run(self, numbers: Tensor) -> None:
@@ -67,19 +71,13 @@ class TensorWriter(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        whole = kind is None and self._written == len(self._expected)
-        try:
-            with self._file:
-                self._end(whole=whole)
-                if whole:
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-            if whole:
-                self._partial.replace(self._path)
-        finally:
-            self._partial.unlink(missing_ok=True)
-        if kind is None and not whole:
-            raise ValueError(f"{self._path}: {self._written} of {len(self._expected)} tensors were written")
+        del kind, trace
+        whole = value is None and self._written == len(self._expected)
+        with self._opened:
+            self._end(whole=whole)
+            if not whole:  # an error keeps the file from taking its name
+                counts = f"{self._written} of {len(self._expected)} tensors were written"
+                raise value or ValueError(f"{self._path}: {counts}")
 
     @abstractmethod
     def _begin(self) -> None:
@@ -220,12 +218,8 @@ class SafetensorsWriter(TensorWriter):
 
 def write_text(path: Path, text: str) -> int:
     """Write a small file that appears under its name only when it is whole, and return its CRC-32."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
+    with replacing(path) as partial:
         partial.write_bytes(data := text.encode())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
     return zlib.crc32(data)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bmburst.errors import UserError
+from bmburst.outputs import replacing
 
 _MOST_JSON, _MOST_CONFIG = 256 << 20, 1 << 20  # bytes; YAML takes seconds for each MiB
 _MOST_DEPTH, _MOST_INTEGER = 64, 2**64
@@ -157,9 +157,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write an object as JSON; a reader sees the old file or the new one, never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _parse_json(path: Path, text: str) -> Any:

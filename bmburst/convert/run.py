@@ -21,6 +21,7 @@ from bmburst.convert.model_center import ModelCenterConfig, model_center_name
 from bmburst.convert.torch_file import TorchFileWriter
 from bmburst.data.tokenizer import require_tokenizer
 from bmburst.errors import UserError, require_known
+from bmburst.outputs import replacing
 
 FAMILIES = (HUGGING_FACE, "bmburst", MODEL_CENTER)
 DTYPES = ("float32", "float16", "bfloat16")
@@ -116,21 +117,16 @@ def convert(
     on_total(sum(tensor.nbytes for tensor in plan))
     whole = output.resolve()  # "." has no name to put another beside, and a link's target may be elsewhere
     carried, elsewhere = _to_carry(weights, target, tokenizer)
-    partial = whole.with_name(f".{whole.name}.{os.getpid()}.partial")
     try:
-        partial.mkdir(parents=True)
-        _write_weights(partial, weights, target, plan, part_bytes, on_bytes)
-        _write_config(partial, weights, target, plan)
-        for name, path in carried.items():
-            if not (partial / name).exists():
-                shutil.copyfile(path, partial / name)
-        if whole.exists():
-            whole.rmdir()
-        partial.rename(whole)
+        with replacing(whole) as partial:
+            partial.mkdir(parents=True)
+            _write_weights(partial, weights, target, plan, part_bytes, on_bytes)
+            _write_config(partial, weights, target, plan)
+            for name, path in carried.items():
+                if not (partial / name).exists():
+                    shutil.copyfile(path, partial / name)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}\nfix: make room, or name another place") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Converted(
         family=weights.family,
         tensors=len(plan),

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import secrets
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -18,7 +16,7 @@ from bmburst.data.sources import Document
 from bmburst.data.token_file import MAGIC, PREAMBLE, VERSION, TokenFile, padded
 from bmburst.data.tokenizer import Tokenizer
 from bmburst.errors import UserError
-from bmburst.outputs import FULL, amount, free_bytes
+from bmburst.outputs import FULL, amount, free_bytes, replacing
 
 # Text that is tokenized at a time: enough to keep every core busy, little enough to forget about.
 BATCH_CHARACTERS = 4 << 20
@@ -41,17 +39,14 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
         raise UserError(f"'{path}' is a directory\nname the file to write in it")
     if path.exists() and not path.is_file():  # the finished file takes the place of what is there
         raise UserError(f"'{path}' is a device or a pipe\nname a file of its own")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("xb") as file, tempfile.TemporaryFile(dir=path.parent) as rows:
-            try:
-                _Writer(file, rows, tokenizer).write(documents)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+        with (
+            replacing(path, durable=True) as partial,
+            tempfile.TemporaryFile(dir=path.parent) as rows,
+            partial.open("xb") as file,
+        ):
+            _Writer(file, rows, tokenizer).write(documents)
     except OSError as error:
         fix = "name a folder that you may write in"
         if error.errno in FULL:

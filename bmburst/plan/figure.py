@@ -1,6 +1,5 @@
 """The comparison as a picture: where each way's step goes, and its memory against the GPU's."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from bmburst.amounts import GIB, short
 from bmburst.errors import UserError
-from bmburst.outputs import PICTURE
+from bmburst.outputs import save_picture
 from bmburst.plan.search import Prediction
 from bmburst.plan.table import PARTS
 
@@ -79,9 +78,7 @@ def _memory(axes: Any, shown: Sequence[Prediction]) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        figure.savefig(temporary, format="png", dpi=110, metadata=dict(PICTURE))
-        temporary.replace(path)
+        save_picture(figure, path)
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written: {error.strerror}") from None

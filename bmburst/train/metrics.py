@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Protocol, TextIO
 
 from bmburst.config import parse_json
 from bmburst.errors import UserError
+from bmburst.outputs import replacing
 
 METRICS_FILE, EVALS_FILE, EVENTS_FOLDER = "metrics.jsonl", "evals.jsonl", "tensorboard"
 
@@ -195,9 +195,8 @@ def _open_lines(path: Path, first_step: int) -> TextIO:
     """Open a metrics file for adding lines, without those of `first_step` and later."""
     if path.exists():
         kept = [values for values in read_lines(path) if values["step"] < first_step]
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text("".join(json.dumps(values) + "\n" for values in kept), encoding="utf-8")
-        temporary.replace(path)
+        with replacing(path) as partial:
+            partial.write_text("".join(json.dumps(values) + "\n" for values in kept), encoding="utf-8")
     return path.open("a", encoding="utf-8")
 
 

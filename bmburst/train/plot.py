@@ -1,11 +1,10 @@
 """The loss plot of a run, drawn from its metrics files."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bmburst.outputs import PICTURE
+from bmburst.outputs import save_picture
 from bmburst.train.metrics import EVALS_FILE, METRICS_FILE, read_lines
 
 PLOT_FILE = "loss.png"
@@ -39,9 +38,7 @@ def plot_losses(folder: Path) -> Path | None:
     lower.grid(alpha=0.3)
 
     path = folder / PLOT_FILE
-    temporary = folder / f".{PLOT_FILE}.{os.getpid()}"
-    figure.savefig(temporary, format="png", dpi=110, metadata=dict(PICTURE))
-    temporary.replace(path)
+    save_picture(figure, path)
     return path
 
 

@@ -1,11 +1,11 @@
 """Numbers with their sources, and the file that holds them."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bmburst.errors import UserError
+from bmburst.outputs import replacing
 from bmburst.schedule.hardware import NUMBERS, hardware_from
 
 
@@ -62,13 +62,12 @@ def write(text: str, path: Path) -> None:
     Raises:
         UserError: It cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.exists() and not path.is_file():  # a pipe or a device, which a file must not take the place of
             path.write_text(text, encoding="utf-8")
             return
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        with replacing(path) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written: {error.strerror}") from None
 
