@@ -78,9 +78,9 @@ def burst_attention(
     tokens of its own heads; "gather" also holds all tokens of a few KV heads. Gradients are those of a loss that is
     the sum of the ranks' losses, once: `create_graph=True` is refused.
 
-    A NaN in q, k or v stays in its sample, and with kernels "reference" and "cpu" in its document, in outputs and in
-    gradients. Inside a document it may reach queries that do not see it: kernels multiply whole tiles, and a weight of
-    zero times NaN is NaN.
+    A NaN or an infinity in q, k or v stays in its sample and in its document (`bmburst.Documents`), in outputs and in
+    gradients. Inside a document a NaN may reach queries that do not see it: kernels multiply whole tiles, and a weight
+    of zero times NaN is NaN.
 
     Args:
         q: `[batch, local_tokens, heads, head_dim]`, any float dtype, any strides.

@@ -34,7 +34,7 @@ class BiasedReferenceKernel:
         for tile in _tiles(q, k, table, pairs, scale):
             part_lse = tile.scores.logsumexp(-1)
             weights = torch.exp(tile.scores - _finite(part_lse)[..., None])
-            part = torch.einsum("bhqk,bkhd->bqhd", weights, v[:, tile.keys].to(dtype))
+            part = _product(weights, v[:, tile.keys].to(dtype), tile.seen)
             merge_partials_(out[:, tile.queries], lse[:, :, tile.queries], part, part_lse)
         return Partial(out.to(q.dtype), lse)
 
@@ -60,13 +60,13 @@ class BiasedReferenceKernel:
         for tile in _tiles(q, k, table, pairs, scale):
             rows, columns = tile.queries, tile.keys
             row_lse, row_delta = (t[:, :, rows].to(dtype)[..., None] for t in (lse, delta))
-            weights = torch.exp(tile.scores - _finite(row_lse))
+            weights = torch.exp(tile.scores - _finite(row_lse)).masked_fill_(~tile.seen, 0.0)
             grads = grad_out[:, rows].to(dtype)
-            grad_v[:, columns] += torch.einsum("bhqk,bqhd->bkhd", weights, grads)
+            grad_v[:, columns] += _product(weights.mT, grads, tile.seen.mT)
             inner = torch.einsum("bqhd,bkhd->bhqk", grads, v[:, columns].to(dtype))
-            grad_scores = weights * (inner - row_delta)
-            grad_q[:, rows] += torch.einsum("bhqk,bkhd->bqhd", grad_scores, k[:, columns].to(dtype)) * scale
-            grad_k[:, columns] += torch.einsum("bhqk,bqhd->bkhd", grad_scores, q[:, rows].to(dtype)) * scale
+            grad_scores = (weights * (inner - row_delta)).masked_fill_(~tile.seen, 0.0)
+            grad_q[:, rows] += _product(grad_scores, k[:, columns].to(dtype), tile.seen) * scale
+            grad_k[:, columns] += _product(grad_scores.mT, q[:, rows].to(dtype), tile.seen.mT) * scale
             _add_by_bucket(grad_table, tile.buckets, grad_scores)
         found = BiasedGradients(grad_q, grad_k, grad_v, grad_table.to(accumulation_dtype(table.dtype)))
         return found.rounded(q, k, v, table) if rounded else found
@@ -75,13 +75,15 @@ class BiasedReferenceKernel:
 class _Tile(NamedTuple):
     """Some queries and keys that see each other.
 
-    `scores` are `[batch, heads, queries, keys]`, `-inf` where a key is not seen; `buckets` `[batch, queries, keys]`.
+    `scores` are `[batch, heads, queries, keys]`, `-inf` where a key is not seen; `buckets`, `[batch, queries, keys]`;
+    `seen`, which pairs see each other, `[batch, 1, queries, keys]`.
     """
 
     queries: slice
     keys: slice
     scores: Tensor
     buckets: Tensor
+    seen: Tensor
 
 
 def _tiles(q: Tensor, k: Tensor, table: Tensor, pairs: Pairs, scale: float) -> Iterator[_Tile]:
@@ -92,13 +94,27 @@ def _tiles(q: Tensor, k: Tensor, table: Tensor, pairs: Pairs, scale: float) -> I
         of_rows = pairs.queries.part(rows)
         for columns in _cuts(k.shape[1]):
             of_columns = pairs.keys.part(columns)
-            seen = visible(of_rows, of_columns)
+            seen = visible(of_rows, of_columns)[:, None]
             if not bool(seen.any()):
                 continue
             buckets = pairs.formula.buckets(of_rows, of_columns, pairs.relations)
             scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows].to(dtype), k[:, columns].to(dtype)) * scale
             scores += table[buckets].permute(0, 3, 1, 2)
-            yield _Tile(rows, columns, scores.masked_fill_(~seen[:, None], -torch.inf), buckets)
+            yield _Tile(rows, columns, scores.masked_fill_(~seen, -torch.inf), buckets, seen)
+
+
+def _product(weights: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
+    """Return `[batch, queries, heads, head_dim]`, weights `[batch, heads, queries, keys]` times rows.
+
+    A weight of 0 times NaN is NaN. So numbers of `rows` `[batch, keys, heads, head_dim]` that are not finite are left
+    out, and make NaN of the sums that see them alone.
+    """
+    lost = ~rows.isfinite()
+    if not bool(lost.any()):
+        return torch.einsum("bhqk,bkhd->bqhd", weights, rows)
+    found = torch.einsum("bhqk,bkhd->bqhd", weights, rows.masked_fill(lost, 0.0))
+    sees_lost = torch.einsum("bhqk,bkhd->bqhd", seen.to(rows.dtype).expand_as(weights), lost.to(rows.dtype)) > 0
+    return found.masked_fill(sees_lost, torch.nan)
 
 
 def _cuts(count: int) -> list[slice]:

@@ -12,10 +12,10 @@ import triton.language as tl
 
 from bmburst_ops.biased.triton_fixed_point import add_integers, unit_of
 from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, as_columns, as_rows, load_tokens, lookup_of, table_row_of
-from bmburst_ops.biased.triton_forward import common_bias, load_others, stop_of, with_bias
+from bmburst_ops.biased.triton_forward import common_bias, is_seen, load_others, stop_of, with_bias
 from bmburst_ops.biased.triton_runs import line_of, load_run
 from bmburst_ops.flash.triton_backward import load_queries, queries_of
-from bmburst_ops.flash.triton_forward import add_product, load_rows, matrix_of, product, store_rows
+from bmburst_ops.flash.triton_forward import add_product, add_seen_product, load_rows, matrix_of, product, store_rows
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -73,11 +73,18 @@ def _over_queries(
             query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, MASKED)
             scores = product(key, tl.trans(query), PRECISION) * bits_scale - level[None, :]
             others = as_columns(load_others(query_tokens, batch, first, batches, queries, QUERIES, KIND))
-            weights = tl.exp2(with_bias(scores, others, own, bias, table_row, lookup, KIND, PRECISION))
-            value_acc = add_product(value_acc, weights.to(grad_out.dtype), grad_out, PRECISION)
+            scores = with_bias(scores, others, own, bias, table_row, lookup, KIND, PRECISION)
+            weights = tl.exp2(scores)
             inner = product(value, tl.trans(grad_out), PRECISION)
             grad_scores = weights * (inner - row_delta[None, :])
-            key_acc = add_product(key_acc, grad_scores.to(query.dtype), query, PRECISION)
+            if KIND == "general":
+                seen = is_seen(scores)
+                grad_scores = tl.where(seen, grad_scores, 0.0)
+                value_acc = add_seen_product(value_acc, weights.to(grad_out.dtype), grad_out, seen, PRECISION)
+                key_acc = add_seen_product(key_acc, grad_scores.to(query.dtype), query, seen, PRECISION)
+            else:
+                value_acc = add_product(value_acc, weights.to(grad_out.dtype), grad_out, PRECISION)
+                key_acc = add_product(key_acc, grad_scores.to(query.dtype), query, PRECISION)
     return key_acc, value_acc
 
 
@@ -138,12 +145,18 @@ def _over_keys(
             value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
             scores = product(query, tl.trans(key), PRECISION) * bits_scale - level[:, None]
             others = as_columns(load_others(key_tokens, batch, first, batches, keys, KEYS, KIND))
-            weights = tl.exp2(with_bias(scores, own, others, bias, table_row, lookup, KIND, PRECISION))
+            scores = with_bias(scores, own, others, bias, table_row, lookup, KIND, PRECISION)
+            weights = tl.exp2(scores)
             inner = product(grad_out, tl.trans(value), PRECISION)
             grad_scores = weights * (inner - row_delta[:, None])
             if KIND == "common":
                 of_bias += tl.sum(grad_scores, 1)
-            acc = add_product(acc, grad_scores.to(key.dtype), key, PRECISION)
+            if KIND == "general":
+                seen = is_seen(scores)
+                grad_scores = tl.where(seen, grad_scores, 0.0)
+                acc = add_seen_product(acc, grad_scores.to(key.dtype), key, seen, PRECISION)
+            else:
+                acc = add_product(acc, grad_scores.to(key.dtype), key, PRECISION)
         if KIND == "common":
             add_integers(sum_row + kind, tl.sum(of_bias), unit_of(peaks, bits), kind >= 0)
     return acc

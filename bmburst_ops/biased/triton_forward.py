@@ -23,7 +23,15 @@ from bmburst_ops.biased.triton_formula import (
     table_row_of,
 )
 from bmburst_ops.biased.triton_runs import GENERAL, NEAR, line_of, load_run
-from bmburst_ops.flash.triton_forward import LN_2, add_product, load_rows, matrix_of, product, store_rows
+from bmburst_ops.flash.triton_forward import (
+    LN_2,
+    add_product,
+    add_seen_product,
+    load_rows,
+    matrix_of,
+    product,
+    store_rows,
+)
 
 
 @triton.jit
@@ -78,6 +86,12 @@ def with_bias(
         bucket = bucket_of(of_queries, of_keys, visible, lookup, PRECISION)
         scores = tl.where(visible, scores + bias_of(table_row, bucket, lookup[5], PRECISION), float("-inf"))
     return scores
+
+
+@triton.jit
+def is_seen(scores):
+    """Return which pairs of a block of `with_bias` see each other; a score that is NaN is of such a pair."""
+    return scores != float("-inf")
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -144,6 +158,9 @@ def _over_runs(
             fade = tl.exp2(peak - base)
             total = total * fade + tl.sum(weights, 1)
             value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-            acc = add_product(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
+            if KIND == "general":
+                acc = add_seen_product(acc * fade[:, None], weights.to(value.dtype), value, is_seen(scores), PRECISION)
+            else:
+                acc = add_product(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
             peak = higher
     return acc, total, peak

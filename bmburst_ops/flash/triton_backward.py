@@ -14,6 +14,7 @@ import triton.language as tl
 from bmburst_ops.flash.triton_forward import (
     NOT_SPECIALIZED,
     add_product,
+    add_seen_product,
     first_of_block,
     is_visible,
     key_ranges,
@@ -140,10 +141,15 @@ def _over_queries(
                 QUERIES, KEYS, MASK,
             )  # fmt: skip
             weights = tl.where(visible, weights, 0.0)
-        value_acc = add_product(value_acc, weights.to(grad.dtype), grad, PRECISION)
         inner = product(value, tl.trans(grad), PRECISION)
         grad_scores = weights * (inner - delta[None, :])
-        key_acc = add_product(key_acc, grad_scores.to(query.dtype), query, PRECISION)
+        if MASKED and (MASK == "rows" or MASK == "cells"):
+            grad_scores = tl.where(visible, grad_scores, 0.0)
+            value_acc = add_seen_product(value_acc, weights.to(grad.dtype), grad, visible, PRECISION)
+            key_acc = add_seen_product(key_acc, grad_scores.to(query.dtype), query, visible, PRECISION)
+        else:
+            value_acc = add_product(value_acc, weights.to(grad.dtype), grad, PRECISION)
+            key_acc = add_product(key_acc, grad_scores.to(query.dtype), query, PRECISION)
     return key_acc, value_acc
 
 
@@ -206,7 +212,11 @@ def _over_keys(
             weights = tl.where(visible, weights, 0.0)
         inner = product(grad_out, tl.trans(value), PRECISION)
         grad_scores = weights * (inner - row_delta[:, None])
-        acc = add_product(acc, grad_scores.to(key.dtype), key, PRECISION)
+        if MASKED and (MASK == "rows" or MASK == "cells"):
+            grad_scores = tl.where(visible, grad_scores, 0.0)
+            acc = add_seen_product(acc, grad_scores.to(key.dtype), key, visible, PRECISION)
+        else:
+            acc = add_product(acc, grad_scores.to(key.dtype), key, PRECISION)
     return acc
 
 

@@ -63,6 +63,27 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def add_seen_product(acc, a, b, visible, PRECISION: tl.constexpr):
+    """Return `acc + a b`, where a row of b that is not finite counts only for the rows of a that see it.
+
+    A weight of 0 times NaN is NaN, and a row that is hidden may be of another document. A row of the sum whose row of
+    a sees one that is not finite is NaN.
+
+    Args:
+        acc: fp32 `[ROWS, DIM]`.
+        a: `[ROWS, COLUMNS]`, 0 where hidden.
+        b: `[COLUMNS, DIM]`.
+        visible: Which rows see which, `[ROWS, COLUMNS]`.
+        PRECISION: See `add_product`.
+    """
+    is_finite = tl.abs(b.to(tl.float32)) < float("inf")
+    is_lost = tl.max(tl.where(is_finite, 0, 1), 1)
+    sees_lost = tl.max(tl.where(visible, is_lost[None, :], 0), 1)
+    acc = tl.where(sees_lost[:, None] > 0, float("nan"), acc)
+    return add_product(acc, a, tl.where(is_finite, b, 0.0).to(b.dtype), PRECISION)
+
+
+@triton.jit
 def matrix_of(tensor, strides, batch, head):
     """Return where the `[tokens, head_dim]` matrix of a batch and a head begins; strides of (batch, token, head)."""
     return tensor + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
@@ -224,6 +245,9 @@ def _over_keys(
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weights, 1)
         value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-        acc = add_product(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
+        if MASKED and (MASK == "rows" or MASK == "cells"):
+            acc = add_seen_product(acc * fade[:, None], weights.to(value.dtype), value, visible, PRECISION)
+        else:
+            acc = add_product(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
         peak = higher
     return acc, total, peak

@@ -1,0 +1,105 @@
+"""What is not a number stays among tokens that see each other, in every kernel, forward and backward."""
+
+import numpy as np
+import pytest
+import torch
+
+from bmburst_ops.biased import BiasedReferenceKernel, BiasedTritonKernel, Pairs
+from bmburst_ops.flash import CAUSAL, FULL, Band, Cells, Given, Segments, able_kernels, select_kernel
+from tests.ops.biased_oracle import draw, draw_bee
+from tests.ops.masks import visible
+from tests.ops.test_biased import ours
+from tests.ops.tiles import DEVICE
+
+LENGTHS = (5, 1, 9, 30, 3) if DEVICE == "cpu" else (5, 1, 300, 9, 130, 3)
+EDGES = tuple(np.cumsum((0, *LENGTHS)).tolist())
+WHERE = (0, EDGES[2] + 2, EDGES[4] + 1)  # in a document's middle, its beginning, and where it alone fills no block
+CELLS = Cells(
+    *(np.repeat(edges, LENGTHS) for edges in (EDGES[:-1], EDGES[1:])), *[np.array(EDGES)] * 2, np.eye(len(LENGTHS)) > 0
+)
+PATTERNS = {
+    "documents": Segments(CAUSAL, EDGES, EDGES),
+    "full documents": Segments(FULL, EDGES, EDGES),
+    "windows of documents": Segments(Band(4, 0), EDGES, EDGES),
+    "cells": CELLS,
+}
+DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+
+# The interpreter's.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
+
+
+def kernels(pattern):
+    q = torch.zeros(1, 1, 1, 64, dtype=DTYPE, device=DEVICE)
+    return {*able_kernels(q, q, needs=pattern.needs), "triton"}
+
+
+def passes(kernel, q, k, v, grad, pattern):
+    """Return output, statistics and gradients of a kernel."""
+    out, lse = kernel.forward(q, k, v, pattern=pattern, scale=0.2)
+    delta = (out.float() * grad.float()).sum(-1).transpose(1, 2).contiguous()
+    given = Given(grad, q, k, v, lse, delta)
+    gradients = kernel.backward(given, pattern=pattern, scale=0.2, deterministic=False)
+    return [out, lse.transpose(1, 2), *gradients]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
+@pytest.mark.parametrize(
+    ("pattern", "kernel"), [(name, kernel) for name, each in PATTERNS.items() for kernel in sorted(kernels(each))]
+)
+def test_stays_in_its_document(pattern, kernel, name, value):
+    pattern = PATTERNS[pattern]
+    generator = torch.Generator().manual_seed(0)
+    names, heads, count = ("q", "k", "v", "grad"), (4, 2, 2, 4), EDGES[-1]
+    clean = {
+        each: torch.randn(2, count, heads[at], 64, generator=generator).to(DEVICE, DTYPE)
+        for at, each in enumerate(names)
+    }
+    chosen = select_kernel(kernel, clean["q"], clean["k"], needs=pattern.needs)
+    wanted = passes(chosen, **clean, pattern=pattern)
+    assert all(x.isfinite().all() for x in wanted)
+    mask = visible(pattern, count, count).to(DEVICE)
+    for where in WHERE:
+        document = next(at for at, end in enumerate(EDGES[1:]) if where < end)
+        begin, end = EDGES[document : document + 2]
+        spoiled = {each: x.clone() for each, x in clean.items()}
+        spoiled[name][1, where, 1, 3] = value
+        found = passes(chosen, **spoiled, pattern=pattern)
+        for x, y in zip(found, wanted, strict=True):
+            assert torch.equal(x[0], y[0])  # another sample
+            assert torch.equal(x[1, :begin], y[1, :begin]) and torch.equal(x[1, end:], y[1, end:])
+        if kernel == "triton" and name == "v":
+            assert torch.equal(found[0][1, :, 2:4].isfinite().flatten(1).all(1), ~mask[:, where])
+        assert value == float("inf") or not all(x[1, begin:end].isfinite().all() for x in found)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
+@pytest.mark.parametrize("kernel", [BiasedReferenceKernel(), BiasedTritonKernel()], ids=lambda kernel: kernel.name)
+def test_stays_in_its_packed_instance(kernel, name):
+    """Of CPM-Bee: several instances in a sequence, told apart by `span`."""
+    batch = draw_bee(3, 2, 70 if DEVICE == "cpu" else 500)
+    formula, relations, tokens = ours(batch)
+    whole = draw(5, *batch.segment.shape, 2, 16, batch.rows)
+    q, k, v, table, grad = (t.to(DEVICE, torch.float32) for t in whole[:5])
+    pairs = Pairs(formula, relations, tokens, tokens)
+
+    def passes(q, k, v, grad):
+        out, lse = kernel.forward(q, k, v, table, pairs, scale=0.2)
+        delta = (out.float() * grad).sum(-1).transpose(1, 2).contiguous()
+        gradients = kernel.backward(grad, q, k, v, lse, delta, table, pairs, scale=0.2)
+        return [out, *gradients[:3]], gradients.table
+
+    clean = {"q": q, "k": k, "v": v, "grad": grad}
+    wanted, _ = passes(**clean)
+    for span in range(3):
+        where = int((batch.span[1] == span).nonzero()[0])
+        spoiled = {each: x.clone() for each, x in clean.items()}
+        spoiled[name][1, where, 1, 3] = float("nan")
+        found, table_gradient = passes(**spoiled)
+        others = (batch.span[1] != span).to(DEVICE)
+        for x, y in zip(found, wanted, strict=True):
+            assert torch.equal(x[0], y[0])
+            assert torch.equal(x[1, others], y[1, others])
+        assert not all(x.isfinite().all() for x in found)
+        assert not table_gradient[:, 1].isfinite().all()  # which all instances share
