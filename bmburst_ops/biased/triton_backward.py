@@ -15,7 +15,15 @@ from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, as_columns, as_ro
 from bmburst_ops.biased.triton_forward import common_bias, is_seen, load_others, stop_of, with_bias
 from bmburst_ops.biased.triton_runs import line_of, load_run
 from bmburst_ops.flash.triton_backward import load_queries, queries_of
-from bmburst_ops.flash.triton_forward import add_product, add_seen_product, load_rows, matrix_of, product, store_rows
+from bmburst_ops.flash.triton_forward import (
+    add_product,
+    add_seen_product,
+    has_nan,
+    load_rows,
+    matrix_of,
+    product,
+    store_rows,
+)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -40,14 +48,17 @@ def keys_kernel(
     value = load_rows(v_matrix, first, v_strides[1], keys, HEAD_DIM, KEYS, DIM, True)
     lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
     table_row = table_row_of(biases, head, lookup)
-    key_acc = tl.zeros([KEYS, DIM], tl.float32)
-    value_acc = tl.zeros([KEYS, DIM], tl.float32)
     line, count = line_of(runs, counts, batch, tl.num_programs(0), tl.program_id(0), RUNS)
-    for kind in tl.static_range(3):
-        key_acc, value_acc = _over_queries(
-            key_acc, value_acc, key, value, of_queries, line, count,
+    key_acc, value_acc = _over_all_queries(
+        key, value, of_queries, line, count,
+        query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
+        HEAD_DIM, DIM, QUERIES, KEYS, False, PRECISION,
+    )  # fmt: skip
+    if has_nan(key_acc) | has_nan(value_acc):
+        key_acc, value_acc = _over_all_queries(
+            key, value, of_queries, line, count,
             query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
-            HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general", PRECISION,
+            HEAD_DIM, DIM, QUERIES, KEYS, True, PRECISION,
         )  # fmt: skip
     grad_k_matrix = matrix_of(grad_k, grad_k_strides, batch, head)
     grad_v_matrix = matrix_of(grad_v, grad_v_strides, batch, head)
@@ -56,11 +67,31 @@ def keys_kernel(
 
 
 @triton.jit
+def _over_all_queries(
+    key, value, of_queries, runs, count,
+    query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return dK, which is yet to be scaled, and dV. For HAS_NAN see `flash.triton_forward._attend`."""
+    key_acc = tl.zeros([KEYS, DIM], tl.float32)
+    value_acc = tl.zeros([KEYS, DIM], tl.float32)
+    for kind in tl.static_range(3):
+        key_acc, value_acc = _over_queries(
+            key_acc, value_acc, key, value, of_queries, runs, count,
+            query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+            HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general",
+            HAS_NAN, PRECISION,
+        )  # fmt: skip
+    return key_acc, value_acc
+
+
+@triton.jit
 def _over_queries(
     key_acc, value_acc, key, value, of_queries, runs, count,
     query_tokens, key_tokens, batch, batches, first_key, queries, keys, bits_scale, table_row, lookup,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the runs of a kind give to dK, which is yet to be scaled, and dV."""
     MASKED: tl.constexpr = KIND == "general"
@@ -77,7 +108,7 @@ def _over_queries(
             weights = tl.exp2(scores)
             inner = product(value, tl.trans(grad_out), PRECISION)
             grad_scores = weights * (inner - row_delta[None, :])
-            if KIND == "general":
+            if KIND == "general" and HAS_NAN:
                 seen = is_seen(scores)
                 grad_scores = tl.where(seen, grad_scores, 0.0)
                 value_acc = add_seen_product(value_acc, weights.to(grad_out.dtype), grad_out, seen, PRECISION)
@@ -111,17 +142,42 @@ def queries_kernel(
     query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, True)
     lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
     table_row = table_row_of(biases, head, lookup)
-    acc = tl.zeros([QUERIES, DIM], tl.float32)
     line, count = line_of(runs, counts, batch, tl.num_programs(0), block, RUNS)
-    for kind in tl.static_range(3):
-        acc = _over_keys(
-            acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
+    acc = _over_all_keys(
+        query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
+        sums + head * rows, sums + tl.num_programs(1) * rows, bits, line, count,
+        query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
+        HEAD_DIM, DIM, QUERIES, KEYS, False, PRECISION,
+    )  # fmt: skip
+    if has_nan(acc):
+        acc = _over_all_keys(
+            query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
             sums + head * rows, sums + tl.num_programs(1) * rows, bits, line, count,
             query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
-            HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general", PRECISION,
+            HEAD_DIM, DIM, QUERIES, KEYS, True, PRECISION,
         )  # fmt: skip
     grad_q_matrix = matrix_of(grad_q, grad_q_strides, batch, head)
     store_rows(grad_q_matrix, acc * scale, first, grad_q_strides[1], queries, HEAD_DIM, QUERIES, DIM)
+
+
+@triton.jit
+def _over_all_keys(
+    query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride, sum_row, peaks, bits, runs, count,
+    query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return dQ, which is yet to be scaled; add to the sums of a bias in common, unless HAS_NAN: it was done before."""
+    acc = tl.zeros([QUERIES, DIM], tl.float32)
+    for kind in tl.static_range(3):
+        acc = _over_keys(
+            acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride, sum_row, peaks, bits,
+            runs, count,
+            query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+            HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general",
+            HAS_NAN, PRECISION,
+        )  # fmt: skip
+    return acc
 
 
 @triton.jit
@@ -130,9 +186,9 @@ def _over_keys(
     runs, count,
     query_tokens, key_tokens, batch, batches, first_query, queries, keys, bits_scale, table_row, lookup,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the runs of a kind give to dQ, which is yet to be scaled, and to the sums of a bias in common."""
+    """Add what the runs of a kind give to dQ; for the sums of a bias in common see `_over_all_keys`."""
     MASKED: tl.constexpr = KIND == "general"
     own = as_rows(load_tokens(query_tokens, batch, first_query, batches, queries, QUERIES))
     for index in tl.range(count):
@@ -151,12 +207,12 @@ def _over_keys(
             grad_scores = weights * (inner - row_delta[:, None])
             if KIND == "common":
                 of_bias += tl.sum(grad_scores, 1)
-            if KIND == "general":
+            if KIND == "general" and HAS_NAN:
                 seen = is_seen(scores)
                 grad_scores = tl.where(seen, grad_scores, 0.0)
                 acc = add_seen_product(acc, grad_scores.to(key.dtype), key, seen, PRECISION)
             else:
                 acc = add_product(acc, grad_scores.to(key.dtype), key, PRECISION)
-        if KIND == "common":
+        if KIND == "common" and not HAS_NAN:
             add_integers(sum_row + kind, tl.sum(of_bias), unit_of(peaks, bits), kind >= 0)
     return acc

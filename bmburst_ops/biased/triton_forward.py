@@ -27,6 +27,7 @@ from bmburst_ops.flash.triton_forward import (
     LN_2,
     add_product,
     add_seen_product,
+    has_nan,
     load_rows,
     matrix_of,
     product,
@@ -116,15 +117,17 @@ def forward_kernel(
     query = load_rows(q_matrix, first, q_strides[1], queries, HEAD_DIM, QUERIES, DIM, True)
     lookup = lookup_of(batch, relations, relation_stride, entries, distances, max_distance, buckets, rows)
     table_row = table_row_of(biases, head, lookup)
-    acc = tl.zeros([QUERIES, DIM], tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    peak = tl.full([QUERIES], float("-inf"), tl.float32)
     line, count = line_of(runs, counts, batch, tl.num_programs(0), block, RUNS)
-    for kind in tl.static_range(3):
-        acc, total, peak = _over_runs(
-            acc, total, peak, query, k_matrix, v_matrix, k_strides[1], v_strides[1], line, count,
+    acc, total, peak = _attend(
+        query, k_matrix, v_matrix, k_strides[1], v_strides[1], line, count,
+        query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
+        HEAD_DIM, DIM, QUERIES, KEYS, False, PRECISION,
+    )  # fmt: skip
+    if has_nan(acc):
+        acc, total, peak = _attend(
+            query, k_matrix, v_matrix, k_strides[1], v_strides[1], line, count,
             query_tokens, key_tokens, batch, tl.num_programs(2), first, queries, keys, bits_scale, table_row, lookup,
-            HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general", PRECISION,
+            HEAD_DIM, DIM, QUERIES, KEYS, True, PRECISION,
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     store_rows(out_matrix, acc, first, out_strides[1], queries, HEAD_DIM, QUERIES, DIM)
@@ -134,11 +137,32 @@ def forward_kernel(
 
 
 @triton.jit
+def _attend(
+    query, k_matrix, v_matrix, k_stride, v_stride, runs, count,
+    query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the running softmax over all keys, see `flash.triton_forward._attend`, there for HAS_NAN too."""
+    acc = tl.zeros([QUERIES, DIM], tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    peak = tl.full([QUERIES], float("-inf"), tl.float32)
+    for kind in tl.static_range(3):
+        acc, total, peak = _over_runs(
+            acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride, runs, count,
+            query_tokens, key_tokens, batch, batches, first, queries, keys, bits_scale, table_row, lookup,
+            HEAD_DIM, DIM, QUERIES, KEYS, "common" if kind == 0 else "near" if kind == 1 else "general",
+            HAS_NAN, PRECISION,
+        )  # fmt: skip
+    return acc, total, peak
+
+
+@triton.jit
 def _over_runs(
     acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride, runs, count,
     query_tokens, key_tokens, batch, batches, first_query, queries, keys, bits_scale, table_row, lookup,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take the runs of a kind into the running softmax."""
     MASKED: tl.constexpr = KIND == "general"
@@ -158,7 +182,7 @@ def _over_runs(
             fade = tl.exp2(peak - base)
             total = total * fade + tl.sum(weights, 1)
             value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-            if KIND == "general":
+            if KIND == "general" and HAS_NAN:
                 acc = add_seen_product(acc * fade[:, None], weights.to(value.dtype), value, is_seen(scores), PRECISION)
             else:
                 acc = add_product(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)

@@ -16,6 +16,7 @@ from bmburst_ops.flash.triton_forward import (
     add_product,
     add_seen_product,
     first_of_block,
+    has_nan,
     is_visible,
     key_ranges,
     load_limits,
@@ -50,6 +51,35 @@ def keys_kernel(
     )  # fmt: skip
     key = load_rows(matrix_of(k, k_strides, batch, kv_head), first, k_strides[1], keys, HEAD_DIM, KEYS, DIM, True)
     value = load_rows(matrix_of(v, v_strides, batch, kv_head), first, v_strides[1], keys, HEAD_DIM, KEYS, DIM, True)
+    key_acc, value_acc = _over_heads(
+        key, value, grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, kv_head, group,
+        start, stop, open_start, open_queries, first, queries, keys, bits_scale,
+        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+        HEAD_DIM, DIM, QUERIES, KEYS, MASK, False, PRECISION,
+    )  # fmt: skip
+    if MASK == "rows" or MASK == "cells":  # noqa: SIM102 - decided at compile time, the other at run time
+        if has_nan(key_acc) | has_nan(value_acc):
+            key_acc, value_acc = _over_heads(
+                key, value, grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides,
+                batch, kv_head, group, start, stop, open_start, open_queries, first, queries, keys, bits_scale,
+                starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+                HEAD_DIM, DIM, QUERIES, KEYS, MASK, True, PRECISION,
+            )  # fmt: skip
+    grad_k_matrix = matrix_of(grad_k, grad_k_strides, batch, kv_head)
+    grad_v_matrix = matrix_of(grad_v, grad_v_strides, batch, kv_head)
+    store_rows(grad_k_matrix, key_acc * scale, first, grad_k_strides[1], keys, HEAD_DIM, KEYS, DIM)
+    store_rows(grad_v_matrix, value_acc, first, grad_v_strides[1], keys, HEAD_DIM, KEYS, DIM)
+
+
+@triton.jit
+def _over_heads(
+    key, value, grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, kv_head, group,
+    start, stop, open_start, open_queries, first, queries, keys, bits_scale,
+    starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return dK, which is yet to be scaled, and dV. For HAS_NAN see `triton_forward._attend`."""
     key_acc = tl.zeros([KEYS, DIM], tl.float32)
     value_acc = tl.zeros([KEYS, DIM], tl.float32)
     for head in tl.range(kv_head * group, kv_head * group + group):
@@ -60,19 +90,16 @@ def keys_kernel(
             key_acc, value_acc, key, value, of_queries,
             open_start, open_start + open_queries, 0, 0, first, queries, keys, bits_scale,
             starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-            HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, PRECISION,
+            HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
         )  # fmt: skip
         # The rest lies on both sides of the open blocks: the diagonal before them, an incomplete block behind them.
         key_acc, value_acc = _over_queries(
             key_acc, value_acc, key, value, of_queries,
             start, stop, open_start, open_queries, first, queries, keys, bits_scale,
             starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-            HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, PRECISION,
+            HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
         )  # fmt: skip
-    grad_k_matrix = matrix_of(grad_k, grad_k_strides, batch, kv_head)
-    grad_v_matrix = matrix_of(grad_v, grad_v_strides, batch, kv_head)
-    store_rows(grad_k_matrix, key_acc * scale, first, grad_k_strides[1], keys, HEAD_DIM, KEYS, DIM)
-    store_rows(grad_v_matrix, value_acc, first, grad_v_strides[1], keys, HEAD_DIM, KEYS, DIM)
+    return key_acc, value_acc
 
 
 @triton.jit
@@ -118,7 +145,7 @@ def _over_queries(
     key_acc, value_acc, key, value, of_queries, start, stop, gap, gap_queries, first_key, queries, keys, bits_scale,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the blocks of queries from `start` to `stop` of `_query_ranges` give to dK and dV.
 
@@ -143,7 +170,7 @@ def _over_queries(
             weights = tl.where(visible, weights, 0.0)
         inner = product(value, tl.trans(grad), PRECISION)
         grad_scores = weights * (inner - delta[None, :])
-        if MASKED and (MASK == "rows" or MASK == "cells"):
+        if MASKED and HAS_NAN:
             grad_scores = tl.where(visible, grad_scores, 0.0)
             value_acc = add_seen_product(value_acc, weights.to(grad.dtype), grad, visible, PRECISION)
             key_acc = add_seen_product(key_acc, grad_scores.to(query.dtype), query, visible, PRECISION)
@@ -172,21 +199,47 @@ def queries_kernel(
     k_matrix, v_matrix = matrix_of(k, k_strides, batch, head // group), matrix_of(v, v_strides, batch, head // group)
     of_queries = queries_of(grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, head)
     query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, True)
-    acc = tl.zeros([QUERIES, DIM], tl.float32)
-    acc = _over_keys(
-        acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
-        open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale,
-        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, PRECISION,
-    )  # fmt: skip
-    acc = _over_keys(
-        acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
+    acc = _over_all_keys(
+        query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
         start, stop, open_start, open_size, first, queries, keys, bits_scale,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, PRECISION,
+        HEAD_DIM, DIM, QUERIES, KEYS, MASK, False, PRECISION,
     )  # fmt: skip
+    if MASK == "rows" or MASK == "cells":  # noqa: SIM102 - decided at compile time, the other at run time
+        if has_nan(acc):
+            acc = _over_all_keys(
+                query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
+                start, stop, open_start, open_size, first, queries, keys, bits_scale,
+                starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+                HEAD_DIM, DIM, QUERIES, KEYS, MASK, True, PRECISION,
+            )  # fmt: skip
     grad_q_matrix = matrix_of(grad_q, grad_q_strides, batch, head)
     store_rows(grad_q_matrix, acc * scale, first, grad_q_strides[1], queries, HEAD_DIM, QUERIES, DIM)
+
+
+@triton.jit
+def _over_all_keys(
+    query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
+    start, stop, open_start, open_size, first, queries, keys, bits_scale,
+    starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return dQ, which is yet to be scaled. For HAS_NAN see `triton_forward._attend`."""
+    acc = tl.zeros([QUERIES, DIM], tl.float32)
+    acc = _over_keys(
+        acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
+        open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale,
+        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+        HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
+    )  # fmt: skip
+    acc = _over_keys(
+        acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
+        start, stop, open_start, open_size, first, queries, keys, bits_scale,
+        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+        HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
+    )  # fmt: skip
+    return acc
 
 
 @triton.jit
@@ -195,7 +248,7 @@ def _over_keys(
     start, stop, gap, gap_keys, first_query, queries, keys, bits_scale,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the blocks of keys from `start` to `stop` of `key_ranges` give to dQ."""
     for at in tl.range(start, stop, 1 if MASK == "cells" else KEYS):
@@ -212,7 +265,7 @@ def _over_keys(
             weights = tl.where(visible, weights, 0.0)
         inner = product(grad_out, tl.trans(value), PRECISION)
         grad_scores = weights * (inner - row_delta[:, None])
-        if MASKED and (MASK == "rows" or MASK == "cells"):
+        if MASKED and HAS_NAN:
             grad_scores = tl.where(visible, grad_scores, 0.0)
             acc = add_seen_product(acc, grad_scores.to(key.dtype), key, visible, PRECISION)
         else:

@@ -63,6 +63,12 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def has_nan(block):
+    """Return whether any number of a block `[ROWS, COLUMNS]` is NaN."""
+    return tl.max(tl.max(tl.where(block == block, 0, 1), 1), 0) > 0
+
+
+@triton.jit
 def add_seen_product(acc, a, b, visible, PRECISION: tl.constexpr):
     """Return `acc + a b`, where a row of b that is not finite counts only for the rows of a that see it.
 
@@ -192,21 +198,20 @@ def forward_kernel(
     start, stop, open_start, open_size = key_ranges(
         first, queries, keys, starts, stops, tile_ends, QUERIES, KEYS, MASK
     )  # fmt: skip
-    acc = tl.zeros([QUERIES, DIM], tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    peak = tl.full([QUERIES], float("-inf"), tl.float32)
-    acc, total, peak = _over_keys(
-        acc, total, peak, query, k_matrix, v_matrix, k_strides[1], v_strides[1],
-        open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale,
-        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, PRECISION,
-    )  # fmt: skip
-    acc, total, peak = _over_keys(
-        acc, total, peak, query, k_matrix, v_matrix, k_strides[1], v_strides[1],
+    acc, total, peak = _attend(
+        query, k_matrix, v_matrix, k_strides[1], v_strides[1],
         start, stop, open_start, open_size, first, queries, keys, bits_scale,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
-        HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, PRECISION,
+        HEAD_DIM, DIM, QUERIES, KEYS, MASK, False, PRECISION,
     )  # fmt: skip
+    if MASK == "rows" or MASK == "cells":  # noqa: SIM102 - decided at compile time, the other at run time
+        if has_nan(acc):
+            acc, total, peak = _attend(
+                query, k_matrix, v_matrix, k_strides[1], v_strides[1],
+                start, stop, open_start, open_size, first, queries, keys, bits_scale,
+                starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+                HEAD_DIM, DIM, QUERIES, KEYS, MASK, True, PRECISION,
+            )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     store_rows(out_matrix, acc, first, out_strides[1], queries, HEAD_DIM, QUERIES, DIM)
     rows = first + tl.arange(0, QUERIES)
@@ -215,12 +220,42 @@ def forward_kernel(
 
 
 @triton.jit
+def _attend(
+    query, k_matrix, v_matrix, k_stride, v_stride, start, stop, open_start, open_size,
+    first, queries, keys, bits_scale, starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the running softmax over all keys: the sum of weighted values, the sum of weights, and the largest score.
+
+    Without HAS_NAN, values must be finite: a weight of 0 times NaN is NaN, and a hidden value may be another
+    document's. With it, NaN comes only from values that are seen.
+    """
+    acc = tl.zeros([QUERIES, DIM], tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    peak = tl.full([QUERIES], float("-inf"), tl.float32)
+    acc, total, peak = _over_keys(
+        acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
+        open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale,
+        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+        HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
+    )  # fmt: skip
+    acc, total, peak = _over_keys(
+        acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
+        start, stop, open_start, open_size, first, queries, keys, bits_scale,
+        starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+        HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
+    )  # fmt: skip
+    return acc, total, peak
+
+
+@triton.jit
 def _over_keys(
     acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
     start, stop, gap, gap_keys, first_query, queries, keys, bits_scale,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take the blocks of keys from `start` to `stop` of `key_ranges` into the running softmax."""
     for at in tl.range(start, stop, 1 if MASK == "cells" else KEYS):
@@ -245,7 +280,7 @@ def _over_keys(
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weights, 1)
         value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-        if MASKED and (MASK == "rows" or MASK == "cells"):
+        if MASKED and HAS_NAN:
             acc = add_seen_product(acc * fade[:, None], weights.to(value.dtype), value, visible, PRECISION)
         else:
             acc = add_product(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)

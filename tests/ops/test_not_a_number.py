@@ -67,8 +67,9 @@ def test_stays_in_its_document(pattern, kernel, name, value):
         spoiled[name][1, where, 1, 3] = value
         found = passes(chosen, **spoiled, pattern=pattern)
         for x, y in zip(found, wanted, strict=True):
-            assert torch.equal(x[0], y[0])  # another sample
-            assert torch.equal(x[1, :begin], y[1, :begin]) and torch.equal(x[1, end:], y[1, end:])
+            # Of other samples and documents. Packages add gradients in any order.
+            exact = {} if kernel in ("fa4", "fa3", "fa2", "torch") else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close((x[0], x[1, :begin], x[1, end:]), (y[0], y[1, :begin], y[1, end:]), **exact)
         if kernel == "triton" and name == "v":
             assert torch.equal(found[0][1, :, 2:4].isfinite().flatten(1).all(1), ~mask[:, where])
         assert value == float("inf") or not all(x[1, begin:end].isfinite().all() for x in found)
