@@ -80,8 +80,9 @@ def step_time(
     parts = {name: passes * seconds for name, seconds in parts.items()}
     parameters = candidate.task.model.num_parameters / _ranks(candidate)
     parts["optimizer"] = hardware.memory_seconds(_OPTIMIZER_BYTES * parameters)
+    waits = passes * sum(count for _, count in candidate.kinds) * attention.host
     least = passes * hardware.layer_host * (layers + OUTSIDE_BLOCKS)
-    return StepTime(**parts, host=max(0.0, least - sum(parts.values())))
+    return StepTime(**parts, host=waits + max(0.0, least - sum(parts.values())))
 
 
 def utilisation(candidate: Candidate, hardware: Hardware, seconds: float, *, attention_backward: float = 2.0) -> float:

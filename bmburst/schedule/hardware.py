@@ -29,7 +29,7 @@ class Hardware:
             at its end.
         multiprocessors: Of a GPU.
         cut_loss: Share of its time that the kernel takes longer where scores are cut into rectangles.
-        call_start: Seconds until the first kernel of a pass runs where the GPU has nothing queued.
+        call_start: Seconds of the host until the first kernel of a pass runs, and for each kernel call that follows.
         layer_host: Seconds of the host for a block, forward and backward; embedding, head and optimizer are two more.
         memory: Bytes of a GPU.
         memory_bandwidth: Bytes a second that elementwise kernels read and write.
