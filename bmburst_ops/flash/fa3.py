@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash import blind
+from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.limits import (
     PACKED,
@@ -74,7 +75,8 @@ class FlashAttention3Kernel:
             )
             return call.partial(result, lse, q, into)
 
-        return blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
+        found = blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
+        return isolate_forward(found, q, k, v, pattern=pattern, scale=scale)
 
     def backward(
         self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
@@ -103,7 +105,8 @@ class FlashAttention3Kernel:
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        return blind.backward(part, given, without_cells(pattern, self.name), into)
+        found = blind.backward(part, given, without_cells(pattern, self.name), into)
+        return isolate_backward(found, given, pattern=pattern, scale=scale)
 
 
 def _window(function: Callable[..., object], call: Told) -> dict[str, object]:

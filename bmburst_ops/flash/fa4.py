@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bmburst_ops.constants import TILE_ROWS
 from bmburst_ops.flash import blind
+from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.limits import PACKED, unless_able, unless_half_on_gpu, unless_head_dim, without_cells
 from bmburst_ops.flash.memory import aligned, gradient_memory, writable, writable_statistic
@@ -72,7 +73,8 @@ class FlashAttention4Kernel:
                 )
             return call.partial(result, lse, q, into)
 
-        return blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
+        found = blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
+        return isolate_forward(found, q, k, v, pattern=pattern, scale=scale)
 
     def backward(
         self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
@@ -107,7 +109,8 @@ class FlashAttention4Kernel:
                 )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        return blind.backward(part, given, without_cells(pattern, self.name), into)
+        found = blind.backward(part, given, without_cells(pattern, self.name), into)
+        return isolate_backward(found, given, pattern=pattern, scale=scale)
 
 
 def fa4_options(call: Told) -> dict[str, Any]:

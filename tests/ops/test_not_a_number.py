@@ -5,7 +5,19 @@ import pytest
 import torch
 
 from bmburst_ops.biased import BiasedReferenceKernel, BiasedTritonKernel, Pairs
-from bmburst_ops.flash import CAUSAL, FULL, Band, Cells, Given, Segments, able_kernels, select_kernel
+from bmburst_ops.flash import (
+    CAUSAL,
+    FULL,
+    Band,
+    Cells,
+    Given,
+    Gradients,
+    Partial,
+    Segments,
+    able_kernels,
+    select_kernel,
+)
+from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
 from tests.ops.biased_oracle import draw, draw_bee
 from tests.ops.masks import visible
 from tests.ops.test_biased import ours
@@ -22,6 +34,7 @@ PATTERNS = {
     "full documents": Segments(FULL, EDGES, EDGES),
     "windows of documents": Segments(Band(4, 0), EDGES, EDGES),
     "cells": CELLS,
+    "causal": CAUSAL,
 }
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 
@@ -62,7 +75,7 @@ def test_stays_in_its_document(pattern, kernel, name, value):
     mask = visible(pattern, count, count).to(DEVICE)
     for where in WHERE:
         document = next(at for at, end in enumerate(EDGES[1:]) if where < end)
-        begin, end = EDGES[document : document + 2]
+        begin, end = (0, count) if pattern == CAUSAL else EDGES[document : document + 2]
         spoiled = {each: x.clone() for each, x in clean.items()}
         spoiled[name][1, where, 1, 3] = value
         found = passes(chosen, **spoiled, pattern=pattern)
@@ -70,9 +83,45 @@ def test_stays_in_its_document(pattern, kernel, name, value):
             # Of other samples and documents. Packages add gradients in any order.
             exact = {} if kernel in ("fa4", "fa3", "fa2", "torch") else {"rtol": 0, "atol": 0}
             torch.testing.assert_close((x[0], x[1, :begin], x[1, end:]), (y[0], y[1, :begin], y[1, end:]), **exact)
-        if kernel == "triton" and name == "v":
+        if kernel == "triton" and name == "v" and pattern != CAUSAL:
             assert torch.equal(found[0][1, :, 2:4].isfinite().flatten(1).all(1), ~mask[:, where])
         assert value == float("inf") or not all(x[1, begin:end].isfinite().all() for x in found)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
+@pytest.mark.parametrize("pattern", ["documents", "full documents", "windows of documents"])
+def test_documents_computed_again(pattern, name):
+    """Of results spoiled in all documents, those before one that is not finite are mended, and no others touched."""
+    pattern = PATTERNS[pattern]
+    names, heads, count = ("q", "k", "v", "grad"), (4, 2, 2, 4), EDGES[-1]
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    given = {
+        each: torch.randn(2, count, heads[at], 16, generator=generator).to(DEVICE, dtype)
+        for at, each in enumerate(names)
+    }
+    kernel = select_kernel("triton", given["q"], given["k"], needs=pattern.needs)
+    wanted = passes(kernel, **given, pattern=pattern)
+    where = EDGES[3] + 1
+    given[name][1, where, :, 3] = float("nan")
+    q, k, v, grad = given.values()
+    out, lse = kernel.forward(q, k, v, pattern=pattern, scale=0.2)
+    delta = (out.float() * grad.float()).sum(-1).transpose(1, 2).contiguous()
+    spoiled = [torch.full_like(x, -7.0) for x in (out, q, k, v)]
+    isolate_forward(Partial(spoiled[0], lse), q, k, v, pattern=pattern, scale=0.2)
+    isolate_backward(Gradients(*spoiled[1:]), Given(grad, q, k, v, lse, delta), pattern=pattern, scale=0.2)
+    mended = {
+        "q": (False, False, True, True), "k": (False, True, True, True), "v": (True, True, True, True),
+        "grad": (False, False, True, True),
+    }[name]  # fmt: skip
+    for x, y, is_mended in zip(spoiled, (wanted[0], *wanted[2:]), mended, strict=True):
+        assert (x[1, EDGES[3] :] == -7).all() or is_mended  # nothing that is not finite follows the last documents
+        near = x[1, EDGES[2] : EDGES[3]]
+        if is_mended:
+            torch.testing.assert_close(near.float(), y[1, EDGES[2] : EDGES[3]].float(), rtol=2e-2, atol=2e-2)
+        else:
+            assert (near == -7).all()
+        assert (x[1, EDGES[4] :] == -7).all()
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "grad"])

@@ -1,0 +1,70 @@
+"""NaN kept in its document, after kernels whose tiles of packed documents reach into the next document."""
+
+from functools import cache
+
+from torch import Tensor
+
+from bmburst_ops.flash.kernel import Given, Gradients, Partial
+from bmburst_ops.flash.triton import near_rows, strides_of
+from bmburst_ops.flash.triton_launch import Blocks, Kernels, launch
+from bmburst_ops.flash.varlen import told
+from bmburst_ops.pattern import Pattern, Segments
+
+_SHARE = 4096  # tokens of a document that one program computes again
+_WIDE_TILES = 96  # head dims up to this have tiles of more than 128 keys
+_UNBOUNDED = 2**30
+
+
+def isolate_forward(found: Partial, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float) -> Partial:
+    """Return a kernel's result, with documents computed again where V of the next tokens is not finite.
+
+    Args:
+        found: The result; its output is written to. The log-sum-exp is right already.
+        q: As given to `Kernel.forward`, as all that follows.
+        k: Keys.
+        v: Values.
+        pattern: A band has one document, and is left as it is.
+        scale: Factor on the scores, above 0.
+    """
+    if isinstance(pattern, Segments):
+        tensors = [near_rows(t) for t in (q, k, v)]
+        _run(_kernels().forward, [*tensors, found.out], q, k, pattern, scale, over_keys=True)
+    return found
+
+
+def isolate_backward(found: Gradients, given: Given, *, pattern: Pattern, scale: float) -> Gradients:
+    """Return a kernel's gradients, with documents computed again where what follows them is not finite.
+
+    Args:
+        found: The gradients, which are written to.
+        given: As given to `Kernel.backward`.
+        pattern: See `isolate_forward`.
+        scale: Factor on the scores, above 0.
+    """
+    if isinstance(pattern, Segments):
+        tensors = [*map(near_rows, given[:4]), *(t.transpose(1, 2) for t in given[4:])]
+        _run(_kernels().keys, [*tensors, *found[1:]], given.q, given.k, pattern, scale, over_keys=False)
+        _run(_kernels().queries, [*tensors, found.q], given.q, given.k, pattern, scale, over_keys=True)
+    return found
+
+
+def _run(
+    kernel: object, tensors: list[Tensor], q: Tensor, k: Tensor, pattern: Segments, scale: float, *, over_keys: bool
+) -> None:
+    """Run a kernel whose programs hold queries and go over keys, or the other way round."""
+    call, documents, head_dim = told(pattern, q, k), len(pattern.queries) - 1, q.shape[3]
+    longest, tokens = (call.longest_queries, k.shape[1]) if over_keys else (call.longest_keys, q.shape[1])
+    parts = -(-longest // _SHARE)
+    left, right = (_UNBOUNDED if bound is None else bound for bound in pattern.band)
+    numbers = (parts, tokens, q.shape[2] // k.shape[2], scale, left, right)
+    size = 64 if head_dim <= 128 else 32
+    behind = 256 if head_dim <= _WIDE_TILES else 128
+    arguments = (*tensors, *map(strides_of, tensors), call.queries, call.keys, *numbers)
+    launch(kernel, k, documents * parts, arguments, Blocks(size, size, 4, 1), BEHIND=behind)
+
+
+@cache
+def _kernels() -> Kernels:
+    from bmburst_ops.flash.triton_isolate import forward_kernel, keys_kernel, queries_kernel
+
+    return Kernels(forward_kernel, keys_kernel, queries_kernel)
