@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.engine.machine import describe
-from benchmarks.engine.table import versions
+from benchmarks.engine.report import versions
 
 _WARM_UP = 10  # steps that are not timed: kernels are chosen and memory is taken
 

@@ -17,9 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.kind import KINDS, load_kind
-from benchmarks.engine.results import Results
-from benchmarks.engine.table import markdown
+from benchmarks.engine.kind import KINDS, Results, load_kind
+from benchmarks.engine.report import markdown
 from bmburst.plan import accuracy
 
 _ROOT = Path(__file__).parents[1]

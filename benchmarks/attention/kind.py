@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.attention import report
-from benchmarks.attention.cells import HEAD_DIM, MASKS, Cell, Selection, list_cells
-from benchmarks.attention.work import forward_flops
-from benchmarks.engine.kind import RUNTIMES, Kind, selection_of
-from benchmarks.engine.results import OK, Results
+from benchmarks.attention.cells import HEAD_DIM, MASKS, Cell, Selection, forward_flops, list_cells
+from benchmarks.engine.kind import OK, RUNTIMES, Kind, Results, selection_of
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.kind import KINDS, Kind, load_kind
-from benchmarks.engine.results import Results
+from benchmarks.engine.kind import KINDS, Kind, Results, load_kind
 from bmburst.amounts import TOKENS_TOO
 from bmburst.cli.numbers import numbers
 from bmburst.errors import UserError
@@ -176,7 +175,7 @@ def _measure(
 ) -> int:
     from benchmarks.engine.job import Job, run_job
     from benchmarks.engine.machine import describe
-    from benchmarks.engine.table import markdown
+    from benchmarks.engine.report import markdown
 
     status = 0
     with tempfile.TemporaryDirectory(prefix="bmburst-bench-") as folder:
@@ -206,7 +205,7 @@ def _measure(
 
 
 def _redraw(args: argparse.Namespace, kind: Kind[Any]) -> int:
-    from benchmarks.engine.table import markdown
+    from benchmarks.engine.report import markdown
 
     if args.output is None:
         raise UserError("--table and --plot show a file of results, and --output names none\nfix: --output FILE")

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.kind import Kind, load_kind
-from benchmarks.engine.results import FAILED, BaseCell, Results
+from benchmarks.engine.kind import FAILED, BaseCell, Kind, Results, load_kind
 from bmburst.errors import UserError
 from bmburst.runtime.launch import LaunchSpec, launch
 

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.engine.job import REASON_FILE, Job
-from benchmarks.engine.kind import load_kind
+from benchmarks.engine.kind import FAILED, OK, REFUSED, C, Row, load_kind
 from benchmarks.engine.machine import Gauge
-from benchmarks.engine.results import FAILED, OK, REFUSED, C, Row
-from benchmarks.engine.table import row_line
+from benchmarks.engine.report import row_line
 from bmburst.attention.graphs import empty_cache
 from bmburst.errors import UserError
 from bmburst.runtime import watchdog

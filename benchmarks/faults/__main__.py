@@ -27,10 +27,9 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import netns
-from benchmarks.faults.copies import SINGLE, Single
 from benchmarks.faults.inject import CHAINS, Bench, Chain
-from benchmarks.faults.nodes import nodes
 from benchmarks.faults.points import KINDS, Fault, Outcome, as_json, faults, outcome_of, record, table
+from benchmarks.faults.scenarios import SINGLE, Single, nodes
 from bmburst.outputs import replacing
 
 _CLONE_NEWNS = 0x00020000  # linux/sched.h

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engine.kind import Kind, selection_of
-from benchmarks.engine.results import OK, Results
-from benchmarks.training import figure, table
-from benchmarks.training.bound import flops
-from benchmarks.training.cells import STEPS, TrainCell, TrainSelection, list_cells
+from benchmarks.engine.kind import OK, Kind, Results, selection_of
+from benchmarks.training import report
+from benchmarks.training.cells import STEPS, TrainCell, TrainSelection, flops, list_cells
 from benchmarks.training.methods import METHODS
 from bmburst.cli.numbers import numbers
 from bmburst.errors import UserError
@@ -113,7 +111,7 @@ KIND = Kind(
     starts=_starts,
     estimate=_estimate,
     rank_run=_rank_run,
-    describe=table.describe,
-    tables=table.tables,
-    draw=figure.draw,
+    describe=report.describe,
+    tables=report.tables,
+    draw=report.draw,
 )

@@ -10,17 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.attention.cells import alone, forward_flops
 from benchmarks.attention.methods import LocalKernel, OneGpu, Ours, Setting
 from benchmarks.attention.methods.method import prepare
-from benchmarks.attention.work import alone, forward_flops
-from benchmarks.engine.group import RankGroup
+from benchmarks.engine.kind import Row
 from benchmarks.engine.machine import Gauge
 from benchmarks.engine.rank import RankRun
-from benchmarks.engine.results import Row
 from benchmarks.engine.timeline import record
-from benchmarks.engine.timing import Times, in_turns
-from benchmarks.training.bound import Rates, bound, utilisation
-from benchmarks.training.cells import OURS, STEPS, TrainCell
+from benchmarks.engine.timing import RankGroup, Times, in_turns
+from benchmarks.training.cells import OURS, STEPS, Rates, TrainCell, bound, utilisation
 from benchmarks.training.methods import METHODS
 from benchmarks.training.trainer import attention_cell, build, write_random_tokens
 from bmburst.amounts import GIB

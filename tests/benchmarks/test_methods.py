@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention.cells import Cell
 from benchmarks.attention.methods import LocalKernel, Setting, all_methods
-from benchmarks.attention.methods.flash_attention_2 import flash_attention_2
+from benchmarks.attention.methods.kernel import flash_attention_2
 from benchmarks.attention.methods.method import both, forward, prepare
-from benchmarks.engine.group import RankGroup
+from benchmarks.engine.timing import RankGroup
 from bmburst.errors import UserError
 from tests.benchmarks.masked import visible
 from tests.distributed.processes import run_processes

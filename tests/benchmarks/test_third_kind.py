@@ -9,11 +9,9 @@ import torch.distributed as dist
 
 from benchmarks.engine import job as job_module
 from benchmarks.engine import kind as kind_module
-from benchmarks.engine.figure import blank, is_measured, plot_methods, save
-from benchmarks.engine.kind import Kind, selection_of
+from benchmarks.engine.kind import OK, BaseCell, BaseSelection, Kind, Results, selection_of
 from benchmarks.engine.rank import RankRun
-from benchmarks.engine.results import OK, BaseCell, BaseSelection, Results
-from benchmarks.engine.table import grid, groups
+from benchmarks.engine.report import blank, grid, groups, is_measured, plot_methods, save
 from bmburst.cli import main
 from tests.distributed.processes import run_processes
 

@@ -9,14 +9,21 @@ import pytest
 from benchmarks.attention.methods import Setting
 from benchmarks.engine import job as job_module
 from benchmarks.engine.job import Job
-from benchmarks.engine.results import FAILED, OK, REFUSED, Results
-from benchmarks.engine.table import markdown, row_line
-from benchmarks.training.bound import Rates, bound, flops, to_all_layers, utilisation
-from benchmarks.training.cells import TrainCell, TrainSelection, list_cells
-from benchmarks.training.figure import draw
+from benchmarks.engine.kind import FAILED, OK, REFUSED, Results
+from benchmarks.engine.report import markdown, row_line
+from benchmarks.training.cells import (
+    Rates,
+    TrainCell,
+    TrainSelection,
+    bound,
+    flops,
+    list_cells,
+    to_all_layers,
+    utilisation,
+)
 from benchmarks.training.kind import KIND
 from benchmarks.training.methods import METHODS
-from benchmarks.training.table import furthest, running_median, shown_steps
+from benchmarks.training.report import draw, furthest, running_median, shown_steps
 from bmburst.cli import main
 from bmburst.errors import UserError
 from bmburst.train.config import DataConfig

@@ -5,9 +5,9 @@ from collections import Counter
 from dataclasses import replace
 
 from benchmarks.faults.__main__ import Log, main
-from benchmarks.faults.copies import flipped_bit, with_flipped
 from benchmarks.faults.points import KINDS, Fault, Outcome, as_json, faults, outcome_of, record, table
 from benchmarks.faults.programs import STEPS, Timing, Watch, base_of, left_in, newest
+from benchmarks.faults.scenarios import flipped_bit, with_flipped
 
 FACTS = {
     "date": "2026-11-22",

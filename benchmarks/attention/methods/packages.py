@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention.cells import LLAMA3, PLAIN_MASKS, Cell
-from benchmarks.attention.masks import document_lengths
-from benchmarks.attention.methods.flash_attention_2 import flash_attention_2
+from benchmarks.attention.cells import LLAMA3, PLAIN_MASKS, Cell, Traffic, document_lengths, sizes
+from benchmarks.attention.methods.kernel import flash_attention_2
 from benchmarks.attention.methods.method import Attend, Method, Setting
-from benchmarks.attention.work import Traffic, sizes
 
 _STRIDE = 4  # KV heads that ring-flash-attn gathers at once, as in its own benchmark
 
