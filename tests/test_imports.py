@@ -60,7 +60,7 @@ BMTRAIN_AT_TOP = {
     "bmburst/blocks/layers.py",
     "bmburst/blocks/model.py",
     "bmburst/blocks/tensor_parallel.py",
-    "benchmarks/training/trainer.py",
+    "benchmarks/training/tensor_v1.py",
     "bmburst/blocks/transformer.py",
     "bmburst/integrations/cpm_live_layers.py",
     "bmburst/optim/adamw.py",

@@ -268,11 +268,11 @@ def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_the_kernel_under_test_is_the_trainers_too(kernel, tmp_path, monkeypatch):
-    from benchmarks.training import trainer
+    from benchmarks.training import measure
 
     built = []
-    monkeypatch.setattr(trainer, "Trainer", lambda config: built.append(config.parallel.kernel))
-    trainer.build(cell("ours"), Setting(group=None, kernel=None, kernel_name=kernel), DataConfig(), tmp_path, steps=1)
+    monkeypatch.setattr(measure, "Trainer", lambda config: built.append(config.parallel.kernel))
+    measure.build(cell("ours"), Setting(group=None, kernel=None, kernel_name=kernel), DataConfig(), tmp_path, steps=1)
     assert built == [kernel]
 
 

@@ -1,0 +1,115 @@
+"""Megatron's first tensor parallelism (arXiv:1909.08053) inside the trainer's model, which has that of 2022.
+
+The trainer's tensor ranks hold their own tokens between the matrices (arXiv:2205.05198). Here each rank of a tensor
+group has all tokens in all blocks: the stream is gathered as it enters the first block and cut as it leaves the last,
+attention and MLP add up their parts by an all-reduce forward, and their input's gradient by one backward (Megatron's g
+and f). Embedding, last norm, head and loss are those of the trainer: each token on one rank. Megatron cuts them by the
+vocabulary there, which is the same work.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import bmtrain as bmt
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bmburst.blocks.layers import RMSNorm
+from bmburst.blocks.model import Llama
+from bmburst.blocks.tensor_parallel import TensorGroup
+from bmburst.blocks.transformer import TransformerBlock
+from bmburst.comm.checks import Checked
+from bmburst.comm.groups import communicator
+
+Map = Callable[[Tensor], Tensor]
+
+
+def replicate(model: Llama) -> None:
+    """Let every rank of a tensor group have all tokens inside of a model's blocks; in place, before the first step."""
+    if model.tensor.size == 1:
+        return
+    comm = communicator(bmt.config["tp_comm"])
+    group = _Replicated(comm)
+    for wrapped in model.model.layers:
+        block: TransformerBlock = wrapped._module  # a bmt.Block's `modules()` leaves it out
+        block.self_attn.tensor = block.mlp.tensor = group
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            setattr(norm, "scale", _SharedScale(norm, comm.size))  # noqa: B010  # mypy: a method
+    model.model.layers = _Between(model.model.layers, comm)
+
+
+class _Replicated(TensorGroup):
+    """Every rank has all tokens: nothing is gathered, parts are added up on all ranks."""
+
+    def __init__(self, comm: Checked) -> None:
+        super().__init__(comm)
+        self._sum = comm
+
+    def gather(self, x: Tensor, tokens: int) -> Tensor:
+        """Return x; its backward adds up the ranks' gradients."""
+        del tokens
+        return _pair(x, lambda x: x.view_as(x), partial(_summed, comm=self._sum))
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks; its backward is the gradient as it is, which all ranks have."""
+        return _pair(x, partial(_summed, comm=self._sum), lambda grad: grad)
+
+
+class _SharedScale:
+    """A norm's weight where its tokens are on all ranks: ZeRO adds up the gradient, of which each rank has all."""
+
+    def __init__(self, norm: RMSNorm, ranks: int) -> None:
+        self._norm, self._ranks = norm, ranks
+
+    def __call__(self) -> Tensor:
+        # A clone: a view would keep all that ZeRO gathered of the block.
+        return _pair(self._norm.weight, torch.clone, lambda grad: grad / self._ranks)
+
+
+class _Between(torch.nn.Module):
+    """The blocks between own tokens and own tokens."""
+
+    def __init__(self, layers: torch.nn.Module, comm: Checked) -> None:
+        super().__init__()
+        self.layers, self._comm = layers, comm
+
+    def forward(self, hidden: Tensor, cos: Tensor, *rest: Any) -> Tensor:
+        """Return the stream of this rank's tokens behind the blocks, `[batch, own tokens, hidden_size]`."""
+        assert hidden.shape[1] * self._comm.size == cos.shape[1]  # cells' lengths divide
+        gathered, cut = (partial(function, comm=self._comm) for function in (_gathered, _cut))
+        return _pair(self.layers(_pair(hidden, gathered, cut), cos, *rest), cut, gathered)
+
+
+def _gathered(x: Tensor, comm: Checked) -> Tensor:
+    (parts,) = comm.all_gather(x).wait()
+    return parts.movedim(0, 1).flatten(1, 2).contiguous()
+
+
+def _cut(x: Tensor, comm: Checked) -> Tensor:
+    return x.chunk(comm.size, 1)[comm.rank].contiguous()
+
+
+def _summed(x: Tensor, comm: Checked) -> Tensor:
+    (total,) = comm.all_reduce(x.contiguous()).wait()
+    return total
+
+
+class _Pair(torch.autograd.Function):
+    """`(x, forward, backward) -> forward(x)`, whose gradient is `backward` of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
+        ctx.back = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad), None, None
+
+
+def _pair(x: Tensor, forward: Map, backward: Map) -> Tensor:
+    result: Tensor = _Pair.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return result
