@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import Parameter, Signature
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -140,115 +141,69 @@ def _unused(*_: object, **__: object) -> None:
     raise NotImplementedError("the benchmark has no such function of flash-attn")
 
 
+_RESULTS = "out softmax_lse dq dk dv"
+_OFFSETS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+_OPTIONS = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+_PLAIN = {"dropout_p": 0.0, **_OPTIONS, "return_softmax": False}  # all that the kernels under test can do
+_REQUIRED = dict.fromkeys(_OPTIONS, Parameter.empty)  # only the functions for packed sequences have defaults
+
+
 def _interface(kernel: LocalKernel) -> ModuleType:
     """Return flash-attn 2.7's module: forward and backward of both kinds, with its argument names and results."""
+
+    def forward(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
+        tensors, scale = (given["q"], given["k"], given["v"]), given["softmax_scale"]
+        if (call := _offsets(given)) is not None:
+            return *packed_forward(kernel, *tensors, call, scale), None, None
+        return *kernel.forward(*tensors, _band(given), scale), None, None
+
+    def backward(given: dict[str, Any]) -> Tensor:
+        tensors, scale = (given["q"], given["k"], given["v"]), given["softmax_scale"]
+        targets = [given[name] for name in ("dq", "dk", "dv")]
+        into = None if any(t is None for t in targets) else Gradients(*targets)
+        results = ForBackward(given["dout"], given["out"], given["softmax_lse"], into)
+        if (call := _offsets(given)) is not None:
+            packed_backward(kernel, *tensors, results, call, scale)
+        else:
+            kernel.backward(*tensors, results, _band(given), scale)
+        return results.lse
+
     module = _Anything(_INTERFACE)
-    module.__dict__.update(_rectangles(kernel), **_packed(kernel))
+    for kind, offsets, options in (("", "", _REQUIRED), ("varlen_", _OFFSETS, _OPTIONS)):
+        shared = f"{offsets} dropout_p softmax_scale causal"
+        flag = False if offsets else Parameter.empty
+        for name, function, words, last in (
+            ("forward", forward, f"q k v {shared}", {"return_softmax": flag}),
+            ("backward", backward, f"dout q k v {_RESULTS} {shared}", {"deterministic": flag, "rng_state": None}),
+        ):
+            defaults = dict.fromkeys(words.split(), Parameter.empty) | options | last
+            setattr(module, f"_flash_attn_{kind}{name}", _with_signature(function, defaults))
     return module
 
 
-def _rectangles(kernel: LocalKernel) -> dict[str, Any]:
-    def _flash_attn_forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        return_softmax: bool,
-    ) -> tuple[Tensor | None, ...]:
-        _require_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax)
-        out, lse = kernel.forward(q, k, v, _band(causal), softmax_scale)
-        return out, lse, None, None
+def _with_signature(function: Callable[[dict[str, Any]], Any], defaults: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a function of arguments of these names and defaults, which packages read with `inspect`.
 
-    def _flash_attn_backward(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        softmax_lse: Tensor,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        deterministic: bool,
-        rng_state: Tensor | None = None,
-    ) -> Tensor:
-        del deterministic, rng_state
-        _require_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes, False)
-        results = ForBackward(dout, out, softmax_lse, _given(dq, dk, dv))
-        kernel.backward(q, k, v, results, _band(causal), softmax_scale)
-        return softmax_lse
+    It refuses options that the kernels under test do not have, and hands the others on by name.
+    """
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    signature = Signature([Parameter(name, kind, default=default) for name, default in defaults.items()])
 
-    return {"_flash_attn_forward": _flash_attn_forward, "_flash_attn_backward": _flash_attn_backward}
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if any(given.get(name, plain) != plain for name, plain in _PLAIN.items()):
+            raise NotImplementedError("the benchmark's kernels have no dropout, window, softcap or alibi")
+        return function(given)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
 
 
-def _packed(kernel: LocalKernel) -> dict[str, Any]:
-    def _flash_attn_varlen_forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        return_softmax: bool = False,
-    ) -> tuple[Tensor | None, ...]:
-        _require_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax)
-        call = Told(_band(causal), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        out, lse = packed_forward(kernel, q, k, v, call, softmax_scale)
-        return out, lse, None, None
-
-    def _flash_attn_varlen_backward(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        softmax_lse: Tensor,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        rng_state: Tensor | None = None,
-    ) -> Tensor:
-        del deterministic, rng_state
-        _require_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes, False)
-        call = Told(_band(causal), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        packed_backward(kernel, q, k, v, ForBackward(dout, out, softmax_lse, _given(dq, dk, dv)), call, softmax_scale)
-        return softmax_lse
-
-    forward, backward = _flash_attn_varlen_forward, _flash_attn_varlen_backward
-    return {"_flash_attn_varlen_forward": forward, "_flash_attn_varlen_backward": backward}
+def _offsets(given: Mapping[str, Any]) -> Told | None:
+    """Return the offsets of packed sequences, or None where the call has none."""
+    return Told(_band(given), *(given[name] for name in _OFFSETS.split())) if "cu_seqlens_q" in given else None
 
 
 def packed_forward(
@@ -300,14 +255,5 @@ def _segments(call: Told) -> Segments:
     return Segments(call.band, tuple(call.queries.tolist()), tuple(call.keys.tolist()))
 
 
-def _band(causal: bool) -> Band:
-    return CAUSAL if causal else FULL
-
-
-def _given(dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> Gradients | None:
-    return None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
-
-
-def _require_plain(dropout: float, left: int, right: int, softcap: float, slopes: Tensor | None, softmax: bool) -> None:
-    if dropout or left >= 0 or right >= 0 or softcap or slopes is not None or softmax:
-        raise NotImplementedError("the benchmark's kernels have no dropout, window, softcap or alibi")
+def _band(given: Mapping[str, Any]) -> Band:
+    return CAUSAL if given["causal"] else FULL
