@@ -1,4 +1,4 @@
-"""Run the main job on 1, 2, ... ranks and write a record: `python -m benchmarks.main_job --ranks 1 2 --output DIR`.
+"""Runs a whole training job on 1, 2, ... ranks: `python -m benchmarks.main_job --ranks 1 2 --output DIR`.
 
 The record (`main_job_<device>_<date>.md`) has the command, the machine, each run's output and a table; beside it lie
 the runs' metrics.jsonl. What follows `--` goes to `bmburst train`.

@@ -1,4 +1,4 @@
-"""Write again what repeats recorded runs, once a file in `results/` has changed: `python -m benchmarks.records`.
+"""Writes the tables of `results/` again after a JSON file there has changed: `python -m benchmarks.records`.
 
 - The tables of attention and training, from the JSON beside them. What stands above the first is written by hand.
 - The planner's rows of this project's runs, `bmburst/plan/data/measured.toml`: their numbers. Rows are added by hand.

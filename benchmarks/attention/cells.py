@@ -1,4 +1,4 @@
-"""What can be measured, as plain data: a cell is one method on one shape, with a name that stays the same."""
+"""Cells of the attention benchmark: shapes, masks, FLOPs, bytes, and the command line's selection. Imports no torch."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""What a rank of the attention benchmark measures of a cell: speed beside one GPU's kernel, or errors against fp64."""
+"""Measures one cell of the attention benchmark on a rank: time relative to one GPU's kernel, or errors against fp64."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -233,7 +233,10 @@ def projection_flops(cell: Cell, direction: str) -> float:
 
 
 def prepare_block(method: Method, cell: Cell, setting: Setting) -> Calls:
-    """Return the block around a method, on this rank's random hidden states."""
+    """Return a LLaMA attention block (projections, rotary embedding) around a method, on random hidden states.
+
+    Projections and rotary embedding work on a rank's tokens, whatever the method.
+    """
     if cell.method == ONE_GPU:
         return prepare_block_alone(cell, setting)
     block = _Block.random(cell, setting, method.positions(cell, setting.group.rank))
@@ -250,7 +253,10 @@ def prepare_block(method: Method, cell: Cell, setting: Setting) -> Calls:
 
 
 def prepare_block_alone(cell: Cell, setting: Setting) -> Calls:
-    """Return one GPU's block on the same FLOPs."""
+    """Return one GPU's block with a rank's share of the FLOPs.
+
+    Its projections have a rank's number of tokens, and its attention a sequence of S / sqrt(P).
+    """
     block = _Block.random(cell, setting, torch.arange(cell.tokens // cell.ranks))
     kernel = prepare(OneGpu(), cell, setting)
     shape = (cell.batch, cell.tokens // cell.ranks, cell.heads, cell.head_dim)

@@ -1,4 +1,4 @@
-"""Attention's results as tables and pictures: ratio to one GPU, time, rate, memory, bytes and errors of each method."""
+"""Tables and pictures of the attention benchmark: ratio to one GPU, time, TFLOP/s, memory, bytes and errors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A job is what the ranks are told, as a file. `run_job` starts them, and again for the cells left after a loss."""
+"""Starts the ranks of a benchmark, and starts them again for the remaining cells after a cell ended them."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A kind of benchmark: what the engine needs to know of it. Another one is a row of `KINDS`."""
+"""Base classes of cells and selections, the file of results, and the registry of kinds of benchmarks."""
 
 import argparse
 import importlib
@@ -139,7 +139,7 @@ class Results(Generic[C]):
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(
-                f"--output {path} is no file of this benchmark: {reason}\nfix: another file, which will be made"
+                f"--output {path} is not a results file of this benchmark: {reason}\nfix: name a new file"
             ) from None
 
     def require_rows(self) -> None:
@@ -149,13 +149,13 @@ class Results(Generic[C]):
             ValueError: A row or a run is not what `put` and a run's header write.
         """
         if not isinstance(self.runs, list) or not all(isinstance(run, dict) for run in self.runs):
-            raise ValueError("its runs are no list of objects")
+            raise ValueError("its runs are not a list of objects")
         if not isinstance(self.rows, dict) or not isinstance(self.running, str | None):
-            raise ValueError("its rows are no object")
+            raise ValueError("its rows are not an object")
         for key, row in self.rows.items():
             is_whole = isinstance(row, dict) and isinstance(row.get("cell"), dict)
             if not is_whole or row.get("status") not in (OK, REFUSED, FAILED) or type(row.get("run")) is not int:
-                raise ValueError(f"row {key} is none")
+                raise ValueError(f"row {key} is invalid")
             self.kind.cell(**row["cell"])
 
     def write(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a rank of a benchmark does: every cell of its job, one after the other, rows by the first rank.
+"""Runs the cells of a job on one rank; rank 0 writes the rows.
 
 Ranks agree over gloo, beside what is measured, so that they still can when a cell has failed.
 """

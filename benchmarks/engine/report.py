@@ -1,4 +1,4 @@
-"""Results as text: a line for a cell as it is measured, and Markdown tables of methods over a number."""
+"""Markdown tables and pictures that compare methods over a number, for all kinds of benchmarks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A profiler timeline of one call, and a picture of it: how much of what moves is hidden beside kernels."""
+"""Records a profiler timeline of one call, and draws kernels, transfers and their overlap."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The clock: the slowest rank's time of a call, and calls measured in turns so that all meet the same heat."""
+"""Times a call on the slowest rank, alternates calls, and has the plain collectives that peers are written with."""
 
 import statistics
 import time

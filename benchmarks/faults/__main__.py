@@ -1,4 +1,4 @@
-"""Inject faults into small runs and record what they make of them: `python -m benchmarks.faults --output FILE.md`.
+"""Injects faults into small training runs and writes a record: `python -m benchmarks.faults --output FILE.md`.
 
 Runs are killed, stopped, told to end, started twice in one folder, left without disk or peers, and find flipped bits;
 then they go on and are compared with an undisturbed run. What is done when is decided by `--seed` alone: `--list`
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     kinds = args.kinds.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        print(f"--kinds: no fault is named {', '.join(unknown)}\nallowed: {', '.join(KINDS)}", file=sys.stderr)
+        print(f"--kinds {args.kinds}: unknown {', '.join(unknown)}\nallowed: {', '.join(KINDS)}", file=sys.stderr)
         return 2
     planned = faults(args.seed, kinds, args.points)
     if args.list:

@@ -1,4 +1,4 @@
-"""What is done to a run and when, as data that a seed decides alone; and the record of what came of it."""
+"""The list of faults that a seed determines, and the record of their outcomes."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -160,7 +160,7 @@ def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequenc
     """Return the whole record in Markdown.
 
     Args:
-        facts: `bmburst.bench.machine.describe`, and `cores`, `minutes`, and `notes`: lines on what could not be done.
+        facts: `benchmarks.engine.machine.describe`, and `cores`, `minutes`, and `notes`: lines on what could not be done.
         planned: All faults that were asked for.
         outcomes: Of those that were tried.
     """

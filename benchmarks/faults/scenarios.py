@@ -1,4 +1,4 @@
-"""Faults of copies of the undisturbed run: flipped bits, and two runs in one folder."""
+"""Faults of a run's files and nodes: flipped bits, two runs in one folder, cut links, killed and slow nodes."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What can be measured, as plain data: a cell is one method on one model and length, with a name that stays."""
+"""Cells of the training benchmark: models, lengths, the bound of a step, MFU, and the selection. Imports no torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The kind of benchmark behind `bmburst bench train`: its options, cells, starts of ranks, and estimates."""
+"""Registers `bmburst bench train`: its options, the cells they select, starts of ranks, and estimates of time."""
 
 import argparse
 import statistics
@@ -52,10 +52,10 @@ def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tu
     if args.recompute:
         Policy.parse(args.recompute)
     if args.text != "stdlib" and not Path(args.text).exists():
-        raise UserError(f"--text {args.text}: there is no such file or folder\nfix: a text, or leave it out")
+        raise UserError(f"--text {args.text} does not exist\nfix: name a text file or folder, or leave it out")
     check_data_path(args.text, "text")
     if args.dtype not in (None, "bfloat16", "float32"):
-        raise UserError(f"--dtype {args.dtype}: the trainer has no such weights\nallowed: bfloat16, float32")
+        raise UserError(f"--dtype {args.dtype} is not a dtype of the trainer\nallowed: bfloat16, float32")
     return list_cells(
         TrainSelection(
             presets=None if args.preset is None else tuple(args.preset.split(",")),

@@ -1,4 +1,4 @@
-"""What a rank of the training benchmark measures of a cell: steps beside the model's own FLOPs, or losses."""
+"""Trains one cell of the training benchmark on a rank: builds its trainer and measures steps or losses."""
 
 import gc
 import math

@@ -1,4 +1,4 @@
-"""Training results as text: a line for a cell as it is measured, and Markdown tables."""
+"""Tables and pictures of the training benchmark: time, memory, derived models, losses."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence

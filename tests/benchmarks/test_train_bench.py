@@ -336,10 +336,10 @@ def test_the_same_command_starts_nothing_more(run, monkeypatch):
         (("--ranks", "2", "--recompute", "all"), "unknown recompute policy 'all'"),
         (("--ranks", "2", "--recompute", "block+first-x"), "the first 'x' layers"),
         (("--ranks", "2", "--kernel", "fa4"), "kernel 'fa4' runs on NVIDIA GPUs only, and the tensors are on cpu"),
-        (("--ranks", "2", "--text", "no/such"), "--text no/such: there is no such file"),
+        (("--ranks", "2", "--text", "no/such"), "--text no/such"),
         (("--ranks", "2", "--dtype", "float16"), "--dtype float16"),
         (("--ranks", "2", "--steps", "-1"), "--steps -1"),
-        (("--gpus", "2"), "there is no GPU here"),
+        (("--gpus", "2"), "fix: --ranks 2"),
     ],
 )
 def test_bad_input_is_refused_before_ranks_start(words, message, monkeypatch, capsys):

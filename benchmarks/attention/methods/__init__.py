@@ -1,4 +1,4 @@
-"""Every method that the suite can measure, by name, in the order in which they are measured."""
+"""The methods that the attention benchmark measures, by name, in the order in which they run."""
 
 from benchmarks.attention.methods.kernel import LocalKernel
 from benchmarks.attention.methods.method import Attend, Method, OneGpu, Setting

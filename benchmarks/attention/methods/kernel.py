@@ -1,4 +1,4 @@
-"""The kernel under test as peers call it: forward with its log-sum-exp, backward from the output it gave.
+"""The attention kernel that all methods run, and flash-attn 2's private functions on top of it for packages.
 
 bmburst's own kernels take delta in backward. Peers keep the output and let the kernel compute delta, so where a kernel
 has such a path it is the one taken here, for the peers and for one GPU alone: nobody is charged for our interface.

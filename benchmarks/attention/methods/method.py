@@ -1,4 +1,4 @@
-"""What a method is, one GPU alone as the first of them, and a method's calls on random tensors."""
+"""The interface of an attention method, the method `one-gpu`, and calls on random tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`bmburst.burst_attention`, by every strategy and transport that it knows."""
+"""`burst_attention` as a method: every strategy and transport, and the bytes that each receives."""
 
 import functools
 from itertools import chain

@@ -1,4 +1,4 @@
-"""Other people's packages, where they are installed. Each gets the kernel under test where it lets us choose."""
+"""Methods that run other projects' packages, where they are installed, with the benchmark's kernel."""
 
 import importlib
 import importlib.util

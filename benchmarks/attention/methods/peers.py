@@ -1,4 +1,4 @@
-"""DeepSpeed-Ulysses (arXiv:2309.14509): all-to-all from tokens to heads, one kernel call, all-to-all back."""
+"""Other projects' methods, written here: Ulysses, tensor parallelism, all-gather of K and V, ring self-attention."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from bmburst.schedule.layout import make_layout
 
 
 class Ulysses(Method):
-    """q, k and v leave together in one all-to-all; nothing overlaps.
+    """DeepSpeed-Ulysses (arXiv:2309.14509): an all-to-all of q, k and v, one kernel call, an all-to-all of the output.
 
-    Inside of `bmburst.recompute.checkpoint` the kernel's results are kept, and only its transfers are done again.
+    Nothing overlaps. Inside `bmburst.recompute.checkpoint` the kernel's results are kept; only transfers run again.
     """
 
     name = "ulysses"
@@ -84,7 +84,12 @@ def to_tokens(group: RankGroup, *tensors: Tensor) -> list[Tensor]:
 
 
 class TensorParallelV1(Method):
-    """An all-reduce behind attention, and another in backward (arXiv:1909.08053)."""
+    """Megatron: heads split over the ranks, an all-reduce after attention and one in backward (arXiv:1909.08053).
+
+    Projections are not part of it, but their collectives are, on tensors of the hidden state's size `[batch, tokens,
+    heads x dim]`. Forward they sum the output: each rank's heads in their place, zeros elsewhere. Backward they sum dQ
+    in place of the gradient of the hidden states. q, k and v exist when the clock starts.
+    """
 
     name = "tensor-parallel-v1"
     masks = MASKS
@@ -128,7 +133,7 @@ class TensorParallelV1(Method):
 
 
 class TensorParallelV3(TensorParallelV1):
-    """An all-gather before and a reduce-scatter behind attention, and the same in backward (arXiv:2205.05198)."""
+    """An all-gather before and a reduce-scatter after attention, and the same in backward (arXiv:2205.05198)."""
 
     name = "tensor-parallel-v3"
     sequence_parallel = True
@@ -183,7 +188,10 @@ def _sum(group: RankGroup, own: Tensor, split: bool) -> Tensor:
 
 
 class AllGatherKV(Method):
-    """K and V of all ranks are gathered and kept; each of a rank's two chunks is one bottom-right causal call."""
+    """Llama 3's context parallelism (arXiv:2407.21783, section 3.3.2): all-gather of K and V, which are kept.
+
+    Each of a rank's two chunks is one kernel call with a causal mask aligned at the bottom right.
+    """
 
     name = "allgather-kv"
 
@@ -278,7 +286,10 @@ class _AllGather(torch.autograd.Function):
 
 
 class RingLi(Method):
-    """K goes around for the scores, V for the output. Memory is quadratic, and a causal mask saves no work."""
+    """Ring self-attention of Li et al. (arXiv:2105.13120): K moves around a ring for the scores, V for the output.
+
+    Each rank stores whole rows of scores: memory is quadratic. A causal mask saves no FLOPs.
+    """
 
     name = "ring-li-2021"
 
