@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -146,8 +146,8 @@ def _measure(
     times, one = (Times.of(milliseconds) for milliseconds in rounds[:2])
     same_work = flops[0] / flops[1]
     row: dict[str, Any] = {
-        "milliseconds": times.to_dict(),
-        "one_gpu_milliseconds": one.to_dict(),
+        "milliseconds": asdict(times),
+        "one_gpu_milliseconds": asdict(one),
         "tflops": flops[0] / times.median / 1e9,
         "one_gpu_tflops": flops[1] / one.median / 1e9,
         "ratio": quotient(rounds[1], rounds[0]) * same_work,
@@ -177,9 +177,7 @@ class _Whole:
 def measure_accuracy(method: Method, cell: Cell, setting: Setting) -> dict[str, Any]:
     """Return the relative L2 errors of O, dQ, dK and dV over all ranks of the group: a row beside its name."""
     group = setting.group
-    whole = _whole(
-        cell.batch, cell.tokens, cell.heads, cell.kv_heads, cell.head_dim, cell.mask, cell.dtype, group.device
-    )
+    whole = _whole(replace(cell, suite="", method="", ranks=1), group.device)
     grad_in, out_in = _cutters(method, cell, group)
     q, k, v = (grad_in(t).contiguous().requires_grad_() for t in whole.inputs[:3])
     attend = method.bind(cell, setting)
@@ -207,13 +205,12 @@ def _errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], group: Rank
 
 
 @lru_cache(maxsize=1)  # cells of one shape follow each other
-def _whole(
-    batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, mask: str, dtype: str, device: torch.device
-) -> _Whole:
+def _whole(cell: Cell, device: torch.device) -> _Whole:
     generator = torch.Generator().manual_seed(_SEED)  # a CPU's: the same numbers wherever the ranks run
-    shapes = [(batch, tokens, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
-    q, k, v, grad = (torch.randn(s, generator=generator).to(device, getattr(torch, dtype)) for s in shapes)
-    kernel, pattern, scale = ReferenceKernel(), pattern_of(mask, tokens), head_dim**-0.5
+    counts = (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)
+    shapes = [(cell.batch, cell.tokens, heads, cell.head_dim) for heads in counts]
+    q, k, v, grad = (torch.randn(s, generator=generator).to(device, getattr(torch, cell.dtype)) for s in shapes)
+    kernel, pattern, scale = ReferenceKernel(), pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5
     wide_q, wide_k, wide_v, wide_grad = (t.double() for t in (q, k, v, grad))
     out, lse = kernel.forward(wide_q, wide_k, wide_v, pattern=pattern, scale=scale)
     given = Given(wide_grad, wide_q, wide_k, wide_v, lse, row_dots(wide_grad, out))

@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--cell-seconds",
         type=float,
         metavar="S",
-        help="target time for measuring a cell; at least 3 calls (train: 2 steps) are measured (default: 10; train: 30)",
+        help="time to measure a cell; at least 3 calls (train: 2 steps) are measured (default: 10; train: 30)",
     )
     add(
         "--cell-timeout",
@@ -70,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=float,
         metavar="SECONDS",
-        help="start no cell that would end more than this many seconds from now",
+        help="start no cell that would end after this time",
     )
     add("--output", type=Path, metavar="FILE", help="file of the results, .json; continued if it exists")
     add("--again", action="store_true", help="also measure cells that the file already has")
@@ -98,9 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.table or args.plot:
         return _redraw(args, kind)
     if "RANK" in os.environ:
-        raise UserError(
-            "RANK is set, but bmburst bench starts its own ranks\nfix: run it without a launcher, or unset RANK"
-        )
+        raise UserError("RANK is set, but bench starts its own ranks\nfix: run it without a launcher, or unset RANK")
     _settle(args, kind)
     if args.ranks is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for this process and its ranks
@@ -130,9 +128,7 @@ def _settle(args: argparse.Namespace, kind: Kind[Any]) -> None:
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {value:g}\nallowed: seconds above 0")
     if args.gpus is not None and args.ranks is not None:
-        raise UserError(
-            "--gpus and --ranks cannot be used together\nfix: --gpus for GPUs, --ranks for ranks on the CPU"
-        )
+        raise UserError("--gpus and --ranks cannot be combined\nfix: --gpus for GPUs, --ranks for ranks on the CPU")
     if args.list:
         return
     if args.output is not None:
@@ -204,10 +200,7 @@ def _measure(
         results = Results.read(kind, output)
         left = sum(cell.key not in results.rows for cell in cells)
         if left:
-            print(
-                f"{left} of {len(cells)} cells are not measured yet; the same command continues with them",
-                file=sys.stderr,
-            )
+            print(f"{left} of {len(cells)} cells are not measured yet\nfix: run the command again", file=sys.stderr)
         text = markdown(results)
         print(text)
         if args.output is not None:

@@ -51,10 +51,6 @@ class BaseCell(ABC):
         device = "" if self.device == "cuda" else f"-{self.device}"
         return f"{self.name}@{self.ranks}{device}" + ("" if self.dtype == "bfloat16" else f"-{self.dtype}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON knows them."""
-        return asdict(self)
-
 
 C = TypeVar("C", bound=BaseCell)
 
@@ -166,7 +162,7 @@ class Results(Generic[C]):
 
     def put(self, cell: C, row: Row) -> None:
         """Keep a row under its cell's key, with the number of the run that is now."""
-        self.rows[cell.key] = {"cell": cell.to_dict(), "run": len(self.runs) - 1, **row}
+        self.rows[cell.key] = {"cell": asdict(cell), "run": len(self.runs) - 1, **row}
 
     def is_done(self, cell: C, *, again: bool) -> bool:
         """Return whether a cell needs no run now: it was tried in this run, or measured earlier and not `again`."""

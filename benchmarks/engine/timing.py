@@ -3,8 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -118,9 +117,23 @@ class Times:
             count=len(milliseconds),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON knows them."""
-        return asdict(self)
+
+def mark(device: torch.device) -> torch.cuda.Event | float:
+    """Return a point in time: an event on the current stream of a GPU, or the clock of a CPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds_between(before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> float:
+    """Return the milliseconds between two marks; waits for the later one."""
+    if isinstance(before, float) or isinstance(after, float):
+        assert isinstance(before, float) and isinstance(after, float)  # marks of one device
+        return (after - before) * 1e3
+    after.synchronize()
+    return float(before.elapsed_time(after))
 
 
 def once(call: Callable[[], object], group: RankGroup) -> float:
@@ -129,17 +142,9 @@ def once(call: Callable[[], object], group: RankGroup) -> float:
     All ranks begin together with nothing queued, so what the host needs to launch the work is in the time.
     """
     group.barrier()
-    if group.device.type == "cuda":
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        call()
-        after.record()
-        after.synchronize()
-        own = before.elapsed_time(after)
-    else:
-        begun = time.perf_counter()
-        call()
-        own = (time.perf_counter() - begun) * 1e3
+    before = mark(group.device)
+    call()
+    own = milliseconds_between(before, mark(group.device))
     slowest = torch.tensor([own], dtype=torch.float64, device=group.device)
     return float(group.all_reduce(slowest, dist.ReduceOp.MAX).item())
 
@@ -152,18 +157,18 @@ def gpu_seconds(call: Callable[[], object], scratch: torch.Tensor | None = None)
         scratch: Memory that is written before, so that the GPU's caches are empty and it is busy during the launch.
             None: the GPU has nothing else to do.
     """
-    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    device = torch.device("cuda")
     if scratch is None:
         torch.cuda.synchronize()
     else:
         scratch.zero_()
     begun = time.perf_counter()
-    before.record()
+    before = mark(device)
     call()
-    after.record()
+    after = mark(device)
     host = time.perf_counter() - begun
     torch.cuda.synchronize()
-    return float(before.elapsed_time(after)) / 1e3, host
+    return milliseconds_between(before, after) / 1e3, host
 
 
 def median_seconds(

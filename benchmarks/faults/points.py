@@ -160,7 +160,7 @@ def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequenc
     """Return the whole record in Markdown.
 
     Args:
-        facts: `benchmarks.engine.machine.describe`, and `cores`, `minutes`, and `notes`: lines on what could not be done.
+        facts: `benchmarks.engine.machine.describe`, `cores`, `minutes`, and `notes`: lines on what could not be done.
         planned: All faults that were asked for.
         outcomes: Of those that were tried.
     """

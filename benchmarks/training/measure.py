@@ -2,12 +2,10 @@
 
 import gc
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +20,7 @@ from benchmarks.engine.kind import Row
 from benchmarks.engine.machine import Gauge
 from benchmarks.engine.rank import RankRun
 from benchmarks.engine.timeline import record
-from benchmarks.engine.timing import RankGroup, Times, in_turns
+from benchmarks.engine.timing import RankGroup, Times, in_turns, mark, milliseconds_between
 from benchmarks.training.cells import OURS, STEPS, Rates, TrainCell, bound, utilisation
 from benchmarks.training.methods import METHODS
 from bmburst.amounts import GIB
@@ -213,11 +211,11 @@ def _measure_steps(cell: TrainCell, run: TrainRun) -> Row:
 
 def _timed(trainer: Trainer, count: int, run: TrainRun) -> tuple[list[float], list[StepMetrics]]:
     """Return milliseconds of so many steps, each the slowest rank's, and what the steps gave."""
-    marks, found = [_mark(run.device)], []
+    marks, found = [mark(run.device)], []
     for _ in range(count):
         found.append(trainer.step())
-        marks.append(_mark(run.device))
-    own = [_milliseconds(*both) for both in pairwise(marks)]
+        marks.append(mark(run.device))
+    own = [milliseconds_between(*both) for both in pairwise(marks)]
     return [max(step) for step in zip(*run.from_all(own), strict=True)], found
 
 
@@ -272,7 +270,7 @@ def _judged(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     known, machine = hardware_of(name), machine_of(name)
     row: Row = {
-        "milliseconds": times.to_dict(),
+        "milliseconds": asdict(times),
         "tokens_per_second": cell.tokens / seconds / cell.ranks,
         "bound": asdict(least) | {"total": least.total},
         "ratio": seconds / least.total,
@@ -289,21 +287,6 @@ def _judged(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -
     return row
 
 
-def _mark(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(before: Any, after: Any) -> float:
-    if isinstance(before, float):
-        return float(after - before) * 1e3
-    after.synchronize()
-    return float(before.elapsed_time(after))
-
-
 def _measure_losses(cell: TrainCell, run: TrainRun) -> Row:
     """Return every step's loss in nats a token and gradient norm, and the time of a step. Every rank calls it."""
     text, steps = run.job.options["text"], run.job.options["steps"]  # 0: as many as the suite has
@@ -314,7 +297,7 @@ def _measure_losses(cell: TrainCell, run: TrainRun) -> Row:
         "recompute": METHODS[cell.method].recompute(cell),
         "losses": [step.loss for step in found],
         "grad_norms": [step.grad_norm for step in found],
-        "milliseconds": Times.of(milliseconds[1:] or milliseconds).to_dict(),
+        "milliseconds": asdict(Times.of(milliseconds[1:] or milliseconds)),
         **_memory(run.gauge, found),
     }
 
