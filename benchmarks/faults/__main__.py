@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -28,7 +29,7 @@ from typing import Any
 
 from benchmarks import netns
 from benchmarks.faults.inject import CHAINS, Bench, Chain
-from benchmarks.faults.points import KINDS, Fault, Outcome, as_json, faults, outcome_of, record, table
+from benchmarks.faults.points import KINDS, Fault, Outcome, faults, outcome_of, record, table
 from benchmarks.faults.scenarios import SINGLE, Single, nodes
 from bmburst.outputs import replacing
 
@@ -73,7 +74,7 @@ class Log:
         if self._output is None:
             return
         self.facts["minutes"] = self._minutes + (time.monotonic() - self._began) / 60
-        data = {"facts": self.facts, "outcomes": [as_json(outcome) for outcome in self.outcomes]}
+        data = {"facts": self.facts, "outcomes": [asdict(outcome) for outcome in self.outcomes]}
         for path, text in (
             (self._output.with_suffix(".json"), json.dumps(data, indent=1) + "\n"),
             (self._output, record(self.facts, self._planned, self.outcomes)),

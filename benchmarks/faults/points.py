@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -221,8 +221,3 @@ def _said(outcome: Outcome) -> str:
         *outcome.problems,
     ]
     return f"{outcome.fault}: {'; '.join(filter(None, wrong))}"
-
-
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as `json` takes it."""
-    return asdict(outcome)

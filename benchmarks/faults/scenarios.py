@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks import netns
@@ -98,7 +98,7 @@ def pair(bench: Bench, fault: Fault, place: Path) -> Outcome:
     statuses = [program.statuses[0] for program in both]
     problems = [f"traceback: {program.last_words}" for program in both if "Traceback" in program.said]
     said = f"statuses {statuses}: {' // '.join(program.last_words for program in both)}"
-    won = [base for seed, status, base in _in_order(seeds, statuses, bases) if status == 0]
+    won = [bases[seed] for seed, status in zip(seeds, statuses, strict=True) if status == 0]
     if not set(statuses) <= {0, 2} or not won or (is_fresh and len(won) != 1):
         problems.append(said)
     differences = [base.difference(run, complete=True) for base in won[:1]]
@@ -111,12 +111,6 @@ def pair(bench: Bench, fault: Fault, place: Path) -> Outcome:
         bench.finished(program)
     shutil.rmtree(place)
     return Outcome(fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=said)
-
-
-def _in_order(
-    seeds: Sequence[int], statuses: Sequence[int | None], bases: Sequence[Base]
-) -> list[tuple[int, int | None, Base]]:
-    return [(seed, status, bases[seed]) for seed, status in zip(seeds, statuses, strict=True)]
 
 
 SINGLE: dict[str, Single] = {"flip": flip, "pair": pair}
