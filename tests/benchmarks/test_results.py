@@ -63,7 +63,7 @@ def test_a_file_holds_what_was_written(tmp_path):
 def test_other_files_are_refused(tmp_path, content):
     path = tmp_path / "r.json"
     path.write_text(content)
-    with pytest.raises(UserError, match="no file of this benchmark"):
+    with pytest.raises(UserError, match="fix: name a new file"):
         Results.read(KIND, path)
     assert path.read_text() == content
 
