@@ -1,1 +1,1 @@
-"""Measurements of a clone of the repository, not installed with the library, and their recorded results."""
+"""Benchmarks of a clone of the repository, which is not installed with the library, and their recorded results."""

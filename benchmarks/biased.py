@@ -1,4 +1,4 @@
-"""CPM-Bee's attention on one GPU, its bias computed in the kernel or given as a matrix: `python -m benchmarks.biased`.
+"""Measures CPM-Bee's attention on one GPU, its bias computed in the kernel or given as a matrix.
 
 One sample of four segments, of which the first half of the tokens is given and the rest predicted: every token sees the
 given ones, and the predicted ones see what is before them. Heads, buckets and distances are those of CPM-Bee 10B.

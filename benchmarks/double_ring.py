@@ -1,4 +1,4 @@
-"""Double ring against flat ring where links between nodes are slow, for real: `python -m benchmarks.double_ring`.
+"""Compares the double ring with a flat ring over slow links between nodes: `python -m benchmarks.double_ring`.
 
 Each rank is a process in a network namespace of its own, and the kernel limits what leaves it: by default 200 Mbit/s to
 ranks of its node and 20 Mbit/s to other nodes (`benchmarks.netns`). Ranks are on CPUs and move blocks by gloo. Needs

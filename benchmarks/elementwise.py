@@ -1,4 +1,4 @@
-"""Norm, activation and rotary embedding beside a copy, on one GPU: `python -m benchmarks.elementwise`.
+"""Measures norm, activation and rotary embedding, each beside a copy, on one GPU: `python -m benchmarks.elementwise`.
 
 GB/s are the bytes that an operator has to read and write (each tensor once) over the median of its times by CUDA
 events; caches are emptied in between by writing 512 MiB. `copy` is `Tensor.copy_` of as many bytes: the memory's speed.

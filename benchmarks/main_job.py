@@ -1,4 +1,4 @@
-"""Run the main job on 1, 2, ... ranks and write a record: `python -m benchmarks.main_job --ranks 1 2 --output DIR`.
+"""Runs a whole training job on 1, 2, ... ranks: `python -m benchmarks.main_job --ranks 1 2 --output DIR`.
 
 The record (`main_job_<device>_<date>.md`) has the command, the machine, each run's output and a table; beside it lie
 the runs' metrics.jsonl. What follows `--` goes to `bmburst train`.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.engine.machine import describe
-from benchmarks.engine.table import versions
+from benchmarks.engine.report import versions
 
 _WARM_UP = 10  # steps that are not timed: kernels are chosen and memory is taken
 

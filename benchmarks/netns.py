@@ -1,4 +1,4 @@
-"""Nodes with slow links between them, on one Linux machine: a network namespace for each rank, shaped by the kernel."""
+"""Simulates nodes with slow links on one Linux machine: a network namespace for each rank, limited by the kernel."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Train a few layers on GPUs and compare time and memory with `bmburst plan`: `python -m benchmarks.plan_measure`.
+"""Compares time and memory of training steps with `bmburst plan`: `python -m benchmarks.plan_measure`.
 
 Each case is some layers of a preset, trained for a few steps by the trainer itself. What is printed beside the
 prediction: the median time of a step, the peak of what torch allocated in it, and what the driver has given out beside

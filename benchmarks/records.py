@@ -1,4 +1,4 @@
-"""Write again what repeats recorded runs, once a file in `results/` has changed: `python -m benchmarks.records`.
+"""Writes the tables of `results/` again after a JSON file there has changed: `python -m benchmarks.records`.
 
 - The tables of attention and training, from the JSON beside them. What stands above the first is written by hand.
 - The planner's rows of this project's runs, `bmburst/plan/data/measured.toml`: their numbers. Rows are added by hand.
@@ -17,9 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.kind import KINDS, load_kind
-from benchmarks.engine.results import Results
-from benchmarks.engine.table import markdown
+from benchmarks.engine.kind import KINDS, Results, load_kind
+from benchmarks.engine.report import markdown
 from bmburst.plan import accuracy
 
 _ROOT = Path(__file__).parents[1]

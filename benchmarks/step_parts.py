@@ -1,4 +1,4 @@
-"""Parts of a training step two ways, one after the other in turns, on one GPU: `python -m benchmarks.step_parts`.
+"""Measures parts of a training step, each done in several ways, on one GPU: `python -m benchmarks.step_parts`.
 
 The first way of each part is how it would be done by itself: the head's gradient added up a chunk at a time, products
 and norms as operations of their own whose gradients autograd adds, BMTrain's AdamW. The others are what `bmburst train`

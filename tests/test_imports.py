@@ -42,9 +42,7 @@ FORBIDDEN = {
     "bmburst/blocks": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.runtime"},
     "bmburst/runtime": {"model_center_ext", "bmburst.train", "bmburst.data", "bmburst.blocks", "bmburst.attention"},
     "benchmarks/engine": {"model_center_ext", "benchmarks.attention", "benchmarks.training"},
-    "benchmarks/attention/cells.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops"},
-    "benchmarks/attention/masks.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash"},
-    "benchmarks/attention/work.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash"},
+    "benchmarks/attention/cells.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash"},
     "benchmarks/attention": {
         "model_center_ext",
         "benchmarks.training",
@@ -52,8 +50,7 @@ FORBIDDEN = {
         "bmburst.data",
         "bmburst.blocks",
     },
-    "benchmarks/training/cells.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops", "bmburst.cli"},
-    "benchmarks/training/bound.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash", "bmburst.cli"},
+    "benchmarks/training/cells.py": {"torch", "bmtrain", "bmburst.attention", "bmburst_ops.flash", "bmburst.cli"},
     "bmburst/cli": {"model_center_ext"},
     "bmburst": {"model_center_ext"},
 }

@@ -1,5 +1,5 @@
-"""`bmburst bench attention`: attention over ranks measured against one GPU's kernel and against every peer.
+"""`bmburst bench attention`: measures attention over several ranks, by this library and by other methods.
 
-`cells` is what can be measured, as plain data; `masks` and `work` its arithmetic; `methods` what is measured; `measure`
-what a rank does, with `block` around a method; `report` the tables and pictures; `kind` tells the engine.
+`cells` defines shapes, masks and FLOPs without torch; `methods` has each method; `measure` runs a cell on a rank;
+`report` has tables and pictures; `kind` registers them with the engine.
 """

@@ -1,13 +1,95 @@
-"""What can be measured, as plain data: a cell is one method on one shape, with a name that stays the same."""
+"""Cells of the attention benchmark: shapes, masks, FLOPs, bytes, and the command line's selection. Imports no torch."""
 
+import math
+import random
+import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, product
+from statistics import NormalDist
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.engine.results import ONE_GPU, BaseCell, BaseSelection
+from benchmarks.engine.kind import ONE_GPU, BaseCell, BaseSelection
 from bmburst.errors import UserError
+from bmburst.schedule.documents import Documents
+from bmburst.schedule.mask import Mask, SlidingWindow, make_mask
+from bmburst_ops.pattern import CAUSAL, FULL, Band, Segments
+
+WINDOW = 4096  # tokens that a query sees under the mask "window"
+MEDIAN, SIGMA = 2048, 1.3  # of the log-normal distribution that lengths of documents are drawn from
+SHORTEST = 16
+SEED = 0
+_PART = 16  # of short sequences, window and median are this part
+
+
+def window_tokens(tokens: int) -> int:
+    """Return the last tokens that a query sees of a sequence, itself included: 4,096, of less than 64K a 16th."""
+    return max(1, min(WINDOW, tokens // _PART))
+
+
+def median_tokens(tokens: int) -> int:
+    """Return the median of the distribution of lengths: 2,048, of less than 32K tokens in all a 16th, at least 16."""
+    return max(SHORTEST, min(MEDIAN, tokens // _PART))
+
+
+@lru_cache(maxsize=64)
+def document_lengths(tokens: int) -> tuple[int, ...]:
+    """Return the lengths of the documents that are packed into a sequence, the same wherever they are drawn.
+
+    Log-normal with the median of `median_tokens` and sigma 1.3, of 16 tokens to `tokens`: long-tailed, as corpora are.
+    They are drawn until the sequence is full; the last one is cut off there, and where less than 16 tokens would be
+    left behind it, it takes them.
+    """
+    generator, normal = random.Random(SEED), NormalDist(math.log(median_tokens(tokens)), SIGMA)
+    lengths, left = [], tokens
+    while left:
+        # By the inverse of its distribution: `random` is the only stream that Python keeps the same in all versions.
+        length = min(left, max(SHORTEST, round(math.exp(normal.inv_cdf(generator.random())))))
+        lengths.append(left if left - length < SHORTEST else length)
+        left -= lengths[-1]
+    return tuple(lengths)
+
+
+def visible_pairs(mask: str, tokens: int) -> float:
+    """Return the pairs of a query and a key that it sees.
+
+    Under a causal mask, half of all: the diagonal is left out, as publications do.
+    """
+    if mask == "documents":
+        return float(sum(n * (n + 1) // 2 for n in document_lengths(tokens)))
+    if mask == "window":
+        seen = window_tokens(tokens)
+        return float(tokens * seen - seen * (seen - 1) // 2)
+    return float(tokens**2) * (0.5 if mask == "causal" else 1.0)
+
+
+def facts(mask: str, tokens: int) -> dict[str, Any]:
+    """Return what a row says of the mask beyond its name; nothing of causal and full."""
+    if mask == "documents":
+        lengths = document_lengths(tokens)
+        found = {"number": len(lengths), "median": statistics.median(lengths), "longest": max(lengths)}
+        return {"documents": found | {"drawn_median": median_tokens(tokens), "sigma": SIGMA, "seed": SEED}}
+    return {"window": window_tokens(tokens)} if mask == "window" else {}
+
+
+def mask_of(name: str, tokens: int) -> Mask:
+    """Return the mask of that name for `burst_attention`, in global positions of a sequence of so many tokens."""
+    if name == "documents":
+        return Documents(document_lengths(tokens))
+    return SlidingWindow(window_tokens(tokens)) if name == "window" else make_mask(name)
+
+
+def pattern_of(name: str, tokens: int) -> Band | Segments:
+    """Return the same for one kernel call on all queries and keys."""
+    if name == "documents":
+        edges = tuple(accumulate(document_lengths(tokens), initial=0))
+        return Segments(CAUSAL, edges, edges)
+    if name == "window":
+        return Band(window_tokens(tokens) - 1, 0)
+    return CAUSAL if name == "causal" else FULL
+
 
 PLAIN_MASKS = ("causal", "full")
 MASKS = (*PLAIN_MASKS, "documents", "window")  # the latter two have a suite each, of the same name
@@ -157,3 +239,90 @@ def _cells(selection: Selection, name: str) -> Iterator[Cell]:
             head_dim=selection.head_dim,
             mask=mask,
         )
+
+
+_TILE = 128  # rows of a kernel's block: a sequence that ends inside one would cost one GPU more than its FLOPs
+_ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of one rank's tensors.
+
+    Attributes:
+        q: Of q, and of the output.
+        k: Of k, and of v.
+        statistics: Of a number a query and head, in fp32.
+        wide: fp32 over the cell's item size: the factor for what accumulates.
+    """
+
+    q: int
+    k: int
+    statistics: int
+    wide: float
+
+    @property
+    def held(self) -> int:
+        """q, k, v, the output and the gradients of all four."""
+        return 4 * self.q + 4 * self.k
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank receives: in forward, and in forward and backward together."""
+
+    forward: float
+    forward_backward: float
+
+
+def sizes(cell: Cell) -> Sizes:
+    """Return the bytes of the tensors of a rank's share of the sequence."""
+    rows = cell.batch * (cell.tokens // cell.ranks)
+    item = _ITEMSIZE[cell.dtype]
+    wide = max(FP32, item)
+    return Sizes(
+        q=rows * cell.heads * cell.head_dim * item,
+        k=rows * cell.kv_heads * cell.head_dim * item,
+        statistics=rows * cell.heads * wide,
+        wide=wide / item,
+    )
+
+
+def forward_flops(cell: Cell) -> float:
+    """Return the FLOPs of attention forward over a whole sequence: 4 B H D for every pair that is seen."""
+    return 4.0 * cell.batch * visible_pairs(cell.mask, cell.tokens) * cell.heads * cell.head_dim
+
+
+def alone(cell: Cell) -> Cell:
+    """Return what one GPU computes beside a method: a rank's share of the FLOPs.
+
+    Under a causal or full mask a sequence of S / sqrt(P), in whole tiles of the kernel. Under the others the same
+    sequence, with the same documents or window, for a P-th of the heads: all documents are as long as those of the
+    ranks, and no sample of them has a P-th of the pairs where the longest has more. Heads that do not divide evenly are
+    rounded down, and no KV head is left without a query head: rates are compared, not times.
+    """
+    if cell.mask in PLAIN_MASKS:
+        return replace(cell, ranks=1, tokens=_whole_tiles(cell.tokens / math.sqrt(cell.ranks)))
+    kv_heads = max(1, cell.kv_heads // cell.ranks)
+    heads = kv_heads * max(1, cell.heads // cell.ranks // kv_heads)
+    return replace(cell, ranks=1, heads=heads, kv_heads=kv_heads)
+
+
+def plain_causal(cell: Cell) -> Cell:
+    """Return a causal sequence of all heads that has a rank's share of the FLOPs, in whole tiles of the kernel.
+
+    Its rate is that of the arithmetic: of one GPU's kernel where neither documents nor a window cut its work short.
+    """
+    tokens = math.sqrt(2 * visible_pairs(cell.mask, cell.tokens) / cell.ranks)
+    return replace(cell, ranks=1, mask="causal", tokens=_whole_tiles(tokens))
+
+
+def one_gpu_memory(cell: Cell) -> float:
+    """Return about what the comparison on one GPU holds at its peak, in bytes: its tensors and dQ in fp32."""
+    others = (alone(cell),) if cell.mask in PLAIN_MASKS else (alone(cell), plain_causal(cell))
+    return sum(own.held + own.q * own.wide for own in map(sizes, others))
+
+
+def _whole_tiles(tokens: float) -> int:
+    return int(tokens) // _TILE * _TILE if tokens > 8 * _TILE else max(1, int(tokens))

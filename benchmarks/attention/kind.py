@@ -1,4 +1,4 @@
-"""The kind of benchmark behind `bmburst bench attention`: its options, cells, estimates, and the parts of its own."""
+"""Registers `bmburst bench attention`: its options, the cells they select, and estimates of a cell's time."""
 
 import argparse
 import math
@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.attention import report
-from benchmarks.attention.cells import HEAD_DIM, MASKS, Cell, Selection, list_cells
-from benchmarks.attention.work import forward_flops
-from benchmarks.engine.kind import RUNTIMES, Kind, selection_of
-from benchmarks.engine.results import OK, Results
+from benchmarks.attention.cells import HEAD_DIM, MASKS, Cell, Selection, forward_flops, list_cells
+from benchmarks.engine.kind import OK, RUNTIMES, Kind, Results, selection_of
 from bmburst.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tu
             raise UserError(f"--{name.replace('_', '-')} {value}\nallowed: 1 and more")
     if len(ranks) > 1:
         given = f"--gpus {args.gpus}" if args.ranks is None else f"--ranks {args.ranks}"
-        raise UserError(f"{given}: attention is measured on one number of ranks\nfix: a run for each")
+        raise UserError(f"{given}: attention takes one number of ranks\nfix: run the command once for each")
     heads = None
     if args.heads is not None or args.kv_heads is not None:
         queries = args.heads or max(32, args.kv_heads)

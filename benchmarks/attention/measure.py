@@ -1,32 +1,40 @@
-"""What a rank of the attention benchmark measures of a cell: speed beside one GPU's kernel, or errors against fp64."""
+"""Measures one cell of the attention benchmark on a rank: time relative to one GPU's kernel, or errors against fp64."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import linear
 
-from benchmarks.attention.block import prepare_block, prepare_block_alone, projection_flops
-from benchmarks.attention.cells import PLAIN_MASKS, Cell, accuracy_ranks
-from benchmarks.attention.masks import facts, pattern_of
-from benchmarks.attention.methods import LocalKernel, Method, OneGpu, Setting, all_methods
-from benchmarks.attention.methods.method import Calls, both, forward, prepare
-from benchmarks.attention.work import alone, forward_flops, one_gpu_memory, plain_causal
-from benchmarks.engine.group import RankGroup
+from benchmarks.attention.cells import (
+    PLAIN_MASKS,
+    Cell,
+    accuracy_ranks,
+    alone,
+    facts,
+    forward_flops,
+    one_gpu_memory,
+    pattern_of,
+    plain_causal,
+)
+from benchmarks.attention.methods import LocalKernel, all_methods
+from benchmarks.attention.methods.method import Attend, Calls, Method, OneGpu, Setting, both, forward, prepare
 from benchmarks.engine.job import Job
+from benchmarks.engine.kind import ONE_GPU, Row
 from benchmarks.engine.machine import Gauge
 from benchmarks.engine.rank import RankRun
-from benchmarks.engine.results import ONE_GPU, Row
 from benchmarks.engine.timeline import record
-from benchmarks.engine.timing import Times, in_turns, quotient
+from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient
 from bmburst.amounts import GIB
 from bmburst_ops.constants import ATTENTION_BACKWARD
 from bmburst_ops.flash import Given, ReferenceKernel
 from bmburst_ops.merge import row_dots
+from bmburst_ops.rotary import apply_rotary
 
 _ERRORS = ("o", "dq", "dk", "dv")
 _SEED = 1  # of the inputs that errors are taken on
@@ -138,8 +146,8 @@ def _measure(
     times, one = (Times.of(milliseconds) for milliseconds in rounds[:2])
     same_work = flops[0] / flops[1]
     row: dict[str, Any] = {
-        "milliseconds": times.to_dict(),
-        "one_gpu_milliseconds": one.to_dict(),
+        "milliseconds": asdict(times),
+        "one_gpu_milliseconds": asdict(one),
         "tflops": flops[0] / times.median / 1e9,
         "one_gpu_tflops": flops[1] / one.median / 1e9,
         "ratio": quotient(rounds[1], rounds[0]) * same_work,
@@ -169,9 +177,7 @@ class _Whole:
 def measure_accuracy(method: Method, cell: Cell, setting: Setting) -> dict[str, Any]:
     """Return the relative L2 errors of O, dQ, dK and dV over all ranks of the group: a row beside its name."""
     group = setting.group
-    whole = _whole(
-        cell.batch, cell.tokens, cell.heads, cell.kv_heads, cell.head_dim, cell.mask, cell.dtype, group.device
-    )
+    whole = _whole(replace(cell, suite="", method="", ranks=1), group.device)
     grad_in, out_in = _cutters(method, cell, group)
     q, k, v = (grad_in(t).contiguous().requires_grad_() for t in whole.inputs[:3])
     attend = method.bind(cell, setting)
@@ -199,15 +205,131 @@ def _errors(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], group: Rank
 
 
 @lru_cache(maxsize=1)  # cells of one shape follow each other
-def _whole(
-    batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, mask: str, dtype: str, device: torch.device
-) -> _Whole:
+def _whole(cell: Cell, device: torch.device) -> _Whole:
     generator = torch.Generator().manual_seed(_SEED)  # a CPU's: the same numbers wherever the ranks run
-    shapes = [(batch, tokens, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
-    q, k, v, grad = (torch.randn(s, generator=generator).to(device, getattr(torch, dtype)) for s in shapes)
-    kernel, pattern, scale = ReferenceKernel(), pattern_of(mask, tokens), head_dim**-0.5
+    counts = (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)
+    shapes = [(cell.batch, cell.tokens, heads, cell.head_dim) for heads in counts]
+    q, k, v, grad = (torch.randn(s, generator=generator).to(device, getattr(torch, cell.dtype)) for s in shapes)
+    kernel, pattern, scale = ReferenceKernel(), pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5
     wide_q, wide_k, wide_v, wide_grad = (t.double() for t in (q, k, v, grad))
     out, lse = kernel.forward(wide_q, wide_k, wide_v, pattern=pattern, scale=scale)
     given = Given(wide_grad, wide_q, wide_k, wide_v, lse, row_dots(wide_grad, out))
     grads = kernel.backward(given, pattern=pattern, scale=scale, deterministic=True)
     return _Whole((q, k, v, grad), (out, *grads))
+
+
+_THETA = 500_000.0  # LLaMA 3's base of the rotary embedding
+_STEPS = {"forward": 1, "forward_backward": 3}  # products with each weight: itself; and its gradient and its input's
+
+
+def projection_flops(cell: Cell, direction: str) -> float:
+    """Return the FLOPs of a rank's projections, "forward" or "forward_backward"."""
+    tokens, width = cell.batch * cell.tokens // cell.ranks, cell.heads * cell.head_dim
+    outputs = (cell.heads + 2 * cell.kv_heads) * cell.head_dim + width
+    return 2.0 * tokens * width * outputs * _STEPS[direction]
+
+
+def prepare_block(method: Method, cell: Cell, setting: Setting) -> Calls:
+    """Return a LLaMA attention block (projections, rotary embedding) around a method, on random hidden states.
+
+    Projections and rotary embedding work on a rank's tokens, whatever the method.
+    """
+    if cell.method == ONE_GPU:
+        return prepare_block_alone(cell, setting)
+    block = _Block.random(cell, setting, method.positions(cell, setting.group.rank))
+    attend = method.bind(cell, setting)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return block(attend)
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(block(attend), (block.hidden, block.qkv, block.out), block.grad)
+
+    return Calls(forward, both)
+
+
+def prepare_block_alone(cell: Cell, setting: Setting) -> Calls:
+    """Return one GPU's block with a rank's share of the FLOPs.
+
+    Its projections have a rank's number of tokens, and its attention a sequence of S / sqrt(P).
+    """
+    block = _Block.random(cell, setting, torch.arange(cell.tokens // cell.ranks))
+    kernel = prepare(OneGpu(), cell, setting)
+    shape = (cell.batch, cell.tokens // cell.ranks, cell.heads, cell.head_dim)
+    attended = torch.randn(shape, device=block.hidden.device, dtype=block.hidden.dtype).requires_grad_()
+    given: list[Tensor] = []
+
+    def forward() -> None:
+        with torch.no_grad():
+            block.heads()
+            kernel.forward()
+            block.project(attended)
+
+    def both() -> None:
+        heads = block.heads()
+        if not given:
+            given.extend(torch.randn_like(t) for t in heads)
+        result = block.project(attended)
+        torch.autograd.grad(result, (attended, block.out), block.grad)
+        kernel.both()
+        torch.autograd.grad(heads, (block.hidden, block.qkv), given)
+
+    return Calls(forward, both)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    """Weights, hidden states and angles of a rank.
+
+    Attributes:
+        hidden: `[batch, local_tokens, width]`.
+        grad: Of the result, as `hidden`.
+        qkv: Weight `[(heads + 2 kv_heads) x dim, width]`.
+        out: Weight `[width, heads x dim]`.
+        angles: Cosine and sine, `[batch, local_tokens, dim / 2]` fp32.
+        split: Heads of q, k and v.
+    """
+
+    hidden: Tensor
+    grad: Tensor
+    qkv: Tensor
+    out: Tensor
+    angles: tuple[Tensor, Tensor]
+    split: tuple[int, int, int]
+
+    @classmethod
+    def random(cls, cell: Cell, setting: Setting, positions: Tensor) -> "_Block":
+        """Return a block whose weights are equal on all ranks and whose hidden states are not."""
+        device, width = setting.group.device, cell.heads * cell.head_dim
+        dtype: torch.dtype = getattr(torch, cell.dtype)
+        split = (cell.heads, cell.kv_heads, cell.kv_heads)
+
+        def draw(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
+            generator = torch.Generator(device).manual_seed(seed)
+            return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
+
+        shape = (cell.batch, cell.tokens // cell.ranks, width)
+        pairs = torch.arange(0, cell.head_dim, 2, dtype=torch.float64) / cell.head_dim
+        angles = (positions[None, :, None] / _THETA**pairs).expand(cell.batch, -1, -1)
+        return cls(
+            hidden=draw(10 + setting.group.rank, *shape).requires_grad_(),
+            grad=draw(10_000 + setting.group.rank, *shape),
+            qkv=draw(0, sum(split) * cell.head_dim, width, scale=width**-0.5).requires_grad_(),
+            out=draw(1, width, width, scale=width**-0.5).requires_grad_(),
+            angles=(angles.cos().float().to(device), angles.sin().float().to(device)),
+            split=split,
+        )
+
+    def __call__(self, attend: Attend) -> Tensor:
+        """Return the block's result, shaped as the hidden states."""
+        return self.project(attend(*self.heads()))
+
+    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q and k with their positions turned in, and v."""
+        q, k, v = linear(self.hidden, self.qkv).unflatten(-1, (sum(self.split), -1)).split(self.split, 2)
+        return apply_rotary(q, *self.angles), apply_rotary(k, *self.angles), v
+
+    def project(self, attended: Tensor) -> Tensor:
+        """Return the output projection of `[batch, local_tokens, heads, dim]`."""
+        return linear(attended.flatten(2), self.out)

@@ -1,12 +1,24 @@
-"""Attention's results as tables and pictures: ratio to one GPU, time, rate, memory, bytes and errors of each method."""
+"""Tables and pictures of the attention benchmark: ratio to one GPU, time, TFLOP/s, memory, bytes and errors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.attention.cells import MASKS, SUITES, Cell
-from benchmarks.engine.figure import blank, finish, finish_figure, is_measured, plot_methods, save
-from benchmarks.engine.results import OK, ONE_GPU, Results, Row
-from benchmarks.engine.table import Rows, grid, groups, known, ranks_name, spread_name
+from benchmarks.engine.kind import OK, ONE_GPU, Results, Row
+from benchmarks.engine.report import (
+    Rows,
+    blank,
+    finish,
+    finish_figure,
+    grid,
+    groups,
+    is_measured,
+    known,
+    plot_methods,
+    ranks_name,
+    save,
+    spread_name,
+)
 from bmburst.amounts import short
 
 DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}

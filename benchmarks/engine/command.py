@@ -1,4 +1,4 @@
-"""The options of `bmburst bench`, and what they ask for: measure, list, or show what was measured."""
+"""Reads the options of `bmburst bench` and measures, lists cells, or shows saved results."""
 
 import argparse
 import glob
@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.kind import KINDS, Kind, load_kind
-from benchmarks.engine.results import Results
+from benchmarks.engine.kind import KINDS, Kind, Results, load_kind
 from bmburst.amounts import TOKENS_TOO
 from bmburst.cli.numbers import numbers
 from bmburst.errors import UserError
@@ -53,28 +52,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--repeats",
         type=int,
         metavar="N",
-        help="pairs of calls (method, one GPU) a direction (default: 9); train: steps (default: 5)",
+        help="pairs of calls (method, one GPU) per direction (default: 9); train: steps (default: 5)",
     )
     add(
         "--cell-seconds",
         type=float,
         metavar="S",
-        help="measure only 3 calls (train: 2 steps) where more take longer than this (default: 10; train: 30)",
+        help="time to measure a cell; at least 3 calls (train: 2 steps) are measured (default: 10; train: 30)",
     )
     add(
         "--cell-timeout",
         type=float,
         metavar="S",
-        help="end a cell without progress after this time (default: 300; train: 600)",
+        help="seconds without progress after which a cell is ended (default: 300; train: 600)",
     )
-    add("--budget", type=float, metavar="SECONDS", help="start no cell that would end later than this from now")
+    add(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="start no cell that would end after this time",
+    )
     add("--output", type=Path, metavar="FILE", help="file of the results, .json; continued if it exists")
-    add("--again", action="store_true", help="measure cells again that the file has")
+    add("--again", action="store_true", help="also measure cells that the file already has")
     add(
         "--trace",
         type=Path,
         metavar="DIR",
-        help="write a profiler timeline of one call or step of each cell to this folder",
+        help="folder for profiler timelines, of one call or step of each cell",
     )
     add("--list", action="store_true", help="print the cells without measuring")
     add("--table", action="store_true", help="print the tables of --output without measuring")
@@ -94,14 +98,14 @@ def run(args: argparse.Namespace) -> int:
     if args.table or args.plot:
         return _redraw(args, kind)
     if "RANK" in os.environ:
-        raise UserError("bench starts its ranks itself, but RANK is set\nfix: run it without a launcher, or unset RANK")
+        raise UserError("RANK is set, but bench starts its own ranks\nfix: run it without a launcher, or unset RANK")
     _settle(args, kind)
     if args.ranks is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for this process and its ranks
     device, ranks = _place(args)
     cells = kind.select(args, device, ranks)
     if not cells:
-        raise UserError(f"--cells {args.cells} fits no cell\nfix: bmburst bench {args.what} --list shows the names")
+        raise UserError(f"--cells {args.cells} matches no cell\nfix: bmburst bench {args.what} --list prints the names")
     if args.list:
         _print_cells(kind, cells, args.output)
         return 0
@@ -124,7 +128,7 @@ def _settle(args: argparse.Namespace, kind: Kind[Any]) -> None:
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {value:g}\nallowed: seconds above 0")
     if args.gpus is not None and args.ranks is not None:
-        raise UserError("--gpus and --ranks exclude each other\nfix: --gpus for GPUs, --ranks for ranks on the CPU")
+        raise UserError("--gpus and --ranks cannot be combined\nfix: --gpus for GPUs, --ranks for ranks on the CPU")
     if args.list:
         return
     if args.output is not None:
@@ -156,9 +160,9 @@ def _place(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:
         return "cuda", wanted  # of any machine
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
-        raise UserError("there is no GPU here\nfix: --ranks 2 --tokens 1024 measures on the CPU, over gloo")
+        raise UserError("this machine has no GPU\nfix: --ranks 2 --tokens 1024 measures on CPU ranks over gloo")
     if wanted is not None and max(wanted) > gpus:
-        raise UserError(f"--gpus {args.gpus} is more than the {gpus} of this machine\nallowed: 1 to {gpus}")
+        raise UserError(f"--gpus {args.gpus}, but this machine has {gpus}\nallowed: 1 to {gpus}")
     return "cuda", wanted or (gpus,)
 
 
@@ -176,7 +180,7 @@ def _measure(
 ) -> int:
     from benchmarks.engine.job import Job, run_job
     from benchmarks.engine.machine import describe
-    from benchmarks.engine.table import markdown
+    from benchmarks.engine.report import markdown
 
     status = 0
     with tempfile.TemporaryDirectory(prefix="bmburst-bench-") as folder:
@@ -196,7 +200,7 @@ def _measure(
         results = Results.read(kind, output)
         left = sum(cell.key not in results.rows for cell in cells)
         if left:
-            print(f"{left} of {len(cells)} cells are left; the same command goes on with them", file=sys.stderr)
+            print(f"{left} of {len(cells)} cells are not measured yet\nfix: run the command again", file=sys.stderr)
         text = markdown(results)
         print(text)
         if args.output is not None:
@@ -206,12 +210,12 @@ def _measure(
 
 
 def _redraw(args: argparse.Namespace, kind: Kind[Any]) -> int:
-    from benchmarks.engine.table import markdown
+    from benchmarks.engine.report import markdown
 
     if args.output is None:
-        raise UserError("--table and --plot show a file of results, and --output names none\nfix: --output FILE")
+        raise UserError("--table and --plot need a file of results\nfix: --output FILE")
     if not args.output.is_file():
-        raise UserError(f"--output {args.output}: there is no such file\nfix: one that a run with --output has written")
+        raise UserError(f"--output {args.output} does not exist\nfix: name a file that bmburst bench --output wrote")
     results = Results.read(kind, args.output)
     try:
         if args.table:
@@ -221,7 +225,7 @@ def _redraw(args: argparse.Namespace, kind: Kind[Any]) -> int:
                 print(path)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of a row's own values
         raise UserError(
-            f"--output {args.output} has a row that cannot be shown: {type(error).__name__} {error}\n"
-            "fix: measure it again, or take it out"
+            f"--output {args.output} has an invalid row: {type(error).__name__} {error}\n"
+            "fix: measure the row again, or delete it"
         ) from error
     return 0

@@ -1,4 +1,4 @@
-"""A job is what the ranks are told, as a file. `run_job` starts them, and again for the cells left after a loss."""
+"""Starts the ranks of a benchmark, and starts them again for the remaining cells after a cell ended them."""
 
 import json
 import sys
@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.kind import Kind, load_kind
-from benchmarks.engine.results import FAILED, BaseCell, Results
+from benchmarks.engine.kind import FAILED, BaseCell, Kind, Results, load_kind
 from bmburst.errors import UserError
 from bmburst.runtime.launch import LaunchSpec, launch
 

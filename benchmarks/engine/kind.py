@@ -1,18 +1,188 @@
-"""A kind of benchmark: what the engine needs to know of it. Another one is a row of `KINDS`."""
+"""Base classes of cells and selections, the file of results, and the registry of kinds of benchmarks."""
 
 import argparse
 import importlib
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from benchmarks.engine.results import C, Results, Row
 from bmburst.amounts import tokens
 from bmburst.cli.numbers import numbers
+from bmburst.config import read_json
 from bmburst.errors import UserError, require_known, unknown
+from bmburst.outputs import replacing
+
+OK, REFUSED, FAILED = "ok", "refused", "failed"
+ONE_GPU = "one-gpu"  # method that is one GPU's own kernel: what the others are compared with
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseCell(ABC):
+    """One measurement: a method on a shape, with a name that stays the same. A kind of benchmark adds its fields.
+
+    Attributes:
+        suite: What kind of measurement it is.
+        method: What is measured.
+        ranks: Ranks that take part: the first of the run.
+        device: "cuda" or "cpu".
+        dtype: Name of a torch dtype.
+    """
+
+    suite: str
+    method: str
+    ranks: int
+    device: str
+    dtype: str = "bfloat16"
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What it is called, wherever it runs."""
+
+    @property
+    def key(self) -> str:
+        """The name with where it runs: `...@8` on 8 GPUs, `...@2-cpu-float32` on 2 CPU ranks in fp32."""
+        device = "" if self.device == "cuda" else f"-{self.device}"
+        return f"{self.name}@{self.ranks}{device}" + ("" if self.dtype == "bfloat16" else f"-{self.dtype}")
+
+
+C = TypeVar("C", bound=BaseCell)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseSelection:
+    """Which cells are listed; None takes what the suite has. A kind of benchmark adds its fields.
+
+    Attributes:
+        ranks: Numbers of ranks.
+        device: "cuda" or "cpu".
+        dtype: Name of a torch dtype, in place of each suite's own.
+        tokens: Sequence lengths, in place of every suite's own.
+        methods: Names of methods, in the order in which they are measured.
+        globs: Patterns for a cell's name or key; a cell is listed if one fits.
+
+    Raises:
+        UserError: A length does not divide.
+    """
+
+    ranks: tuple[int, ...]
+    device: str
+    dtype: str | None = None
+    tokens: tuple[int, ...] | None = None
+    methods: tuple[str, ...]
+    globs: tuple[str, ...] = ("*",)
+
+    def __post_init__(self) -> None:
+        for ranks in self.ranks:
+            bad = [n for n in self.tokens or () if n < 1 or n % (2 * ranks)]
+            if bad:
+                raise UserError(
+                    f"--tokens {bad[0]} on {ranks} ranks\n"
+                    f"allowed: multiples of {2 * ranks}, so that every method cuts the sequence evenly"
+                )
+
+    @property
+    def plain_dtype(self) -> str:
+        """The dtype where the suite has none of its own: fp32 on CPUs."""
+        return self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
+
+    def fits(self, cell: BaseCell) -> bool:
+        """Return whether a pattern names the cell."""
+        return any(fnmatchcase(name, glob) for name in (cell.name, cell.key) for glob in self.globs)
+
+
+@dataclass
+class Results(Generic[C]):
+    """Rows by cell key, in the order in which they were first tried, and the runs that made them.
+
+    One process writes at a time.
+
+    Attributes:
+        kind: The kind of benchmark.
+        runs: What is known of each run: versions, hardware, date, command line.
+        rows: By key. `status` is "ok"; "refused", for what cannot run and why; or "failed", and how.
+        running: Key of the cell that is being measured, so that a lost run says where.
+    """
+
+    kind: "Kind[C]"
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    rows: dict[str, Row] = field(default_factory=dict)
+    running: str | None = None
+
+    @classmethod
+    def read(cls, kind: "Kind[C]", path: Path) -> "Results[C]":
+        """Return what a file holds; nothing where there is none.
+
+        Raises:
+            UserError: It is another kind of file.
+        """
+        if not path.exists():
+            return cls(kind)
+        try:
+            content = read_json(path)
+            found = content.get("format")
+            if found != kind.format:
+                raise ValueError("it has no format" if found is None else f"its format is {found}, not {kind.format}")
+            results = cls(kind, content["runs"], content["rows"], content["running"])
+            results.require_rows()
+            return results
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"--output {path} is not a results file of this benchmark: {reason}\nfix: name a new file"
+            ) from None
+
+    def require_rows(self) -> None:
+        """Check the types of rows and runs that were read from a file.
+
+        Raises:
+            ValueError: A row or a run is not what `put` and a run's header write.
+        """
+        if not isinstance(self.runs, list) or not all(isinstance(run, dict) for run in self.runs):
+            raise ValueError("its runs are not a list of objects")
+        if not isinstance(self.rows, dict) or not isinstance(self.running, str | None):
+            raise ValueError("its rows are not an object")
+        for key, row in self.rows.items():
+            is_whole = isinstance(row, dict) and isinstance(row.get("cell"), dict)
+            if not is_whole or row.get("status") not in (OK, REFUSED, FAILED) or type(row.get("run")) is not int:
+                raise ValueError(f"row {key} is invalid")
+            self.kind.cell(**row["cell"])
+
+    def write(self, path: Path) -> None:
+        """Replace the file at once: it is whole at any moment."""
+        content = {"format": self.kind.format, "running": self.running, "runs": self.runs, "rows": self.rows}
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def put(self, cell: C, row: Row) -> None:
+        """Keep a row under its cell's key, with the number of the run that is now."""
+        self.rows[cell.key] = {"cell": asdict(cell), "run": len(self.runs) - 1, **row}
+
+    def is_done(self, cell: C, *, again: bool) -> bool:
+        """Return whether a cell needs no run now: it was tried in this run, or measured earlier and not `again`."""
+        row = self.rows.get(cell.key)
+        if row is None:
+            return False
+        return row["run"] == len(self.runs) - 1 or (row["status"] == OK and not again)
+
+    def cell_rows(self, *suites: str, status: str = "") -> list[tuple[C, Row]]:
+        """Return the rows of suites with their cells, all or those of a status."""
+        return [
+            (self.kind.cell(**row["cell"]), row)
+            for row in self.rows.values()
+            if row["cell"]["suite"] in suites and status in ("", row["status"])
+        ]
+
+    def left(self, cells: Sequence[C], *, again: bool) -> int:
+        """Return how many of these cells need a run; see `is_done`."""
+        return sum(not self.is_done(cell, again=again) for cell in cells)
+
 
 if TYPE_CHECKING:
     from benchmarks.engine.rank import RankRun
@@ -42,7 +212,7 @@ class Kind(Generic[C]):
         estimate: Returns about how many seconds a cell will take; 0 where nothing is known.
         rank_run: Returns what runs the cells on a rank.
         describe: Returns what a measured row says in a line, printed as the cell is done.
-        tables: Returns all tables as lines of Markdown; the notes are those of `benchmarks.engine.table.grid`.
+        tables: Returns all tables as lines of Markdown; the notes are those of `benchmarks.engine.report.grid`.
         draw: Draws every comparison that has a measured cell, by the path that the pictures' names begin with, and
             returns the pictures' paths.
     """

@@ -1,4 +1,4 @@
-"""What the numbers of a run depend on (versions, hardware, commit), and the memory that a cell takes on a device."""
+"""Records versions, hardware and commit of a run, and measures the memory that a cell takes."""
 
 import gc
 import json
@@ -70,7 +70,7 @@ def require_gpu(module: str) -> None:
         module: What is run, for example "benchmarks.biased".
     """
     if not torch.cuda.is_available():
-        sys.exit(f"{module} needs a GPU, and torch finds none\nfix: run it on a machine with CUDA")
+        sys.exit(f"{module} needs a GPU, but torch finds none\nfix: run it on a machine with CUDA")
 
 
 def write_record(path: Path | None, module: str, ranks: int = 1, **found: Any) -> None:

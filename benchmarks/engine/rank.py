@@ -1,4 +1,4 @@
-"""What a rank of a benchmark does: every cell of its job, one after the other, rows by the first rank.
+"""Runs the cells of a job on one rank; rank 0 writes the rows.
 
 Ranks agree over gloo, beside what is measured, so that they still can when a cell has failed.
 """
@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.engine.job import REASON_FILE, Job
-from benchmarks.engine.kind import load_kind
+from benchmarks.engine.kind import FAILED, OK, REFUSED, C, Row, load_kind
 from benchmarks.engine.machine import Gauge
-from benchmarks.engine.results import FAILED, OK, REFUSED, C, Row
-from benchmarks.engine.table import row_line
+from benchmarks.engine.report import row_line
 from bmburst.attention.graphs import empty_cache
 from bmburst.errors import UserError
 from bmburst.runtime import watchdog

@@ -1,4 +1,4 @@
-"""A profiler timeline of one call, and a picture of it: how much of what moves is hidden beside kernels."""
+"""Records a profiler timeline of one call, and draws kernels, transfers and their overlap."""
 
 import json
 import re
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engine.figure import blank, save
-from benchmarks.engine.group import RankGroup
+from benchmarks.engine.report import blank, save
+from benchmarks.engine.timing import RankGroup
 
 Span = tuple[float, float]
 """Begin and end, in milliseconds since the first one of the timeline."""

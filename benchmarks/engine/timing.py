@@ -1,16 +1,92 @@
-"""The clock: the slowest rank's time of a call, and calls measured in turns so that all meet the same heat."""
+"""Times a call on the slowest rank, alternates calls, and has the plain collectives that peers are written with."""
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from benchmarks.engine.group import RankGroup
 from bmburst.attention.graphs import CALLS
+from bmburst.comm.memory import bytes_of
+from bmburst.comm.process_group import ALL_GATHER, REDUCE_SCATTER, named_verb
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGroup:
+    """The ranks that share a sequence.
+
+    Attributes:
+        process_group: Theirs.
+        rank: This rank's number among them.
+        size: How many they are.
+        device: Where this rank's tensors live.
+        is_world: Whether they are all ranks of the run.
+    """
+
+    process_group: dist.ProcessGroup
+    rank: int
+    size: int
+    device: torch.device
+    is_world: bool = True
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """Return `[size, ...]`: part i is what rank i had for this one.
+
+        Args:
+            parts: `[size, ...]` contiguous; part i goes to rank i.
+        """
+        received = torch.empty_like(parts)
+        if self.size == 1:
+            return received.copy_(parts)
+        dist.all_to_all_single(bytes_of(received), bytes_of(parts), group=self.process_group)
+        return received
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Return `[size, ...]`: every rank's tensor, in rank order."""
+        received = part.new_empty((self.size, *part.shape))
+        if self.size == 1:
+            return received.copy_(part[None])
+        named_verb(ALL_GATHER)(bytes_of(received), bytes_of(part.contiguous()), group=self.process_group)
+        return received
+
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """Return the sum over the ranks of their `parts[rank]`.
+
+        Args:
+            parts: `[size, ...]` contiguous.
+        """
+        received = torch.empty_like(parts[0])
+        if self.size == 1:
+            return received.copy_(parts[0])
+        named_verb(REDUCE_SCATTER)(received.view(-1), parts.view(-1), group=self.process_group)
+        return received
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Sum over the ranks, or what else the operation is, in place, and return it."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=op, group=self.process_group)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here with nothing queued on their devices."""
+        if self.size > 1:
+            dist.barrier(group=self.process_group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def rotate(self, tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
+        """Start to send a tensor to the next rank; return what comes from the one before, and what to wait for."""
+        received = torch.empty_like(tensor)
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        hops = [
+            dist.P2POp(dist.isend, tensor, group=self.process_group, group_peer=to),
+            dist.P2POp(dist.irecv, received, group=self.process_group, group_peer=source),
+        ]
+        return received, dist.batch_isend_irecv(hops)
+
 
 LEAST = 3  # rounds that are measured however long they take
 
@@ -41,9 +117,23 @@ class Times:
             count=len(milliseconds),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON knows them."""
-        return asdict(self)
+
+def mark(device: torch.device) -> torch.cuda.Event | float:
+    """Return a point in time: an event on the current stream of a GPU, or the clock of a CPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds_between(before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> float:
+    """Return the milliseconds between two marks; waits for the later one."""
+    if isinstance(before, float) or isinstance(after, float):
+        assert isinstance(before, float) and isinstance(after, float)  # marks of one device
+        return (after - before) * 1e3
+    after.synchronize()
+    return float(before.elapsed_time(after))
 
 
 def once(call: Callable[[], object], group: RankGroup) -> float:
@@ -52,17 +142,9 @@ def once(call: Callable[[], object], group: RankGroup) -> float:
     All ranks begin together with nothing queued, so what the host needs to launch the work is in the time.
     """
     group.barrier()
-    if group.device.type == "cuda":
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        call()
-        after.record()
-        after.synchronize()
-        own = before.elapsed_time(after)
-    else:
-        begun = time.perf_counter()
-        call()
-        own = (time.perf_counter() - begun) * 1e3
+    before = mark(group.device)
+    call()
+    own = milliseconds_between(before, mark(group.device))
     slowest = torch.tensor([own], dtype=torch.float64, device=group.device)
     return float(group.all_reduce(slowest, dist.ReduceOp.MAX).item())
 
@@ -75,18 +157,18 @@ def gpu_seconds(call: Callable[[], object], scratch: torch.Tensor | None = None)
         scratch: Memory that is written before, so that the GPU's caches are empty and it is busy during the launch.
             None: the GPU has nothing else to do.
     """
-    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    device = torch.device("cuda")
     if scratch is None:
         torch.cuda.synchronize()
     else:
         scratch.zero_()
     begun = time.perf_counter()
-    before.record()
+    before = mark(device)
     call()
-    after.record()
+    after = mark(device)
     host = time.perf_counter() - begun
     torch.cuda.synchronize()
-    return float(before.elapsed_time(after)) / 1e3, host
+    return milliseconds_between(before, after) / 1e3, host
 
 
 def median_seconds(

@@ -1,4 +1,4 @@
-"""Inject faults into small runs and record what they make of them: `python -m benchmarks.faults --output FILE.md`.
+"""Injects faults into small training runs and writes a record: `python -m benchmarks.faults --output FILE.md`.
 
 Runs are killed, stopped, told to end, started twice in one folder, left without disk or peers, and find flipped bits;
 then they go on and are compared with an undisturbed run. What is done when is decided by `--seed` alone: `--list`
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -27,10 +28,9 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import netns
-from benchmarks.faults.copies import SINGLE, Single
 from benchmarks.faults.inject import CHAINS, Bench, Chain
-from benchmarks.faults.nodes import nodes
-from benchmarks.faults.points import KINDS, Fault, Outcome, as_json, faults, outcome_of, record, table
+from benchmarks.faults.points import KINDS, Fault, Outcome, faults, outcome_of, record, table
+from benchmarks.faults.scenarios import SINGLE, Single, nodes
 from bmburst.outputs import replacing
 
 _CLONE_NEWNS = 0x00020000  # linux/sched.h
@@ -74,7 +74,7 @@ class Log:
         if self._output is None:
             return
         self.facts["minutes"] = self._minutes + (time.monotonic() - self._began) / 60
-        data = {"facts": self.facts, "outcomes": [as_json(outcome) for outcome in self.outcomes]}
+        data = {"facts": self.facts, "outcomes": [asdict(outcome) for outcome in self.outcomes]}
         for path, text in (
             (self._output.with_suffix(".json"), json.dumps(data, indent=1) + "\n"),
             (self._output, record(self.facts, self._planned, self.outcomes)),
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     kinds = args.kinds.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        print(f"--kinds: no fault is named {', '.join(unknown)}\nallowed: {', '.join(KINDS)}", file=sys.stderr)
+        print(f"--kinds {args.kinds}: unknown {', '.join(unknown)}\nallowed: {', '.join(KINDS)}", file=sys.stderr)
         return 2
     planned = faults(args.seed, kinds, args.points)
     if args.list:

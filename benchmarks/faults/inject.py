@@ -1,4 +1,4 @@
-"""Faults of one run: disturbed at a moment, it goes on, is disturbed again, and in the end is compared."""
+"""Faults that interrupt a run (kill, SIGTERM, SIGSTOP, full disk), which resumes and is compared afterwards."""
 
 import contextlib
 import os

@@ -1,8 +1,8 @@
-"""What is done to a run and when, as data that a seed decides alone; and the record of what came of it."""
+"""The list of faults that a seed determines, and the record of their outcomes."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -160,7 +160,7 @@ def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequenc
     """Return the whole record in Markdown.
 
     Args:
-        facts: `bmburst.bench.machine.describe`, and `cores`, `minutes`, and `notes`: lines on what could not be done.
+        facts: `benchmarks.engine.machine.describe`, `cores`, `minutes`, and `notes`: lines on what could not be done.
         planned: All faults that were asked for.
         outcomes: Of those that were tried.
     """
@@ -221,8 +221,3 @@ def _said(outcome: Outcome) -> str:
         *outcome.problems,
     ]
     return f"{outcome.fault}: {'; '.join(filter(None, wrong))}"
-
-
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as `json` takes it."""
-    return asdict(outcome)

@@ -1,4 +1,4 @@
-"""Runs to disturb: started, watched through the files they write, and all of their processes found again."""
+"""Starts training runs, follows their progress through the files they write, and finds all of their processes."""
 
 import contextlib
 import hashlib

@@ -1,6 +1,6 @@
-"""`bmburst bench train`: whole training steps by our defaults and by what others do, beside what kernels allow.
+"""`bmburst bench train`: measures training steps of this library and of other methods against a bound of their FLOPs.
 
-`cells` is what can be measured, as plain data; `methods` says how each trains and why it cannot; `bound` is the
-arithmetic; `measure` is what a rank does; `trainer` builds a cell's model, with `tensor_v1` put into it; `table` and
-`figure` show the results; `kind` tells the engine.
+`cells` defines models, lengths and the bound without torch; `methods` has each method, `tensor_v1` the one that changes
+the model; `measure` builds a cell's trainer and runs it on a rank; `report` has tables and pictures; `kind` registers
+them with the engine.
 """

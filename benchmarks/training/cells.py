@@ -1,4 +1,4 @@
-"""What can be measured, as plain data: a cell is one method on one model and length, with a name that stays."""
+"""Cells of the training benchmark: models, lengths, the bound of a step, MFU, and the selection. Imports no torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -6,10 +6,13 @@ from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
 
-from benchmarks.engine.results import BaseCell, BaseSelection
+from benchmarks.engine.kind import BaseCell, BaseSelection
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.errors import UserError, require_known
+from bmburst.plan.counts import attention_flops, model_flops, multiplied
+from bmburst.plan.task import Task
+from bmburst_ops.constants import ATTENTION_BACKWARD
 
 _KIB = 1024
 STEPS = {"loss": 30, "curve": 60}  # that are trained; of a step's cell, what the command line says is measured
@@ -168,3 +171,80 @@ def _methods(selection: TrainSelection, suite: str, ranks: int) -> tuple[str, ..
         return selection.methods
     # Losses are compared with one rank's, whatever is selected.
     return (OURS,) if suite == "loss" or OURS in selection.methods else ()
+
+
+WEIGHT_FLOPS = 6.0  # a weight and token: forward, its input's gradient, its own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What one GPU does, in FLOP/s.
+
+    Attributes:
+        attention: Of the attention kernel, forward and backward together, a causal mask counted as half.
+        matmul: Of a large product of matrices.
+    """
+
+    attention: float
+    matmul: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """Seconds of a step in which nothing is done but the model's own FLOPs.
+
+    Attributes:
+        attention: Causal attention, 3.5 times its forward, at the kernel's rate.
+        matmul: 6 N FLOPs a token at a product's rate, N without an embedding that is only looked up.
+    """
+
+    attention: float
+    matmul: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.attention + self.matmul
+
+
+def bound(cell: TrainCell, rates: Rates) -> Bound:
+    """Return the bound of a cell's step, spread evenly over its ranks."""
+    model = cell.model
+    attention = model.num_layers * attention_flops(model, cell.tokens) * (1 + ATTENTION_BACKWARD)
+    products = WEIGHT_FLOPS * multiplied(model) * cell.tokens
+    return Bound(
+        attention=attention / rates.attention / cell.ranks,
+        matmul=products / rates.matmul / cell.ranks,
+    )
+
+
+def utilisation(cell: TrainCell, seconds: float, peak: float, *, attention_backward: float) -> float:
+    """Return model FLOPs utilisation: causal attention halved, recomputation not counted.
+
+    Args:
+        cell: What took the seconds.
+        seconds: Of a step.
+        peak: FLOP/s of a GPU that it is of.
+        attention_backward: What attention's backward counts over its forward: 2 as usual, 2.5 as the kernel does.
+    """
+    return flops(cell, attention_backward=attention_backward) / seconds / cell.ranks / peak
+
+
+def flops(cell: TrainCell, *, attention_backward: float = 2.0) -> float:
+    """Return the FLOPs of a cell's step as utilisation counts them."""
+    task = Task(model=cell.model, preset=cell.preset, sequence=cell.tokens, gpus=cell.ranks)
+    return model_flops(task, attention_backward=attention_backward)
+
+
+def to_all_layers(measured: Mapping[int, float], layers: int) -> float | None:
+    """Return the value for so many layers on the line through what was measured for two numbers of them or more.
+
+    Two points give the line; of more the least squares. None with fewer than two: a line needs them.
+    """
+    if len(measured) < 2:
+        return None
+    count = len(measured)
+    middle, mean = sum(measured) / count, sum(measured.values()) / count
+    slope = sum((n - middle) * (value - mean) for n, value in measured.items())
+    slope /= sum((n - middle) ** 2 for n in measured)
+    return mean + slope * (layers - middle)

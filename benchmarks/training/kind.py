@@ -1,4 +1,4 @@
-"""The kind of benchmark behind `bmburst bench train`: its options, cells, starts of ranks, and estimates."""
+"""Registers `bmburst bench train`: its options, the cells they select, starts of ranks, and estimates of time."""
 
 import argparse
 import statistics
@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engine.kind import Kind, selection_of
-from benchmarks.engine.results import OK, Results
-from benchmarks.training import figure, table
-from benchmarks.training.bound import flops
-from benchmarks.training.cells import STEPS, TrainCell, TrainSelection, list_cells
+from benchmarks.engine.kind import OK, Kind, Results, selection_of
+from benchmarks.training import report
+from benchmarks.training.cells import STEPS, TrainCell, TrainSelection, flops, list_cells
 from benchmarks.training.methods import METHODS
 from bmburst.cli.numbers import numbers
 from bmburst.errors import UserError
@@ -54,10 +52,10 @@ def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tu
     if args.recompute:
         Policy.parse(args.recompute)
     if args.text != "stdlib" and not Path(args.text).exists():
-        raise UserError(f"--text {args.text}: there is no such file or folder\nfix: a text, or leave it out")
+        raise UserError(f"--text {args.text} does not exist\nfix: name a text file or folder, or leave it out")
     check_data_path(args.text, "text")
     if args.dtype not in (None, "bfloat16", "float32"):
-        raise UserError(f"--dtype {args.dtype}: the trainer has no such weights\nallowed: bfloat16, float32")
+        raise UserError(f"--dtype {args.dtype} is not a dtype of the trainer\nallowed: bfloat16, float32")
     return list_cells(
         TrainSelection(
             presets=None if args.preset is None else tuple(args.preset.split(",")),
@@ -113,7 +111,7 @@ KIND = Kind(
     starts=_starts,
     estimate=_estimate,
     rank_run=_rank_run,
-    describe=table.describe,
-    tables=table.tables,
-    draw=figure.draw,
+    describe=report.describe,
+    tables=report.tables,
+    draw=report.draw,
 )

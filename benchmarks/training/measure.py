@@ -1,34 +1,156 @@
-"""What a rank of the training benchmark measures of a cell: steps beside the model's own FLOPs, or losses."""
+"""Trains one cell of the training benchmark on a rank: builds its trainer and measures steps or losses."""
 
 import gc
 import math
-import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from benchmarks.attention.methods import LocalKernel, OneGpu, Ours, Setting
+from benchmarks.attention.cells import Cell, alone, forward_flops
+from benchmarks.attention.methods import Attend, LocalKernel, OneGpu, Ours, Setting, all_methods
 from benchmarks.attention.methods.method import prepare
-from benchmarks.attention.work import alone, forward_flops
-from benchmarks.engine.group import RankGroup
+from benchmarks.engine.kind import Row
 from benchmarks.engine.machine import Gauge
 from benchmarks.engine.rank import RankRun
-from benchmarks.engine.results import Row
 from benchmarks.engine.timeline import record
-from benchmarks.engine.timing import Times, in_turns
-from benchmarks.training.bound import Rates, bound, utilisation
-from benchmarks.training.cells import OURS, STEPS, TrainCell
+from benchmarks.engine.timing import RankGroup, Times, in_turns, mark, milliseconds_between
+from benchmarks.training.cells import OURS, STEPS, Rates, TrainCell, bound, utilisation
 from benchmarks.training.methods import METHODS
-from benchmarks.training.trainer import attention_cell, build, write_random_tokens
 from bmburst.amounts import GIB
+from bmburst.attention.options import MaskOption
+from bmburst.data.sources import Document
+from bmburst.data.token_writer import write_token_file
 from bmburst.schedule.hardware import hardware_of, machine_of
-from bmburst.train.config import DataConfig
+from bmburst.train.config import DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from bmburst.train.metrics import StepMetrics
 from bmburst.train.trainer import Trainer
 from bmburst_ops.constants import ATTENTION_BACKWARD
+
+_DOCUMENTS = 32  # of random tokens
+_MORE = 1.25  # random tokens over those of a sequence: a part is held out
+_SLOWLY = OptimizerConfig(lr=1e-5)  # of steps that are measured: random tokens teach nothing
+
+
+def build(cell: TrainCell, setting: Setting, data: DataConfig, folder: Path, *, steps: int) -> Trainer:
+    """Return a cell's trainer, before its first step. Every rank calls it.
+
+    Args:
+        cell: What is trained, and how.
+        setting: Ranks and kernel.
+        data: On what.
+        folder: For the run folder, in which nothing is written.
+        steps: How many there will be, for the learning rate.
+    """
+    method = METHODS[cell.method]
+    is_measured = cell.suite == "step"
+    config = TrainConfig(
+        preset=None,
+        model=cell.model,
+        sequence_length=cell.tokens,
+        steps=steps,
+        dtype=cell.dtype,  # type: ignore[arg-type]  # check_fields looks
+        recompute=method.recompute(cell),
+        output=folder / "run",
+        data=data,
+        parallel=replace(method.parallel(cell), kernel=setting.kernel_name),  # type: ignore[arg-type]
+        optimizer=_SLOWLY if is_measured else OptimizerConfig(lr=1e-3),
+        schedule=ScheduleConfig(kind="constant", warmup_steps=0) if is_measured else ScheduleConfig(),
+    )
+    trainer = Trainer(config)
+    if method.replicated:
+        from benchmarks.training.tensor_v1 import replicate
+
+        replicate(trainer.model)
+    if method.peer:
+        _put(trainer.model, all_methods(cell.device)[method.peer].bind(attention_cell(cell), setting))
+    return trainer
+
+
+def attention_cell(cell: TrainCell) -> Cell:
+    """Return a cell's attention as the attention benchmark knows it."""
+    return Cell(
+        suite="sequence",
+        method=cell.method,
+        ranks=cell.ranks,
+        device=cell.device,
+        tokens=cell.tokens,
+        heads=cell.model.num_heads,
+        kv_heads=cell.model.num_kv_heads,
+        head_dim=cell.model.head_dim,
+        dtype=cell.dtype,
+    )
+
+
+class _Peer(torch.nn.Module):
+    """A peer's attention in the place of `BurstAttention`."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self._attend = attend
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, length: int | None = None, mask: MaskOption | None = None
+    ) -> Tensor:
+        """Return attention's output; cells have neither padding nor documents."""
+        del length
+        assert mask is None
+        return self._attend(q, k, v)
+
+
+def _put(model: torch.nn.Module, attend: Attend) -> None:
+    from bmburst.blocks.transformer import Attention
+
+    places = [module for module in model.modules() if isinstance(module, Attention)]
+    assert places
+    for place in places:
+        place.attention = _Peer(attend)
+
+
+def write_random_tokens(path: Path, *, tokens: int, vocab_size: int) -> None:
+    """Write a token file of random ids that has one training sequence of so many tokens, or more.
+
+    A step then costs what any text would cost, whatever the vocabulary.
+
+    Args:
+        path: Where.
+        tokens: Of a sequence.
+        vocab_size: Ids are drawn evenly from all but the last, which ends a document.
+    """
+    each = int(tokens * _MORE) // _DOCUMENTS + 8
+    documents = (Document(name=str(n), pieces=(f"document {n}",)) for n in range(_DOCUMENTS))
+    write_token_file(path, documents, _Random(vocab_size, each))
+
+
+class _Random:
+    """A tokenizer that makes random ids of any text."""
+
+    name = identity = "random"
+
+    def __init__(self, vocab_size: int, each: int) -> None:
+        self.vocab_size, self.eos_id = vocab_size, vocab_size - 1
+        self._each, self._generator = each, np.random.default_rng(0)
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        """Return random ids, whatever the text."""
+        del text
+        return self._generator.integers(0, self.eos_id, self._each, np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """Return random ids for each."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
+        """Return nothing: they stand for no text."""
+        del ids
+        return ""
+
 
 _LEAST = 2  # steps that are measured however long they take
 _LONGEST = 128 * 1024  # tokens: from 64K on the attention kernel's rate does not rise
@@ -89,11 +211,11 @@ def _measure_steps(cell: TrainCell, run: TrainRun) -> Row:
 
 def _timed(trainer: Trainer, count: int, run: TrainRun) -> tuple[list[float], list[StepMetrics]]:
     """Return milliseconds of so many steps, each the slowest rank's, and what the steps gave."""
-    marks, found = [_mark(run.device)], []
+    marks, found = [mark(run.device)], []
     for _ in range(count):
         found.append(trainer.step())
-        marks.append(_mark(run.device))
-    own = [_milliseconds(*both) for both in pairwise(marks)]
+        marks.append(mark(run.device))
+    own = [milliseconds_between(*both) for both in pairwise(marks)]
     return [max(step) for step in zip(*run.from_all(own), strict=True)], found
 
 
@@ -148,7 +270,7 @@ def _judged(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     known, machine = hardware_of(name), machine_of(name)
     row: Row = {
-        "milliseconds": times.to_dict(),
+        "milliseconds": asdict(times),
         "tokens_per_second": cell.tokens / seconds / cell.ranks,
         "bound": asdict(least) | {"total": least.total},
         "ratio": seconds / least.total,
@@ -165,21 +287,6 @@ def _judged(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -
     return row
 
 
-def _mark(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(before: Any, after: Any) -> float:
-    if isinstance(before, float):
-        return float(after - before) * 1e3
-    after.synchronize()
-    return float(before.elapsed_time(after))
-
-
 def _measure_losses(cell: TrainCell, run: TrainRun) -> Row:
     """Return every step's loss in nats a token and gradient norm, and the time of a step. Every rank calls it."""
     text, steps = run.job.options["text"], run.job.options["steps"]  # 0: as many as the suite has
@@ -190,7 +297,7 @@ def _measure_losses(cell: TrainCell, run: TrainRun) -> Row:
         "recompute": METHODS[cell.method].recompute(cell),
         "losses": [step.loss for step in found],
         "grad_norms": [step.grad_norm for step in found],
-        "milliseconds": Times.of(milliseconds[1:] or milliseconds).to_dict(),
+        "milliseconds": asdict(Times.of(milliseconds[1:] or milliseconds)),
         **_memory(run.gauge, found),
     }
 

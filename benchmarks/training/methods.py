@@ -1,4 +1,4 @@
-"""How each method trains: a configuration of the trainer, and what is put into its model. Imports no torch."""
+"""The methods of the training benchmark: the trainer's configuration and refusals of each. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Megatron's first tensor parallelism (arXiv:1909.08053) inside the trainer's model, which has that of 2022.
+"""Megatron's first tensor parallelism (arXiv:1909.08053), put into the trainer's model.
 
 The trainer's tensor ranks hold their own tokens between the matrices (arXiv:2205.05198). Here each rank of a tensor
 group has all tokens in all blocks: the stream is gathered as it enters the first block and cut as it leaves the last,

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.attention.cells import Cell, Selection, accuracy_ranks, list_cells
-from benchmarks.attention.work import alone, forward_flops, sizes
+from benchmarks.attention.cells import Cell, Selection, accuracy_ranks, alone, forward_flops, list_cells, sizes
 from bmburst.errors import UserError
 
 NAMES = ("one-gpu", "ours", "ulysses", "tensor-parallel-v1", "ours-balanced", "ring-flash-attn-llama3")

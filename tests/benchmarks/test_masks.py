@@ -9,27 +9,31 @@ import pytest
 import torch
 
 from benchmarks.attention import measure
-from benchmarks.attention.cells import Cell, Selection, list_cells
-from benchmarks.attention.kind import KIND
-from benchmarks.attention.masks import (
+from benchmarks.attention.cells import (
+    Cell,
+    Selection,
+    alone,
     document_lengths,
     facts,
+    forward_flops,
+    list_cells,
     mask_of,
     median_tokens,
     pattern_of,
+    plain_causal,
     visible_pairs,
     window_tokens,
 )
+from benchmarks.attention.kind import KIND
 from benchmarks.attention.measure import measure_speed
 from benchmarks.attention.methods import LocalKernel, Setting, all_methods
 from benchmarks.attention.methods.packages import zigzag_positions
 from benchmarks.attention.report import draw
-from benchmarks.attention.work import alone, forward_flops, plain_causal
-from benchmarks.engine.group import RankGroup
 from benchmarks.engine.job import Job
+from benchmarks.engine.kind import OK, REFUSED, Results
 from benchmarks.engine.machine import Gauge
-from benchmarks.engine.results import OK, REFUSED, Results
-from benchmarks.engine.table import markdown, row_line
+from benchmarks.engine.report import markdown, row_line
+from benchmarks.engine.timing import RankGroup
 from bmburst.schedule.tiles import visible_area
 from bmburst_ops.pattern import rows_of
 from tests.benchmarks.masked import visible

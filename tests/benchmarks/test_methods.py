@@ -1,6 +1,7 @@
 """Every method that runs on a CPU computes attention, and receives as many bytes as it says."""
 
 import importlib
+import inspect
 import sys
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields
@@ -14,9 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention.cells import Cell
 from benchmarks.attention.methods import LocalKernel, Setting, all_methods
-from benchmarks.attention.methods.flash_attention_2 import flash_attention_2
+from benchmarks.attention.methods.kernel import flash_attention_2
 from benchmarks.attention.methods.method import both, forward, prepare
-from benchmarks.engine.group import RankGroup
+from benchmarks.engine.timing import RankGroup
 from bmburst.errors import UserError
 from tests.benchmarks.masked import visible
 from tests.distributed.processes import run_processes
@@ -233,3 +234,22 @@ def test_packages_written_for_flash_attention_2_get_the_kernel_under_test(tmp_pa
     assert lse.shape == (4, 13)
     with pytest.raises(NotImplementedError, match="window"):
         peer._flash_attn_forward(q=q, k=k, v=v, return_softmax=False, **{**plain, "window_size_left": 4})
+
+
+def test_stand_ins_for_flash_attention_2_have_its_arguments_and_defaults():
+    """ring-flash-attn reads names and defaults with `inspect.getfullargspec`, of functions only."""
+    with flash_attention_2(LocalKernel()):
+        interface = importlib.import_module("flash_attn.flash_attn_interface")
+    options = "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes"
+    offsets = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+    results = "dout q k v out softmax_lse dq dk dv"
+    for name, arguments, defaults in (
+        ("forward", f"q k v {options} return_softmax", None),
+        ("backward", f"{results} {options} deterministic rng_state", (None,)),
+        ("varlen_forward", f"q k v {offsets} {options} return_softmax", (-1, -1, 0.0, None, False)),
+        ("varlen_backward", f"{results} {offsets} {options} deterministic rng_state", (-1, -1, 0.0, None, False, None)),
+    ):
+        function = getattr(interface, f"_flash_attn_{name}")
+        found = inspect.getfullargspec(function)
+        assert inspect.isfunction(function)
+        assert (found.args, found.defaults, found.varargs, found.varkw) == (arguments.split(), defaults, None, None)

@@ -10,11 +10,10 @@ from benchmarks.attention.methods import all_methods
 from benchmarks.attention.report import draw
 from benchmarks.engine import job as job_module
 from benchmarks.engine import timing
-from benchmarks.engine.group import RankGroup
 from benchmarks.engine.job import Job
-from benchmarks.engine.results import FAILED, OK, REFUSED, Results
-from benchmarks.engine.table import markdown, row_line
-from benchmarks.engine.timing import LEAST, Times, in_turns, quotient
+from benchmarks.engine.kind import FAILED, OK, REFUSED, Results
+from benchmarks.engine.report import markdown, row_line
+from benchmarks.engine.timing import LEAST, RankGroup, Times, in_turns, quotient
 from bmburst.amounts import short
 from bmburst.attention.graphs import CALLS
 from bmburst.errors import UserError
@@ -64,7 +63,7 @@ def test_a_file_holds_what_was_written(tmp_path):
 def test_other_files_are_refused(tmp_path, content):
     path = tmp_path / "r.json"
     path.write_text(content)
-    with pytest.raises(UserError, match="no file of this benchmark"):
+    with pytest.raises(UserError, match="fix: name a new file"):
         Results.read(KIND, path)
     assert path.read_text() == content
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.engine import command
 from benchmarks.engine import job as job_module
 from benchmarks.engine import kind as kind_module
-from benchmarks.engine.figure import blank, is_measured, plot_methods, save
-from benchmarks.engine.kind import Kind, selection_of
+from benchmarks.engine.kind import OK, BaseCell, BaseSelection, Kind, Results, selection_of
 from benchmarks.engine.rank import RankRun
-from benchmarks.engine.results import OK, BaseCell, BaseSelection, Results
-from benchmarks.engine.table import grid, groups
+from benchmarks.engine.report import blank, grid, groups, is_measured, plot_methods, save
 from bmburst.cli import main
 from tests.distributed.processes import run_processes
 
@@ -101,7 +100,7 @@ def test_the_engine_runs_it(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(kind_module, "KINDS", KINDS)
-    monkeypatch.setattr("benchmarks.engine.command.KINDS", KINDS)
+    monkeypatch.setattr(command, "KINDS", KINDS)
     monkeypatch.setattr(job_module, "_start", start)
     output = tmp_path / "r.json"
     words = ["bench", "sums", "--ranks", "2", "--factor", "10"]
@@ -122,6 +121,6 @@ def test_the_engine_runs_it(tmp_path, monkeypatch, capsys):
 def test_the_engine_checks_its_lengths(tokens, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(kind_module, "KINDS", KINDS)
-    monkeypatch.setattr("benchmarks.engine.command.KINDS", KINDS)
+    monkeypatch.setattr(command, "KINDS", KINDS)
     assert main(["bench", "sums", "--ranks", "2", "--tokens", tokens]) == 2
     assert f"--tokens {tokens}" in capsys.readouterr().err

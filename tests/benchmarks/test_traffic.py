@@ -4,10 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.attention.cells import Cell
-from benchmarks.attention.masks import mask_of
+from benchmarks.attention.cells import Cell, mask_of, sizes
 from benchmarks.attention.methods.ours import traffic
-from benchmarks.attention.work import sizes
 from bmburst.schedule import make_schedule
 from bmburst.schedule.gather_plan import GatherShapes, Sight, make_gather_plan
 from bmburst.schedule.layout import make_layout

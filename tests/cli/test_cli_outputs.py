@@ -152,9 +152,9 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
         (("bench", "train", "--ranks", "2", "--text", "latin"), "'latin' is not a text file: byte 4 is not UTF-8"),
         (
             ("bench", "attention", "--table", "--output", "list.json"),
-            "is no file of this benchmark: list.json holds no JSON object",
+            "list.json holds no JSON object",
         ),
-        (("bench", "train", "--table", "--output", "other.json"), "is no file of this benchmark: its format is other,"),
+        (("bench", "train", "--table", "--output", "other.json"), "its format is other,"),
         (("data", "--input", "file", "--output", "file"), "--output file: is there, and no token file\nfix: the name"),
         (("data", "--input", "latin", "--output", "file"), "--output file: is there, and no token file\nfix: the name"),
         (("convert", "folder", "out", "--to", "bmburst", "--part-size", "inf"), "--part-size inf\nallowed: gigabytes"),

@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from benchmarks.engine.kind import KINDS, load_kind
-from benchmarks.engine.results import Results
+from benchmarks.engine.kind import KINDS, Results, load_kind
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.sharded_files import parts_of

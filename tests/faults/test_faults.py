@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.copies import SINGLE
 from benchmarks.faults.inject import CHAINS, Bench
 from benchmarks.faults.points import CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE, Fault
 from benchmarks.faults.programs import processes
+from benchmarks.faults.scenarios import SINGLE
 
 ROOT = Path(__file__).parents[2]
 CASES = {

@@ -2,12 +2,12 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from benchmarks.faults.__main__ import Log, main
-from benchmarks.faults.copies import flipped_bit, with_flipped
-from benchmarks.faults.points import KINDS, Fault, Outcome, as_json, faults, outcome_of, record, table
+from benchmarks.faults.points import KINDS, Fault, Outcome, faults, outcome_of, record, table
 from benchmarks.faults.programs import STEPS, Timing, Watch, base_of, left_in, newest
+from benchmarks.faults.scenarios import flipped_bit, with_flipped
 
 FACTS = {
     "date": "2026-11-22",
@@ -92,7 +92,7 @@ def test_outcomes_are_written_as_they_come_and_taken_up_again(tmp_path):
     again = Log(dict(FACTS), planned, file)
     assert again.go_on() == [planned[0], planned[2]] and again.outcomes == log.outcomes
     assert Log({**FACTS, "commit": "another"}, planned, file).go_on() == list(planned)
-    assert as_json(log.outcomes[0])["fault"]["kind"] == "kill"
+    assert asdict(log.outcomes[0])["fault"]["kind"] == "kill"
 
 
 def test_the_command_lists_faults_and_refuses_unknown_kinds(capsys):

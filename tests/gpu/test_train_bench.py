@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.training.methods import METHODS
-from benchmarks.training.table import furthest
+from benchmarks.training.report import furthest
 from bmburst.cli import main
 
 pytestmark = pytest.mark.gpu

@@ -1,7 +1,6 @@
-"""Every method that the suite can measure, by name, in the order in which they are measured."""
+"""The methods that the attention benchmark measures, by name, in the order in which they run."""
 
-from benchmarks.attention.methods.allgather_kv import AllGatherKV
-from benchmarks.attention.methods.local import LocalKernel
+from benchmarks.attention.methods.kernel import LocalKernel
 from benchmarks.attention.methods.method import Attend, Method, OneGpu, Setting
 from benchmarks.attention.methods.ours import Ours, ours_on
 from benchmarks.attention.methods.packages import (
@@ -10,9 +9,7 @@ from benchmarks.attention.methods.packages import (
     RingFlashAttentionLlama3,
     Yunchang,
 )
-from benchmarks.attention.methods.ring_li import RingLi
-from benchmarks.attention.methods.tensor_parallel import TensorParallelV1, TensorParallelV3
-from benchmarks.attention.methods.ulysses import Ulysses
+from benchmarks.attention.methods.peers import AllGatherKV, RingLi, TensorParallelV1, TensorParallelV3, Ulysses
 
 __all__ = ["Attend", "LocalKernel", "Method", "OneGpu", "Ours", "Setting", "all_methods"]
 

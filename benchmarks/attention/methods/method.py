@@ -1,4 +1,4 @@
-"""What a method is, one GPU alone as the first of them, and a method's calls on random tensors."""
+"""The interface of an attention method, the method `one-gpu`, and calls on random tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -8,12 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention.cells import MASKS, PLAIN_MASKS, Cell
-from benchmarks.attention.masks import mask_of, pattern_of
-from benchmarks.attention.methods.local import ForBackward, LocalKernel, Shape
-from benchmarks.attention.work import Traffic, alone, one_gpu_memory, sizes
-from benchmarks.engine.group import RankGroup
-from benchmarks.engine.results import ONE_GPU
+from benchmarks.attention.cells import (
+    MASKS,
+    PLAIN_MASKS,
+    Cell,
+    Traffic,
+    alone,
+    mask_of,
+    one_gpu_memory,
+    pattern_of,
+    sizes,
+)
+from benchmarks.attention.methods.kernel import ForBackward, LocalKernel, Shape
+from benchmarks.engine.kind import ONE_GPU
+from benchmarks.engine.timing import RankGroup
 from bmburst.schedule.layout import make_layout
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""`bmburst.burst_attention`, by every strategy and transport that it knows."""
+"""`burst_attention` as a method: every strategy and transport, and the bytes that each receives."""
 
 import functools
 from itertools import chain
@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention.cells import BALANCED, MASKS, Cell
-from benchmarks.attention.masks import mask_of
+from benchmarks.attention.cells import BALANCED, MASKS, Cell, Traffic, mask_of, sizes
 from benchmarks.attention.methods.method import Attend, Method, Setting
-from benchmarks.attention.work import Traffic, sizes
 from bmburst.attention.api import burst_attention, resolve_group
 from bmburst.attention.call import AttentionCall, decide
 from bmburst.attention.options import AttentionOptions

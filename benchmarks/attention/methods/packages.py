@@ -1,4 +1,4 @@
-"""Other people's packages, where they are installed. Each gets the kernel under test where it lets us choose."""
+"""Methods that run other projects' packages, where they are installed, with the benchmark's kernel."""
 
 import importlib
 import importlib.util
@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention.cells import LLAMA3, PLAIN_MASKS, Cell
-from benchmarks.attention.masks import document_lengths
-from benchmarks.attention.methods.flash_attention_2 import flash_attention_2
+from benchmarks.attention.cells import LLAMA3, PLAIN_MASKS, Cell, Traffic, document_lengths, sizes
+from benchmarks.attention.methods.kernel import flash_attention_2
 from benchmarks.attention.methods.method import Attend, Method, Setting
-from benchmarks.attention.work import Traffic, sizes
 
 _STRIDE = 4  # KV heads that ring-flash-attn gathers at once, as in its own benchmark
 
