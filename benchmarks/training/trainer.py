@@ -15,7 +15,7 @@ from benchmarks.training.cells import TrainCell
 from benchmarks.training.methods import METHODS
 from bmburst.attention.options import MaskOption
 from bmburst.data.sources import Document
-from bmburst.data.token_writer import write_token_file
+from bmburst.data.token_file import write_token_file
 from bmburst.train.config import DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from bmburst.train.trainer import Trainer
 

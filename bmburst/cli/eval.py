@@ -8,7 +8,7 @@ from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli.train import telling
 from bmburst.config import add_options, build, given_options, option_name, read_layer, to_dict
 from bmburst.errors import UserError
-from bmburst.train.eval_config import EvalConfig
+from bmburst.train.config import EvalConfig
 from bmburst.train.resolve import check_data_path
 
 HELP = "Evaluate a checkpoint on held-out text: loss, bits per byte and perplexity."

@@ -1,6 +1,7 @@
 """Everything that decides a training run, as a tree of frozen dataclasses. Imports neither torch nor ranks."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -13,11 +14,11 @@ from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.schedule.mesh_shape import MeshShape, can_share, divisors
 from bmburst.schedule.strategy_names import STRATEGIES
-from bmburst.train.timeline import profiled_steps
 
 STANDARD_LIBRARY = "stdlib"
 # The 256 bytes, and the ids that end a document, start a text and pad.
 BYTE_IDS = 259
+_STEPS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning rate over the run; `bmburst.train.lr.learning_rate` has the formulas."""
+    """Learning rate over the run; `bmburst.train.step.learning_rate` has the formulas."""
 
     kind: Literal["cosine", "wsd", "constant"] = field("Shape of the schedule after the warm-up.", default="cosine")
     warmup_steps: int = field("Steps of linear warm-up.", default=10, unit="steps", minimum=0)
@@ -373,6 +374,22 @@ def _require_heads_for_all(strategy: str, model: LlamaConfig, shape: MeshShape) 
         )
 
 
+def profiled_steps(text: str | None) -> range:
+    """Return the steps that "3" or "3-5" names; none for None.
+
+    Raises:
+        UserError: Text names none.
+    """
+    if text is None:
+        return range(0)
+    found = _STEPS.fullmatch(text.strip())
+    first = int(found[1]) if found else 0
+    last = int(found[2] or first) if found else 0
+    if not 1 <= first <= last:
+        raise UserError(f"profile '{text}'\nallowed: a step or a range of them, for example 3 or 3-5, counted from 1")
+    return range(first, last + 1)
+
+
 def check_packing(pack: str, model: LlamaConfig) -> None:
     """Check that a model can tell packed documents apart.
 
@@ -384,3 +401,51 @@ def check_packing(pack: str, model: LlamaConfig) -> None:
             "pack documents: model.rope_scaling.kind dynamic turns by a text's length, and documents differ in it\n"
             "allowed: linear, yarn and llama3, or none\nfix: --pack stream, or another --model.rope_scaling.kind"
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """An evaluation of one checkpoint on one held-out text."""
+
+    checkpoint: Path = field(  # noqa: RUF009
+        "Checkpoint, run folder (its newest checkpoint), or Hugging Face model directory."
+    )
+    data: str = field("Held-out text: a text file, JSONL file, directory of them, or token file.")
+    sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
+    pack: Literal["stream", "documents"] = field(
+        "What a token sees; stream: all text before it in its sequence; documents: only its own document.",
+        default="stream",
+    )
+    tokenizer: str | None = field(
+        "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer.",
+        default=None,
+        default_text="the run's, else bytes",
+    )
+    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
+    max_sequences: int | None = field(
+        "Largest number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1
+    )
+    dtype: Literal["float32", "bfloat16"] = field("Data type of weights and activations.", default="float32")
+    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
+        "Which rank holds which tokens of a sequence.", default="zigzag"
+    )
+    loss_chunk_tokens: int = field(
+        "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1
+    )
+    hang_timeout: float = field(
+        "Time after which a sequence without progress ends the evaluation; 0: no limit.",
+        default=DEFAULT_HANG_TIMEOUT,
+        unit="seconds",
+        minimum=0,
+        below=1e9,
+    )
+    nproc: int | None = field(
+        "Number of ranks to start on this machine; they share every sequence.",
+        default=None,
+        default_text="all GPUs, else 2",
+        unit="processes",
+        minimum=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)

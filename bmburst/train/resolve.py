@@ -1,10 +1,10 @@
-"""From a preset, a configuration file and the command line to one TrainConfig. Reads files, starts nothing."""
+"""Builds a TrainConfig from a preset, files and options, and checks it against the files and this machine."""
 
 import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
@@ -12,7 +12,10 @@ from bmburst.config import build, leaves, overlay, read_config_file, read_json, 
 from bmburst.convert.model_center import ModelCenterConfig, is_model_center
 from bmburst.errors import UserError
 from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
-from bmburst.train.wandb import require_wandb
+from bmburst.train.report import require_wandb
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG_FILE = "config.json"
 # They say where a run lies and how it was called, not what it computes: a run's config.json serves another run.
@@ -58,9 +61,6 @@ def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None
     Raises:
         UserError: Something cannot work.
     """
-    # It imports torch, which the command line's help does without.
-    from bmburst.train.machine import require_machine
-
     config.validate(world_size)
     require_machine(config, world_size, local_rank)
     check_paths(config)
@@ -231,3 +231,82 @@ def _at(values: Any, name: str) -> Any:
     for part in name.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values
+
+
+def require_machine(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
+    """Check that ranks on this machine can use the kernel, the transport and the strategy of a configuration.
+
+    Args:
+        config: What is to be trained, valid for so many ranks.
+        world_size: Ranks of the run.
+        local_rank: Whose GPU is asked, where there are any.
+
+    Raises:
+        UserError: They cannot.
+    """
+    import torch  # here, because the command line's help does without it
+
+    has_gpus = torch.cuda.is_available()
+    if config.parallel.strategy != "auto":  # which finds one
+        _require_strategy(config, world_size)
+    _require_transport(config.parallel.transport, config.mesh_shape(world_size).sequence, has_gpus)
+    if config.parallel.kernel != "auto":  # which finds one; a GPU is not asked needlessly
+        _require_kernel(config, torch.device("cuda", local_rank) if has_gpus else torch.device("cpu"))
+
+
+def _require_strategy(config: TrainConfig, world_size: int) -> None:
+    """Refuse what attention would in the first step, once ranks have started and the text is read."""
+    import torch
+
+    from bmburst.attention.call import head_shapes
+    from bmburst.comm.levels import NODE_SWITCH
+    from bmburst.schedule.cost import Placement
+    from bmburst.schedule.hardware import HOST, hardware_like
+    from bmburst.schedule.layout import padded_layout
+    from bmburst.schedule.mask import Causal
+    from bmburst.schedule.strategy import choose_strategy
+
+    shape, model, parallel = config.mesh_shape(world_size), config.model, config.parallel
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0" if "RANK" in os.environ else str(world_size)))
+    on_one_node = here == world_size and NODE_SWITCH not in os.environ
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    layout = padded_layout(parallel.layout, shape.sequence, config.sequence_length, Causal())
+    q, k = (
+        torch.empty(config.micro_batch_size, layout.tokens, heads, model.head_dim, dtype=dtype, device="meta")
+        for heads in shape.require_heads(model.num_heads, model.num_kv_heads)
+    )
+    shapes, nodes = head_shapes(layout, q, k), 1 if on_one_node else None
+    try:  # neither transport nor machine matters to whether a strategy works
+        placement, machine = Placement("gloo", nodes), hardware_like(HOST)
+        choose_strategy(parallel.strategy, shapes, config.sequence_length, Causal(), placement, machine)
+    except UserError as error:
+        reason, *_ = str(error).splitlines()
+        raise UserError(f"{reason}\nfix: --strategy auto") from None
+
+
+def _require_transport(transport: str, sequence: int, has_gpus: bool) -> None:
+    allowed = ("auto", "peer", "nccl") if has_gpus else ("auto", "gloo")
+    if sequence > 1 and transport not in allowed:  # one rank moves nothing
+        where = "the GPUs here" if has_gpus else "a machine without GPUs"
+        raise UserError(
+            f"transport {transport} moves nothing between ranks on {where}\n"
+            f"allowed: {', '.join(allowed)}\nfix: --transport auto"
+        )
+
+
+def _require_kernel(config: TrainConfig, device: "torch.device") -> None:
+    import torch
+
+    from bmburst_ops.errors import KernelError
+    from bmburst_ops.flash import Need, able_kernels, queries_ahead, select_kernel
+
+    name, deterministic = config.parallel.kernel, config.parallel.deterministic
+    segments: frozenset[Need] = frozenset({"segments"} if config.pack == "documents" else ())
+    window: frozenset[Need] = frozenset({"window"} if config.model.sliding_window is not None else ())
+    q = queries_ahead(device, getattr(torch, config.dtype), config.model.head_dim)
+    try:
+        select_kernel(name, q, q, deterministic, segments | window)
+    except KernelError as error:
+        reason, *_ = str(error).splitlines()
+        able = ", ".join(able_kernels(q, q, deterministic, segments | window))
+        raise UserError(f"{reason}\nallowed here: auto, {able}\nfix: --kernel auto") from None

@@ -24,23 +24,27 @@ from bmburst.plan.counts import causal_pairs
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
 from bmburst.trace import traced
-from bmburst.train.clock import StepClock, measure_waits
-from bmburst.train.config import TrainConfig
-from bmburst.train.evaluate import measure
-from bmburst.train.exchange import HostFacts, StepFacts, clip_, exchange, gradients_of, square_sum
-from bmburst.train.loading import Loader
-from bmburst.train.local_batch import LocalBatch, causal_cut, token_losses
-from bmburst.train.lr import learning_rate
-from bmburst.train.memory_plan import recompute_for, require_host_memory
+from bmburst.train.clock import FlopsMeter, StepClock, Timeline, known_peak, measure_waits
+from bmburst.train.config import TrainConfig, profiled_steps
+from bmburst.train.evaluate import generate, measure
+from bmburst.train.loading import Loader, LocalBatch, causal_cut, open_text, sequences_of, token_losses
+from bmburst.train.memory_plan import explained, recompute_for, require_host_memory
 from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_bytes
-from bmburst.train.out_of_memory import explained
 from bmburst.train.report import Report
 from bmburst.train.resolve import write_run_config
-from bmburst.train.sample import generate
-from bmburst.train.text import open_text, sequences_of
-from bmburst.train.timeline import Timeline, profiled_steps
-from bmburst.train.utilisation import FlopsMeter, known_peak
-from bmburst.train.watches import LagWatch, Skips, StopRequest, stopped_by
+from bmburst.train.step import (
+    HostFacts,
+    LagWatch,
+    Skips,
+    StepFacts,
+    StopRequest,
+    clip_,
+    exchange,
+    gradients_of,
+    learning_rate,
+    square_sum,
+    stopped_by,
+)
 
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64

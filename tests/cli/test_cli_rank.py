@@ -15,7 +15,7 @@ from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.cli import main
 from bmburst.data import open_corpus
 from bmburst.errors import UserError
-from bmburst.train.eval_config import EvalConfig
+from bmburst.train.config import EvalConfig
 from bmburst.train.resolve import resolve
 from tests.cli.commands import checkpoint, refused, started
 

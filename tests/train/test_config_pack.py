@@ -11,8 +11,7 @@ from bmburst.cli import train as train_command
 from bmburst.config import given_options
 from bmburst.data.packing import PACKS
 from bmburst.errors import UserError
-from bmburst.train.config import ParallelConfig, TrainConfig
-from bmburst.train.eval_config import EvalConfig
+from bmburst.train.config import EvalConfig, ParallelConfig, TrainConfig
 from bmburst.train.resolve import check_resumable, resolve
 
 

@@ -14,8 +14,7 @@ import torch
 from bmburst.checkpoint import training as checkpoint
 from bmburst.errors import RunError
 from bmburst.train.config import ScheduleConfig
-from bmburst.train.exchange import HostFacts, StepFacts
-from bmburst.train.watches import Skips
+from bmburst.train.step import HostFacts, Skips, StepFacts
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 

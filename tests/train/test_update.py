@@ -6,7 +6,7 @@ import torch
 from bmburst.errors import UserError
 from bmburst.recompute.policy import POLICIES
 from bmburst.train.config import OptimizerConfig
-from bmburst.train.exchange import gradients_of
+from bmburst.train.step import gradients_of
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 
