@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
         from bmburst.runtime.launch import LaunchSpec, launch
 
-        spec = LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout)
+        spec = LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
         with telling(told):
             words = ["--output", str(folder), *(["--resume"] if config.resume else [])]
             return launch(spec, ["-m", "bmburst", "train", *words])

@@ -45,6 +45,9 @@ _KEYS = frozenset(  # before there were checksums
 _LARGEST = 2**62
 DTYPES = ("uint16", "uint32")
 _MOST_HEADER = 1 << 20  # bytes
+BATCH_CHARACTERS = 4 << 20  # tokenized at a time: enough to keep every core busy, and little memory
+_COLUMNS = 3  # of the table of documents: end of its tokens, end of its bytes, key
+_ROWS_AT_A_TIME = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,8 +139,8 @@ class TokenFile:
         """
         if self.checksum is None:
             return
-        end = PREAMBLE.size + padded(self.tokens.nbytes)
         try:
+            end = PREAMBLE.size + padded(self.tokens.nbytes)
             found = text_of(file_checksum(self.path, PREAMBLE.size, end, beat))
         except OSError as error:
             raise _damaged(self.path, f"it cannot be read: {error.strerror or error}") from error
@@ -224,12 +227,10 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise
     except (ValueError, RecursionError) as error:
         raise _damaged(path, "its header is not JSON") from error
-    seal = is_sealed(text)
-    if seal is False:
+    seal, is_known = is_sealed(text), isinstance(header, dict) and header.get("version") == VERSION
+    if seal is False or (seal is None and is_known and not _KEYS.issuperset(header)):
         raise _damaged(path, "its header does not have its checksum")
-    if seal is None and isinstance(header, dict) and header.get("version") == VERSION and not _KEYS.issuperset(header):
-        raise _damaged(path, "its header does not have its checksum")
-    if not isinstance(header, dict) or header.get("version") != VERSION:
+    if not is_known:
         raise UserError(
             f"token file '{path}' is not of format version {VERSION}, which is the one known here\n{_how_to_make(path)}"
         )
@@ -250,12 +251,6 @@ def _how_to_make(path: Path) -> str:
     if path.name.startswith(CACHED):
         return f"remove it: the next run makes it again from its text: rm {shlex.quote(str(path))}"
     return f"make it again: bmburst data --input TEXT --output {path}"
-
-
-# Text that is tokenized at a time: enough to keep every core busy, little enough to forget about.
-BATCH_CHARACTERS = 4 << 20
-_COLUMNS = 3  # of the table of documents: end of its tokens, end of its bytes, key
-_ROWS_AT_A_TIME = 1 << 16
 
 
 def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer: Tokenizer) -> TokenFile:
@@ -299,8 +294,7 @@ class _Writer:
         self._file, self._rows, self._tokenizer = file, rows, tokenizer
         self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         self._digest = hashlib.blake2b(digest_size=16)
-        self._tokens = self._documents = self._bytes = 0
-        self._max_id = 0
+        self._tokens = self._documents = self._bytes = self._max_id = 0
         self._checksums = {"tokens": 0, "tables": 0}
 
     def write(self, documents: Iterable[Document]) -> None:
@@ -348,18 +342,15 @@ class _Writer:
         for column in range(_COLUMNS):
             if column < 2:  # offsets and bytes begin at zero, keys do not
                 self._put("tables", bytes(8))
-            for rows in self._table():
+            self._rows.seek(0)
+            while block := self._rows.read(8 * _COLUMNS * _ROWS_AT_A_TIME):
+                rows = np.frombuffer(block, "<u8").reshape(-1, _COLUMNS)
                 self._put("tables", np.ascontiguousarray(rows[:, column]).tobytes())
         header_at = self._file.tell()
         header = sealed(json.dumps(self._header())).encode()
         self._file.write(header)
         self._file.seek(0)
         self._file.write(PREAMBLE.pack(MAGIC, header_at, len(header)))
-
-    def _table(self) -> Iterator[npt.NDArray[np.uint64]]:
-        self._rows.seek(0)
-        while block := self._rows.read(8 * _COLUMNS * _ROWS_AT_A_TIME):
-            yield np.frombuffer(block, "<u8").reshape(-1, _COLUMNS)
 
     def _header(self) -> dict[str, Any]:
         tokenizer = self._tokenizer

@@ -18,7 +18,6 @@ from bmburst.schedule.strategy_names import STRATEGIES
 STANDARD_LIBRARY = "stdlib"
 # The 256 bytes, and the ids that end a document, start a text and pad.
 BYTE_IDS = 259
-_STEPS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,6 +199,14 @@ class TrainConfig:
         minimum=0,
         below=1e9,
     )
+    start_timeout: float | None = field(
+        "Time from the start of a rank until its first step; with hang_timeout 0 there is no limit.",
+        default=None,
+        default_text="3600, or hang_timeout if that is more",
+        unit="seconds",
+        above=0,
+        below=1e9,
+    )
     max_skipped_steps: int = field(
         "End the run after this many skipped steps in a row (loss or gradient not finite); 0: never.",
         default=20,
@@ -281,9 +288,8 @@ class TrainConfig:
             )
         if sequence is not None and data * sequence * tensor != world_size:
             shape = MeshShape(data, sequence, tensor)
-            product = f"data_parallel {data} x sequence_parallel {sequence}" + (
-                f" x tensor_parallel {tensor}" if tensor > 1 else ""
-            )
+            product = f"data_parallel {data} x sequence_parallel {sequence}"
+            product += f" x tensor_parallel {tensor}" if tensor > 1 else ""
             raise UserError(
                 f"{product} is {shape.size} ranks, but there are {world_size}\n"
                 f"fix: --nproc {shape.size}, or leave --sequence-parallel out"
@@ -309,14 +315,20 @@ class TrainConfig:
         """
         shape = self.mesh_shape(world_size)
         self.model.require_mesh(shape)
-        _require_heads_for_all(self.parallel.strategy, self.model, shape)
-        data, sequence = shape.data, shape.sequence
+        strategy, sequence = self.parallel.strategy, shape.sequence
+        heads, kv_heads = shape.require_heads(self.model.num_heads, self.model.num_kv_heads)
+        if STRATEGIES[strategy].exchange == "all" and not can_share(sequence, heads, kv_heads):
+            allowed = ", ".join(str(degree) for degree in divisors(heads) if can_share(degree, heads, kv_heads))
+            raise UserError(
+                f"strategy '{strategy}' cannot work: {sequence} sequence ranks cannot share "
+                f"{heads} query heads and {kv_heads} KV heads\n"
+                f"allowed: {allowed} sequence ranks\nfix: --strategy auto, or another --sequence-parallel"
+            )
         if self.recompute != AUTO:
             require_end(Policy.parse(self.recompute).attention, self.parallel.layout, sequence)
-        if self.batch_size % (data * self.micro_batch_size):
-            group = data * self.micro_batch_size
+        if self.batch_size % (group := shape.data * self.micro_batch_size):
             raise UserError(
-                f"batch_size {self.batch_size} does not divide by data_parallel {data} x micro_batch_size "
+                f"batch_size {self.batch_size} does not divide by data_parallel {shape.data} x micro_batch_size "
                 f"{self.micro_batch_size}\nallowed: multiples of {group}\n"
                 f"fix: --batch-size {group * -(-self.batch_size // group)}"
             )
@@ -358,22 +370,6 @@ def _require_exchange(parallel: ParallelConfig, model: LlamaConfig, shape: MeshS
         )
 
 
-def _require_heads_for_all(strategy: str, model: LlamaConfig, shape: MeshShape) -> None:
-    """Check that all ranks of a sequence can exchange a model's heads, if that is what the strategy's name asks for.
-
-    Raises:
-        UserError: They cannot.
-    """
-    heads, kv_heads = shape.require_heads(model.num_heads, model.num_kv_heads)
-    if STRATEGIES[strategy].exchange == "all" and not can_share(shape.sequence, heads, kv_heads):
-        allowed = ", ".join(str(degree) for degree in divisors(heads) if can_share(degree, heads, kv_heads))
-        raise UserError(
-            f"strategy '{strategy}' cannot work: {shape.sequence} sequence ranks cannot share "
-            f"{heads} query heads and {kv_heads} KV heads\n"
-            f"allowed: {allowed} sequence ranks\nfix: --strategy auto, or another --sequence-parallel"
-        )
-
-
 def profiled_steps(text: str | None) -> range:
     """Return the steps that "3" or "3-5" names; none for None.
 
@@ -382,9 +378,8 @@ def profiled_steps(text: str | None) -> range:
     """
     if text is None:
         return range(0)
-    found = _STEPS.fullmatch(text.strip())
-    first = int(found[1]) if found else 0
-    last = int(found[2] or first) if found else 0
+    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text.strip())
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
         raise UserError(f"profile '{text}'\nallowed: a step or a range of them, for example 3 or 3-5, counted from 1")
     return range(first, last + 1)
@@ -401,51 +396,3 @@ def check_packing(pack: str, model: LlamaConfig) -> None:
             "pack documents: model.rope_scaling.kind dynamic turns by a text's length, and documents differ in it\n"
             "allowed: linear, yarn and llama3, or none\nfix: --pack stream, or another --model.rope_scaling.kind"
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """An evaluation of one checkpoint on one held-out text."""
-
-    checkpoint: Path = field(  # noqa: RUF009
-        "Checkpoint, run folder (its newest checkpoint), or Hugging Face model directory."
-    )
-    data: str = field("Held-out text: a text file, JSONL file, directory of them, or token file.")
-    sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
-    pack: Literal["stream", "documents"] = field(
-        "What a token sees; stream: all text before it in its sequence; documents: only its own document.",
-        default="stream",
-    )
-    tokenizer: str | None = field(
-        "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer.",
-        default=None,
-        default_text="the run's, else bytes",
-    )
-    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
-    max_sequences: int | None = field(
-        "Largest number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1
-    )
-    dtype: Literal["float32", "bfloat16"] = field("Data type of weights and activations.", default="float32")
-    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
-        "Which rank holds which tokens of a sequence.", default="zigzag"
-    )
-    loss_chunk_tokens: int = field(
-        "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1
-    )
-    hang_timeout: float = field(
-        "Time after which a sequence without progress ends the evaluation; 0: no limit.",
-        default=DEFAULT_HANG_TIMEOUT,
-        unit="seconds",
-        minimum=0,
-        below=1e9,
-    )
-    nproc: int | None = field(
-        "Number of ranks to start on this machine; they share every sequence.",
-        default=None,
-        default_text="all GPUs, else 2",
-        unit="processes",
-        minimum=1,
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)

@@ -19,8 +19,9 @@ from bmburst.mesh import Mesh
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
 from bmburst.sequence import SequenceShard
-from bmburst.train.config import EvalConfig, check_packing
+from bmburst.train.config import check_packing
 from bmburst.train.loading import LocalBatch, causal_cut, token_losses
+from bmburst.train.resolve import EvalConfig
 
 if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig

@@ -24,7 +24,7 @@ from bmburst.plan.first_layers import of_first_layers
 from bmburst.plan.memory import HOST_SHARE, Memory, memory_of
 from bmburst.plan.task import ITEMSIZE, Task
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
-from bmburst.schedule.hardware import Hardware, hardware_like
+from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
 
 _MEMORY = Path("/proc/meminfo")
@@ -107,9 +107,16 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         outer="none",
         recompute=_UNDECIDED if config.recompute == AUTO else config.recompute,
         zero=parallel.zero_level,
-        transport="nccl" if parallel.transport in ("nccl", "gloo") else "peer",
+        transport=_transport(parallel.transport, hardware),
     )
     return way_of(way, parallel.strategy, parallel.head_parallel, hardware)
+
+
+def _transport(asked: str, hardware: Hardware) -> str:
+    """Return what moves blocks inside a node where a run asks for a transport, as attention finds it."""
+    if hardware.name == hardware_like(HOST).name:
+        return "gloo"
+    return "nccl" if asked in ("nccl", "gloo") else "peer"
 
 
 def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
@@ -128,7 +135,7 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     is_auto = config.recompute == AUTO
     if not is_auto and Policy.parse(config.recompute).offload == "nothing":
         return config.recompute
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else HOST
     everywhere = gather_objects(mesh.world, [_free(local_size), available_bytes(), device, local_size])
     free = min(float(each[0]) for each in everywhere)
     known = [float(each[1]) for each in everywhere if each[1] is not None]
@@ -195,7 +202,7 @@ class DeviceMemory:
     def now(cls) -> "DeviceMemory":
         """Return the current GPU's; zeros where there is none."""
         if not torch.cuda.is_available():
-            return cls(device="CPU", total=0, allocated=0, peak=0, reserved=0)
+            return cls(device=HOST, total=0, allocated=0, peak=0, reserved=0)
         return cls(
             device=torch.cuda.get_device_name(),
             total=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,

@@ -11,8 +11,8 @@ from bmburst.cli import train as train_command
 from bmburst.config import given_options
 from bmburst.data.packing import PACKS
 from bmburst.errors import UserError
-from bmburst.train.config import EvalConfig, ParallelConfig, TrainConfig
-from bmburst.train.resolve import check_resumable, resolve
+from bmburst.train.config import ParallelConfig, TrainConfig
+from bmburst.train.resolve import EvalConfig, check_resumable, resolve
 
 
 def refused(action, *args, **kwargs):

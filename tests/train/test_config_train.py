@@ -21,12 +21,11 @@ from bmburst.schedule.strategy_names import STRATEGIES
 from bmburst.train.config import (
     BYTE_IDS,
     STANDARD_LIBRARY,
-    EvalConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
 )
-from bmburst.train.resolve import check_paths, check_resumable, resolve, write_run_config
+from bmburst.train.resolve import EvalConfig, check_paths, check_resumable, resolve, write_run_config
 from bmburst_ops.flash.select import NAMES as KERNEL_NAMES
 
 

@@ -19,8 +19,9 @@ from bmburst.cli import main
 from bmburst.convert.run import convert
 from bmburst.errors import RunError, UserError
 from bmburst.outputs import require_space
-from bmburst.train.config import DataConfig, EvalConfig, TrainConfig
+from bmburst.train.config import DataConfig, TrainConfig
 from bmburst.train.loading import open_text
+from bmburst.train.resolve import EvalConfig
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 
