@@ -77,12 +77,12 @@ def measure(config: TrainConfig, steps: int) -> None:
     losses, norms = [], []
     for step in range(steps):
         trainer.mesh.set_checks(step == 0)
-        loss, _ = trainer.backward(trainer.next_batch())
+        facts = trainer.backward(trainer.next_batch())
         if step == 0:
             _save(trainer.folder / GRADIENT_FILE, shards, lambda shard: shard.storage.grad)
-        _, norm = trainer.update()
-        losses.append(loss)
-        norms.append(norm)
+        trainer.update(facts)
+        losses.append(facts.loss)
+        norms.append(facts.grad_norm)
     if config.dtype == "float32":
         _save(trainer.folder / AFTER_FILE, shards, lambda _: Weights.THEMSELVES)
     else:

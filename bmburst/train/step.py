@@ -114,21 +114,18 @@ class StepFacts:
     """A step, as all ranks know it: the same on each.
 
     Attributes:
+        step: Its number, from 1.
         shares: Each rank's share of the mean loss; their mean is the loss.
         squares: Each rank's sum of squares of its part of the gradient.
         tokens: Labels that counted.
         hosts: What each rank's host said.
     """
 
+    step: int
     shares: tuple[float, ...]
     squares: tuple[float, ...]
     tokens: int
     hosts: tuple[HostFacts, ...]
-
-    @classmethod
-    def none(cls, ranks: int) -> "StepFacts":
-        """Return those of a run that has done no step."""
-        return cls((0.0,) * ranks, (0.0,) * ranks, 0, (HostFacts(),) * ranks)
 
     @property
     def pairs(self) -> float:
@@ -152,11 +149,14 @@ class StepFacts:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def exchange(comm: Communicator, share: Tensor, square: Tensor, tokens: Tensor, facts: HostFacts) -> StepFacts:
+def exchange(
+    comm: Communicator, step: int, share: Tensor, square: Tensor, tokens: Tensor, facts: HostFacts
+) -> StepFacts:
     """Return what all ranks give. Every rank calls it; the host waits for the device, and does not otherwise.
 
     Args:
         comm: All ranks.
+        step: Number of the step.
         share: This rank's share of the loss, a scalar on its device.
         square: Sum of squares of its part of the gradient, likewise.
         tokens: Labels of all ranks that count, likewise.
@@ -171,6 +171,7 @@ def exchange(comm: Communicator, share: Tensor, square: Tensor, tokens: Tensor, 
     rows: list[list[float]] = gathered.tolist()
     names = [declared.name for declared in fields(HostFacts)]
     return StepFacts(
+        step=step,
         shares=tuple(row[0] for row in rows),
         squares=tuple(row[1] for row in rows),
         tokens=int(rows[0][2]),
@@ -252,13 +253,12 @@ class StopRequest:
         self.signum = signum
 
 
-def stopped_by(facts: StepFacts, hosts: Sequence[str], step: int, *, saves: bool = True) -> str:
+def stopped_by(facts: StepFacts, hosts: Sequence[str], *, saves: bool = True) -> str:
     """Return, alike on all ranks, which rank was asked to stop before a step's exchange; empty if none was.
 
     Args:
         facts: The exchanged facts of the step.
         hosts: Host name of each rank.
-        step: Number of the step.
         saves: Whether the run writes checkpoints.
     """
     asked = [(rank, int(host.stop)) for rank, host in enumerate(facts.hosts) if host.stop]
@@ -270,7 +270,9 @@ def stopped_by(facts: StepFacts, hosts: Sequence[str], step: int, *, saves: bool
         if saves
         else "--checkpoint-every never: nothing is saved"
     )
-    return f"stopped after step {step} by {signal.Signals(signum).name} on rank {rank} (host {hosts[rank]}); {end}"
+    return (
+        f"stopped after step {facts.step} by {signal.Signals(signum).name} on rank {rank} (host {hosts[rank]}); {end}"
+    )
 
 
 class Skips:
@@ -292,14 +294,14 @@ class Skips:
         self.total = 0
         self.said = ""
 
-    def add(self, step: int, facts: StepFacts) -> None:
+    def add(self, facts: StepFacts) -> None:
         """Take a step."""
         if facts.is_finite:
             self._in_row, self.said = 0, ""
             return
         self.total += 1
         self._in_row += 1
-        self.said = f"step {step} is skipped: {self._cause(facts)}"
+        self.said = f"step {facts.step} is skipped: {self._cause(facts)}"
         if self._in_row == 1:
             self._first = self.said
 
