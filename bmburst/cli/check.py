@@ -209,8 +209,8 @@ def _launch(phase: _Phase, folder: Path, steps: int) -> int:
 
     folder.mkdir()
     write_run_config(phase.config, folder)
-    limits = {"hang_timeout": phase.config.hang_timeout, "start_timeout": phase.config.start_timeout}
-    spec = LaunchSpec(nproc=phase.nproc, **limits)
+    config = phase.config
+    spec = LaunchSpec(nproc=phase.nproc, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
     status = launch(spec, ["-m", "bmburst.train.check", str(folder), str(steps)])
     if status and phase.nproc == 1 and status != _BAD_INPUT and status < _SIGNALS:
         _say("if one rank has too little memory for it: --model.num_layers 2, or a shorter --sequence-length")
