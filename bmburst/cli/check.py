@@ -118,7 +118,7 @@ def plan(config: TrainConfig, nproc: int) -> tuple[_Phase, ...]:
     """
     check_run(config, nproc)
     # numpy comes with it, and the command line's help does without.
-    from bmburst.train.text import check_text
+    from bmburst.train.loading import check_text
 
     check_text(config, config.data.cache)
     if nproc == 1:
@@ -209,8 +209,9 @@ def _launch(phase: _Phase, folder: Path, steps: int) -> int:
 
     folder.mkdir()
     write_run_config(phase.config, folder)
-    spec = LaunchSpec(nproc=phase.nproc, hang_timeout=phase.config.hang_timeout)
-    status = launch(spec, ["-m", "bmburst.train.check_rank", str(folder), str(steps)])
+    config = phase.config
+    spec = LaunchSpec(nproc=phase.nproc, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
+    status = launch(spec, ["-m", "bmburst.train.check", str(folder), str(steps)])
     if status and phase.nproc == 1 and status != _BAD_INPUT and status < _SIGNALS:
         _say("if one rank has too little memory for it: --model.num_layers 2, or a shorter --sequence-length")
     return status

@@ -8,8 +8,7 @@ from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli.train import telling
 from bmburst.config import add_options, build, given_options, option_name, read_layer, to_dict
 from bmburst.errors import UserError
-from bmburst.train.eval_config import EvalConfig
-from bmburst.train.resolve import check_data_path
+from bmburst.train.resolve import EvalConfig, check_data_path
 
 HELP = "Evaluate a checkpoint on held-out text: loss, bits per byte and perplexity."
 _SHORT: Mapping[str, str] = {}
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         if value is not None
         for word in (option_name(name, _SHORT), str(value))
     ]
-    spec = LaunchSpec(nproc=config.nproc or 1, hang_timeout=config.hang_timeout)
+    spec = LaunchSpec(nproc=config.nproc or 1, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
     with telling({VERIFIED: str(directory)}):
         return launch(spec, ["-m", "bmburst", "eval", *options])
 

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         elif config.init_from is not None:
             told[VERIFIED] = str(verified(config.init_from, warn))
         # numpy comes with it, and the command line's help does without.
-        from bmburst.train.text import bytes_of_tokens, check_text, token_cache
+        from bmburst.train.loading import bytes_of_tokens, check_text, token_cache
 
         cache = token_cache(config, folder)
         text = check_text(config, cache)
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
         from bmburst.runtime.launch import LaunchSpec, launch
 
-        spec = LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout)
+        spec = LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
         with telling(told):
             words = ["--output", str(folder), *(["--resume"] if config.resume else [])]
             return launch(spec, ["-m", "bmburst", "train", *words])
@@ -264,7 +264,7 @@ def _settle_in_rank(args: argparse.Namespace, stack: contextlib.ExitStack) -> Tr
         )
     check_run(config, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
     if RUN_CONFIG not in os.environ and os.environ["RANK"] == "0":
-        from bmburst.train.text import bytes_of_tokens, find_text, token_cache
+        from bmburst.train.loading import bytes_of_tokens, find_text, token_cache
 
         cache = token_cache(config, config.output)
         _require_room(config, config.output, (cache, bytes_of_tokens(config, cache, find_text(config))))

@@ -1,9 +1,8 @@
 """Text to token ids to packed sequences to the batches of each data rank."""
 
-from bmburst.data.batches import Batches, evaluation_batches
+from bmburst.data.batches import Batches, Samples, evaluation_batches
 from bmburst.data.corpus import open_corpus
 from bmburst.data.packing import PackedSequences
-from bmburst.data.samples import Samples
 from bmburst.data.token_file import TokenFile
 from bmburst.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, read_documents
-from bmburst.data.token_file import CACHED, VERSION, TokenFile, is_token_file
-from bmburst.data.token_writer import write_token_file
+from bmburst.data.token_file import CACHED, VERSION, TokenFile, is_token_file, write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from bmburst.errors import UserError
 from bmburst.outputs import require_folder

@@ -1,16 +1,23 @@
-"""Where a step's time goes on a rank: its data, its computation, waits for other ranks, the optimizer."""
+"""Measures of a training step: time of each phase, FLOPs utilization (MFU), and traces of torch's profiler."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from bmburst.blocks.config import LlamaConfig
 from bmburst.comm.meter import WaitMeter
 from bmburst.mesh import Mesh
+from bmburst.plan.counts import hardware_flops, step_flops
 from bmburst.runtime import host
+from bmburst.schedule.hardware import hardware_of
+from bmburst_ops.constants import ATTENTION_BACKWARD
+
+PROFILE_FOLDER = "profile"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,3 +128,117 @@ class _Span:
         if not self._is_over:
             return 0.0
         return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else self._seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Utilisation:
+    """What a step makes of its GPUs.
+
+    Attributes:
+        mfu: Model FLOPs over the peak: causal attention halved, backward twice the forward, recomputation not counted;
+            None where no peak is known.
+        mfu_kernel: The same with attention's backward 2.5 times its forward.
+        tflops: TFLOP/s of a rank that were computed, recomputation counted.
+    """
+
+    mfu: float | None
+    mfu_kernel: float | None
+    tflops: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlopsMeter:
+    """What does not change over a run.
+
+    Attributes:
+        model: The shape.
+        recompute: Policy of `bmburst.recompute`.
+        ranks: In all.
+        peak: FLOP/s of a rank; None where it is not known.
+    """
+
+    model: LlamaConfig
+    recompute: str
+    ranks: int
+    peak: float | None
+
+    def of(self, tokens: float, pairs: float, seconds: float) -> Utilisation:
+        """Return what a step of so many tokens and scores (`bmburst.plan.counts.causal_pairs`) uses."""
+        usual = step_flops(self.model, tokens, pairs)
+        kernel = step_flops(self.model, tokens, pairs, attention_backward=ATTENTION_BACKWARD)
+        done = hardware_flops(self.model, tokens, pairs, self.recompute)
+        rank_seconds = seconds * self.ranks
+        return Utilisation(
+            mfu=None if self.peak is None else usual / rank_seconds / self.peak,
+            mfu_kernel=None if self.peak is None else kernel / rank_seconds / self.peak,
+            tflops=done / rank_seconds / 1e12,
+        )
+
+
+def known_peak(device: str | None, dtype: str) -> tuple[float | None, str]:
+    """Return the FLOP/s that a GPU's utilisation is taken of, or None and the reason why there are none.
+
+    Args:
+        device: The GPU's name; None on a CPU.
+        dtype: Of weights and activations.
+    """
+    if device is None:
+        return None, "MFU is left out: there is no GPU"
+    if dtype != "bfloat16":
+        return None, f"MFU is left out: the planner knows peaks of 16-bit products, not of {dtype}"
+    hardware = hardware_of(device)
+    if hardware is None:
+        return None, f"MFU is left out: the planner has no file of {device} (bmburst/schedule/machines)"
+    return hardware.peak, ""
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Records the profiled steps of one rank; the file appears after the last of them.
+
+    Attributes:
+        steps: Which; empty for none.
+        folder: The run folder.
+        rank: This rank.
+        on_gpu: Whether there is a GPU to record.
+        written: The file, when it is there.
+    """
+
+    steps: range
+    folder: Path
+    rank: int
+    on_gpu: bool
+    written: Path | None = None
+    _profiler: Any = field(default=None, repr=False)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Do a step inside. A run that is resumed within the range records the rest of it."""
+        if number not in self.steps:
+            yield
+            return
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        if self._profiler is None:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+            self._profiler = profile(activities=activities)
+            self._profiler.start()
+        with record_function(f"step {number}"):
+            yield
+        if number == self.steps[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what is recorded; a second time does nothing."""
+        if self._profiler is None:
+            return
+        import torch
+
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        folder = self.folder / PROFILE_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self.written = folder / f"steps-{self.steps[0]}-{self.steps[-1]}.rank-{self.rank}.json"
+        profiler.export_chrome_trace(str(self.written))

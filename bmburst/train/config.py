@@ -1,6 +1,7 @@
 """Everything that decides a training run, as a tree of frozen dataclasses. Imports neither torch nor ranks."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,6 @@ from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.schedule.mesh_shape import MeshShape, can_share, divisors
 from bmburst.schedule.strategy_names import STRATEGIES
-from bmburst.train.timeline import profiled_steps
 
 STANDARD_LIBRARY = "stdlib"
 # The 256 bytes, and the ids that end a document, start a text and pad.
@@ -77,7 +77,7 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning rate over the run; `bmburst.train.lr.learning_rate` has the formulas."""
+    """Learning rate over the run; `bmburst.train.step.learning_rate` has the formulas."""
 
     kind: Literal["cosine", "wsd", "constant"] = field("Shape of the schedule after the warm-up.", default="cosine")
     warmup_steps: int = field("Steps of linear warm-up.", default=10, unit="steps", minimum=0)
@@ -199,6 +199,14 @@ class TrainConfig:
         minimum=0,
         below=1e9,
     )
+    start_timeout: float | None = field(
+        "Time from the start of a rank until its first step; with hang_timeout 0 there is no limit.",
+        default=None,
+        default_text="3600, or hang_timeout if that is more",
+        unit="seconds",
+        above=0,
+        below=1e9,
+    )
     max_skipped_steps: int = field(
         "End the run after this many skipped steps in a row (loss or gradient not finite); 0: never.",
         default=20,
@@ -280,9 +288,8 @@ class TrainConfig:
             )
         if sequence is not None and data * sequence * tensor != world_size:
             shape = MeshShape(data, sequence, tensor)
-            product = f"data_parallel {data} x sequence_parallel {sequence}" + (
-                f" x tensor_parallel {tensor}" if tensor > 1 else ""
-            )
+            product = f"data_parallel {data} x sequence_parallel {sequence}"
+            product += f" x tensor_parallel {tensor}" if tensor > 1 else ""
             raise UserError(
                 f"{product} is {shape.size} ranks, but there are {world_size}\n"
                 f"fix: --nproc {shape.size}, or leave --sequence-parallel out"
@@ -308,14 +315,20 @@ class TrainConfig:
         """
         shape = self.mesh_shape(world_size)
         self.model.require_mesh(shape)
-        _require_heads_for_all(self.parallel.strategy, self.model, shape)
-        data, sequence = shape.data, shape.sequence
+        strategy, sequence = self.parallel.strategy, shape.sequence
+        heads, kv_heads = shape.require_heads(self.model.num_heads, self.model.num_kv_heads)
+        if STRATEGIES[strategy].exchange == "all" and not can_share(sequence, heads, kv_heads):
+            allowed = ", ".join(str(degree) for degree in divisors(heads) if can_share(degree, heads, kv_heads))
+            raise UserError(
+                f"strategy '{strategy}' cannot work: {sequence} sequence ranks cannot share "
+                f"{heads} query heads and {kv_heads} KV heads\n"
+                f"allowed: {allowed} sequence ranks\nfix: --strategy auto, or another --sequence-parallel"
+            )
         if self.recompute != AUTO:
             require_end(Policy.parse(self.recompute).attention, self.parallel.layout, sequence)
-        if self.batch_size % (data * self.micro_batch_size):
-            group = data * self.micro_batch_size
+        if self.batch_size % (group := shape.data * self.micro_batch_size):
             raise UserError(
-                f"batch_size {self.batch_size} does not divide by data_parallel {data} x micro_batch_size "
+                f"batch_size {self.batch_size} does not divide by data_parallel {shape.data} x micro_batch_size "
                 f"{self.micro_batch_size}\nallowed: multiples of {group}\n"
                 f"fix: --batch-size {group * -(-self.batch_size // group)}"
             )
@@ -357,20 +370,19 @@ def _require_exchange(parallel: ParallelConfig, model: LlamaConfig, shape: MeshS
         )
 
 
-def _require_heads_for_all(strategy: str, model: LlamaConfig, shape: MeshShape) -> None:
-    """Check that all ranks of a sequence can exchange a model's heads, if that is what the strategy's name asks for.
+def profiled_steps(text: str | None) -> range:
+    """Return the steps that "3" or "3-5" names; none for None.
 
     Raises:
-        UserError: They cannot.
+        UserError: Text names none.
     """
-    heads, kv_heads = shape.require_heads(model.num_heads, model.num_kv_heads)
-    if STRATEGIES[strategy].exchange == "all" and not can_share(shape.sequence, heads, kv_heads):
-        allowed = ", ".join(str(degree) for degree in divisors(heads) if can_share(degree, heads, kv_heads))
-        raise UserError(
-            f"strategy '{strategy}' cannot work: {shape.sequence} sequence ranks cannot share "
-            f"{heads} query heads and {kv_heads} KV heads\n"
-            f"allowed: {allowed} sequence ranks\nfix: --strategy auto, or another --sequence-parallel"
-        )
+    if text is None:
+        return range(0)
+    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text.strip())
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise UserError(f"profile '{text}'\nallowed: a step or a range of them, for example 3 or 3-5, counted from 1")
+    return range(first, last + 1)
 
 
 def check_packing(pack: str, model: LlamaConfig) -> None:

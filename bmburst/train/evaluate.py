@@ -1,4 +1,4 @@
-"""Loss, bits per byte and perplexity of held-out text."""
+"""Evaluates a model: loss, bits per byte and perplexity of held-out text, and a generated sample."""
 
 import math
 import os
@@ -20,12 +20,14 @@ from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
 from bmburst.sequence import SequenceShard
 from bmburst.train.config import check_packing
-from bmburst.train.eval_config import EvalConfig
-from bmburst.train.local_batch import LocalBatch, causal_cut, token_losses
+from bmburst.train.loading import LocalBatch, causal_cut, token_losses
+from bmburst.train.resolve import EvalConfig
 
 if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig
     from bmburst.blocks.model import Llama
+
+_TEMPERATURE = 0.7  # divides the logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,3 +161,49 @@ def _nothing() -> None:
 def user_cache() -> Path:
     """Return the folder where this user's tokenized texts are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bmburst"
+
+
+def generate(
+    model: "Llama",
+    mesh: Mesh,
+    prompt: list[int],
+    count: int,
+    *,
+    layout: str,
+    device: torch.device,
+    allowed: int,
+    seed: int,
+) -> list[int]:
+    """Return `count` token ids that follow `prompt`; every rank calls it and gets the same ones.
+
+    Args:
+        model: On all ranks.
+        mesh: The ranks; each sequence group computes the same text.
+        prompt: At least one token.
+        count: Tokens to generate.
+        layout: The one the model attends in.
+        device: Of the model.
+        allowed: Only ids below this are drawn: a model may have more rows than its tokenizer has tokens.
+        seed: Of the draw.
+    """
+    ids = list(prompt)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _ in range(count):
+            # A sequence shorter than its group gives every rank a token of padding.
+            length = max(len(ids), mesh.shape.sequence)
+            cut = causal_cut(mesh, length, layout)
+            whole = torch.tensor([ids + [0] * (length - len(ids))], dtype=torch.int64, device=device)
+            part = cut.batch(whole)
+            hidden = model(part.tokens, part.positions, length)
+            last = torch.zeros_like(hidden[0, 0])
+            mine = (part.positions[0] == len(ids) - 1).nonzero()
+            if len(mine):
+                last = hidden[0, mine.item()]
+            (last,) = mesh.sequence.all_reduce(last).wait()  # one rank has it, the others add zeros
+            # A model that has diverged gives NaN, which cannot be drawn from: it then draws at random.
+            logits = model.project(last)[:allowed].float().cpu().nan_to_num()
+            drawn = torch.multinomial(torch.softmax(logits / _TEMPERATURE, 0), 1, generator=generator)
+            ids.append(int(drawn.item()))
+            beat()
+    return ids[len(prompt) :]

@@ -1,22 +1,30 @@
-"""Memory decisions before a run: `recompute auto` from free GPU memory, and whether host memory is large enough."""
+"""Memory of a run: `recompute auto`, the check of host memory, and the advice of an out-of-memory error."""
 
+import contextlib
+import dataclasses
+import os
+import re
+import socket
 import sys
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from bmburst.amounts import GIB
 from bmburst.comm.objects import gather_objects
-from bmburst.errors import UserError
+from bmburst.errors import RunError, UserError
 from bmburst.mesh import Mesh
 from bmburst.plan.candidates import Candidate, way_of
 from bmburst.plan.choice import choose
 from bmburst.plan.counts import adam_bytes
-from bmburst.plan.memory import HOST_SHARE, memory_of
+from bmburst.plan.first_layers import of_first_layers
+from bmburst.plan.memory import HOST_SHARE, Memory, memory_of
 from bmburst.plan.task import ITEMSIZE, Task
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
-from bmburst.schedule.hardware import Hardware, hardware_like
+from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
 
 _MEMORY = Path("/proc/meminfo")
@@ -99,9 +107,16 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         outer="none",
         recompute=_UNDECIDED if config.recompute == AUTO else config.recompute,
         zero=parallel.zero_level,
-        transport="nccl" if parallel.transport in ("nccl", "gloo") else "peer",
+        transport=_transport(parallel.transport, hardware),
     )
     return way_of(way, parallel.strategy, parallel.head_parallel, hardware)
+
+
+def _transport(asked: str, hardware: Hardware) -> str:
+    """Return what moves blocks inside a node where a run asks for a transport, as attention finds it."""
+    if hardware.name == hardware_like(HOST).name:
+        return "gloo"
+    return "nccl" if asked in ("nccl", "gloo") else "peer"
 
 
 def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
@@ -120,7 +135,7 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     is_auto = config.recompute == AUTO
     if not is_auto and Policy.parse(config.recompute).offload == "nothing":
         return config.recompute
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else HOST
     everywhere = gather_objects(mesh.world, [_free(local_size), available_bytes(), device, local_size])
     free = min(float(each[0]) for each in everywhere)
     known = [float(each[1]) for each in everywhere if each[1] is not None]
@@ -152,3 +167,197 @@ def _free(local_size: int) -> float:
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return (available_bytes() or 2**40) / local_size
+
+
+_MOST = 8  # settings that are shown
+_SMALL_CHUNK = 256  # tokens
+_MORE_RANKS = (2, 4, 8)
+_FRAGMENTS = 0.05  # of the GPU: reserved and not allocated
+_LESS = 0.95  # of what is predicted for the settings that did not fit
+_HOST_IS_FULL = re.compile(r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (\d+) bytes")
+_FRUGAL, _DEFAULT = "block", "block-keep-attention"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """A GPU when its memory was over, in bytes.
+
+    Attributes:
+        device: Its name.
+        total: What it has.
+        allocated: Of tensors.
+        peak: Most of them at a time, in this step.
+        reserved: What torch's allocator has taken.
+        host: What the memory of its host still has; None where it is not known.
+    """
+
+    device: str
+    total: int
+    allocated: int
+    peak: int
+    reserved: int
+    host: int | None = None
+
+    @classmethod
+    def now(cls) -> "DeviceMemory":
+        """Return the current GPU's; zeros where there is none."""
+        if not torch.cuda.is_available():
+            return cls(device=HOST, total=0, allocated=0, peak=0, reserved=0)
+        return cls(
+            device=torch.cuda.get_device_name(),
+            total=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+            allocated=torch.cuda.memory_allocated(),
+            peak=torch.cuda.max_memory_allocated(),
+            reserved=torch.cuda.memory_reserved(),
+            host=available_bytes(),
+        )
+
+
+@contextlib.contextmanager
+def explained(config: TrainConfig) -> Iterator[None]:
+    """Turn torch's error of a GPU whose memory is over into one that says what uses it, of a host's into a short one.
+
+    Raises:
+        RunError: The memory was not enough.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        text = explain(config, ranks, max(1, ranks // max(here, 1)), DeviceMemory.now(), _here(), str(error))
+        raise RunError(text, on_all_ranks=False) from error
+    except RuntimeError as error:
+        asked = _HOST_IS_FULL.search(str(error))
+        if asked is None:
+            raise
+        raise RunError(
+            f"{_here()} ran out of the host's memory: {_gib(int(asked[1]))} more were asked for at once\n"
+            "fix: a smaller model or batch, a shorter --sequence-length, or fewer ranks on this host",
+            on_all_ranks=False,
+        ) from error
+
+
+def _here() -> str:
+    return f"rank {os.environ.get('RANK', '0')} (host {socket.gethostname()})"
+
+
+def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, where: str, error: str) -> str:
+    """Return the message.
+
+    Args:
+        config: The run.
+        ranks: In all.
+        nodes: On which they are.
+        memory: Of the GPU.
+        where: Rank and host.
+        error: What torch said.
+    """
+    hardware = _hardware(memory)
+    lines = [
+        f"{where} ran out of GPU memory: {error.splitlines()[0].split('. GPU ')[0] if error else 'no more was there'}",
+        f"  torch: {_gib(memory.allocated)} allocated, {_gib(memory.peak)} at most in this step, "
+        f"{_gib(memory.reserved)} reserved, of {_gib(memory.total)}",
+    ]
+    if memory.total and memory.reserved - memory.allocated > _FRAGMENTS * memory.total:
+        lines.append("  much is reserved and not allocated: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help")
+    predicted = _memory(config, ranks, nodes, hardware)
+    if predicted is None:
+        return "\n".join([*lines, "the planner cannot say what uses it: bmburst plan --help"])
+    lines.append(f"a step of this configuration at its fullest moment ({predicted.moment}), as bmburst plan predicts:")
+    parts = _parts(predicted)
+    lines += [f"  {_gib(size):>11}  {name}" for name, size in sorted(parts.items(), key=lambda part: -part[1])]
+    lines.append(f"  {_gib(predicted.total):>11}  together")
+    return "\n".join([*lines, *_settings(config, ranks, nodes, hardware, predicted.total)])
+
+
+def _settings(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, now: float) -> list[str]:
+    fitting = []
+    limit = min(hardware.memory, _LESS * now)  # where the prediction is too low, it is so for all
+    for words, changed, times in chain(_first_layers(config, ranks, nodes, hardware, limit), _changes(config)):
+        memory = _memory(changed, ranks * times, nodes * times, hardware)
+        if memory is None or memory.total > limit or memory.in_host > memory.host_capacity:
+            continue
+        fitting.append(f"  {_gib(memory.total):>11}  {words}{_hosted(memory)}")
+    if not fitting:
+        return [
+            "none of recompute, offload, loss chunk and up to 8 times the ranks would fit: shorten --sequence-length"
+        ]
+    return ["settings that would fit, as predicted (they need a few percent to spare):", *fitting[:_MOST]]
+
+
+def _first_layers(
+    config: TrainConfig, ranks: int, nodes: int, hardware: Hardware, limit: float
+) -> Iterator[tuple[str, TrainConfig, int]]:
+    """Yield the default policy for the fewest first layers that take no more than a limit, as `_changes` does.
+
+    It computes less again than any policy that holds for all layers.
+    """
+    try:
+        way = planned(config, ranks, nodes, hardware)
+    except UserError:
+        return
+    for each in of_first_layers(way, dataclasses.replace(hardware, memory=limit), ("none", _DEFAULT)):
+        yield f"--recompute {each.recompute}", config.replace(recompute=each.recompute), 1
+
+
+def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
+    """Yield options, the configuration with them, and the multiple of the ranks: what costs least comes first."""
+    single: list[tuple[str, TrainConfig]] = []
+    for policy in sorted(POLICIES, key=lambda name: -Policy.parse(name).attention):
+        if policy not in ("none", config.recompute):
+            single.append((f"--recompute {policy}", config.replace(recompute=policy)))
+    if config.parallel.zero_level == 2:
+        three = dataclasses.replace(config.parallel, zero_level=3)
+        single.append(("--parallel.zero-level 3", config.replace(parallel=three)))
+    if config.loss_chunk_tokens > _SMALL_CHUNK:
+        single.append((f"--loss-chunk-tokens {_SMALL_CHUNK}", config.replace(loss_chunk_tokens=_SMALL_CHUNK)))
+    if not config.optimizer.offload:
+        single.append(("--optimizer.offload", _offloaded(config)))
+    yield from ((words, changed, 1) for words, changed in single)
+    frugal = _offloaded(config).replace(recompute=_FRUGAL)
+    both = f"--optimizer.offload --recompute {_FRUGAL}"
+    yield both, frugal, 1
+    smallest = frugal.replace(loss_chunk_tokens=min(config.loss_chunk_tokens, _SMALL_CHUNK))
+    all_three = f"{both} --loss-chunk-tokens {smallest.loss_chunk_tokens}"
+    yield all_three, smallest, 1
+    for times in _MORE_RANKS:
+        yield f"{times} times the ranks, all of them in --sequence-parallel", _spread(config, times), times
+    for times in _MORE_RANKS:
+        yield f"{times} times the ranks in --sequence-parallel, {all_three}", _spread(smallest, times), times
+
+
+def _offloaded(config: TrainConfig) -> TrainConfig:
+    return config.replace(optimizer=dataclasses.replace(config.optimizer, offload=True))
+
+
+def _spread(config: TrainConfig, times: int) -> TrainConfig:
+    sequence = config.parallel.sequence_parallel
+    wider = dataclasses.replace(config.parallel, sequence_parallel=None if sequence is None else sequence * times)
+    return config.replace(parallel=wider)
+
+
+def _hardware(memory: DeviceMemory) -> Hardware:
+    known = hardware_like(memory.device)
+    host = known.host_memory if memory.host is None else float(memory.host)
+    return dataclasses.replace(known, memory=float(memory.total) or known.memory, host_memory=host)
+
+
+def _memory(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Memory | None:
+    """Return what a step takes, None of a configuration that would be refused."""
+    try:
+        return memory_of(planned(config, ranks, nodes, hardware), hardware)
+    except UserError:
+        return None
+
+
+def _hosted(memory: Memory) -> str:
+    """Say what a setting takes of the host, if anything."""
+    return f", and {_gib(memory.in_host)} of each host" if memory.in_host else ""
+
+
+def _parts(memory: Memory) -> Mapping[str, float]:
+    return {**memory.lines, **memory.outside}
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f} GiB"

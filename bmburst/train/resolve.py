@@ -1,18 +1,33 @@
-"""From a preset, a configuration file and the command line to one TrainConfig. Reads files, starts nothing."""
+"""Builds configurations from presets, files and options, and checks them against the files and this machine."""
 
 import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
-from bmburst.config import build, leaves, overlay, read_config_file, read_json, read_layer, to_dict, write_json
+from bmburst.config import (
+    build,
+    check_fields,
+    field,
+    leaves,
+    overlay,
+    read_config_file,
+    read_json,
+    read_layer,
+    to_dict,
+    write_json,
+)
 from bmburst.convert.model_center import ModelCenterConfig, is_model_center
 from bmburst.errors import UserError
+from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
-from bmburst.train.wandb import require_wandb
+from bmburst.train.report import require_wandb
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG_FILE = "config.json"
 # They say where a run lies and how it was called, not what it computes: a run's config.json serves another run.
@@ -20,6 +35,62 @@ _OF_ONE_CALL = ("output", "resume")
 # What the data's order, the weights' shapes or their meaning, or what the optimizer keeps of them hang on.
 _FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed", "dtype")
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """An evaluation of one checkpoint on one held-out text."""
+
+    checkpoint: Path = field(  # noqa: RUF009
+        "Checkpoint, run folder (its newest checkpoint), or Hugging Face model directory."
+    )
+    data: str = field("Held-out text: a text file, JSONL file, directory of them, or token file.")
+    sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
+    pack: Literal["stream", "documents"] = field(
+        "What a token sees; stream: all text before it in its sequence; documents: only its own document.",
+        default="stream",
+    )
+    tokenizer: str | None = field(
+        "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer.",
+        default=None,
+        default_text="the run's, else bytes",
+    )
+    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
+    max_sequences: int | None = field(
+        "Largest number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1
+    )
+    dtype: Literal["float32", "bfloat16"] = field("Data type of weights and activations.", default="float32")
+    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
+        "Which rank holds which tokens of a sequence.", default="zigzag"
+    )
+    loss_chunk_tokens: int = field(
+        "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1
+    )
+    hang_timeout: float = field(
+        "Time after which a sequence without progress ends the evaluation; 0: no limit.",
+        default=DEFAULT_HANG_TIMEOUT,
+        unit="seconds",
+        minimum=0,
+        below=1e9,
+    )
+    start_timeout: float | None = field(
+        "Time from the start of a rank until its first batch; with hang_timeout 0 there is no limit.",
+        default=None,
+        default_text="3600, or hang_timeout if that is more",
+        unit="seconds",
+        above=0,
+        below=1e9,
+    )
+    nproc: int | None = field(
+        "Number of ranks to start on this machine; they share every sequence.",
+        default=None,
+        default_text="all GPUs, else 2",
+        unit="processes",
+        minimum=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -58,9 +129,6 @@ def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None
     Raises:
         UserError: Something cannot work.
     """
-    # It imports torch, which the command line's help does without.
-    from bmburst.train.machine import require_machine
-
     config.validate(world_size)
     require_machine(config, world_size, local_rank)
     check_paths(config)
@@ -231,3 +299,82 @@ def _at(values: Any, name: str) -> Any:
     for part in name.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values
+
+
+def require_machine(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
+    """Check that ranks on this machine can use the kernel, the transport and the strategy of a configuration.
+
+    Args:
+        config: What is to be trained, valid for so many ranks.
+        world_size: Ranks of the run.
+        local_rank: Whose GPU is asked, where there are any.
+
+    Raises:
+        UserError: They cannot.
+    """
+    import torch  # here, because the command line's help does without it
+
+    has_gpus = torch.cuda.is_available()
+    if config.parallel.strategy != "auto":  # which finds one
+        _require_strategy(config, world_size)
+    _require_transport(config.parallel.transport, config.mesh_shape(world_size).sequence, has_gpus)
+    if config.parallel.kernel != "auto":  # which finds one; a GPU is not asked needlessly
+        _require_kernel(config, torch.device("cuda", local_rank) if has_gpus else torch.device("cpu"))
+
+
+def _require_strategy(config: TrainConfig, world_size: int) -> None:
+    """Refuse what attention would in the first step, once ranks have started and the text is read."""
+    import torch
+
+    from bmburst.attention.call import head_shapes
+    from bmburst.comm.levels import NODE_SWITCH
+    from bmburst.schedule.cost import Placement
+    from bmburst.schedule.hardware import HOST, hardware_like
+    from bmburst.schedule.layout import padded_layout
+    from bmburst.schedule.mask import Causal
+    from bmburst.schedule.strategy import choose_strategy
+
+    shape, model, parallel = config.mesh_shape(world_size), config.model, config.parallel
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0" if "RANK" in os.environ else str(world_size)))
+    on_one_node = here == world_size and NODE_SWITCH not in os.environ
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    layout = padded_layout(parallel.layout, shape.sequence, config.sequence_length, Causal())
+    q, k = (
+        torch.empty(config.micro_batch_size, layout.tokens, heads, model.head_dim, dtype=dtype, device="meta")
+        for heads in shape.require_heads(model.num_heads, model.num_kv_heads)
+    )
+    shapes, nodes = head_shapes(layout, q, k), 1 if on_one_node else None
+    try:  # neither transport nor machine matters to whether a strategy works
+        placement, machine = Placement("gloo", nodes), hardware_like(HOST)
+        choose_strategy(parallel.strategy, shapes, config.sequence_length, Causal(), placement, machine)
+    except UserError as error:
+        reason, *_ = str(error).splitlines()
+        raise UserError(f"{reason}\nfix: --strategy auto") from None
+
+
+def _require_transport(transport: str, sequence: int, has_gpus: bool) -> None:
+    allowed = ("auto", "peer", "nccl") if has_gpus else ("auto", "gloo")
+    if sequence > 1 and transport not in allowed:  # one rank moves nothing
+        where = "the GPUs here" if has_gpus else "a machine without GPUs"
+        raise UserError(
+            f"transport {transport} moves nothing between ranks on {where}\n"
+            f"allowed: {', '.join(allowed)}\nfix: --transport auto"
+        )
+
+
+def _require_kernel(config: TrainConfig, device: "torch.device") -> None:
+    import torch
+
+    from bmburst_ops.errors import KernelError
+    from bmburst_ops.flash import Need, able_kernels, queries_ahead, select_kernel
+
+    name, deterministic = config.parallel.kernel, config.parallel.deterministic
+    segments: frozenset[Need] = frozenset({"segments"} if config.pack == "documents" else ())
+    window: frozenset[Need] = frozenset({"window"} if config.model.sliding_window is not None else ())
+    q = queries_ahead(device, getattr(torch, config.dtype), config.model.head_dim)
+    try:
+        select_kernel(name, q, q, deterministic, segments | window)
+    except KernelError as error:
+        reason, *_ = str(error).splitlines()
+        able = ", ".join(able_kernels(q, q, deterministic, segments | window))
+        raise UserError(f"{reason}\nallowed here: auto, {able}\nfix: --kernel auto") from None

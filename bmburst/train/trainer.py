@@ -1,4 +1,4 @@
-"""The trainer: everything of a run put together, in the order in which it happens."""
+"""The trainer: builds model, data and optimizer of one rank, and runs steps, evaluations and checkpoints in order."""
 
 import contextlib
 import math
@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from bmburst import data
 from bmburst.amounts import GIB
@@ -24,23 +23,27 @@ from bmburst.plan.counts import causal_pairs
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
 from bmburst.trace import traced
-from bmburst.train.clock import StepClock, measure_waits
-from bmburst.train.config import TrainConfig
-from bmburst.train.evaluate import measure
-from bmburst.train.exchange import HostFacts, StepFacts, clip_, exchange, gradients_of, square_sum
-from bmburst.train.loading import Loader
-from bmburst.train.local_batch import LocalBatch, causal_cut, token_losses
-from bmburst.train.lr import learning_rate
-from bmburst.train.memory_plan import recompute_for, require_host_memory
+from bmburst.train.clock import FlopsMeter, StepClock, Timeline, Timing, known_peak, measure_waits
+from bmburst.train.config import TrainConfig, profiled_steps
+from bmburst.train.evaluate import generate, measure
+from bmburst.train.loading import Loader, LocalBatch, causal_cut, open_text, sequences_of, token_losses
+from bmburst.train.memory_plan import explained, recompute_for, require_host_memory
 from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_bytes
-from bmburst.train.out_of_memory import explained
 from bmburst.train.report import Report
 from bmburst.train.resolve import write_run_config
-from bmburst.train.sample import generate
-from bmburst.train.text import open_text, sequences_of
-from bmburst.train.timeline import Timeline, profiled_steps
-from bmburst.train.utilisation import FlopsMeter, known_peak
-from bmburst.train.watches import LagWatch, Skips, StopRequest, stopped_by
+from bmburst.train.step import (
+    HostFacts,
+    LagWatch,
+    Skips,
+    StepFacts,
+    StopRequest,
+    clip_,
+    exchange,
+    gradients_of,
+    learning_rate,
+    square_sum,
+    stopped_by,
+)
 
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
@@ -137,8 +140,7 @@ class Trainer:
         self._manager = bmt.optim.OptimManager(loss_scale=None)
         self._manager.add_optimizer(self.optimizer)
         self.steps_done = 0
-        self._is_first, self._has_gradient = True, False
-        self._facts = StepFacts.none(self.runtime.world_size)
+        self._is_first = True
         self._clock = StepClock(on_gpu=not self.runtime.on_host)
         measure_waits(self._clock.meter, self.mesh, on_host=self.runtime.on_host)
         self._hosts = gather_objects(self.mesh.world, socket.gethostname()[:200])
@@ -186,13 +188,13 @@ class Trainer:
             stopped = ""
             while self.steps_done < total and not stopped:
                 with timeline.step(self.steps_done + 1):
-                    metrics = self.step()
+                    metrics, facts = self._take_step()
                 if self.is_main and self.steps_done == first:  # now it is known to work: --resume begins from it
                     write_run_config(self._asked, self.folder)
-                stopped = stopped_by(self._facts, self._hosts, self.steps_done, saves=every is not None)
+                stopped = stopped_by(facts, self._hosts, saves=every is not None)
                 report.step(metrics)
                 report.note(self._skips.said)
-                report.note(self._lag.add(self._facts.hosts) or "")
+                report.note(self._lag.add(facts.hosts) or "")
                 self._skips.require(has_checkpoint=lambda: checkpoint.newest_complete(self.folder) is not None)
                 is_last = self.steps_done == total
                 if stopped and every is not None:  # before an evaluation: there may be little time
@@ -210,28 +212,44 @@ class Trainer:
             report.finish()
 
     def step(self) -> StepMetrics:
-        """Do one optimizer step on the next batch, and return what it gave; times are this rank's own."""
+        """Do one optimizer step on the next batch, and return its metrics; times are this rank's own."""
+        metrics, _ = self._take_step()
+        return metrics
+
+    def _take_step(self) -> tuple[StepMetrics, StepFacts]:
+        """Do one optimizer step, and return its metrics and what all ranks know of it."""
         started = time.perf_counter()
         # Shapes are compared between GPUs in this process's first step: every later one does the same.
         self.mesh.set_checks(self._is_first)
         self._is_first = False
         with self._clock.data(), traced("data"):
             batch = self.next_batch()
-        loss, tokens = self.backward(batch)
-        rate, norm = self.update()
-        seconds, timing, facts = time.perf_counter() - started, self._clock.last, self._facts
+        facts = self.backward(batch)
+        rate = self.update(facts)
+        seconds = time.perf_counter() - started
+        return self._metrics(facts, self._clock.last, rate, seconds), facts
+
+    def _metrics(self, facts: StepFacts, timing: Timing, rate: float, seconds: float) -> StepMetrics:
+        """Return the metrics of a step that is done.
+
+        Args:
+            facts: What all ranks know of it.
+            timing: Of this rank.
+            rate: Learning rate.
+            seconds: Of the whole step on this rank.
+        """
         ranks, trained = self.runtime.world_size, self.config.batch_size * self.config.sequence_length
         used = self._flops.of(trained, facts.pairs / (ranks // self.mesh.shape.data), seconds)
         return StepMetrics(
-            step=self.steps_done,
-            loss=loss,
-            bits_per_byte=loss * tokens / math.log(2) / max(self.batches.text_bytes, 1),
+            step=facts.step,
+            loss=facts.loss,
+            bits_per_byte=facts.loss * facts.tokens / math.log(2) / max(self.batches.text_bytes, 1),
             lr=rate,
-            grad_norm=norm,
-            tokens_per_second=tokens / seconds,
+            grad_norm=facts.grad_norm,
+            tokens_per_second=facts.tokens / seconds,
             seconds=seconds,
             memory_gib=max(host.memory for host in facts.hosts) / GIB,
-            tokens_per_second_per_gpu=tokens / seconds / ranks,
+            tokens_per_second_per_gpu=facts.tokens / seconds / ranks,
             mfu=used.mfu,
             mfu_kernel=used.mfu_kernel,
             hardware_tflops=used.tflops,
@@ -251,14 +269,15 @@ class Trainer:
         next(self.batches)
         return batch
 
-    def backward(self, batch: LocalBatch) -> tuple[float, int]:
-        """Add the gradient of the mean loss of a step's labels, in microbatches.
+    def backward(self, batch: LocalBatch) -> StepFacts:
+        """Add the gradient of the mean loss of a step's labels, in microbatches, and exchange what it gave.
 
         Args:
             batch: This rank's part of the sequences of its data rank.
 
         Returns:
-            The mean loss in nats over all ranks' valid labels, and how many there are.
+            What all ranks know of the step, for `update`: `loss`, the mean in nats over all ranks' valid labels;
+            `tokens`, their number; and `grad_norm`, of the gradients added up since the last `update`.
         """
         # Counted over all: the mean must not depend on how ranks and microbatches share the labels.
         (counted,) = self.mesh.world.all_reduce(count_valid(batch.labels)).wait()
@@ -272,28 +291,40 @@ class Trainer:
                 with traced("backward"):
                     self._manager.backward(objective)
                 mean += objective.detach()
-        pairs = sum(causal_pairs(texts, self.config.model.sliding_window) for texts in batch.texts)
-        self._facts, self._has_gradient = self._exchange(mean, valid, pairs), True
-        return self._facts.loss, self._facts.tokens
+        memory, reserved = peak_bytes()
+        forget_peak()
+        known = HostFacts(
+            pairs=sum(causal_pairs(texts, self.config.model.sliding_window) for texts in batch.texts),
+            memory=memory,
+            reserved=reserved,
+            stop=self._stop.signum,
+            **asdict(self._clock.last),
+        )
+        square = square_sum(gradients_of(self.optimizer), self.runtime.device) / self._manager.loss_scale**2
+        return exchange(self.mesh.world, self.steps_done + 1, mean, square, valid, known)
 
-    def update(self) -> tuple[float, float]:
-        """Clip, step and clear the gradient; return the learning rate and the gradient's norm before clipping.
+    def update(self, facts: StepFacts) -> float:
+        """Clip, step and clear the gradient; return the learning rate.
 
         The gradient is what `backward` added up since the last call, and its norm what the last `backward` found:
         nobody else may change it. If it is not finite it changes nothing: it would spoil weights and moments for good.
 
+        Args:
+            facts: What the last `backward` returned.
+
         Raises:
-            UserError: There is none.
+            UserError: They are of another step: there is no gradient.
         """
-        if not self._has_gradient:
-            raise UserError("update() has no gradient to take a step with\nfix: call backward(batch) before it")
-        self._has_gradient = False
-        self.steps_done += 1
-        rate = learning_rate(self.config.schedule, self.config.optimizer.lr, self.steps_done, self.config.steps)
+        if facts.step != self.steps_done + 1:
+            raise UserError(
+                f"update() is given the gradient of step {facts.step}, and step {self.steps_done} is done\n"
+                "fix: call backward(batch) before each update, and give update what it returned"
+            )
+        self.steps_done = facts.step
+        rate = learning_rate(self.config.schedule, self.config.optimizer.lr, facts.step, self.config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        facts = self._facts
-        self._skips.add(self.steps_done, facts)
+        self._skips.add(facts)
         with self._clock.optimizer(), traced("optimizer"):
             if facts.is_finite:
                 clip_(gradients_of(self.optimizer), facts.grad_norm, self.config.optimizer.clip_norm)
@@ -301,17 +332,7 @@ class Trainer:
             self._manager.zero_grad()
         self._clock.settle()
         beat()
-        return rate, facts.grad_norm
-
-    def _exchange(self, mean: Tensor, valid: Tensor, pairs: float) -> StepFacts:
-        """Tell all ranks what this one's step gave, and hear of theirs."""
-        memory, reserved = peak_bytes()
-        forget_peak()
-        known = HostFacts(
-            pairs=pairs, memory=memory, reserved=reserved, stop=self._stop.signum, **asdict(self._clock.last)
-        )
-        square = square_sum(gradients_of(self.optimizer), self.runtime.device) / self._manager.loss_scale**2
-        return exchange(self.mesh.world, mean, square, valid, known)
+        return rate
 
     def evaluate(self) -> EvalMetrics:
         """Measure the model on held-out text."""

@@ -14,8 +14,7 @@ import bmburst
 from bmburst.cli import main
 from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.train import check
-from bmburst.train.check import compare
-from bmburst.train.check_rank import AFTER_FILE, BEFORE_FILE, GRADIENT_FILE, Steps
+from bmburst.train.check import AFTER_FILE, BEFORE_FILE, GRADIENT_FILE, Steps, compare
 from bmburst.train.resolve import resolve
 from tests.distributed.started import run_bmburst
 
@@ -207,7 +206,7 @@ def launches(here, monkeypatch):
     calls = Launches()
 
     def launch(spec, command):
-        assert command[:2] == ["-m", "bmburst.train.check_rank"]
+        assert command[:2] == ["-m", "bmburst.train.check"]
         folder = Path(command[2])
         calls.append((spec.nproc, resolve((folder / "config.json",)), int(command[3])))
         leave(folder, noise=calls.noise if spec.nproc > 1 else 0.0, names=calls.names)

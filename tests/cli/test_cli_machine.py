@@ -9,8 +9,7 @@ import torch
 from bmburst.cli import main
 from bmburst.cli.check import plan
 from bmburst.errors import UserError
-from bmburst.train.machine import require_machine
-from bmburst.train.resolve import resolve
+from bmburst.train.resolve import require_machine, resolve
 from bmburst_ops.flash import packages
 from tests.cli.commands import refused
 

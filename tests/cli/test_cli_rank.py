@@ -15,8 +15,8 @@ from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.cli import main
 from bmburst.data import open_corpus
 from bmburst.errors import UserError
-from bmburst.train.eval_config import EvalConfig
-from bmburst.train.resolve import resolve
+from bmburst.runtime.launch import LaunchSpec
+from bmburst.train.resolve import EvalConfig, resolve
 from tests.cli.commands import checkpoint, refused, started
 
 
@@ -131,6 +131,20 @@ def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, hel
         ["tokens", "4,096"],
     ]
     assert printed[1] == ""
+
+
+def test_start_timeout_reaches_the_launcher(launches, held_out, monkeypatch, capsys):
+    monkeypatch.setattr("bmburst.train.evaluate.check", lambda _: None)
+    evaluation = ["eval", "--checkpoint", str(held_out), "--data", "held.txt", "--sequence-length", "64"]
+    for argv in (["train", "--data", "held.txt", "--sequence-length", "4"], evaluation):
+        assert main([*argv, "--start-timeout", "90", "--hang-timeout", "30"]) == 0
+        assert (launches.spec.start_limit, launches.spec.hang_timeout) == (90, 30)
+        assert main(argv) == 0
+        assert launches.spec.start_limit == LaunchSpec().start_limit
+        for wrong in ("0", "-1", "inf", "soon"):
+            assert main([*argv, "--start-timeout", wrong]) == 2
+            said = capsys.readouterr().err
+            assert "start_timeout" in said.replace("-", "_") and wrong in said and len(said.splitlines()) <= 3
 
 
 def test_eval_refuses_a_cache_that_cannot_be_written(launches, held_out, tmp_path, monkeypatch, capsys):

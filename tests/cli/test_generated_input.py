@@ -27,8 +27,7 @@ from bmburst.cli import COMMANDS, CommandParser, main
 from bmburst.convert.directory import open_weights
 from bmburst.convert.model_center import ModelCenterConfig
 from bmburst.data.sources import check_beginnings, find_sources, read_documents
-from bmburst.data.token_file import MAGIC, PREAMBLE, TokenFile
-from bmburst.data.token_writer import write_token_file
+from bmburst.data.token_file import MAGIC, PREAMBLE, TokenFile, write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, load_huggingface_tokenizer
 from bmburst.errors import UserError
 from bmburst.schedule.hardware import load_hardware

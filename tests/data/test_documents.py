@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bmburst.data import Batches, ByteTokenizer, PackedSequences, evaluation_batches
 from bmburst.data.packing import split_documents
 from bmburst.data.sources import Document
-from bmburst.data.token_writer import write_token_file
+from bmburst.data.token_file import write_token_file
 from bmburst.errors import UserError
 from bmburst_ops.constants import IGNORE_INDEX
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bmburst.data import Batches, ByteTokenizer, PackedSequences, Samples
 from bmburst.data.sources import Document
-from bmburst.data.token_writer import write_token_file
+from bmburst.data.token_file import write_token_file
 from bmburst_ops.constants import IGNORE_INDEX
 
 EOS = ByteTokenizer.eos_id

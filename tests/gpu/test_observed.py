@@ -54,8 +54,7 @@ def _counted(folder):
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        trainer.backward(*batch if isinstance(batch, tuple) else (batch,))
-        trainer.update()
+        trainer.update(trainer.backward(batch))
     torch.cuda.set_sync_debug_mode("default")
     waits = [(each.filename, each.lineno) for each in seen if "synchroniz" in str(each.message)]
     assert len(waits) == 1, waits

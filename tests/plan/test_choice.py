@@ -21,7 +21,7 @@ from bmburst.plan.table import options
 from bmburst.plan.task import Task
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.schedule.cost import Placement
-from bmburst.schedule.hardware import hardware_like, load_hardware
+from bmburst.schedule.hardware import HOST, hardware_like, load_hardware
 from bmburst.schedule.layout import padded_layout
 from bmburst.schedule.mask import Causal, SlidingWindow
 from bmburst.schedule.strategy import choose_strategy
@@ -259,6 +259,30 @@ def test_unlike_ranks_decide_by_the_first(monkeypatch):
     assert decided == [(3, 3, "NVIDIA A100")] * 3
 
 
+def test_without_gpus_recompute_is_priced_with_attentions_machine(monkeypatch):
+    """`recompute auto` prices the attention that ranks without GPUs run: same machine, transport and strategy."""
+    planned, real = [], memory_plan.planned
+
+    def spy(config, ranks, nodes, hardware):
+        planned.append((hardware, real(config, ranks, nodes, hardware)))
+        return planned[-1][1]
+
+    monkeypatch.setattr(memory_plan, "planned", spy)
+    host = hardware_like(HOST)
+    for size in (2, 4):
+        asked = config(recompute=AUTO)
+        decide(asked, size, monkeypatch, [64 * GIB] * size)
+        hardware, taken_way = planned[-1]
+        assert replace(hardware, host_memory=host.host_memory) == host
+        assert taken_way.placement == Placement("gloo", 1, within="gloo")
+        own = choose_strategy("auto", taken_way.shapes, 4096, Causal(), Placement("gloo", 1), host)
+        assert (taken_way.sizes.strategy.ulysses_degree, taken_way.sizes.strategy.outer) == (
+            own.ulysses_degree,
+            own.outer,
+        )
+    assert memory_plan.DeviceMemory.now().device == HOST
+
+
 def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
     assert decide(config(recompute="block"), 2, monkeypatch, []) == ["block"] * 2
     offload = config(recompute="block+offload", optimizer=OptimizerConfig(offload=True))
@@ -268,7 +292,7 @@ def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
         decide(offload, 2, monkeypatch, [1, 1])
     assert len(str(caught.value).splitlines()) <= 3
     assert "are kept in reserve" in str(caught.value)
-    hardware = hardware_like("")
+    hardware = hardware_like(HOST)
     needed = memory_of(memory_plan.planned(offload, 2, 1, hardware), hardware).in_host
     for share, fits in ((1.01, False), (1.01 / HOST_SHARE, True)):  # what is free is not all for the run
         monkeypatch.setattr(memory_plan, "available_bytes", lambda share=share: int(share * needed))

@@ -116,13 +116,13 @@ def _train(folder: Path, split: Split, case: Case, dtype: Any, steps: int) -> No
         mine = slice(trainer.mesh.data_rank * share, (trainer.mesh.data_rank + 1) * share)
         inputs, labels = batch(step)
         given = local(trainer.cut, inputs[mine], labels[mine], device=trainer.runtime.device)
-        loss, valid = trainer.backward(given)
-        assert valid == int((labels != IGNORE_INDEX).sum())
+        facts = trainer.backward(given)
+        assert facts.tokens == int((labels != IGNORE_INDEX).sum())
         if step == 0:
             seen["gradients"] = {s.name: gather(s, s.storage.grad) for s in shards}
-        _, norm = trainer.update()
-        seen["losses"].append(loss)
-        seen["norms"].append(norm)
+        trainer.update(facts)
+        seen["losses"].append(facts.loss)
+        seen["norms"].append(facts.grad_norm)
     seen["parameters"] = {s.name: gather(s) for s in shards}
     if trainer.is_main:
         torch.save(seen, _file(folder, split, case, dtype))

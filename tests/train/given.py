@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from bmburst.sequence import Ids, SequenceShard
-from bmburst.train.local_batch import LocalBatch
+from bmburst.train.loading import LocalBatch
 
 
 class Given(NamedTuple):

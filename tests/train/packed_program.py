@@ -100,12 +100,12 @@ def _train(folder: Path, case: Case) -> None:
     for step in range(STEPS):
         inputs, labels = batch(step)
         given = local(trainer.cut, inputs[mine], labels[mine], lengths(step)[mine], device=trainer.runtime.device)
-        loss, _ = trainer.backward(given)
+        facts = trainer.backward(given)
         if step == 0:
             seen["gradients"] = {s.name: gather(s, s.storage.grad) for s in shards}
-        _, norm = trainer.update()
-        seen["losses"].append(loss)
-        seen["norms"].append(norm)
+        trainer.update(facts)
+        seen["losses"].append(facts.loss)
+        seen["norms"].append(facts.grad_norm)
     seen["parameters"] = {s.name: gather(s) for s in shards}
     seen["text loss"] = trainer.step().loss
     if trainer.is_main:

@@ -12,8 +12,7 @@ from bmburst.config import given_options
 from bmburst.data.packing import PACKS
 from bmburst.errors import UserError
 from bmburst.train.config import ParallelConfig, TrainConfig
-from bmburst.train.eval_config import EvalConfig
-from bmburst.train.resolve import check_resumable, resolve
+from bmburst.train.resolve import EvalConfig, check_resumable, resolve
 
 
 def refused(action, *args, **kwargs):

@@ -25,8 +25,7 @@ from bmburst.train.config import (
     ParallelConfig,
     TrainConfig,
 )
-from bmburst.train.eval_config import EvalConfig
-from bmburst.train.resolve import check_paths, check_resumable, resolve, write_run_config
+from bmburst.train.resolve import EvalConfig, check_paths, check_resumable, resolve, write_run_config
 from bmburst_ops.flash.select import NAMES as KERNEL_NAMES
 
 

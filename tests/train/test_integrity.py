@@ -20,8 +20,8 @@ from bmburst.convert.run import convert
 from bmburst.errors import RunError, UserError
 from bmburst.outputs import require_space
 from bmburst.train.config import DataConfig, TrainConfig
-from bmburst.train.eval_config import EvalConfig
-from bmburst.train.text import open_text
+from bmburst.train.loading import open_text
+from bmburst.train.resolve import EvalConfig
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 

@@ -9,11 +9,10 @@ import torch
 
 from bmburst.data import Batches, ByteTokenizer, PackedSequences
 from bmburst.data.sources import Document
-from bmburst.data.token_writer import write_token_file
+from bmburst.data.token_file import write_token_file
 from bmburst.errors import UserError
 from bmburst.sequence import SequenceShard
-from bmburst.train.loading import Loader, Prefetch
-from bmburst.train.local_batch import LocalBatch
+from bmburst.train.loading import Loader, LocalBatch, Prefetch
 
 SECONDS = 30  # until a test is sure that nothing comes
 

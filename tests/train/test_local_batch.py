@@ -9,12 +9,12 @@ import torch
 
 from bmburst.data import Batches, ByteTokenizer, PackedSequences, evaluation_batches
 from bmburst.data.sources import Document
-from bmburst.data.token_writer import write_token_file
+from bmburst.data.token_file import write_token_file
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import IGNORE_INDEX, SequenceShard
-from bmburst.train.local_batch import LocalBatch
+from bmburst.train.loading import LocalBatch
 from tests.data.test_samples import Counted
 from tests.train.given import local
 

@@ -4,7 +4,7 @@ import pytest
 
 from bmburst.errors import UserError
 from bmburst.train.config import ScheduleConfig
-from bmburst.train.lr import learning_rate
+from bmburst.train.step import learning_rate
 
 COSINE = ScheduleConfig(kind="cosine", warmup_steps=10, final_lr_fraction=0.1)
 WSD = ScheduleConfig(kind="wsd", warmup_steps=10, decay_fraction=0.2, final_lr_fraction=0.1)

@@ -18,8 +18,7 @@ import pytest
 
 from bmburst.errors import UserError
 from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, peak_bytes, read_lines
-from bmburst.train.plot import plot_losses, smoothed
-from bmburst.train.report import Progress
+from bmburst.train.report import Progress, plot_losses, smoothed
 
 KEYS = ["step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_gib"]
 MORE = ["tokens_per_second_per_gpu", "mfu", "mfu_kernel", "hardware_tflops", "exposed_seconds", "data_seconds"]

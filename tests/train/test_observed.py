@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from bmburst.train.watches import LagWatch
+from bmburst.train.step import LagWatch
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 

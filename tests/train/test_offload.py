@@ -115,8 +115,7 @@ def _edges(folder):
     parameters = [p for group in fresh.optimizer.param_groups for p in group["params"]]
     if bmt.rank() == 1:
         parameters[0].grad.fill_(math.nan)  # backward adds to it
-    fresh.backward(fresh.next_batch())
-    fresh.update()
+    fresh.update(fresh.backward(fresh.next_batch()))
     assert equal(held(fresh), before)
     # One host has too little memory: every rank refuses.
     if bmt.rank() == 1:

@@ -12,8 +12,7 @@ from bmburst.plan.memory import memory_of
 from bmburst.plan.task import Task
 from bmburst.schedule.hardware import load_hardware
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
-from bmburst.train.memory_plan import planned
-from bmburst.train.out_of_memory import DeviceMemory, explain, explained
+from bmburst.train.memory_plan import DeviceMemory, explain, explained, planned
 
 GIB = 2**30
 ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB"

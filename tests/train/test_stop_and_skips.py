@@ -14,8 +14,7 @@ import torch
 from bmburst.checkpoint import training as checkpoint
 from bmburst.errors import RunError
 from bmburst.train.config import ScheduleConfig
-from bmburst.train.exchange import HostFacts, StepFacts
-from bmburst.train.watches import Skips
+from bmburst.train.step import HostFacts, Skips, StepFacts
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 
@@ -83,32 +82,32 @@ def _while_told(ours, method):
     return method()
 
 
-def facts(shares=(1.0, 1.0), squares=(1.0, 1.0)):
-    return StepFacts(shares, squares, 8, (HostFacts(),) * len(shares))
+def facts(step=1, shares=(1.0, 1.0), squares=(1.0, 1.0)):
+    return StepFacts(step, shares, squares, 8, (HostFacts(),) * len(shares))
 
 
 def test_what_is_not_finite_is_said_with_its_rank():
     skips = Skips(["a", "b"], most=3)
-    skips.add(1, facts())
+    skips.add(facts(1))
     assert (skips.total, skips.said) == (0, "")
-    skips.add(2, facts(shares=(1.0, math.nan), squares=(math.inf, math.inf)))
+    skips.add(facts(2, shares=(1.0, math.nan), squares=(math.inf, math.inf)))
     assert skips.said == "step 2 is skipped: the loss is not finite on rank 1 (host b)"
-    skips.add(3, facts(squares=(math.nan, math.inf)))
+    skips.add(facts(3, squares=(math.nan, math.inf)))
     assert (
         skips.said
         == "step 3 is skipped: losses are finite, but the gradient is not in the parts of rank 0 (host a) and 1 more"
     )
     skips.require(lambda: True)
-    skips.add(4, facts())
+    skips.add(facts(4))
     for step in (5, 6, 7):
         skips.require(lambda: True)
-        skips.add(step, facts(shares=(-math.inf, 1.0)))
+        skips.add(facts(step, shares=(-math.inf, 1.0)))
     with pytest.raises(RunError, match=r"3 steps in a row were skipped.*it began so: step 5 .* on rank 0"):
         skips.require(lambda: True)
     assert skips.total == 5
     endless = Skips(["a"], most=0)
     for step in range(50):
-        endless.add(step, facts(shares=(math.nan,), squares=(math.nan,)))
+        endless.add(facts(step, shares=(math.nan,), squares=(math.nan,)))
     endless.require(lambda: True)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from bmburst.schedule.documents import Documents
 from bmburst.sequence import SequenceShard
-from bmburst.train.local_batch import token_losses
+from bmburst.train.loading import token_losses
 from tests.train.given import local
 
 

@@ -6,7 +6,7 @@ import torch
 from bmburst.errors import UserError
 from bmburst.recompute.policy import POLICIES
 from bmburst.train.config import OptimizerConfig
-from bmburst.train.exchange import gradients_of
+from bmburst.train.step import gradients_of
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 
@@ -21,8 +21,6 @@ def _in_parts(folder):
     clip = OptimizerConfig(clip_norm=0.01)
     trainer = Trainer(program.config(folder, "run", recompute="auto", optimizer=clip))
     assert trainer.config.recompute in POLICIES  # what is said of this run is said of what was decided
-    with pytest.raises(UserError, match=r"update\(\) has no gradient"):
-        trainer.update()
     batches, alone = [trainer.next_batch() for _ in range(2)], []
     for batch in batches:
         trainer.backward(batch)
@@ -30,18 +28,18 @@ def _in_parts(folder):
         trainer._manager.zero_grad()
     before = weights(trainer)
     for batch in batches:
-        loss, _ = trainer.backward(batch)
+        facts = trainer.backward(batch)
         trainer.evaluate()
     together = [a + b for a, b in zip(*alone, strict=True)]
     for ours, wanted in zip(gradients_of(trainer.optimizer), together, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-7)
     norm = trainer.mesh.sum(sum(g.double().square().sum().item() for g in together)) ** 0.5
-    assert trainer.update()[1] == pytest.approx(norm, rel=1e-5)
-    assert trainer._facts.loss == loss and trainer.steps_done == 1
+    assert facts.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert trainer.update(facts) > 0 and trainer.steps_done == 1
     held = weights(trainer)
     assert not torch.equal(held, before)
-    with pytest.raises(UserError, match="call backward"):  # Adam would move the weights all the same
-        trainer.update()
+    with pytest.raises(UserError, match=r"step 1[\s\S]*call backward"):  # Adam would move the weights all the same
+        trainer.update(facts)
     assert trainer.steps_done == 1 and torch.equal(weights(trainer), held)
 
 

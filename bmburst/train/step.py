@@ -1,0 +1,343 @@
+"""Parts of an optimizer step outside the model: learning rate, the ranks' exchange, clipping; slow ranks, stops, skips.
+
+`exchange` is the one all-gather of a step, and the only point at which the host waits for the device.
+"""
+
+import contextlib
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+from statistics import fmean, median
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from bmburst.comm.protocol import Communicator
+from bmburst.errors import RunError
+from bmburst.runtime.watchdog import polite
+from bmburst.train.clock import Timing
+from bmburst.train.config import ScheduleConfig
+
+_EPS = 1e-6
+
+
+def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
+    """Return the learning rate of one optimizer step.
+
+    Warm-up rises linearly and reaches `peak` at step `warmup_steps`, so the first step already moves. Then
+
+    - "cosine" falls along half a cosine (arXiv:1608.03983) and reaches `final_lr_fraction * peak` at the last step;
+    - "wsd" stays at the peak, and over the last `decay_fraction` of all steps falls linearly to the same end
+      (warm-up, stable, decay: arXiv:2404.06395);
+    - "constant" stays at the peak.
+
+    A run that is resumed with another total follows the schedule of the new total from there on.
+
+    Steps beyond the last have the last step's rate. A warm-up longer than the run just rises to its end.
+
+    Args:
+        config: The schedule.
+        peak: Highest learning rate.
+        step: Number of the step, counted from 1.
+        total_steps: Steps of the whole run.
+
+    Raises:
+        ValueError: `step` or `total_steps` is below 1.
+    """
+    if step < 1 or total_steps < 1:
+        raise ValueError(f"steps count from 1: got step {step} of {total_steps}")
+    step = min(step, total_steps)
+    if step <= config.warmup_steps:
+        return peak * step / config.warmup_steps
+    if config.kind == "constant":
+        return peak
+    decay_start = config.warmup_steps
+    if config.kind == "wsd":
+        decay_start = max(decay_start, total_steps - round(config.decay_fraction * total_steps))
+    if step <= decay_start:
+        return peak
+    progress = (step - decay_start) / (total_steps - decay_start)
+    remaining = (1 + math.cos(math.pi * progress)) / 2 if config.kind == "cosine" else 1 - progress
+    return peak * (config.final_lr_fraction + (1 - config.final_lr_fraction) * remaining)
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return this rank's ZeRO shards of the gradient."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+@torch.no_grad()
+def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares of all elements as an fp64 scalar; norms of tensors are computed in fp32 or wider."""
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([norm.double() for norm in norms]).square().sum()
+
+
+@torch.no_grad()
+def clip_(gradients: Sequence[Tensor], norm: float, most: float | None) -> None:
+    """Scale the gradient in place so that its norm is at most `most`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Args:
+        gradients: This rank's shards.
+        norm: Norm of the whole gradient, over all ranks.
+        most: The largest norm; None does not clip.
+    """
+    if most is not None and most < norm + _EPS and gradients:
+        torch._foreach_mul_(list(gradients), most / (norm + _EPS))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFacts(Timing):
+    """What a rank's host knows when it has launched a step's backward, and the timing of the step before.
+
+    Attributes:
+        pairs: Scores that attention counts, of a head and layer, in the sequences of this data rank.
+        memory: Largest allocated bytes since the last exchange; on a CPU of the process so far.
+        reserved: Largest reserved bytes; 0 on a CPU.
+        stop: Signal that asks this rank to stop; 0 for none.
+    """
+
+    pairs: float = 0.0
+    memory: float = 0.0
+    reserved: float = 0.0
+    stop: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """A step, as all ranks know it: the same on each.
+
+    Attributes:
+        step: Its number, from 1.
+        shares: Each rank's share of the mean loss; their mean is the loss.
+        squares: Each rank's sum of squares of its part of the gradient.
+        tokens: Labels that counted.
+        hosts: What each rank's host said.
+    """
+
+    step: int
+    shares: tuple[float, ...]
+    squares: tuple[float, ...]
+    tokens: int
+    hosts: tuple[HostFacts, ...]
+
+    @property
+    def pairs(self) -> float:
+        """Scores that attention counts, as often as ranks share a sequence."""
+        return sum(host.pairs for host in self.hosts)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the labels, in nats."""
+        return sum(self.shares) / len(self.shares)
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the whole gradient."""
+        total = sum(self.squares)
+        return math.sqrt(total) if total >= 0 else math.nan
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are: whether the step may be taken."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def exchange(
+    comm: Communicator, step: int, share: Tensor, square: Tensor, tokens: Tensor, facts: HostFacts
+) -> StepFacts:
+    """Return what all ranks give. Every rank calls it; the host waits for the device, and does not otherwise.
+
+    Args:
+        comm: All ranks.
+        step: Number of the step.
+        share: This rank's share of the loss, a scalar on its device.
+        square: Sum of squares of its part of the gradient, likewise.
+        tokens: Labels of all ranks that count, likewise.
+        facts: What its host knows.
+    """
+    on_gpu = share.is_cuda
+    host = torch.tensor(astuple(facts), dtype=torch.float64, pin_memory=on_gpu)
+    mine = torch.cat(
+        [torch.stack([scalar.double() for scalar in (share, square, tokens)]), host.to(share.device, non_blocking=True)]
+    )
+    (gathered,) = comm.all_gather(mine).wait()
+    rows: list[list[float]] = gathered.tolist()
+    names = [declared.name for declared in fields(HostFacts)]
+    return StepFacts(
+        step=step,
+        shares=tuple(row[0] for row in rows),
+        squares=tuple(row[1] for row in rows),
+        tokens=int(rows[0][2]),
+        hosts=tuple(HostFacts(**dict(zip(names, row[3:], strict=True))) for row in rows),
+    )
+
+
+WINDOW = 20
+"""Steps in one measurement window."""
+_COLD = 2  # first timings to ignore: none is known yet, then kernels are being compiled
+_RATIO = 1.2  # times the median: clocks, temperatures and uneven masks explain less
+_LEAST = 0.01  # seconds a step below which there is no warning
+_CAUSES = (("data", "data loading"), ("compute", "forward and backward"), ("optimizer", "optimizer"))
+
+
+class LagWatch:
+    """Compares the ranks' own times, without their waits for each other.
+
+    Args:
+        hosts: Host name of each rank.
+        window: Number of steps that are averaged before each judgement.
+    """
+
+    def __init__(self, hosts: Sequence[str], window: int = WINDOW) -> None:
+        self._hosts = tuple(hosts)
+        self._window = window
+        self._steps: list[tuple[Timing, ...]] = []
+        self._cold = _COLD
+
+    def add(self, timings: Sequence[Timing]) -> str | None:
+        """Add one step's timing of every rank; return a warning if a rank lags, at most once a window."""
+        if self._cold:
+            self._cold -= 1
+            return None
+        self._steps.append(tuple(timings))
+        if len(self._steps) < self._window:
+            return None
+        said = self._judge()
+        self._steps.clear()
+        return said
+
+    def _judge(self) -> str | None:
+        means = {
+            part: [fmean(getattr(step[rank], part) for step in self._steps) for rank in range(len(self._hosts))]
+            for part, _ in _CAUSES
+        }
+        totals = [sum(of_rank) for of_rank in zip(*means.values(), strict=True)]
+        slowest, middle = max(range(len(totals)), key=totals.__getitem__), median(totals)
+        if totals[slowest] < max(_RATIO * middle, middle + _LEAST):
+            return None
+        part, cause = max(_CAUSES, key=lambda each: means[each[0]][slowest] - median(means[each[0]]))
+        return (
+            f"rank {slowest} (host {self._hosts[slowest]}) was {totals[slowest] / max(middle, 1e-9):.1f} times slower "
+            f"than the median over the last {self._window} steps: its {cause} took {means[part][slowest]:.3g} s a "
+            f"step, the median rank's {median(means[part]):.3g} s"
+        )
+
+
+class StopRequest:
+    """Whether this process was asked to stop.
+
+    Attributes:
+        signum: By which signal; 0 for not.
+    """
+
+    def __init__(self) -> None:
+        self.signum = 0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note signals in the block; outside the main thread, where Python allows no handlers, do nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        with polite((signal.SIGTERM, signal.SIGUSR1), self._note):
+            yield
+
+    def _note(self, signum: int, _frame: FrameType | None) -> None:
+        self.signum = signum
+
+
+def stopped_by(facts: StepFacts, hosts: Sequence[str], *, saves: bool = True) -> str:
+    """Return, alike on all ranks, which rank was asked to stop before a step's exchange; empty if none was.
+
+    Args:
+        facts: The exchanged facts of the step.
+        hosts: Host name of each rank.
+        saves: Whether the run writes checkpoints.
+    """
+    asked = [(rank, int(host.stop)) for rank, host in enumerate(facts.hosts) if host.stop]
+    if not asked:
+        return ""
+    rank, signum = asked[0]
+    end = (
+        "the checkpoint is saved, and --resume goes on from it"
+        if saves
+        else "--checkpoint-every never: nothing is saved"
+    )
+    return (
+        f"stopped after step {facts.step} by {signal.Signals(signum).name} on rank {rank} (host {hosts[rank]}); {end}"
+    )
+
+
+class Skips:
+    """Watches what all ranks know of each step; every rank comes to the same.
+
+    Args:
+        hosts: Name of each rank's host.
+        most: Steps in a row that may be skipped; 0 for any number.
+
+    Attributes:
+        total: Skipped steps of the run; one that is resumed sets those of before.
+        said: What there is to say of the last step; empty if it was taken.
+    """
+
+    def __init__(self, hosts: Sequence[str], most: int) -> None:
+        self._hosts, self._most = tuple(hosts), most
+        self._in_row = 0
+        self._first = ""
+        self.total = 0
+        self.said = ""
+
+    def add(self, facts: StepFacts) -> None:
+        """Take a step."""
+        if facts.is_finite:
+            self._in_row, self.said = 0, ""
+            return
+        self.total += 1
+        self._in_row += 1
+        self.said = f"step {facts.step} is skipped: {self._cause(facts)}"
+        if self._in_row == 1:
+            self._first = self.said
+
+    def require(self, has_checkpoint: Callable[[], bool]) -> None:
+        """Check that the run may go on.
+
+        Args:
+            has_checkpoint: Returns whether the run can be resumed.
+
+        Raises:
+            RunError: Too many steps in a row were skipped.
+        """
+        if self._most and self._in_row >= self._most:
+            advice = "begin again with a smaller --optimizer.lr: there is no checkpoint yet"
+            if has_checkpoint():
+                advice = "--resume goes on from the last checkpoint, with a smaller --optimizer.lr"
+            raise RunError(
+                f"{self._in_row} steps in a row were skipped, so the run was ended; it began so: {self._first}\n"
+                f"weights are as before; {advice}"
+            )
+
+    def _cause(self, facts: StepFacts) -> str:
+        """Say what is not finite, and where: losses come before gradients, which ranks add up."""
+        bad_losses = _where(facts.shares)
+        if bad_losses:
+            return f"the loss is not finite on {self._ranks(bad_losses)}"
+        bad_parts = _where(facts.squares)
+        if bad_parts:
+            return f"losses are finite, but the gradient is not in the parts of {self._ranks(bad_parts)}"
+        return "loss or gradient are finite on each rank, but not their sum"
+
+    def _ranks(self, ranks: Sequence[int]) -> str:
+        first = ranks[0]
+        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        return f"rank {first} (host {self._hosts[first]}){more}"
+
+
+def _where(values: Sequence[float]) -> list[int]:
+    return [rank for rank, value in enumerate(values) if not math.isfinite(value)]
