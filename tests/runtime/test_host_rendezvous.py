@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bmburst.errors import UserError
-from bmburst.runtime.host.rendezvous import UNIQUE_ID_BYTES, Rendezvous, _reachable_address
+from bmburst.runtime.host.nccl import UNIQUE_ID_BYTES, Rendezvous, _reachable_address
 
 
 def address(unique_id: bytes) -> list[str]:
