@@ -1,5 +1,6 @@
 """What the build of BMTrain asks of its tools, without building: the wrapper, the environment, the refusals."""
 
+import importlib
 import io
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import pytest
 from bmburst.cli import main
 from bmburst.errors import UserError
 from bmburst.runtime.build_bmtrain import BuildSpec, build, check
-from bmburst.runtime.build_bmtrain import build as build_module
 from bmburst.runtime.build_bmtrain.build import (
     Toolchain,
     build_environment,
@@ -23,6 +23,9 @@ from bmburst.runtime.build_bmtrain.build import (
 )
 from bmburst.runtime.build_bmtrain.nvcc import replace_architectures, write_wrapper
 from tests.runtime.fatbin import fat_binary
+
+# The package has a function of this name.
+build_module = importlib.import_module("bmburst.runtime.build_bmtrain.build")
 
 
 @pytest.mark.parametrize(
