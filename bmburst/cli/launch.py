@@ -93,7 +93,7 @@ def script_command(words: list[str]) -> list[str]:
 
 def placement(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of LaunchSpec that say where this node stands: given ones first, then SLURM's."""
-    from bmburst.runtime.launch.slurm import read_step
+    from bmburst.runtime.launch.spec import read_step
 
     names = ("nnodes", "node_rank", "master_addr", "master_port")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}

@@ -1,4 +1,4 @@
-"""Writes CUDA's fat binaries, as read by bmburst.runtime.doctor.machine_code."""
+"""Writes CUDA's fat binaries, as read by bmburst.runtime.doctor.bmtrain."""
 
 import struct
 

@@ -1,5 +1,6 @@
 """What the build of BMTrain asks of its tools, without building: the wrapper, the environment, the refusals."""
 
+import importlib
 import io
 import subprocess
 import sys
@@ -13,11 +14,18 @@ import pytest
 from bmburst.cli import main
 from bmburst.errors import UserError
 from bmburst.runtime.build_bmtrain import BuildSpec, build, check
-from bmburst.runtime.build_bmtrain import tools as tools_module
-from bmburst.runtime.build_bmtrain.build import build_environment, parse_architecture
+from bmburst.runtime.build_bmtrain.build import (
+    Toolchain,
+    build_environment,
+    join_commands,
+    list_missing,
+    parse_architecture,
+)
 from bmburst.runtime.build_bmtrain.nvcc import replace_architectures, write_wrapper
-from bmburst.runtime.build_bmtrain.tools import Toolchain, join_commands, list_missing
 from tests.runtime.fatbin import fat_binary
+
+# The package has a function of this name.
+build_module = importlib.import_module("bmburst.runtime.build_bmtrain.build")
 
 
 @pytest.mark.parametrize(
@@ -79,11 +87,11 @@ def no_tools(monkeypatch, tmp_path):
     """A machine with Python and nothing else."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(tools_module, "tool_path", lambda: str(tmp_path))
-    monkeypatch.setattr(tools_module, "find_nvcc", lambda: None)
-    monkeypatch.setattr(tools_module, "find_nccl", lambda: None)
+    monkeypatch.setattr(build_module, "tool_path", lambda: str(tmp_path))
+    monkeypatch.setattr(build_module, "find_nvcc", lambda: None)
+    monkeypatch.setattr(build_module, "find_nccl", lambda: None)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    monkeypatch.setattr(tools_module, "_has_module", lambda _: False)
+    monkeypatch.setattr(build_module, "_has_module", lambda _: False)
 
 
 @pytest.mark.usefixtures("no_tools")
@@ -133,13 +141,13 @@ def fake_tools(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDACXX", str(nvcc))
     monkeypatch.setenv("NCCL_INCLUDE_DIR", str(nccl / "include"))
     monkeypatch.setenv("NCCL_LIB_DIR", str(nccl / "lib"))
-    monkeypatch.setattr(tools_module, "list_missing", lambda *_: [])
+    monkeypatch.setattr(build_module, "list_missing", lambda *_: [])
     return Toolchain(nvcc=nvcc.resolve(), nccl=nccl)
 
 
 def test_the_users_own_tools_are_used(fake_tools, tmp_path):
     assert check(BuildSpec(architectures=(90,), output=tmp_path)) == fake_tools
-    assert tools_module.cuda_major(fake_tools.nvcc) == 13
+    assert build_module.cuda_major(fake_tools.nvcc) == 13
 
 
 @pytest.mark.usefixtures("fake_tools")

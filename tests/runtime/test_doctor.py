@@ -21,13 +21,11 @@ from bmburst.runtime.doctor import (
     can_train,
     checks,
     examine,
-    kernels,
-    nccl,
     system,
     to_json,
     to_text,
 )
-from bmburst.runtime.doctor.machine_code import MachineCode, read_machine_code
+from bmburst.runtime.doctor.bmtrain import MachineCode, read_machine_code
 from tests.runtime.fatbin import fat_binary
 
 PTX, CUBIN = 1, 2
@@ -146,11 +144,11 @@ def nccl_packages(monkeypatch, root, *names, wanted="nvidia-nccl-cu13==2.28.9", 
     (root / LIBRARY).write_bytes(b"sixsix")
     files = {LIBRARY: size, "nvidia/__init__.py": 0}
     found = [FakePackage(root, name, "2.28.9", files) for name in names] + [FakePackage(root, "numpy", "2", {})]
-    monkeypatch.setattr(nccl.metadata, "distributions", lambda: found)
-    monkeypatch.setattr(nccl.metadata, "version", lambda _: "2.28.9")
+    monkeypatch.setattr(system.metadata, "distributions", lambda: found)
+    monkeypatch.setattr(system.metadata, "version", lambda _: "2.28.9")
     needs = ["filelock", f"{wanted}; platform_system == 'Linux'"] if wanted else ["filelock"]
-    monkeypatch.setattr(nccl.metadata, "requires", lambda _: needs)
-    return nccl.packages("NCCL packages")
+    monkeypatch.setattr(system.metadata, "requires", lambda _: needs)
+    return system.nccl_packages("NCCL packages")
 
 
 def test_one_whole_nccl_package_is_fine(monkeypatch, tmp_path):
@@ -187,8 +185,8 @@ def test_the_loaded_library_is_read_from_the_map():
 7f05-7f06 rw-p 00000000 00:00 0
 7f07-7f08 rw-p 00000000 00:00 0     [stack]
 """
-    assert nccl.mapped_libraries(maps) == ["/site packages/nvidia/nccl/lib/libnccl.so.2"]
-    assert nccl.loaded("NCCL").status == ("ok" if torch.version.cuda else "note")
+    assert system.mapped_libraries(maps) == ["/site packages/nvidia/nccl/lib/libnccl.so.2"]
+    assert system.nccl_loaded("NCCL").status == ("ok" if torch.version.cuda else "note")
 
 
 def fail(name):
@@ -252,8 +250,8 @@ def test_a_broken_package_is_told_from_a_missing_one(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("gpus", "status"), [([], "note"), ([75], "note"), ([90], "missing")])
 def test_kernels_are_asked_for_on_gpus_that_they_can_run_on(gpus, status, monkeypatch):
-    monkeypatch.setattr(kernels, "capabilities", lambda: gpus)
-    look = kernels.GpuPackage("bmburst_no_package.cute", "some-name", frozenset({9, 10}), "--pre some-name")
+    monkeypatch.setattr(checks, "capabilities", lambda: gpus)
+    look = checks.GpuPackage("bmburst_no_package.cute", "some-name", frozenset({9, 10}), "--pre some-name")
     found = look("kernel")
     assert found.status == status
     assert found.fix.endswith("pip install --pre some-name") == (status == "missing")
@@ -263,12 +261,12 @@ def test_cpm_kernels_machine_code_is_compared(tmp_path, monkeypatch):
     folder = package(monkeypatch, tmp_path, "cpm_kernels")
     (folder / "kernels").mkdir()
     (folder / "kernels" / "gelu.fatbin").write_bytes(fat_binary((CUBIN, 61), (CUBIN, 86)))
-    monkeypatch.setattr(kernels, "capabilities", lambda: [90])
-    found = kernels.cpm_kernels("cpm-kernels")
+    monkeypatch.setattr(checks, "capabilities", lambda: [90])
+    found = checks.cpm_kernels("cpm-kernels")
     assert found.status == "note" and "sm_61 sm_86: cannot run on sm_90, and is refused there" in found.detail
-    monkeypatch.setattr(kernels, "capabilities", lambda: [89])
+    monkeypatch.setattr(checks, "capabilities", lambda: [89])
     try:
-        assert kernels.cpm_kernels("cpm-kernels").status == "ok"
+        assert checks.cpm_kernels("cpm-kernels").status == "ok"
     finally:
         sys.modules.pop("cpm_kernels", None)
     missing = "raise ModuleNotFoundError('no pkg_resources', name='pkg_resources')"
@@ -278,7 +276,7 @@ def test_cpm_kernels_machine_code_is_compared(tmp_path, monkeypatch):
     ):
         (folder / "__init__.py").write_text(code)
         importlib.invalidate_caches()
-        found = kernels.cpm_kernels("cpm-kernels")
+        found = checks.cpm_kernels("cpm-kernels")
         assert (
             (found.status, found.detail) == ("broken", detail)
             and found.fix.endswith(fix)

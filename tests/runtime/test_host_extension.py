@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmburst.runtime.host import extension
-from bmburst.runtime.host.nccl import Nccl
-from bmburst.runtime.host.rendezvous import Rendezvous
+from bmburst.runtime.host import patches
+from bmburst.runtime.host.nccl import Nccl, Rendezvous
 from bmburst.runtime.host.streams import Streams
 
 LOW = [("fp16", torch.float16), ("bf16", torch.bfloat16)]
-C = extension.build(Nccl(Streams(), Rendezvous({})))
+C = patches.build_extension(Nccl(Streams(), Rendezvous({})))
 
 
 def test_every_function_that_bmtrain_calls_is_there() -> None:

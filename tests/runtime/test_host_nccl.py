@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bmburst.runtime.host.gloo import HostRuntimeError
-from bmburst.runtime.host.nccl import DTYPES, OPERATORS, Nccl
-from bmburst.runtime.host.rendezvous import Rendezvous
+from bmburst.runtime.host.nccl import DTYPES, OPERATORS, Nccl, Rendezvous
 from bmburst.runtime.host.streams import Stream, Streams
 
 NUMBER = {dtype: number for number, dtype in DTYPES.items()}

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bmburst.runtime.launch.nodes import NodeWatch
-from bmburst.runtime.launch.pulses import LEFT, SILENT, Pulses
+from bmburst.runtime.launch.nodes import LEFT, SILENT, NodeWatch, Pulses
 from bmburst.runtime.launch.spec import LaunchSpec
 from tests.distributed.ports import held_port
 from tests.runtime.launcher import assert_gone, ended, lines_of, start
@@ -45,8 +44,8 @@ def slow(*args):
 NodeWatch._depart = slow
 """
 SHORT_SILENCE = """
-from bmburst.runtime.launch import nodes, pulses
-nodes.SILENT = pulses.SILENT = 5.0  # long enough for a machine that is busy with other tests
+from bmburst.runtime.launch import nodes
+nodes.SILENT = 5.0  # long enough for a machine that is busy with other tests
 """
 SOON_LATE = """
 from bmburst.runtime.launch import nodes
@@ -107,6 +106,29 @@ def test_a_lost_node_ends_the_others(start, lost, signum, reason):
     assert both[1 - lost].returncode == 1
     assert err.splitlines() == [f"bmburst: the run was ended: {reason}"]
     both[lost].kill()
+    assert_gone(pids)
+
+
+LOST_PEER = SLEEP.replace(
+    "time.sleep(600)",
+    """
+class HostRuntimeError(RuntimeError): pass
+if os.environ["RANK"] == "0":
+    time.sleep(1)
+    raise HostRuntimeError("rank 0 of 2: all_gather: Connection closed by peer [10.77.1.1]:38576")
+time.sleep(600)
+""",
+)
+
+
+def test_a_closed_connection_to_a_lost_node_is_not_shown_as_a_failure(start):
+    with node_options() as nodes:
+        both = [start(LOST_PEER, *options, nproc=1, first=SHORT_SILENCE) for options in nodes]
+        pids = [int(line) for process in both for line in lines_of(process, 1)]
+        both[1].kill()
+        _, err = both[0].communicate(timeout=60)
+    assert both[0].returncode == 1
+    assert err.splitlines() == ["bmburst: the run was ended: node 1 is lost, nothing was heard of its launcher for 5 s"]
     assert_gone(pids)
 
 

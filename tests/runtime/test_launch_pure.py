@@ -13,11 +13,10 @@ import torch
 
 from bmburst.cli import main
 from bmburst.errors import UserError
-from bmburst.runtime.launch import LaunchSpec, settings
+from bmburst.runtime.launch import LaunchSpec, run
 from bmburst.runtime.launch.agent import Outcome, RankEnd
 from bmburst.runtime.launch.guard import rank_pids
-from bmburst.runtime.launch.slurm import first_host, read_step
-from bmburst.runtime.launch.spec import require_command, require_devices
+from bmburst.runtime.launch.spec import first_host, read_step, require_command, require_devices
 from bmburst.runtime.launch.verdict import judge
 
 STEP = {
@@ -125,7 +124,7 @@ def no_cuda(monkeypatch):
 @pytest.mark.usefixtures("no_cuda")
 def test_a_dry_run_shows_settings_and_command(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(settings, "usable_cores", lambda: 7)
+    monkeypatch.setattr(run, "usable_cores", lambda: 7)
     script = tmp_path / "a b.py"
     script.touch()
     assert (
@@ -141,28 +140,28 @@ def test_settings_leave_the_users_alone():
     own = {"OMP_NUM_THREADS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
     own |= {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
     loopback = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
-    assert settings.open_defaults(own, 2, 8, cuda=True) == {}
+    assert run.open_defaults(own, 2, 8, cuda=True) == {}
     on_gpus = {"OMP_NUM_THREADS": "2", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-    assert settings.open_defaults({}, 3, 8, cuda=True) == on_gpus | loopback
-    assert settings.open_defaults({}, 3, 8, cuda=True, nnodes=2) == on_gpus
-    assert settings.open_defaults({}, 9, 8, cuda=False) == {"OMP_NUM_THREADS": "1"} | loopback
-    assert not [name for name in settings.defaults(1, 1, cuda=True) if "NVLS" in name or "MULTICAST" in name]
+    assert run.open_defaults({}, 3, 8, cuda=True) == on_gpus | loopback
+    assert run.open_defaults({}, 3, 8, cuda=True, nnodes=2) == on_gpus
+    assert run.open_defaults({}, 9, 8, cuda=False) == {"OMP_NUM_THREADS": "1"} | loopback
+    assert not [name for name in run.defaults(1, 1, cuda=True) if "NVLS" in name or "MULTICAST" in name]
 
 
 def test_one_queue_for_all_streams_is_refused_on_gpus_only():
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     with pytest.raises(UserError, match="unset CUDA_DEVICE_MAX_CONNECTIONS"):
-        settings.open_defaults(one, 1, 1, cuda=True)
-    settings.open_defaults(one, 1, 1, cuda=False)
-    settings.open_defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, 1, 1, cuda=True)
+        run.open_defaults(one, 1, 1, cuda=True)
+    run.open_defaults(one, 1, 1, cuda=False)
+    run.open_defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, 1, 1, cuda=True)
 
 
 @pytest.mark.parametrize(("text", "cores"), [("max 100000", 64), ("250000 100000", 2), ("50000 100000", 1), ("", 64)])
 def test_a_containers_quota_counts(text, cores, tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(64)))
     (tmp_path / "cpu.max").write_text(text)
-    assert settings.usable_cores(tmp_path / "cpu.max") == cores
-    assert settings.usable_cores(tmp_path / "none") == 64
+    assert run.usable_cores(tmp_path / "cpu.max") == cores
+    assert run.usable_cores(tmp_path / "none") == 64
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 BMTrain 1.0.1 on PyPI has wheels for Python up to 3.11 with machine code for GPUs up to sm_80. Its source package names
 its architectures in CMakeLists.txt, among them some that CUDA 13 has dropped, and looks for NCCL in a way that NCCL's
-newer packages have broken. `nvcc` puts a wrapper in front of the compiler and `environment` says where NCCL is;
-`tools` finds what the build needs; `build` puts these together.
+newer packages have broken. `nvcc` is a wrapper around the compiler; `build` finds the tools, says where NCCL is, and
+builds.
 """
 
 from bmburst.runtime.build_bmtrain.build import BuildSpec, build, check

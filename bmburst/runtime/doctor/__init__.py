@@ -1,8 +1,7 @@
-"""What is installed and usable here, and the command that repairs the rest.
+"""Checks what is installed and usable here, and names the command that repairs the rest.
 
-`finding` runs a check, catches its failure, and writes findings as text or JSON. `system`, `bmtrain`, `nccl` and
-`kernels` are the checks by subject, `checks` lists them all, and `machine_code` reads which GPUs a binary was compiled
-for.
+`finding` runs a check, catches its failure, and writes findings as text or JSON. `system` (Python, torch, GPUs, NCCL)
+and `bmtrain` are checks by subject; `checks` has those of kernels and packages, and lists them all.
 """
 
 from bmburst.runtime.doctor.checks import CHECKS, examine

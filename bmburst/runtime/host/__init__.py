@@ -1,8 +1,8 @@
 """The host runtime: unmodified BMTrain 1.0.1 on CPUs, over gloo.
 
-BMTrain assumes CUDA and NCCL. `install` puts a stand-in in the place of its compiled extension (`extension`,
-`nccl`, `kernels`) and answers the torch.cuda calls that its Python makes (`patches`, `streams`). It takes effect in
-this process only, and must come before `import bmtrain`.
+BMTrain assumes CUDA and NCCL. `install` replaces its compiled extension (`patches`, `nccl`, `kernels`) and answers the
+torch.cuda calls that its Python makes (`patches`, `streams`). It takes effect in this process only, and must come
+before `import bmtrain`.
 
 Environment: BMBURST_TIMEOUT is the time in seconds after which an exchange that no other rank answers is an error
 (default 1800). GLOO_SOCKET_IFNAME names the network interfaces between hosts.
@@ -51,16 +51,15 @@ def install() -> None:
         command = shlex.join(install_command())
         raise UserError(f"BMTrain is not installed for {sys.executable}\nCPUs need its Python part only:\n{command}")
 
-    from bmburst.runtime.host import extension, patches
-    from bmburst.runtime.host.nccl import Nccl
-    from bmburst.runtime.host.rendezvous import Rendezvous
+    from bmburst.runtime.host import patches
+    from bmburst.runtime.host.nccl import Nccl, Rendezvous
     from bmburst.runtime.host.streams import Streams
 
     streams = Streams()
     nccl = Nccl(streams, Rendezvous())
     patches.apply(streams)
     silence_storage_warnings()
-    sys.modules[extension.NAME] = extension.build(nccl)
+    sys.modules[patches.EXTENSION] = patches.build_extension(nccl)
     atexit.register(_close, nccl, os.getpid())
     if os.environ.get("RANK", "0") == "0":
         print("bmburst: no CUDA here, running BMTrain on CPUs (host runtime)", file=sys.stderr)  # noqa: T201

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmburst.runtime.host.memory import view
+from bmburst.runtime.host.streams import view
 
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -95,7 +95,7 @@ class Communicator:
             self._to_self[number] = copy
         else:
             if self._outbox is None:
-                self._outbox = _Outbox(f"rank {self.rank} of {self.size}")
+                self._outbox = _Outbox(f"rank {self.rank} of {self.size}", self._gloo)
             self._outbox.put(self._start(f"send to rank {peer}", lambda gloo: gloo.send([copy], peer, number)), copy)
         return _done()
 
@@ -214,8 +214,11 @@ class Communicator:
 class _Outbox:
     """Holds what is being sent until it has left: gloo drops a message whose handle is dropped."""
 
-    def __init__(self, sender: str) -> None:
+    def __init__(self, sender: str, gloo: object) -> None:
         self._sender = sender
+        # Held by the thread for as long as it waits. Dropped earlier, the connections close and end its wait; where
+        # Python is finalizing by then, the thread cannot take the GIL, and the process aborts.
+        self._gloo = gloo
         self._under_way: queue.SimpleQueue[tuple[Work, Tensor] | None] = queue.SimpleQueue()
         self._error = ""
         self._thread = threading.Thread(target=self._watch, name="bmburst-outbox", daemon=True)

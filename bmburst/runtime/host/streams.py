@@ -8,6 +8,7 @@ One thing differs from a GPU: a torch operation inside `with torch.cuda.stream(s
 received on `side`. Wait for the stream, or for an event recorded on it, before reading.
 """
 
+import ctypes
 import threading
 import time
 import weakref
@@ -15,7 +16,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
+
+
+def view(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return the `count` elements at `address` as a tensor that shares their memory and does not keep it alive.
+
+    Args:
+        address: First byte, as from `Tensor.data_ptr`. May be 0 where `count` is 0.
+        count: Number of elements, at least 0.
+        dtype: What the memory holds.
+    """
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
 
 DEFAULT_HANDLE = 0  # as cudaStreamLegacy in the CUDA runtime
 

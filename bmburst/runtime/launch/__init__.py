@@ -1,8 +1,8 @@
-"""Start the ranks of a program on this node, watch over them, and say once what went wrong.
+"""Start the ranks of a program on this node, watch over them, and report once what went wrong.
 
-`spec` is what the user asked for, `slurm` reads the same from a SLURM step, `settings` is the environment the ranks
-get, `agent` is the only file that knows torchrun, `processes` ends ranks, `verdict` turns what is left of a run into
-one message and an exit status, `run` puts these together. `guard` runs as its own process beside the launcher.
+`spec` holds what the user asked for, or what a SLURM step says. `run` gives ranks their environment and waits for
+their end, `agent` starts and ends them, `verdict` turns the result into one message and an exit status. `nodes`
+connects the launchers of several nodes through `relay`. `guard` is a process of its own beside the launcher.
 """
 
 from bmburst.runtime.launch.run import launch

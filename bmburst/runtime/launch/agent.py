@@ -1,9 +1,10 @@
-"""The ranks of this node: a thread that starts them, gives them their environment, and ends them beside a failed one.
+"""Starts the ranks of this node in a thread, and ends them when one fails or the run is stopped.
 
 In a thread because the kernel's "kill me when my parent dies" is tied to the thread that started a process. The main
 thread takes signals and may end the ranks as well; this one then sees that they are gone.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,9 +15,67 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bmburst.runtime.launch import guard, processes
+from bmburst.runtime.launch import guard
 from bmburst.runtime.launch.nodes import NodeWatch
 from bmburst.runtime.launch.spec import LaunchSpec, Meeting
+
+GRACE = 5.0  # seconds from Ctrl-C to SIGKILL: time to close files, but not for a rank that waits for a dead one
+
+
+def start_guard(folder: Path) -> subprocess.Popen[bytes]:
+    """Start the process that clears up should this one be killed; closing its standard input ends it."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(guard.__file__)), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in the terminal is for the launcher
+        cwd="/",
+    )
+
+
+@dataclass(slots=True)
+class Stop:
+    """The end of a run from outside: told to each rank once, enforced when `GRACE` is over.
+
+    Args:
+        folder: The run's folder, in which ranks sign in.
+        signum: What ranks are told: SIGINT lets Python clean up, SIGTERM ends it.
+        patient: Ranks end in order by themselves, and may take their time.
+    """
+
+    folder: Path
+    signum: signal.Signals
+    patient: bool = False
+    _told: set[int] = field(default_factory=set)
+    _deadline: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._deadline = float("inf") if self.patient else time.monotonic() + GRACE
+        (self.folder / "stop").touch()  # before looking for ranks: one that signs in later finds it
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the ranks have had their time."""
+        return time.monotonic() > self._deadline
+
+    def press(self, *, now: bool = False) -> None:
+        """Tell ranks that were not told yet; kill all when it is time or `now`."""
+        if now or self.overdue:
+            guard.kill_groups(self.folder)
+            return
+        for pid in guard.rank_pids(self.folder).values():
+            if pid not in self._told:
+                self._told.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, self.signum)
+
+
+def all_polite(folder: Path) -> bool:
+    """Return whether there are ranks and every living one ends in order when it is told to (`watchdog.polite`)."""
+    living = [rank for rank, pid in guard.rank_pids(folder).items() if guard.start_time(pid)]
+    return bool(living) and all((folder / f"polite.{rank}").exists() for rank in living)
+
 
 RANK_SCRIPT = Path(__file__).parents[1] / "rank.py"
 _POLL = 0.05  # seconds
@@ -157,7 +216,7 @@ class AgentThread(threading.Thread):
             ):
                 self.outcome.stood_still = not any(statuses)
                 self.outcome.stopped = [rank for rank in living if guard.is_stopped(self._ranks[rank].pid)]
-                deadline = time.monotonic() + processes.GRACE
+                deadline = time.monotonic() + GRACE
                 for rank in living:
                     self._ranks[rank].terminate()
             elif time.monotonic() > deadline:
@@ -190,7 +249,7 @@ class _StoppedRanks:
 
     def __init__(self, limit: float) -> None:
         # The ranks that wait have the first word: their stacks say where.
-        self._limit = limit + processes.GRACE if limit else float("inf")
+        self._limit = limit + GRACE if limit else float("inf")
         self._next_look = time.monotonic()
         self._since: dict[int, float] = {}
 

@@ -1,8 +1,9 @@
-"""Telling the other nodes' launchers that this node's part of the run has ended, and hearing it from them.
+"""Connects the launchers of several nodes: a node that fails or is lost ends the run on all of them.
 
-Without this, one node's error, or its loss, leaves the ranks of the others waiting in a collective for ever. The run's
-store on node 0 carries the word; its loss is word too. Node 0 keeps it until nobody needs it: torch writes a stack for
-each connection that breaks. The store listens on node 0's loopback; `relay` lets the other launchers reach it.
+Without this, the other nodes' ranks would wait in a collective for ever. Each launcher counts up a key in the run's
+store on node 0, and node 0 sees which launchers still do. Node 0 keeps the store until nobody needs it: torch writes a
+stack trace for each connection that breaks. The store listens on node 0's loopback; `relay` lets the other launchers
+reach it.
 """
 
 import json
@@ -13,16 +14,55 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from bmburst.errors import UserError
 from bmburst.runtime.launch.guard import is_stopped, rank_pids
-from bmburst.runtime.launch.pulses import LEFT, SILENT, Pulses
 from bmburst.runtime.launch.relay import Relay, dial, secret_of, to_node_0, to_store
 from bmburst.runtime.launch.spec import LaunchSpec, Meeting
 from bmburst.runtime.stores import LOOPBACK, address_of, listen, serve
+
+LEFT = -1  # in place of a pulse's number: that node's part of the run is over
+SILENT = 60.0  # seconds without a new pulse; a launcher gives two a second
+
+
+class Pulses:
+    """Who has not come yet, who is still there, and who is lost.
+
+    Args:
+        nodes: The numbers of the nodes that are listened to.
+    """
+
+    def __init__(self, nodes: Iterable[int]) -> None:
+        self._counts = dict.fromkeys(nodes, 0)
+        self._changed = dict.fromkeys(self._counts, 0.0)
+
+    def hear(self, node: int, count: int, now: float) -> None:
+        """Note that a node's pulses have come to `count`, `LEFT` when it has said that it leaves, at `now` seconds."""
+        if count != self._counts[node]:
+            self._counts[node], self._changed[node] = count, now
+
+    @property
+    def missing(self) -> list[int]:
+        """Nodes that have never been heard of."""
+        return [node for node, count in self._counts.items() if count == 0]
+
+    @property
+    def staying(self) -> list[int]:
+        """Nodes that have come and have not left."""
+        return [node for node, count in self._counts.items() if count > 0]
+
+    def lost(self, now: float) -> list[int]:
+        """Return those of `staying` that have been silent for more than `SILENT` seconds.
+
+        Only this host's clock counts, and only from when a pulse was seen: a launcher that was stopped for minutes
+        and goes on finds that the others' pulses have grown.
+        """
+        return [node for node in self.staying if now - self._changed[node] > SILENT]
+
 
 JOIN_TIMEOUT = 900  # seconds that nodes wait for each other to start
 _FAILED, _RUN, _SHAPE, _COMPLETE, _STOPPED = "failed", "run", "shape", "complete", "changes of stopped ranks"

@@ -1,4 +1,4 @@
-"""Start ranks, wait for them, end them when asked to, and tell how it went."""
+"""Starts the ranks with their environment, waits for them, ends them when asked to, and reports the result."""
 
 import contextlib
 import importlib.util
@@ -17,14 +17,77 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from bmburst.runtime.launch import settings
-from bmburst.runtime.launch.agent import AgentThread, Outcome, rank_command, torchrun_arguments
+from bmburst.errors import UserError
+from bmburst.runtime.launch.agent import (
+    GRACE,
+    AgentThread,
+    Outcome,
+    Stop,
+    all_polite,
+    rank_command,
+    start_guard,
+    torchrun_arguments,
+)
 from bmburst.runtime.launch.guard import kill_groups, rank_pids
-from bmburst.runtime.launch.nodes import JOIN_TIMEOUT, NodeWatch
-from bmburst.runtime.launch.processes import GRACE, Stop, all_polite, start_guard
+from bmburst.runtime.launch.nodes import JOIN_TIMEOUT, SILENT, NodeWatch
 from bmburst.runtime.launch.spec import LaunchSpec, Meeting, require_command, require_devices
-from bmburst.runtime.launch.verdict import Verdict, judge
-from bmburst.runtime.stores import LOOPBACK, serve
+from bmburst.runtime.launch.verdict import Verdict, judge, only_lost_a_peer
+from bmburst.runtime.stores import LOOPBACK, LOOPBACK_ONLY, serve
+
+# Our own variables, read by bmburst/runtime/rank.py (a file that imports nothing of bmburst, so it repeats them).
+FOLDER = "BMBURST_LAUNCH_FOLDER"
+LAUNCHER = "BMBURST_LAUNCHER_PID"
+HANG_TIMEOUT = "BMBURST_HANG_TIMEOUT"
+START_TIMEOUT = "BMBURST_START_TIMEOUT"
+HOST_RUNTIME = "BMBURST_HOST_RUNTIME"
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable_cores(quota: Path = _QUOTA) -> int:
+    """Return the cores this process may use: those it may be scheduled on, less where a container's quota is lower."""
+    cores = len(os.sched_getaffinity(0))
+    if not quota.is_file():
+        return cores
+    allowance, _, period = quota.read_text().strip().partition(" ")
+    if not (allowance.isdigit() and period.isdigit()) or int(period) == 0:
+        return cores
+    return max(1, min(cores, int(allowance) // int(period)))
+
+
+def defaults(nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str, str]:
+    """Return the settings for variables that the user left open.
+
+    * OMP_NUM_THREADS: the cores shared out evenly. Unset, every rank would start a thread for every core.
+    * NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 and later): ZeRO's and the sequence ring's communicators are in flight
+      together; NCCL then keeps their kernels in the order in which the host issued them, so that they cannot block
+      each other.
+    * `stores.LOOPBACK_ONLY`, on one node.
+    """
+    found = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+    if nnodes == 1:
+        found |= LOOPBACK_ONLY
+    if cuda:
+        found["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+    return found
+
+
+def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str, str]:
+    """Return those of `defaults` that the user has not set.
+
+    Raises:
+        UserError: CUDA_DEVICE_MAX_CONNECTIONS is 1 and there are GPUs. It puts all streams of a GPU into one hardware
+            queue: a parameter gather then waits behind a ring step that waits for a rank whose gather is still queued.
+    """
+    if cuda and environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1":
+        raise UserError(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts every stream of a GPU in one queue: concurrent transfers can hang\n"
+            "allowed: unset (8), or 2 to 32\n"
+            "do: unset CUDA_DEVICE_MAX_CONNECTIONS"
+        )
+    found = defaults(nproc, cores, cuda=cuda, nnodes=nnodes)
+    return {name: value for name, value in found.items() if name not in environ}
+
 
 _IN_ORDER = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM sends before it kills, at its time or as --signal says
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, *_IN_ORDER)
@@ -67,12 +130,12 @@ def plan(spec: LaunchSpec, command: Sequence[str]) -> Plan:
 
     cuda = torch.cuda.is_available()
     require_devices(spec.nproc, torch.cuda.device_count() if cuda else 0)
-    cores = settings.usable_cores()
-    found = settings.open_defaults(os.environ, spec.nproc, cores, cuda=cuda, nnodes=spec.nnodes)
-    found[settings.HANG_TIMEOUT] = f"{spec.hang_timeout:g}"
-    found[settings.START_TIMEOUT] = f"{spec.start_limit:g}"
+    cores = usable_cores()
+    found = open_defaults(os.environ, spec.nproc, cores, cuda=cuda, nnodes=spec.nnodes)
+    found[HANG_TIMEOUT] = f"{spec.hang_timeout:g}"
+    found[START_TIMEOUT] = f"{spec.start_limit:g}"
     stand_in = spec.host_runtime and not cuda and importlib.util.find_spec("bmtrain") is not None
-    found[settings.HOST_RUNTIME] = str(int(stand_in))
+    found[HOST_RUNTIME] = str(int(stand_in))
     return Plan(spec=spec, command=tuple(command), environment=MappingProxyType(found))
 
 
@@ -113,7 +176,7 @@ def _run(checked: Plan, folder: Path, meeting: Meeting | None) -> Verdict:
     spec = checked.spec
     place: Meeting | NodeWatch = meeting or NodeWatch(spec, folder)
     nodes = place if isinstance(place, NodeWatch) else None
-    own = {settings.FOLDER: str(folder), settings.LAUNCHER: str(os.getpid())}
+    own = {FOLDER: str(folder), LAUNCHER: str(os.getpid())}
     environment = {**os.environ, **checked.environment, **own}
     agent = AgentThread(spec, checked.command, environment, folder, place)
     with _caught_signals() as caught:
@@ -139,7 +202,11 @@ def _wait(agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signa
             agent.join(_STORE_LOST)
         if not agent.is_alive():
             began = nodes is None or nodes.meeting is not None or nodes.error is not None
-            return None if began else _ended_elsewhere(nodes)
+            if began and nodes is not None and only_lost_a_peer(folder):
+                _await_reason(nodes, caught)
+                began = not nodes.ended
+            if not caught:
+                return None if began else _ended_elsewhere(nodes)
     patient = bool(caught) and caught[0] in _IN_ORDER and all_polite(folder)
     stop = Stop(folder, caught[0] if caught else signal.SIGTERM, patient)
     gone = others_gone = float("inf")
@@ -160,6 +227,13 @@ def _wait(agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signa
     if caught:
         return Verdict(status=128 + caught[0], message=f"bmburst: ended by {caught[0].name}")
     return _ended_elsewhere(nodes)
+
+
+def _await_reason(nodes: NodeWatch, caught: list[signal.Signals]) -> None:
+    """Wait until another node says why it closed its connections, or is found lost."""
+    until = time.monotonic() + SILENT + GRACE
+    while not (caught or nodes.ended) and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def _ended_elsewhere(nodes: NodeWatch | None) -> Verdict:

@@ -20,6 +20,7 @@ _TIMER = re.compile(r"Timeout \((?P<h>\d+):(?P<m>\d+):(?P<s>[\d.]+)\)")
 _COMMUNICATION = ("/bmtrain/nccl/", "/torch/distributed/", "/bmburst/runtime/host/", "/bmburst/comm/")
 _BETWEEN = ("/bmtrain/", "/torch/")
 _OWN_FILES = ("/bmburst/runtime/rank.py", "<frozen runpy>")
+_PEER_LOST = re.compile(r"HostRuntimeError: .*(Connection closed by peer|Connection reset by peer|Broken pipe)")
 _MOST_FRAMES = 30
 _NOT_FOUND, _BAD_INPUT, _FAILED = "", 2, 1
 _STEP_ADVICE = "a step that takes longer is no hang: --hang-timeout SECONDS changes the limit, 0 lifts it"
@@ -77,6 +78,14 @@ def judge(
     if failed:
         return Verdict(status=_FAILED, message=f"bmburst: {_ranks(failed)} was ended by SIGTERM from outside")
     return Verdict(status=0)
+
+
+def only_lost_a_peer(folder: Path) -> bool:
+    """Return whether ranks failed for no other reason than that a peer closed its connection."""
+    error = _first_error(folder)
+    return (
+        error is not None and error["kind"] == "error" and bool(_PEER_LOST.search(str(error["text"]).splitlines()[-1]))
+    )
 
 
 def _first_error(folder: Path) -> dict[str, Any] | None:
