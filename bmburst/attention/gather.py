@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.attention.local import backward_by_tiles, forward_by_tiles, tile_backward, tile_forward
-from bmburst.comm.messages import tensor_in
+from bmburst.attention.local import local_backward, local_forward, tile_backward, tile_forward
+from bmburst.comm.memory import tensor_in
 from bmburst.comm.protocol import Transfer
 from bmburst.schedule.gather_plan import GatherPlan, GatherShapes, Sight, Sums, make_gather_plan
-from bmburst_ops.flash import Given, Gradients, Kernel, Partial
+from bmburst_ops.flash import Given, Gradients, Partial
 from bmburst_ops.merge import merge_partials_, sum_parts
 
 _IN, _OUT = 2, 3  # lanes: nothing queues behind gradients that go home, nor behind heads that are being exchanged
@@ -50,7 +50,7 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: P
     """
     plan = _plan(call, q, k)
     arriving = _Arriving(call, plan, k, v)
-    whole = forward_by_tiles(call, plan.own, q, k, v, into)
+    whole = local_forward(call, q, k, v, into, tiles=plan.own)
     for i, unit in enumerate(plan.units):
         keys, values = arriving.wait(i)
         heads = unit.heads.slice
@@ -61,7 +61,7 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: P
     return whole
 
 
-def gather_backward(call: AttentionCall, kernel: Kernel, given: Given, into: Gradients | None = None) -> Gradients:
+def gather_backward(call: AttentionCall, given: Given, into: Gradients | None = None) -> Gradients:
     """Return the gradients of this rank's q, k and v in their dtype; `into` as above."""
     grad_out, q, k, v, lse, delta = given
     plan = _plan(call, q, k)
@@ -82,7 +82,7 @@ def gather_backward(call: AttentionCall, kernel: Kernel, given: Given, into: Gra
             *(t[:, : plan.real, kv] for t in (k, v)),
             *(t[:, heads, : plan.real] for t in (lse, delta)),
         )
-        backward_by_tiles(call, kernel, plan.own, own, Gradients(q_parts[0], *returning.own_parts(i)))
+        local_backward(call, own, Gradients(q_parts[0], *returning.own_parts(i)), tiles=plan.own)
         keys, values = arriving.wait(i)
         others = Given(grad_out[:, :, heads], q[:, :, heads], keys, values, lse[:, heads], delta[:, heads])
         grad_k, grad_v = returning.outbox(i)
@@ -90,9 +90,9 @@ def gather_backward(call: AttentionCall, kernel: Kernel, given: Given, into: Gra
             grad_q, columns = q_parts[part][:, tile.queries.slice], tile.keys.slice
             if plan.apart:
                 target = Gradients(grad_q, grad_k[:, columns], grad_v[:, columns])
-                tile_backward(call, kernel, tile, others, target)
+                tile_backward(call, tile, others, target)
             else:
-                shares = tile_backward(call, kernel, tile, others)
+                shares = tile_backward(call, tile, others)
                 grad_q.copy_(shares.q)
                 grad_k[:, columns] += shares.k  # of a key one tile's is not zero
                 grad_v[:, columns] += shares.v

@@ -104,7 +104,7 @@ class Checked:
         self.device = device
         self.rank, self.size, self.transport = inner.rank, inner.size, inner.transport
         self.nodes: int | None = None
-        """On how many nodes the ranks lie, in order, each with as many; None: what they find (`levels.find_nodes`)."""
+        """Nodes, each with as many neighbouring ranks; None: `transports.find_nodes` asks the ranks."""
         self.heads: int | None = None
         """How many neighbouring ranks exchange attention heads, 1 for none; None: what is cheapest."""
         self.always = always or os.environ.get(DEBUG_SWITCH) == "1"

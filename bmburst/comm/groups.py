@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import LocalCommunicator, Wire
-from bmburst.comm.objects import device_of
 from bmburst.comm.process_group import ProcessGroupCommunicator
-from bmburst.comm.protocol import Communicator
+from bmburst.comm.protocol import Communicator, device_of
 from bmburst.errors import UserError
 
 Split = Callable[[Sequence[Sequence[int]]], Checked]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.checks import Checked
-from bmburst.comm.messages import MessageMover
+from bmburst.comm.memory import MessageMover
 from bmburst.comm.protocol import Transfer
 
 T = TypeVar("T")

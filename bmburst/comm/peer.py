@@ -19,14 +19,11 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
-from bmburst.comm.liveness import PeerWatch
-from bmburst.comm.memory import copy_own
-from bmburst.comm.objects import gather_objects
+from bmburst.comm.memory import copy_own, ring_by_pull
 from bmburst.comm.process_group import ProcessGroupCommunicator
-from bmburst.comm.protocol import Communicator, Transfer
-from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, agreed, host_identity
+from bmburst.comm.protocol import Communicator, Transfer, gather_objects
+from bmburst.comm.shared_memory import PeerWatch, SharedMemory, SharedMemoryError, agreed, host_identity
 from bmburst.comm.streams import FIRST, On, Order, SideStreamTransfer, current_stream
-from bmburst.comm.subgroups import hop
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Block, Exchange, Move
 from bmburst_ops.bounded_cache import bounded_cache
@@ -183,7 +180,7 @@ class PeerCommunicator:
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `BlockMover.ring`."""
-        return hop(self, tensors, shift)
+        return ring_by_pull(self, tensors, shift)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""

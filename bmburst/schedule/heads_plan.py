@@ -12,60 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, placed
-from bmburst.schedule.layout import Layout, Run
+from bmburst.schedule.layout import Run
 from bmburst.schedule.tiles import Span
-from bmburst.schedule.units import Unit, make_units
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadShapes:
-    """Sizes of a head exchange; `itemsize` and `statistics_itemsize`, which is that of sums too, in bytes."""
-
-    layout: Layout
-    degree: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    itemsize: int
-    statistics_itemsize: int
-
-    @property
-    def own_heads(self) -> int:
-        """Query heads that a rank attends with."""
-        return self.heads // self.degree
-
-    @property
-    def own_kv_heads(self) -> int:
-        """KV heads that a rank attends to."""
-        return max(1, self.kv_heads // self.degree)
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that attend to the same KV head."""
-        return max(1, self.degree // self.kv_heads)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a rank's heads after the exchange."""
-        return self.layout.tokens * self.degree
-
-    @property
-    def outer(self) -> Layout:
-        """How those tokens are cut over the groups."""
-        return self.layout.over_groups(self.degree)
-
-    def refusal(self) -> str | None:
-        """Return why these heads cannot be exchanged, or None."""
-        if self.layout.size % self.degree:
-            return f"{self.layout.size} ranks cannot form groups of {self.degree}"
-        if self.heads % self.degree:
-            return f"{self.heads} query heads cannot be dealt to {self.degree} ranks"
-        if self.kv_heads % self.degree and self.degree % self.kv_heads:
-            return f"{self.kv_heads} key/value heads can be neither dealt to {self.degree} ranks nor shared by them"
-        if self.layout.name == "striped" and 1 < self.degree < self.layout.size:
-            return "the tokens of neighbouring ranks in layout 'striped' are no stripe together"
-        return None
+from bmburst.schedule.units import HeadShapes, Unit, make_units
 
 
 class Part(IntEnum):
@@ -109,8 +58,8 @@ class Place(NamedTuple):
         return self._replace(start=self.start + head * self.strides.head)
 
 
-class Window(NamedTuple):
-    """Where in a box, in elements, is a `[batch, tokens, heads, head_dim]` or a statistic `[batch, heads, tokens]`."""
+class StridedView(NamedTuple):
+    """A `[batch, tokens, heads, head_dim]` or a statistic `[batch, heads, tokens]` in a buffer, in elements."""
 
     size: tuple[int, ...]
     strides: tuple[int, ...]
@@ -118,11 +67,11 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Homeward:
-    """The way home of a unit's results: the exchange, and where each tensor lies in the outbox."""
+class UnitResults:
+    """How the results of a unit go home: the exchange, and where each tensor lies in the outbox."""
 
     exchange: Exchange
-    windows: tuple[Window, ...]
+    views: tuple[StridedView, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +83,7 @@ class HeadsPlan:
         backward: Which of the two passes.
         nbytes: Size of the inbox.
         units: What is attended together.
-        windows: Of each unit, its part of the tensors of the rank's own heads in the inbox.
+        views: Of each unit, its part of the tensors of the rank's own heads in the inbox.
         inbound: What brings each unit.
         outbound: What takes its results home.
     """
@@ -143,9 +92,9 @@ class HeadsPlan:
     backward: bool
     nbytes: int
     units: tuple[Unit, ...]
-    windows: tuple[tuple[Window, ...], ...]
+    views: tuple[tuple[StridedView, ...], ...]
     inbound: tuple[Exchange, ...]
-    outbound: tuple[Homeward, ...]
+    outbound: tuple[UnitResults, ...]
 
     @property
     def sums_nbytes(self) -> int:
@@ -188,9 +137,9 @@ def make_heads_plan(
     items = [_item(shapes, part) for part, _ in zip(Part, counts, strict=False)]
     starts, nbytes = placed([rows * count * item for count, item in zip(counts, items, strict=True)])
     units = make_units(own, own_kv, most=most, pace=pace, backward=backward)
-    windows = (
+    views = (
         tuple(
-            _window(shapes, part, start, counts[part], unit.kv_heads if part.is_kv else unit.heads)
+            _view(shapes, part, start, counts[part], unit.kv_heads if part.is_kv else unit.heads)
             for part, start in zip(Part, starts, strict=False)
         )
         for unit in units
@@ -200,7 +149,7 @@ def make_heads_plan(
         backward,
         nbytes,
         units,
-        tuple(windows),
+        tuple(views),
         tuple(_inbound(shapes, rank, units, i, sources, starts, nbytes) for i in range(len(units))),
         tuple(_outbound(shapes, rank, unit, backward=backward) for unit in units),
     )
@@ -254,7 +203,7 @@ def _unit_moves(
             yield from _moves(shapes.batch, len(span), item, run.tokens, (here, run.offset, 1), (there, *run[1:3]))
 
 
-def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> Homeward:
+def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> UnitResults:
     parts = (Part.Q, Part.K, Part.V) if backward else (Part.Q, Part.LSE)  # dQ, dK, dV lie as q, k, v do; out as q
     spans = [unit.kv_heads if part.is_kv else unit.heads for part in parts]
     items = [_item(shapes, part) for part in parts]
@@ -275,22 +224,22 @@ def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> H
             for run in _landing(shapes, target):
                 yield from _moves(shapes.batch, len(span), item, run.tokens, (here, *run[1:3]), (there, run.offset, 1))
 
-    windows = (
-        _window(shapes, part, start, len(span), Span(0, len(span)))
+    views = (
+        _view(shapes, part, start, len(span), Span(0, len(span)))
         for part, start, span in zip(parts, starts, spans, strict=True)
     )
-    return Homeward(make_exchange(rank, shapes.layout.size, nbytes, route), tuple(windows))
+    return UnitResults(make_exchange(rank, shapes.layout.size, nbytes, route), tuple(views))
 
 
-def _window(shapes: HeadShapes, part: Part, start: int, heads: int, span: Span) -> Window:
-    """Return some heads of a tensor of `heads` heads that starts at a byte of a box."""
+def _view(shapes: HeadShapes, part: Part, start: int, heads: int, span: Span) -> StridedView:
+    """Return some heads of a tensor of `heads` heads that starts at a byte of a buffer."""
     itemsize = shapes.statistics_itemsize if part.is_statistic else shapes.itemsize
     strides = _strides(part, shapes.tokens, heads, _item(shapes, part))
     first = Place(0, start, strides).at(span.start).start // itemsize
     batch, token, head = (stride // itemsize for stride in strides)
     if part.is_statistic:
-        return Window((shapes.batch, len(span), shapes.tokens), (batch, head, token), first)
-    return Window((shapes.batch, shapes.tokens, len(span), shapes.head_dim), (batch, token, head, 1), first)
+        return StridedView((shapes.batch, len(span), shapes.tokens), (batch, head, token), first)
+    return StridedView((shapes.batch, shapes.tokens, len(span), shapes.head_dim), (batch, token, head, 1), first)
 
 
 def _item(shapes: HeadShapes, part: Part) -> int:

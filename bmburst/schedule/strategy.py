@@ -6,12 +6,10 @@ from dataclasses import replace
 from bmburst.errors import UserError
 from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import Hardware
-from bmburst.schedule.heads_plan import HeadShapes
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Full, Mask
-from bmburst.schedule.ring_schedule import choose_travellers
-from bmburst.schedule.sizes import attention_shape
 from bmburst.schedule.strategy_names import STRATEGIES, Asked, Outer, Strategy
+from bmburst.schedule.units import HeadShapes, choose_travellers
 from bmburst_ops.bounded_cache import bounded_cache
 
 ALIKE = 0.02
@@ -76,7 +74,7 @@ def possible_strategies(asked: Asked, shapes: HeadShapes, mask: Mask, placement:
         within = replace(shapes, degree=degree)
         if within.refusal() is not None or not asked.allows(degree, size):
             continue
-        least = choose_travellers(attention_shape(within), size // degree)
+        least = choose_travellers(within)
         possible: dict[Outer, bool] = {
             "ring": True,
             "gather": degree < size and gather_refusal(within.outer, mask) is None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.api import resolve_group
-from bmburst.attention.differentiable import no_autocast
+from bmburst.attention.call import no_autocast
 from bmburst.comm.checks import Checked, contents, describe, is_exact, require_numbers
 from bmburst.errors import UserError
 from bmburst.numbers import whole_number
@@ -308,9 +308,10 @@ def shard(
             of tokens, `x` cannot hold the padding's value, or the ranks disagree or hold different tensors.
     """
     if torch.compiler.is_compiling():
-        from bmburst.sequence.uncompiled import shard as run
+        from bmburst.attention.uncompiled import uncompiled
 
-        return run(x, dim, layout, group, pad_value, mask)
+        found: Tensor = uncompiled(shard, x, dim, layout, group, pad_value, mask)
+        return found
     comm = resolve_group(group)
 
     def decide() -> tuple[tuple[SequenceShard, int], str]:
@@ -353,9 +354,10 @@ def unshard(
         UserError: The layout is unknown, the length or the mask does not fit the local tokens, or the ranks disagree.
     """
     if torch.compiler.is_compiling():
-        from bmburst.sequence.uncompiled import unshard as run
+        from bmburst.attention.uncompiled import uncompiled
 
-        return run(x_local, dim, layout, group, length, mask)
+        found: Tensor = uncompiled(unshard, x_local, dim, layout, group, length, mask)
+        return found
     comm = resolve_group(group)
 
     def decide() -> tuple[tuple[SequenceShard, int], str]:

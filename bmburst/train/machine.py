@@ -5,7 +5,7 @@ import os
 import torch
 
 from bmburst.attention.call import head_shapes
-from bmburst.comm.levels import NODE_SWITCH
+from bmburst.comm.transports import NODE_SWITCH
 from bmburst.errors import UserError
 from bmburst.schedule.cost import Placement
 from bmburst.schedule.hardware import HOST, hardware_like

@@ -127,7 +127,7 @@ def test_it_goes_with_the_batch():
     comm = communicator(None)
     sequence, leaves, _ = part_of(comm, DEVICE, kernel="triton")
     out = biased_attention(*(t.float() for t in leaves), sequence)[0]
-    made = sequence.pairs(comm)[0].once._made
+    made = sequence.pairs()[0].once._made
     found = [weakref.ref(t) for name, sent in made.items() if name != "lookup" for t in sent.vectors]
     assert len(found) >= 6
     gc.disable()

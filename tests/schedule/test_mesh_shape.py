@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 
 from bmburst.errors import UserError
-from bmburst.schedule.heads_plan import HeadShapes
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mesh_shape import MeshShape, divisors
+from bmburst.schedule.units import HeadShapes
 
 AXES = [axes for axes in product(range(1, 5), repeat=3) if axes[0] * axes[1] * axes[2] <= 24]
 
