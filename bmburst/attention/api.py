@@ -1,4 +1,4 @@
-"""`burst_attention`: exact attention over a sequence split over ranks."""
+"""`burst_attention`, exact attention over a sequence split over ranks, and the same under Burst-Attention's names."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,10 +7,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from bmburst.attention.call import decide, no_autocast
+from bmburst.attention.call import decide
 from bmburst.attention.function import SequenceAttention
 from bmburst.attention.heads import executor_of
-from bmburst.attention.options import AttentionOptions, MaskOption, require_tensors
+from bmburst.attention.options import AttentionOptions, MaskOption, no_autocast, require_tensors
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator
 from bmburst.errors import UserError, unknown
@@ -221,7 +221,7 @@ def burst_attn_func(
         UserError: As `burst_attention`.
     """
     del double_group
-    return _attention(q, k, v, softmax_scale, flash, causal, optimize_bwd_comm, deterministic, process_group, "zigzag")
+    return _attend(q, k, v, softmax_scale, flash, causal, optimize_bwd_comm, deterministic, process_group, "zigzag")
 
 
 def burst_attn_func_striped(
@@ -238,7 +238,7 @@ def burst_attn_func_striped(
 ) -> Tensor:
     """Return attention as `burst_attn_func` does; causal means striped order."""
     del double_group
-    return _attention(q, k, v, softmax_scale, flash, causal, optimize_bwd_comm, deterministic, process_group, "striped")
+    return _attend(q, k, v, softmax_scale, flash, causal, optimize_bwd_comm, deterministic, process_group, "striped")
 
 
 class OpBurstAttn:
@@ -253,7 +253,7 @@ class OpBurstAttnStrip:
     apply = staticmethod(burst_attn_func_striped)
 
 
-def _attention(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -16,16 +16,9 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from bmburst.attention.call import (
-    DecidedCalls,
-    Executor,
-    SequenceCall,
-    StrategyRequest,
-    gradient_signature,
-    head_shapes,
-)
+from bmburst.attention.call import DecidedCalls, Executor, SequenceCall, StrategyRequest, head_shapes
 from bmburst.attention.function import SequenceAttention
-from bmburst.attention.options import require_scale, require_transport, scale_of
+from bmburst.attention.options import gradient_signature, require_scale, require_transport, scale_of
 from bmburst.attention.ring import Tensors, carry_home, visiting_kv
 from bmburst.comm.checks import Checked, describe, require_numbers
 from bmburst.comm.transports import TRANSPORTS

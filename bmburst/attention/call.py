@@ -1,15 +1,20 @@
 """Decides an attention call over a group of ranks: kernel, transport and strategy, the same on all of them."""
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from bmburst.attention.options import AttentionOptions, require_tensors, require_transport, scale_of
+from bmburst.attention.options import (
+    AttentionOptions,
+    gradient_signature,
+    require_tensors,
+    require_transport,
+    scale_of,
+)
 from bmburst.comm.checks import Checked, describe
 from bmburst.comm.protocol import BlockMover
 from bmburst.comm.transports import (
@@ -355,17 +360,6 @@ def _kernel(options: AttentionOptions, mask: Mask, q: Tensor, k: Tensor) -> Kern
         return select_kernel(options.kernel, q, k, options.deterministic, mask.needs)
     except KernelError as error:
         raise UserError(str(error)) from None
-
-
-def no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Return a context in which the inputs' dtype decides, and sums are fp32 or wider; mostly it is so already."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-def gradient_signature(*inputs: Tensor) -> str:
-    """Return whether there will be a backward, for `Checked.decided`: one that a rank ran alone would wait for ever."""
-    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    return f"{'with' if differentiable else 'without'} gradient"
 
 
 def _strides(elements: tuple[int, ...], shapes: HeadShapes) -> Strides:

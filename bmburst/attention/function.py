@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmburst.attention.call import AttentionCall, Executor, SequenceCall, no_autocast
+from bmburst.attention.call import AttentionCall, Executor, SequenceCall
+from bmburst.attention.options import no_autocast
 from bmburst.errors import UserError
 from bmburst.recompute import keep
 from bmburst.recompute.policy import require_end

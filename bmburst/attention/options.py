@@ -1,8 +1,10 @@
-"""What a user may set on an attention."""
+"""Options of attention, and what is checked of the tensors and groups that it is called with."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,3 +145,14 @@ def require_transport(comm: Checked, q: Tensor, transport: str) -> None:
             f"q is on {q.device}, but this rank's group was made on {comm.device}\n"
             "call torch.cuda.set_device(local_rank) before the first use of the group"
         )
+
+
+def no_autocast(device: str) -> AbstractContextManager[Any]:
+    """Return a context in which the inputs' dtype decides, and sums are fp32 or wider; mostly it is so already."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def gradient_signature(*inputs: Tensor) -> str:
+    """Return whether there will be a backward, for `Checked.decided`: one that a rank ran alone would wait for ever."""
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    return f"{'with' if differentiable else 'without'} gradient"

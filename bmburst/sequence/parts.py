@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bmburst.attention.call import no_autocast
+from bmburst.attention.options import no_autocast
 from bmburst.comm.checks import contents, describe, require_numbers, require_own_memory
 from bmburst.errors import UserError
 from bmburst.numbers import brief

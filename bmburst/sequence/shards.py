@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.api import resolve_group
-from bmburst.attention.call import no_autocast
+from bmburst.attention.options import no_autocast
 from bmburst.comm.checks import Checked, contents, describe, is_exact, require_numbers
 from bmburst.errors import UserError
 from bmburst.numbers import whole_number
