@@ -215,7 +215,7 @@ def burst_attn_func(
         optimize_bwd_comm: True makes the queries travel in backward (strategy "burst"); False takes the cheapest way.
         deterministic: Whether repeated calls must give the same bits.
         process_group: As `group` in `burst_attention`.
-        double_group: Groups of the two levels of a double ring. Not used: which ranks share a node is found out.
+        double_group: Groups inside and between nodes. Not used: ranks find out which of them share a node.
 
     Raises:
         UserError: As `burst_attention`.

@@ -325,13 +325,13 @@ class StrategyRequest:
 
     def _placement(self, transport: str) -> Placement:
         """Return where the ranks lie; they are asked only where several ways are compared."""
-        asked = STRATEGIES[self.name]
+        spec = STRATEGIES[self.name]
         if self.comm.size == 1 or transport == "peer":  # peers are on one node
             return Placement(transport, 1 if transport == "peer" else None)
-        if "double-ring" not in asked.outer and asked.exchange != "some":
+        if "double-ring" not in spec.outer and spec.exchange != "some":
             return Placement(transport, None)
         nodes = find_nodes(self.comm)
-        if nodes.uneven and asked.needs("double-ring"):
+        if nodes.uneven and spec.needs("double-ring"):
             raise UserError(f"strategy '{self.name}' cannot work: {nodes.uneven}\nuse strategy='auto'")
         within = None if self.transport == "auto" else self.transport
         return Placement(transport, nodes.count, not nodes.uneven, within)

@@ -189,10 +189,10 @@ def _streams(device: torch.device) -> tuple[Any, ...]:
 def empty_cache() -> None:
     """Give back the GPU memory that calls of `burst_attention` keep for the next, and what torch's cache holds.
 
-    Attention keeps the boxes of transport "peer", outside of torch's cache and as large as the largest call so far
-    needed them, and what CUDA graphs of its kernels read and write. Call this between phases of a program where one has
-    longer sequences or more ranks a group than the next, before the groups of the last are destroyed: boxes of a group
-    that is gone stay until the process ends. Later calls take new memory.
+    Attention keeps the buffers of transport "peer", which are outside of torch's cache and as large as the largest call
+    so far needed them, and the memory of CUDA graphs of its kernels. Call this between phases of a program where one
+    has longer sequences or more ranks a group than the next, before the groups of the last are destroyed: buffers of a
+    destroyed group stay until the process ends. Later calls allocate new memory.
 
     Every rank must call it, at the same point of the program. It waits for the GPU.
     """

@@ -76,7 +76,7 @@ class LocalCommunicator(MessageMover):
     Args:
         rank: This thread's.
         wires: From every rank to every rank.
-        device: Where its boxes are.
+        device: Where its outboxes and inboxes are.
     """
 
     transport = "threads"

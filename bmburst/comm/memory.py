@@ -163,9 +163,9 @@ class MessageMover(ABC):
         """
 
 
-def tensor_in(box: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def tensor_in(buffer: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the contiguous tensor that starts at a byte of an outbox or inbox."""
-    return box[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+    return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
 class _Memory(NamedTuple):

@@ -222,7 +222,7 @@ def device_name(comm: Checked) -> str:
 
 
 def double_ring_groups(comm: Checked, nodes: int, transport: str, every: int = 1) -> DoubleRingGroups:
-    """Return the two levels of a group. Collective the first time; blocks the host then.
+    """Return this rank's two groups of a double ring. Collective the first time; blocks the host then.
 
     Args:
         comm: The group.

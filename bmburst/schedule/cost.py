@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from bmburst.schedule.gather_plan import Sight, most_seen
+from bmburst.schedule.gather_plan import Visibility, most_seen
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.schedule.layout import most_keys, rank_areas
 from bmburst.schedule.mask import Mask
@@ -278,7 +278,7 @@ class _Priced:
         if outer.size == 1:
             return 1
         if self.strategy.outer == "gather":
-            return 2 if most_seen(Sight(outer, length, mask)) else 1
+            return 2 if most_seen(Visibility(outer, length, mask)) else 1
         return len(distances(outer, length, mask, self.strategy.travellers))
 
     def _exchange(self, kernel: float, *, backward: bool) -> float:
@@ -302,7 +302,7 @@ class _Priced:
 
     def _gather(self, kernel: float, *, backward: bool) -> tuple[float, float]:
         groups, sizes, hardware = self.shapes.groups, self.sizes, self.problem.hardware
-        seen = most_seen(Sight(self.shapes.outer, self.problem.length, self.problem.mask)) / self.shapes.tokens
+        seen = most_seen(Visibility(self.shapes.outer, self.problem.length, self.problem.mask)) / self.shapes.tokens
         link = self._mixed(groups, self.near)
         moved, units = sizes.gather_bytes * seen / (groups - 1), sizes.gather_units
         q, k = self.shapes.q_bytes / self.shapes.itemsize, self.shapes.k_bytes / self.shapes.itemsize  # numbers

@@ -84,7 +84,7 @@ def make_exchange(rank: int, size: int, nbytes: int, route: Route) -> Exchange:
 
 
 def placed(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Return where tensors of these sizes in bytes start in a box, one after another and aligned, and their end."""
+    """Return where tensors of these sizes in bytes start in a buffer, one after another and aligned, and their end."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

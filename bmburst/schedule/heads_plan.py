@@ -17,7 +17,7 @@ from bmburst.schedule.tiles import Span
 from bmburst.schedule.units import HeadShapes, Unit, make_units
 
 
-class Part(IntEnum):
+class Operand(IntEnum):
     """What an exchange moves, in the order in which it is brought."""
 
     Q = 0
@@ -30,12 +30,12 @@ class Part(IntEnum):
     @property
     def is_kv(self) -> bool:
         """Whether it has KV heads; the others have query heads. Gradients and the output lie as their inputs do."""
-        return self in (Part.K, Part.V)
+        return self in (Operand.K, Operand.V)
 
     @property
     def is_statistic(self) -> bool:
         """Whether it is `[batch, heads, tokens]`; the others are `[batch, tokens, heads, head_dim]`."""
-        return self in (Part.LSE, Part.DELTA)
+        return self in (Operand.LSE, Operand.DELTA)
 
 
 class Strides(NamedTuple):
@@ -134,13 +134,13 @@ def make_heads_plan(
     own, own_kv = shapes.own_heads, shapes.own_kv_heads
     counts = (own, own_kv, own_kv, own, own, own) if backward else (own, own_kv, own_kv)
     rows = shapes.batch * shapes.tokens
-    items = [_item(shapes, part) for part, _ in zip(Part, counts, strict=False)]
+    items = [_item(shapes, operand) for operand, _ in zip(Operand, counts, strict=False)]
     starts, nbytes = placed([rows * count * item for count, item in zip(counts, items, strict=True)])
     units = make_units(own, own_kv, most=most, pace=pace, backward=backward)
     views = (
         tuple(
-            _view(shapes, part, start, counts[part], unit.kv_heads if part.is_kv else unit.heads)
-            for part, start in zip(Part, starts, strict=False)
+            _view(shapes, operand, start, counts[operand], unit.kv_heads if operand.is_kv else unit.heads)
+            for operand, start in zip(Operand, starts, strict=False)
         )
         for unit in units
     )
@@ -192,21 +192,22 @@ def _unit_moves(
     shapes: HeadShapes, unit: Unit, source: int, target: int, sources: tuple[Strides, ...], starts: tuple[int, ...]
 ) -> Iterator[Move]:
     member = target % shapes.degree
-    for part, strides, start in zip(Part, sources, starts, strict=False):
-        span = unit.new_kv_heads if part.is_kv else unit.heads
-        count = shapes.own_kv_heads if part.is_kv else shapes.own_heads
-        first = member * (shapes.kv_heads if part.is_kv else shapes.heads) // shapes.degree
-        item = _item(shapes, part)
-        here = Place(part, 0, strides).at(first + span.start)
-        there = Place(0, start, _strides(part, shapes.tokens, count, item)).at(span.start)
+    for operand, strides, start in zip(Operand, sources, starts, strict=False):
+        span = unit.new_kv_heads if operand.is_kv else unit.heads
+        count = shapes.own_kv_heads if operand.is_kv else shapes.own_heads
+        first = member * (shapes.kv_heads if operand.is_kv else shapes.heads) // shapes.degree
+        item = _item(shapes, operand)
+        here = Place(operand, 0, strides).at(first + span.start)
+        there = Place(0, start, _strides(operand, shapes.tokens, count, item)).at(span.start)
         for run in _landing(shapes, source):
             yield from _moves(shapes.batch, len(span), item, run.tokens, (here, run.offset, 1), (there, *run[1:3]))
 
 
 def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> UnitResults:
-    parts = (Part.Q, Part.K, Part.V) if backward else (Part.Q, Part.LSE)  # dQ, dK, dV lie as q, k, v do; out as q
-    spans = [unit.kv_heads if part.is_kv else unit.heads for part in parts]
-    items = [_item(shapes, part) for part in parts]
+    # dQ, dK, dV lie as q, k, v do, the output as q.
+    operands = (Operand.Q, Operand.K, Operand.V) if backward else (Operand.Q, Operand.LSE)
+    spans = [unit.kv_heads if operand.is_kv else unit.heads for operand in operands]
+    items = [_item(shapes, operand) for operand in operands]
     rows = shapes.batch * shapes.tokens
     starts, nbytes = placed([rows * len(span) * item for span, item in zip(spans, items, strict=True)])
 
@@ -214,42 +215,42 @@ def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> U
         if source // shapes.degree != target // shapes.degree:
             return
         member = source % shapes.degree
-        for buffer, (part, span, item, start) in enumerate(zip(parts, spans, items, starts, strict=True)):
-            heads = shapes.kv_heads if part.is_kv else shapes.heads
-            replica = member % shapes.replicas if part.is_kv else 0
+        for buffer, (operand, span, item, start) in enumerate(zip(operands, spans, items, starts, strict=True)):
+            heads = shapes.kv_heads if operand.is_kv else shapes.heads
+            replica = member % shapes.replicas if operand.is_kv else 0
             offset = replica * shapes.batch * shapes.layout.tokens * heads * item
-            here = Place(0, start, _strides(part, shapes.tokens, len(span), item))
-            there = Place(buffer, offset, _strides(part, shapes.layout.tokens, heads, item))
+            here = Place(0, start, _strides(operand, shapes.tokens, len(span), item))
+            there = Place(buffer, offset, _strides(operand, shapes.layout.tokens, heads, item))
             there = there.at(member * heads // shapes.degree + span.start)
             for run in _landing(shapes, target):
                 yield from _moves(shapes.batch, len(span), item, run.tokens, (here, *run[1:3]), (there, run.offset, 1))
 
     views = (
-        _view(shapes, part, start, len(span), Span(0, len(span)))
-        for part, start, span in zip(parts, starts, spans, strict=True)
+        _view(shapes, operand, start, len(span), Span(0, len(span)))
+        for operand, start, span in zip(operands, starts, spans, strict=True)
     )
     return UnitResults(make_exchange(rank, shapes.layout.size, nbytes, route), tuple(views))
 
 
-def _view(shapes: HeadShapes, part: Part, start: int, heads: int, span: Span) -> StridedView:
+def _view(shapes: HeadShapes, operand: Operand, start: int, heads: int, span: Span) -> StridedView:
     """Return some heads of a tensor of `heads` heads that starts at a byte of a buffer."""
-    itemsize = shapes.statistics_itemsize if part.is_statistic else shapes.itemsize
-    strides = _strides(part, shapes.tokens, heads, _item(shapes, part))
+    itemsize = shapes.statistics_itemsize if operand.is_statistic else shapes.itemsize
+    strides = _strides(operand, shapes.tokens, heads, _item(shapes, operand))
     first = Place(0, start, strides).at(span.start).start // itemsize
     batch, token, head = (stride // itemsize for stride in strides)
-    if part.is_statistic:
+    if operand.is_statistic:
         return StridedView((shapes.batch, len(span), shapes.tokens), (batch, head, token), first)
     return StridedView((shapes.batch, shapes.tokens, len(span), shapes.head_dim), (batch, token, head, 1), first)
 
 
-def _item(shapes: HeadShapes, part: Part) -> int:
+def _item(shapes: HeadShapes, operand: Operand) -> int:
     """Return the bytes of a token and head: a vector, or a statistic."""
-    return shapes.statistics_itemsize if part.is_statistic else shapes.head_dim * shapes.itemsize
+    return shapes.statistics_itemsize if operand.is_statistic else shapes.head_dim * shapes.itemsize
 
 
-def _strides(part: Part, tokens: int, heads: int, item: int) -> Strides:
+def _strides(operand: Operand, tokens: int, heads: int, item: int) -> Strides:
     """Return the strides of a contiguous `[batch, tokens, heads, head_dim]`, or statistic `[batch, heads, tokens]`."""
-    return Strides(tokens * heads * item, *((item, tokens * item) if part.is_statistic else (heads * item, item)))
+    return Strides(tokens * heads * item, *((item, tokens * item) if operand.is_statistic else (heads * item, item)))
 
 
 _Run = tuple[Place, int, int]  # of a tensor, the tokens from the first on, with a stride
@@ -264,13 +265,13 @@ def _moves(batches: int, heads: int, item: int, tokens: int, source: _Run, targe
         for place, first, stride in (source, target)
     ]
     if heads == 1 or all(place.strides.head == item for place, _, _ in ends):
-        parts = [(0, heads * item, tokens, [pitch for _, _, pitch in ends])]
+        rectangles = [(0, heads * item, tokens, [pitch for _, _, pitch in ends])]
     elif all(pitch == item for _, _, pitch in ends):
-        parts = [(0, tokens * item, heads, [place.strides.head for place, _, _ in ends])]
+        rectangles = [(0, tokens * item, heads, [place.strides.head for place, _, _ in ends])]
     else:
-        parts = [(head, item, tokens, [pitch for _, _, pitch in ends]) for head in range(heads)]
+        rectangles = [(head, item, tokens, [pitch for _, _, pitch in ends]) for head in range(heads)]
     for batch in range(batches):
-        for head, width, rows, pitches in parts:
+        for head, width, rows, pitches in rectangles:
             yield Move(
                 *(
                     Block(

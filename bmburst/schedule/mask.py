@@ -21,7 +21,7 @@ NAMES = ("causal", "full")
 _WIDEST = 1 << 62  # a block may be wider than 64 bits, a sequence is not
 
 
-class Blocks(NamedTuple):
+class BlockMap(NamedTuple):
     """Cells of `size` x `size` positions; a query sees keys of the cells of its row that are on."""
 
     size: int
@@ -46,7 +46,7 @@ class Mask(ABC):
         return None
 
     @property
-    def blocks(self) -> Blocks | None:
+    def blocks(self) -> BlockMap | None:
         """The cells that are on, or None where all are."""
         return None
 
@@ -172,9 +172,9 @@ class BlockSparse(Mask):
         object.__setattr__(self, "block_map", cells)
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockMap:
         """See `Mask.blocks`."""
-        return Blocks(min(self.block_size, _WIDEST), self.block_map)
+        return BlockMap(min(self.block_size, _WIDEST), self.block_map)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -210,7 +210,7 @@ class Both(Mask):
         return next((mask.length for mask in self.masks if mask.length is not None), None)
 
     @property
-    def blocks(self) -> Blocks | None:
+    def blocks(self) -> BlockMap | None:
         """See `Mask.blocks`."""
         return next((mask.blocks for mask in self.masks if mask.blocks is not None), None)
 

@@ -201,8 +201,8 @@ def hides_transfers(transport: str, work: float) -> bool:
 def records_kernels(transport: str, sums: float) -> bool:
     """Return whether a rank starts the kernels of an exchange of heads as CUDA graphs.
 
-    What they read and write must stay where it is, as the boxes of `peer` do. And what they take for themselves must be
-    little: it stays with the graphs. Where it is more, kernels are long, and hide the host's time.
+    Their inputs and outputs must stay at the same addresses, as the buffers of `peer` do. The memory that they allocate
+    must be little, because graphs keep it. Where it is more, kernels are long enough to hide the host's time.
 
     Args:
         transport: What moves the heads.
@@ -227,7 +227,7 @@ def most_exchanged(heads: int, kv_heads: int, head_bytes: int, *, hides: bool) -
 
 
 def most_gathered(kv_heads: int, head_bytes: int, *, hides: bool) -> int:
-    """Return the same of a gather, whose boxes and buffers may take 4 GiB.
+    """Return the same of a gather, whose outboxes and other buffers may take 4 GiB.
 
     Args:
         kv_heads: KV heads of a rank.
