@@ -167,9 +167,9 @@ def _sample_by_sample(
         options.validate()
         require_tensors(q, k, v)  # whole: of a sample's own slices nobody could tell that there were others
         if not masks or len(masks) != len(q):
-            raise UserError(f"got {len(masks)} masks for a batch of {len(q)}\ngive one mask, or one to each sample")
+            raise UserError(f"got {len(masks)} masks for a batch of {len(q)}\nfix: one mask, or one for each sample")
         if options.layout == "balanced" and comm.size > 1 and len(set(map(make_mask, masks))) > 1:
-            raise UserError("layout 'balanced' is made for one mask, but each sample has its own\nuse layout 'zigzag'")
+            raise UserError("layout 'balanced' needs one mask, but each sample has its own\nfix: use layout 'zigzag'")
         return None, f"attention with {len(masks)} masks"
 
     comm.decided(check)

@@ -332,7 +332,7 @@ class StrategyRequest:
             return Placement(transport, None)
         nodes = find_nodes(self.comm)
         if nodes.uneven and spec.needs("double-ring"):
-            raise UserError(f"strategy '{self.name}' cannot work: {nodes.uneven}\nuse strategy='auto'")
+            raise UserError(f"strategy '{self.name}' cannot work: {nodes.uneven}\nfix: use strategy='auto'")
         within = None if self.transport == "auto" else self.transport
         return Placement(transport, nodes.count, not nodes.uneven, within)
 

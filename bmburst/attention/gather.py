@@ -1,4 +1,4 @@
-"""Attention by gathering keys: a rank pulls what its queries see, and they meet it in one or two large rectangles.
+"""Attention by gathering keys and values: a rank pulls those that its queries see, and attends to them in few tiles.
 
 Own keys come first and need nobody: that hides the first pull. Heads are cut into units, and while kernels work on one
 the next one's K and V arrive, and the last one's dK and dV go home. A run of queries is merged once, whatever the

@@ -1,4 +1,4 @@
-"""Kernel calls as CUDA graphs: what is called again and again on the same memory is then started in one step.
+"""CUDA graphs of kernel calls that repeat on the same memory, and the streams on which units of heads run.
 
 FlashAttention-4's Python takes the host of an H200 0.15 to 0.25 ms for a forward and 0.25 to 0.4 ms for a backward
 before its kernels start; starting a graph takes it 0.01 ms. A GPU that has short kernels, or none before, waits for it.

@@ -1,4 +1,4 @@
-"""A mismatch between ranks is an error on all of them, not a hang."""
+"""Compares calls over the ranks of a group, so that a mismatch is an error on all of them and not a hang."""
 
 import os
 import zlib
@@ -60,7 +60,7 @@ def require_own_memory(name: str, tensor: Tensor) -> None:
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
         raise UserError(
             f"{name} must be a plain tensor, got a {type(tensor).__name__}\n"
-            "pass the tensor that this rank holds, of a DTensor its to_local()"
+            "fix: pass the tensor that this rank holds; of a DTensor, its to_local()"
         )
 
 

@@ -1,4 +1,4 @@
-"""Every rank of a group in one process: a thread each, a queue for each wire. Tests of many ranks take milliseconds."""
+"""A communicator between threads of one process: tests with many ranks take milliseconds."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

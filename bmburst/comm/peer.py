@@ -1,4 +1,4 @@
-"""A communicator whose blocks the copy engines move between the GPUs of one host, reading or writing peers' memory.
+"""The communicator of transport "peer": copy engines move blocks between the GPUs of one host.
 
 NCCL's kernels hold multiprocessors, and an attention kernel beside them waits for those; a copy engine holds none.
 Ranks tell each other by 32-bit words in shared memory, which the streams themselves write and await: the host never
@@ -214,7 +214,7 @@ class PeerCommunicator:
 
     def _current(self) -> Any:
         if torch.cuda.is_current_stream_capturing():
-            raise UserError("transport 'peer' cannot be captured in a CUDA graph\nuse transport='nccl' inside graphs")
+            raise UserError("transport 'peer' cannot be captured in a CUDA graph\nfix: transport='nccl' inside graphs")
         return current_stream(self._index)
 
     def _turn(self, buffer: _Buffer) -> Any:
@@ -266,7 +266,7 @@ class PeerCommunicator:
             elif buffer.memory.nbytes < nbytes:
                 buffer.memory.grow(nbytes)
         except SharedMemoryError as error:
-            raise UserError(f"{error}\nuse transport='nccl', shorter sequences, or leave more memory free") from None
+            raise UserError(f"{error}\nfix: transport='nccl', shorter sequences, or more free memory") from None
         return buffer.memory.local[:nbytes]
 
     def _under_way(self, transfer: SideStreamTransfer, buffer: _Buffer) -> None:

@@ -54,7 +54,7 @@ class ProcessGroupCommunicator(MessageMover):
     def _group(self) -> dist.ProcessGroup:
         group = self._reference()
         if group is None:
-            raise UserError("the process group was destroyed\nmake modules and meshes anew after init_process_group")
+            raise UserError("the process group was destroyed\nfix: make modules and meshes again afterwards")
         return group
 
     @property

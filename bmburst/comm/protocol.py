@@ -1,4 +1,4 @@
-"""What attention and the trainer ask of the network: a few verbs, no backend names."""
+"""The protocol of communicators, and Python values that are sent through it."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Device memory that every rank of a host reads directly, opened through CUDA IPC."""
+"""GPU memory that all ranks of a host open through CUDA IPC, and a watch over the processes that share it."""
 
 import os
 import sys

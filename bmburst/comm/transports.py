@@ -1,4 +1,4 @@
-"""What moves the blocks of a group: its transport, subgroups of it, and the two rings of a double ring.
+"""Chooses what moves the blocks of a group: its transport, its subgroups, and the two groups of a double ring.
 
 A double ring has a group inside each node and one between nodes. Each has a communicator of its own where the
 transport can make one (torch.distributed, BMTrain): a communicator starts its transfers in order on one stream, so a
@@ -93,7 +93,7 @@ def over_transport(comm: Checked, transport: str) -> Checked:
     if isinstance(outcome, Checked):
         return outcome
     if transport == "peer":
-        raise UserError(f"transport 'peer' cannot work here: {outcome}\nuse transport='auto' or 'nccl'")
+        raise UserError(f"transport 'peer' cannot work here: {outcome}\nfix: use transport='auto' or 'nccl'")
     return comm
 
 

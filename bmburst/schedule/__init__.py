@@ -1,4 +1,4 @@
-"""How an attention is spread over ranks: layouts, masks, tiles, schedules, plans of what moves, and their cost.
+"""Plans of an attention over ranks: layouts, masks, tiles, schedules, what moves, and what it costs.
 
 Pure: nothing here imports torch or anything that communicates, so that `bmburst plan` and a laptop can use it. The
 executors in `bmburst.attention` and `bmburst.comm` obey what is decided here.

@@ -1,4 +1,4 @@
-"""Gathered keys as plain data: which bytes a rank pulls, who attends to them, and how their gradients go home.
+"""Plans of a gather: which keys a rank pulls, which queries attend to them, and where their gradients go.
 
 A rank has its own keys already. Of the others it pulls those that its queries see, into one buffer, in global order
 (under a full mask order does not matter, and they stand in rank order). So what a query sees of the buffer is one

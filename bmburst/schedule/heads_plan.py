@@ -1,4 +1,4 @@
-"""Head exchange as plain data: which heads are attended together, and which bytes move before and after.
+"""Plans of a head exchange: which heads a kernel call attends with, and which bytes move before and after it.
 
 Ranks trade tokens of all heads for all tokens of their own heads (DeepSpeed Ulysses, arXiv:2309.14509). Ranks
 `g * degree` to `(g + 1) * degree - 1` trade among themselves; together they then hold what one rank of a layout over

@@ -1,4 +1,4 @@
-"""Which keys a query may see, as values in global positions: pure index arithmetic.
+"""Masks, which say which keys a query sees, in global positions: pure index arithmetic.
 
 Every mask but `BlockSparse` lets a query see one interval of keys, and neither end of the interval ever moves back as
 the query moves on. That holds in the local order of any layout too, where it decides tiles, blocks that move and
@@ -70,7 +70,7 @@ class Mask(ABC):
             shorter = f", or pass length={self.length}: the tokens behind are padding" if self.length < length else ""
             raise UserError(
                 f"the mask is made for {self.length} tokens, but the sequence has {length} real ones\n"
-                f"make it for {length} tokens{shorter}"
+                f"fix: make it for {length} tokens{shorter}"
             )
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -191,7 +191,7 @@ class BlockSparse(Mask):
         if blocks != len(self.block_map):
             raise UserError(
                 f"{length} tokens are {blocks} blocks of {self.block_size}, but block_map has {len(self.block_map)}\n"
-                f"make it [{blocks}, {blocks}], or pass the length that it is for"
+                f"fix: make it [{blocks}, {blocks}], or pass the length that it is for"
             )
 
     def __str__(self) -> str:

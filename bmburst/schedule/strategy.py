@@ -1,4 +1,4 @@
-"""Which way to spread an attention over the ranks of a group costs least, of those that are asked for and possible."""
+"""Chooses the strategy of an attention call: the cheapest of those that are asked for and possible."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,14 +46,14 @@ def choose_strategy(
     found = list(possible_strategies(spec, shapes, mask, placement))
     if not found:
         reason = _refusal(spec, shapes, mask, placement)
-        raise UserError(f"strategy '{name}' cannot work: {reason}\nuse strategy='auto'")
+        raise UserError(f"strategy '{name}' cannot work: {reason}\nfix: use strategy='auto'")
     if ulysses_degree is not None and shapes.layout.size > 1:
         found = [strategy for strategy in found if strategy.ulysses_degree == ulysses_degree]
     if not found:
         why = replace(shapes, degree=ulysses_degree).refusal() if ulysses_degree else None
         raise UserError(
             f"the mesh has {ulysses_degree} ranks exchange heads, but {why or f'strategy {name!r} has others do so'}\n"
-            "use strategy='auto', or a mesh with other heads"
+            "fix: use strategy='auto', or a mesh with other heads"
         )
     found = [problem.in_units(strategy) for strategy in found]
     if len(found) == 1:

@@ -1,4 +1,4 @@
-"""Ways to spread an attention over ranks, and what their names ask for: whoever is given a name looks here."""
+"""Strategies, the ways to spread an attention over ranks, and the names by which users ask for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""From a mask to rectangles of kernel calls, for any two ascending lists of positions: pure index arithmetic.
+"""Cuts a mask into rectangles of kernel calls, for any two ascending lists of positions: pure index arithmetic.
 
 What a query sees of any keys in global order is an interval of them (`bmburst.schedule.mask`), whose two ends never
 move back from one query to the next. Rows of such intervals are cut where they stop being one band of a rectangle, and

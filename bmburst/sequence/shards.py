@@ -1,4 +1,4 @@
-"""Cutting a sequence over ranks and putting it together again. Nothing else in the package cuts one."""
+"""`shard`, `unshard` and `SequenceShard`: split sequences over ranks and join them. No other module does."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -122,8 +122,8 @@ class SequenceShard:
             return self
         if not isinstance(mask, Mask):
             raise UserError(
-                "layout 'balanced' is made for one mask, but each sample of the batch has its own\n"
-                "use batches (micro_batch_size) of 1 sequence, or layout 'zigzag'"
+                "layout 'balanced' needs one mask, but each sample of the batch has its own\n"
+                "fix: use batches (micro_batch_size) of 1 sequence, or layout 'zigzag'"
             )
         real = self._real(mask)
         return replace(self, layout=make_layout("balanced", self.layout.size, self.layout.tokens, mask, real))

@@ -239,7 +239,7 @@ def test_moves_the_bytes_that_its_tensors_have(heads, kv_heads, units):
 def test_what_cannot_be_is_refused_with_its_reason(name, heads, kv_heads, layout, problem):
     def body(comm):
         q, k, v = (torch.zeros(1, 4, h, 8) for h in (heads, kv_heads, kv_heads))
-        with pytest.raises(UserError, match=f"strategy '.*' cannot work: {problem}\nuse strategy='auto'"):
+        with pytest.raises(UserError, match=f"strategy '.*' cannot work: {problem}\nfix: use strategy='auto'"):
             bmburst.burst_attention(q, k, v, group=comm, strategy=name, layout=layout)
         bmburst.burst_attention(q, k, v, group=comm, layout=layout)
 
