@@ -141,7 +141,9 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         refused("unknown mask 'docs'", bmburst.shard, x, balanced, mask="docs")
         refused("mask must be a mask of bmburst or its name, got list", bmburst.shard, x, {}, mask=[good])
         refused("made for 5 tokens", bmburst.unshard, torch.zeros(1, 8), balanced | {"length": 5}, length=6)
-        refused("there is none\nfix: pass mask=", bmburst.unshard, torch.zeros(1, 8), balanced | {"length": 5}, mask=None)
+        refused(
+            "there is none\nfix: pass mask=", bmburst.unshard, torch.zeros(1, 8), balanced | {"length": 5}, mask=None
+        )
         refused("disagree", bmburst.unshard, torch.zeros(1, 8), balanced | {"length": 5}, mask=Documents((2, 3)))
 
     run_ranks(2, body)

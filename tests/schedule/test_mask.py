@@ -204,7 +204,10 @@ REFUSED = [
     (lambda: Documents.from_cu_seqlens([]), "cu_seqlens must start at 0 and end with the total, got []"),
     (lambda: Documents.from_cu_seqlens([0, -1]), "document 0 has -1 tokens"),
     (lambda: PrefixLM(-1), "prefix must be a whole number of at least 0, got -1"),
-    (lambda: PrefixLM([1, 2]), "got 2 prefix lengths for one document (no lengths given)\nfix: give one to each document"),
+    (
+        lambda: PrefixLM([1, 2]),
+        "got 2 prefix lengths for one document (no lengths given)\nfix: give one to each",
+    ),
     (lambda: PrefixLM([1], [2, 3]), "got 1 prefix lengths for 2 documents\nfix: give one to each document, 0 for none"),
     (lambda: PrefixLM([1, 4], [2, 3]), "the prefix of document 1 has 4 tokens, but the document has 3"),
     (lambda: PrefixLM([], []), "documents need at least one length, got none"),

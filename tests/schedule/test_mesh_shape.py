@@ -39,7 +39,10 @@ def test_inside_a_sequence():
     shape = MeshShape.fit(16, data=1, tensor=2, heads=2, nodes=2)
     assert (shape.sequence, shape.heads, shape.nodes) == (8, 2, 2)
     assert (MeshShape.fit(4).heads, MeshShape.fit(4).nodes) == (None, 1)
-    assert refused(MeshShape.fit, 8, nodes=3) == "nodes 3 does not divide 8 sequence ranks\nfix: nearest that work: 2 and 4"
+    assert (
+        refused(MeshShape.fit, 8, nodes=3)
+        == "nodes 3 does not divide 8 sequence ranks\nfix: nearest that work: 2 and 4"
+    )
     text = refused(MeshShape.fit, 12, nodes=2, heads=4)
     assert text == "heads 4 does not divide 6 sequence ranks a node\nfix: nearest that work: 3 and 6"
     assert "heads 0" in refused(MeshShape.fit, 8, heads=0)
