@@ -244,8 +244,8 @@ class _Priced:
         """
         if self.shapes.layout.size == 1:
             return 0.0
-        sums = self.sizes.q / self.shapes.itemsize * self.shapes.statistics_itemsize
-        is_exchange_alone = self.shapes.degree > 1 and self.sizes.groups == 1 and self.nodes == 1
+        sums = self.shapes.q_bytes / self.shapes.itemsize * self.shapes.statistics_itemsize
+        is_exchange_alone = self.shapes.degree > 1 and self.shapes.groups == 1 and self.nodes == 1
         if is_exchange_alone and records_kernels(self.problem.placement.transport, sums):
             return self.problem.hardware.call_start
         issued = self.sizes.calls(self.stops, backward=backward)
