@@ -26,8 +26,8 @@ import torch.distributed as dist
 from benchmarks import netns
 from bmburst.attention.api import burst_attention
 from bmburst.comm.checks import Checked
-from bmburst.comm.objects import gather_objects
 from bmburst.comm.process_group import ProcessGroupCommunicator
+from bmburst.comm.protocol import gather_objects
 
 STRATEGIES = {"flat ring": "burst", "double ring": "double-ring"}
 PORTS: tuple[netns.Port, ...] = ("rank", "node")

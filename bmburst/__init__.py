@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 from bmburst.lazy import keep_moved_modules, public_name
 
 if TYPE_CHECKING:
-    from bmburst.attention.api import burst_attention
-    from bmburst.attention.compat import OpBurstAttn, OpBurstAttnStrip, burst_attn_func, burst_attn_func_striped
+    from bmburst.attention.api import (
+        OpBurstAttn,
+        OpBurstAttnStrip,
+        burst_attention,
+        burst_attn_func,
+        burst_attn_func_striped,
+    )
     from bmburst.attention.graphs import empty_cache
     from bmburst.attention.module import BurstAttention
     from bmburst.comm.groups import communicator
@@ -59,16 +64,16 @@ _HOMES = {
     "Mask": "schedule.mask",
     "Mesh": "mesh",
     "MeshShape": "schedule.mesh_shape",
-    "OpBurstAttn": "attention.compat",
+    "OpBurstAttn": "attention.api",
     "PrefixLM": "schedule.documents",
-    "OpBurstAttnStrip": "attention.compat",
+    "OpBurstAttnStrip": "attention.api",
     "SequenceShard": "sequence",
     "ShardedBatch": "sequence",
     "SlidingWindow": "schedule.mask",
     "UserError": "errors",
     "burst_attention": "attention.api",
-    "burst_attn_func": "attention.compat",
-    "burst_attn_func_striped": "attention.compat",
+    "burst_attn_func": "attention.api",
+    "burst_attn_func_striped": "attention.api",
     "communicator": "comm.groups",
     "empty_cache": "attention.graphs",
     "shard": "sequence",

@@ -11,9 +11,10 @@ from typing import Any
 MOVED = {
     "bmburst.attention.strategy": "bmburst.schedule.strategy",
     "bmburst.comm.exchange": "bmburst.schedule.exchange",
-    "bmburst.double_schedule": "bmburst.schedule.double_schedule",
+    "bmburst.double_schedule": "bmburst.schedule.ring_schedule",
     "bmburst.layout": "bmburst.schedule.layout",
     "bmburst.mask": "bmburst.schedule",
+    "bmburst.schedule.double_schedule": "bmburst.schedule.ring_schedule",
     "bmburst.tiles": "bmburst.schedule.tiles",
     "bmburst.units": "bmburst.schedule.units",
 }

@@ -11,8 +11,8 @@ import torch
 import bmburst
 from bmburst.comm.local import run_ranks
 from bmburst.schedule.documents import edges_of
-from bmburst.schedule.double_schedule import make_double_schedule
 from bmburst.schedule.layout import make_layout
+from bmburst.schedule.ring_schedule import make_double_schedule
 from bmburst_ops.bounded_cache import BoundedCache, bounded_cache
 from bmburst_ops.flash import blind, triton_masks, varlen
 from bmburst_ops.pattern import Band, Cells, Segments
@@ -22,7 +22,7 @@ PLANNERS = (
     "bmburst.schedule.documents",
     "bmburst.schedule.layout",
     "bmburst.schedule.ring_schedule",
-    "bmburst.schedule.double_schedule",
+    "bmburst.schedule.ring_schedule",
     "bmburst.attention.call",
     "bmburst.schedule.strategy",
     "bmburst.schedule.gather_plan",

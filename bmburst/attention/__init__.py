@@ -1,1 +1,1 @@
-"""Attention over a split sequence: decide, then obey the schedule."""
+"""Attention over a sequence that is split over ranks: decides each call, then executes its schedule."""

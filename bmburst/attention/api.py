@@ -1,5 +1,6 @@
-"""`burst_attention`: exact attention over a sequence split over ranks."""
+"""`burst_attention`, exact attention over a sequence split over ranks, and the same under Burst-Attention's names."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, overload
 
@@ -7,12 +8,12 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import decide
-from bmburst.attention.differentiable import no_autocast
 from bmburst.attention.function import SequenceAttention
-from bmburst.attention.options import AttentionOptions, MaskOption, require_tensors
+from bmburst.attention.heads import executor_of
+from bmburst.attention.options import AttentionOptions, MaskOption, no_autocast, require_tensors
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator
-from bmburst.errors import UserError
+from bmburst.errors import UserError, unknown
 from bmburst.mesh import current_mesh
 from bmburst.schedule.mask import make_mask
 
@@ -144,14 +145,15 @@ def attend(
     torch.compile breaks its graph here: decisions and transfers cannot be part of a compiled graph.
     """
     if torch.compiler.is_compiling():
-        from bmburst.attention.uncompiled import attend as uncompiled
+        from bmburst.attention.uncompiled import uncompiled
 
-        return uncompiled(q, k, v, length, group, options)
+        found: tuple[Tensor, Tensor] = uncompiled(attend, q, k, v, length, group, options)
+        return found
     comm = resolve_group(group)
     if isinstance(options.mask, tuple):
         return _sample_by_sample(q, k, v, length, comm, options)
     call = decide(comm, q, k, v, length, options)
-    out, lse = SequenceAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    out, lse = SequenceAttention.apply(executor_of(call), call, q, k, v)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -165,9 +167,9 @@ def _sample_by_sample(
         options.validate()
         require_tensors(q, k, v)  # whole: of a sample's own slices nobody could tell that there were others
         if not masks or len(masks) != len(q):
-            raise UserError(f"got {len(masks)} masks for a batch of {len(q)}\ngive one mask, or one to each sample")
+            raise UserError(f"got {len(masks)} masks for a batch of {len(q)}\nfix: one mask, or one for each sample")
         if options.layout == "balanced" and comm.size > 1 and len(set(map(make_mask, masks))) > 1:
-            raise UserError("layout 'balanced' is made for one mask, but each sample has its own\nuse layout 'zigzag'")
+            raise UserError("layout 'balanced' needs one mask, but each sample has its own\nfix: use layout 'zigzag'")
         return None, f"attention with {len(masks)} masks"
 
     comm.decided(check)
@@ -184,3 +186,99 @@ def resolve_group(group: object) -> Checked:
     """Return the communicator of `group`, or for None that of the current mesh's sequence group or else the world."""
     mesh = current_mesh()
     return mesh.sequence if group is None and mesh is not None else communicator(group)
+
+
+_FLASH = ("cuda", "triton")
+
+
+def burst_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    flash: str | None = "cuda",
+    causal: bool = False,
+    optimize_bwd_comm: bool = False,
+    deterministic: bool = False,
+    process_group: object = None,
+    double_group: Sequence[object] = (None, None),
+) -> Tensor:
+    """Return attention as Burst-Attention's function of this name does; causal means zigzag order.
+
+    Args:
+        q: `[batch, local_tokens, heads, head_dim]`; with `flash=None` `[batch, heads, local_tokens, head_dim]`.
+        k: In the same order of dimensions, with its own number of heads.
+        v: Shaped as k.
+        softmax_scale: Factor on the scores; default `head_dim ** -0.5`.
+        flash: "cuda" or "triton": both take the best kernel of this device. None: plain torch.
+        causal: Causal mask over a sequence in zigzag order, or no mask.
+        optimize_bwd_comm: True makes the queries travel in backward (strategy "burst"); False takes the cheapest way.
+        deterministic: Whether repeated calls must give the same bits.
+        process_group: As `group` in `burst_attention`.
+        double_group: Groups inside and between nodes. Not used: ranks find out which of them share a node.
+
+    Raises:
+        UserError: As `burst_attention`.
+    """
+    del double_group
+    return _attend(q, k, v, softmax_scale, flash, causal, optimize_bwd_comm, deterministic, process_group, "zigzag")
+
+
+def burst_attn_func_striped(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    flash: str | None = "cuda",
+    causal: bool = False,
+    optimize_bwd_comm: bool = False,
+    deterministic: bool = False,
+    process_group: object = None,
+    double_group: Sequence[object] = (None, None),
+) -> Tensor:
+    """Return attention as `burst_attn_func` does; causal means striped order."""
+    del double_group
+    return _attend(q, k, v, softmax_scale, flash, causal, optimize_bwd_comm, deterministic, process_group, "striped")
+
+
+class OpBurstAttn:
+    """Burst-Attention's autograd function: `OpBurstAttn.apply` takes what `burst_attn_func` takes, by position."""
+
+    apply = staticmethod(burst_attn_func)
+
+
+class OpBurstAttnStrip:
+    """Burst-Attention's autograd function of striped order: `apply` takes what `burst_attn_func_striped` takes."""
+
+    apply = staticmethod(burst_attn_func_striped)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    flash: str | None,
+    causal: bool,
+    optimize_bwd_comm: bool,
+    deterministic: bool,
+    process_group: object,
+    order: str,
+) -> Tensor:
+    if flash is not None and flash not in _FLASH:
+        resolve_group(process_group).refuse(str(unknown("flash", flash, _FLASH)))
+    if flash is None:  # what has no heads to put first is refused behind this, on every rank
+        q, k, v = (t.transpose(1, 2) if isinstance(t, Tensor) and t.dim() == 4 else t for t in (q, k, v))
+    out = burst_attention(
+        q,
+        k,
+        v,
+        mask="causal" if causal else "full",
+        layout=order if causal else "contiguous",
+        group=process_group,
+        scale=softmax_scale,
+        kernel="reference" if flash is None else "auto",
+        strategy="burst" if optimize_bwd_comm else "auto",
+        deterministic=deterministic,
+    )
+    return out.transpose(1, 2) if flash is None else out

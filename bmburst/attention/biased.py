@@ -1,9 +1,9 @@
 """Attention with a learned bias and a mask of its own, over a sequence that is split over ranks.
 
-Keys and values go round the ring; what they are was told once for the batch (`BiasedSequence`). In backward their
-gradients follow one step behind. Where tokens stand is among what was told, so that every layout works. The gradient
-of the bias table is this rank's share, as that of any parameter that all ranks have: the sum over ranks is the gradient
-of the sum of their losses.
+It is decided and differentiated as `burst_attention` is, and runs in a ring: keys and values go round, and in backward
+their gradients follow one step behind. Which tokens see each other was exchanged once for the batch (`BiasedSequence`),
+with their places in the sequence, so every layout works. The gradient of the bias table is this rank's share, as that
+of any parameter that all ranks have: the sum over ranks is the gradient of the sum of their losses.
 
 Memory beside inputs and results, for B samples, S tokens over P ranks, H heads of dimension D: forward 4 * B * S/P * H
 * D (keys and values that are here, and the next ones) and an output in fp32; backward that, and 4 such gradients in
@@ -11,36 +11,148 @@ fp32; one rank alone has none of that. Nothing grows with the square of the sequ
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
-from bmburst.attention.biased_sequence import HOW_MADE, BiasedSequence
-from bmburst.attention.differentiable import gradient_signature, no_autocast, output_gradients
-from bmburst.attention.options import require_scale, require_transport, scale_of
-from bmburst.attention.single_ring import carry_home, visits
+from bmburst.attention.call import DecidedCalls, Executor, SequenceCall, StrategyRequest, head_shapes
+from bmburst.attention.function import SequenceAttention
+from bmburst.attention.options import gradient_signature, require_scale, require_transport, scale_of
+from bmburst.attention.ring import Tensors, carry_home, visiting_kv
 from bmburst.comm.checks import Checked, describe, require_numbers
-from bmburst.comm.transports import TRANSPORTS, over_transport
+from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
-from bmburst.recompute import keep
-from bmburst.schedule.ring_schedule import Schedule, Step
-from bmburst.trace import traced
+from bmburst.schedule.layout import Contiguous
+from bmburst.schedule.mask import Full
+from bmburst.schedule.ring_schedule import Step
+from bmburst.schedule.units import HeadShapes
 from bmburst_ops.biased import (
     BiasedGradients,
     BiasedKernel,
     Pairs,
+    RelativeBias,
+    Tokens,
     require_inputs,
     require_relations,
     select_biased_kernel,
 )
+from bmburst_ops.biased.pairs import Once
 from bmburst_ops.errors import KernelError
-from bmburst_ops.first_order import first_order
-from bmburst_ops.flash import Partial
+from bmburst_ops.flash import Given, Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 __all__ = ["BiasedSequence", "biased_attention"]
+
+_STRATEGY = "kv"  # the bias of a tile needs the keys' tokens, which every rank has: keys and values travel
+_HOW_MADE = "fix: take what a position bias of bmburst.integrations.cpm_live returns"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BiasedCall(SequenceCall):
+    """A call of `biased_attention`. To its schedule every query sees every key: what each sees is in tensors.
+
+    Attributes:
+        kernel: What computes a block of queries and keys.
+        pairs: This rank's queries and the keys of each rank.
+    """
+
+    kernel: BiasedKernel
+    pairs: tuple[Pairs, ...] = ()
+
+
+class _Shared:
+    """What calls of one batch share; a copy of the batch begins with nothing."""
+
+    def __init__(self) -> None:
+        self.whole = Once()
+        self.versions: tuple[int, ...] | None = None
+        self.pairs: tuple[Pairs, ...] | None = None
+        self.calls: DecidedCalls[BiasedCall] = DecidedCalls()
+
+    def __reduce__(self) -> tuple[type["_Shared"], tuple[()]]:
+        return _Shared, ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BiasedSequence:
+    """This rank's part of a batch of sequences: what attention must know of it beside q, k, v and the bias table.
+
+    Make one for a batch and give it to all layers: what tokens other ranks have and which of them see each other is
+    found by the first call, kept here, some 120 bytes a token of the whole sequence, and let go with it. So tensors
+    that it was made of must not be changed: attention refuses it then.
+
+    Attributes:
+        formula: Which row of the table a query and a key have.
+        relations: int32 `[batch or 1, entries]`, the same on every rank of the group.
+        tokens: What this rank's tokens are, in the whole sequence.
+        group: The ranks that share the sequences.
+        kernel: "auto", "triton" or "reference".
+        transport: As in `bmburst.burst_attention`.
+
+    Raises:
+        UserError: One is of another type.
+    """
+
+    formula: RelativeBias
+    relations: Tensor
+    tokens: Tokens
+    group: Checked
+    kernel: str = "auto"
+    transport: str = "auto"
+    _shared: _Shared = field(default_factory=_Shared, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        kinds = {"formula": RelativeBias, "relations": Tensor, "tokens": Tokens, "group": Checked}
+        for name, kind in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise UserError(f"{name} must be a {kind.__name__}, got {type(value).__name__}\n{_HOW_MADE}")
+        self.require_unchanged()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no call has asked for `pairs` yet: the first is collective."""
+        return self._shared.pairs is None
+
+    def require_unchanged(self) -> None:
+        """Check that nothing was written into the tensors since this was made, or a copy of it first used.
+
+        What was made under `torch.inference_mode` has no count of that.
+
+        Raises:
+            UserError: Something was.
+        """
+        vectors = (getattr(self.tokens, f.name) for f in fields(self.tokens))
+        versions = tuple(0 if t.is_inference() else t._version for t in (self.relations, *vectors))
+        if self._shared.versions is None:
+            self._shared.versions = versions
+        if versions != self._shared.versions:
+            raise UserError(
+                "relations or tokens of a BiasedSequence were changed in place, and layers share what was found of them"
+                "\nfix: make new ones for each batch"
+            )
+
+    def pairs(self) -> tuple[Pairs, ...]:
+        """Return what this rank's queries and the keys of each rank are to each other, by rank.
+
+        They are of copies, made at the first call: a collective one.
+        """
+        shared = self._shared
+        relations, whole = shared.whole.get("whole", self._whole)
+        if shared.pairs is None:
+            tokens = [Tokens.unpacked(packed) for packed in whole]
+            shared.pairs = tuple(Pairs(self.formula, relations, tokens[self.group.rank], keys) for keys in tokens)
+        return shared.pairs
+
+    @property
+    def calls(self) -> "DecidedCalls[BiasedCall]":
+        """The calls that were decided for this batch."""
+        return self._shared.calls
+
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        """Return relations, and all ranks' tokens, `[ranks, 6, batch, local_tokens]`, in memory of their own."""
+        (whole,) = self.group.all_gather(self.tokens.packed()).wait()
+        return self.relations.clone(), whole
 
 
 def biased_attention(
@@ -69,77 +181,64 @@ def biased_attention(
             the group disagree.
     """
     if torch.compiler.is_compiling():
-        from bmburst.attention.uncompiled import attend_biased as run
-    else:
-        run = attend
-    return run(q, k, v, table, sequence, scale)
+        from bmburst.attention.uncompiled import uncompiled
 
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, sequence: BiasedSequence, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp as it runs; see `biased_attention`."""
+        found: tuple[Tensor, Tensor] = uncompiled(biased_attention, q, k, v, table, sequence, scale=scale)
+        return found
     if not isinstance(sequence, BiasedSequence):
-        raise UserError(f"sequence must be a BiasedSequence, got {type(sequence).__name__}\n{HOW_MADE}")
+        raise UserError(f"sequence must be a BiasedSequence, got {type(sequence).__name__}\n{_HOW_MADE}")
     call = _decide(q, k, v, table, sequence, scale)
-    out, lse = _BiasedAttention.apply(q, k, v, table, call)  # type: ignore[no-untyped-call]
+    out, lse = SequenceAttention.apply(_RING, call, q, k, v, table)  # type: ignore[no-untyped-call]
     return out, lse
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    """One attention, decided.
+def _decide(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, sequence: BiasedSequence, scale: float | None
+) -> BiasedCall:
+    """Check the inputs and decide, together with the other ranks while the group compares them.
 
-    Attributes:
-        comm: Over its transport.
-        kernel: That computes blocks.
-        pairs: This rank's queries and the keys of each rank.
-        scale: Factor on the products.
-        schedule: Once around the ring: which tokens see each other is in vectors that nobody has looked at.
+    Else layers like an earlier one of the batch take its decision.
     """
+    tensors, comm = (q, k, v, table), sequence.group
+    request = StrategyRequest.of(comm, _STRATEGY, sequence.transport, None)
 
-    comm: Checked
-    kernel: BiasedKernel
-    pairs: tuple[Pairs, ...]
-    scale: float
-    schedule: Schedule
-
-
-def _decide(q: Tensor, k: Tensor, v: Tensor, table: Tensor, sequence: BiasedSequence, scale: float | None) -> _Call:
-    """Return what is done, together with the other ranks while the group compares them.
-
-    Else layers like an earlier one of the batch are decided as that was.
-    """
-
-    def here() -> tuple[BiasedKernel, str]:
+    def check() -> tuple[tuple[BiasedCall, HeadShapes], str]:
         require_known("transport", sequence.transport, TRANSPORTS)
         sequence.require_unchanged()
         try:
             own = Pairs(sequence.formula, sequence.relations, sequence.tokens, sequence.tokens)
             require_inputs(q, k, v, table, own)
             require_numbers("q", q)
-            require_transport(sequence.group, q, sequence.transport)
+            require_transport(comm, q, sequence.transport)
             if not q.is_cuda and sequence.is_new:  # where the host need not wait; on a GPU such biases are NaN
                 require_relations(own)
             kernel = select_biased_kernel(sequence.kernel, q)
         except KernelError as error:
             raise UserError(str(error)) from None
         require_scale(scale)
-        return kernel, _signature(q, k, v, table, sequence, kernel, scale) if sequence.group.active else ""
+        layout = Contiguous(comm.size, q.shape[1])
+        shapes, length = head_shapes(layout, q, k), layout.size * layout.tokens
+        call = BiasedCall(
+            comm=comm,
+            layout=layout,
+            length=length,
+            mask=Full(),
+            scale=scale_of(q, scale),
+            strategy=request.choose(shapes, length, Full()),
+            kernel=kernel,
+        )
+        return (call, shapes), _signature(q, k, v, table, sequence, kernel, scale) if comm.active else ""
 
-    def decide() -> _Call:
-        kernel = sequence.group.decided(here)
-        comm = over_transport(sequence.group, sequence.transport)
-        steps = tuple(Step(distance, (comm.rank - distance) % comm.size, ()) for distance in range(comm.size))
-        return _Call(comm, kernel, sequence.pairs(comm), scale_of(q, scale), Schedule(comm.size, steps))
+    def decide() -> BiasedCall:
+        call = request.place(*comm.decided(check))
+        return replace(call, pairs=sequence.pairs())
 
-    tensors = (q, k, v, table)
-    if sequence.group.active or not all(isinstance(t, Tensor) for t in tensors) or not isinstance(scale, float | None):
+    if comm.active or not all(isinstance(t, Tensor) for t in tensors) or not isinstance(scale, float | None):
         return decide()
     sequence.require_unchanged()
     kind: Hashable = (scale, *((t.shape, t.dtype, t.device, t.layout) for t in tensors))
-    call: _Call = sequence.decided(kind, decide)
-    sequence.pairs(call.comm)  # here, on whatever stream
+    call = sequence.calls.get(kind, decide)
+    sequence.pairs()  # here, on whatever stream
     return call
 
 
@@ -161,32 +260,10 @@ def _signature(
     )
 
 
-class _BiasedAttention(torch.autograd.Function):
-    """`(q, k, v, table, call) -> (out, lse)`."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        with no_autocast(q.device.type), traced("biased attention forward"):
-            out, lse = keep(lambda: tuple(_forward(call, q, k, v, table)))
-        ctx.save_for_backward(q, k, v, table, out, lse)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @first_order(UserError)
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, table, out, lse = ctx.saved_tensors
-        grad_out, delta = output_gradients(out, grad_out, grad_lse)
-        with no_autocast(q.device.type), traced("biased attention backward"):
-            grads = _backward(ctx.call, grad_out, q, k, v, table, lse, delta)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v, table), strict=True)), None
-
-
-def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Partial:
+def _forward(call: BiasedCall, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Partial:
     """Return attention of this rank's queries: keys and values visit."""
     merged: Partial | None = None
-    for step, (keys, values) in visits(call.comm, call.schedule, k, v):
+    for step, (keys, values) in visiting_kv(call, k, v):
         part = call.kernel.forward(q, keys, values, table, call.pairs[step.owner], scale=call.scale)
         if call.comm.size == 1:
             return part
@@ -198,15 +275,14 @@ def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Par
     return Partial(merged.out.to(q.dtype), merged.lse)
 
 
-def _backward(
-    call: _Call, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lse: Tensor, delta: Tensor
-) -> BiasedGradients:
+def _backward(call: BiasedCall, given: Given, table: Tensor) -> BiasedGradients:
     """Return the gradients of q, k and v, and this rank's share of the table's: fp32 or wider, of one rank rounded."""
+    grad_out, q, k, v, lse, delta = given
     own: list[tuple[Tensor, Tensor]] = []
     is_alone = call.comm.size == 1
 
-    def visit(step: Step, guests: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        (keys, values), pairs = guests, call.pairs[step.owner]
+    def visit(step: Step, visitors: Tensors) -> Tensors:
+        (keys, values), pairs = visitors, call.pairs[step.owner]
         grads = call.kernel.backward(
             *(grad_out, q, keys, values, lse, delta, table), pairs, scale=call.scale, rounded=is_alone
         )
@@ -218,6 +294,9 @@ def _backward(
             own.append((grads.q, grads.table))
         return grads.k, grads.v
 
-    grad_k, grad_v = carry_home(call.comm, call.schedule, (k, v), visit)
+    grad_k, grad_v = carry_home(call, "kv", (k, v), visit)
     grad_q, grad_table = own[0]
     return BiasedGradients(grad_q, grad_k, grad_v, grad_table)
+
+
+_RING = Executor(_forward, _backward)

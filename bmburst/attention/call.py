@@ -1,72 +1,111 @@
-"""One attention over a group of ranks, decided: everything the executor needs."""
+"""Decides an attention call over a group of ranks: kernel, transport and strategy, the same on all of them."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-from bmburst.attention.differentiable import gradient_signature
-from bmburst.attention.options import AttentionOptions, require_tensors, require_transport, scale_of
+from bmburst.attention.options import (
+    AttentionOptions,
+    gradient_signature,
+    require_tensors,
+    require_transport,
+    scale_of,
+)
 from bmburst.comm.checks import Checked, describe
-from bmburst.comm.levels import Levels, device_name, find_nodes, over_levels
 from bmburst.comm.protocol import BlockMover
-from bmburst.comm.subgroups import EveryNth
-from bmburst.comm.transports import over_transport
+from bmburst.comm.transports import (
+    DoubleRingGroups,
+    EveryNth,
+    device_name,
+    double_ring_groups,
+    find_nodes,
+    over_transport,
+)
 from bmburst.errors import UserError
 from bmburst.schedule.cost import Placement
-from bmburst.schedule.double_schedule import DoubleSchedule, make_double_schedule
-from bmburst.schedule.hardware import hardware_like
-from bmburst.schedule.heads_plan import HeadShapes, HeadsPlan, Strides, make_heads_plan
+from bmburst.schedule.hardware import Hardware, hardware_like
+from bmburst.schedule.heads_plan import HeadsPlan, Strides, make_heads_plan
 from bmburst.schedule.layout import Layout, make_layout, real_length
 from bmburst.schedule.mask import Mask, make_mask
-from bmburst.schedule.ring_schedule import Schedule, make_schedule, tiles
+from bmburst.schedule.ring_schedule import DoubleSchedule, Schedule, make_double_schedule, make_schedule, tiles
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.schedule.strategy_names import STRATEGIES, Strategy, Travellers
 from bmburst.schedule.tiles import Tile
+from bmburst.schedule.units import HeadShapes
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import Kernel, select_kernel
+from bmburst_ops.flash import Kernel, Partial, ReferenceKernel, TritonKernel, select_kernel
 from bmburst_ops.merge import accumulation_dtype
 
+Call = TypeVar("Call", bound="SequenceCall")
 
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
-    """A checked attention: the executor only obeys it. Equal to no other, so that what is kept of it is found by it."""
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SequenceCall:
+    """A checked attention call over the ranks of a sequence, of any kind. Executors follow it.
+
+    Calls are compared by identity: what is cached for a call is found by the call itself.
+
+    Attributes:
+        comm: The group, over the transport that moves its blocks.
+        layout: Which rank holds which tokens.
+        length: Real tokens of the whole sequence.
+        mask: Which keys a query sees.
+        scale: Factor on the scores.
+        strategy: How the work is spread.
+        double_ring: The groups of a double ring, where the strategy has one.
+    """
 
     comm: BlockMover
-    kernel: Kernel
     layout: Layout
     length: int
     mask: Mask
     scale: float
     strategy: Strategy
-    deterministic: bool
-    levels: Levels | None = None
-    """Of a double ring."""
-    _heads_plans: dict[tuple[object, ...], HeadsPlan] = field(default_factory=dict, init=False, repr=False)
-    _others: dict[tuple[Layout, int], "AttentionCall"] = field(default_factory=dict, init=False, repr=False)
+    double_ring: DoubleRingGroups | None = None
 
     def double_schedule(self, travellers: Travellers, *, returning: bool) -> DoubleSchedule:
-        """Return this rank's schedule in a double ring; `returning`: whether something follows the travellers home."""
-        assert self.levels is not None
-        nodes = self.levels.outer.size
+        """Return this rank's schedule in a double ring; `returning`: whether gradients follow the blocks home."""
+        assert self.double_ring is not None
+        nodes = self.double_ring.inter.size
         options = (self.layout, self.length, self.mask, self.comm.rank, travellers, nodes)
         return make_double_schedule(*options, returning=returning)
 
     def schedule(self, travellers: Travellers) -> Schedule:
-        """Return this rank's schedule."""
+        """Return this rank's schedule in a ring."""
         return make_schedule(self.layout, self.length, self.mask, self.comm.rank, travellers)
+
+    def taking_delta(self, q: Tensor, k: Tensor) -> "SequenceCall":
+        """Return this call with a kernel that uses any delta as it is given; here the call's own kernel does."""
+        del q, k
+        return self
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionCall(SequenceCall):
+    """A call of `burst_attention`.
+
+    Attributes:
+        kernel: What computes a tile.
+        deterministic: Whether repeated calls must give the same bits.
+    """
+
+    kernel: Kernel
+    deterministic: bool
 
     def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
         """Return the work between one rank's queries and another's keys."""
         return tiles(self.layout, self.length, self.mask, query_rank, key_rank)
 
     def heads_plan(self, q: Tensor, k: Tensor, brought: Sequence[Tensor], *, backward: bool) -> HeadsPlan:
-        """Return this rank's plan of an exchange of heads.
+        """Return this rank's plan of a head exchange.
 
-        Kept here by what a tensor says of itself: to find it in `make_heads_plan`'s cache took the host of an H200 50
-        microseconds before the first copy of each call, this takes 8.
+        It is found by what tensors say of themselves: to hash all that `make_heads_plan` takes cost the host of an H200
+        50 microseconds before the first copy of each call.
 
         Args:
             q: This rank's queries.
@@ -74,23 +113,12 @@ class AttentionCall:
             brought: See `make_heads_plan`.
             backward: See `make_heads_plan`.
         """
-        key = (backward, q.shape, k.shape, *(tensor.stride() for tensor in brought))
-        if key not in self._heads_plans:
-            self._heads_plans[key] = make_heads_plan(
-                replace(head_shapes(self.layout, q, k), degree=self.strategy.ulysses_degree),
-                self.comm.rank,
-                tuple(_strides(tensor) for tensor in brought),
-                backward=backward,
-                most=self.strategy.most_kv_heads,
-                pace=self.strategy.pace,
-            )
-        return self._heads_plans[key]
+        strides = tuple([tensor.stride() for tensor in brought])
+        return _heads_plan(self.layout, self.strategy, self.comm.rank, backward, q.shape, k.shape, q.dtype, strides)
 
     def over(self, layout: Layout, length: int) -> "AttentionCall":
-        """Return this attention of other tokens: one call for all layers, by which its kernels are recorded."""
-        if (layout, length) not in self._others:
-            self._others[layout, length] = replace(self, layout=layout, length=length)
-        return self._others[layout, length]
+        """Return this call for other tokens: the same object each time, by which CUDA graphs of it are found."""
+        return _over(self, layout, length)
 
     @cached_property
     def outer(self) -> "AttentionCall":
@@ -101,14 +129,95 @@ class AttentionCall:
         strategy, layout = replace(self.strategy, ulysses_degree=1), self.layout.over_groups(degree)
         return replace(self, comm=EveryNth(self.comm, degree), layout=layout, strategy=strategy)
 
+    def taking_delta(self, q: Tensor, k: Tensor) -> "AttentionCall":
+        """Return this call with a kernel that uses any delta as it is given.
+
+        A delta that is not zero where dO is: the surrogate output of a kernel that takes no delta cannot express it.
+        """
+        if self.kernel.takes_delta:
+            return self
+        return _taking_delta(self, with_triton=q.is_cuda and TritonKernel().refusal(q, k) is None)
+
+
+@lru_cache(maxsize=256)
+def _heads_plan(
+    layout: Layout,
+    strategy: Strategy,
+    rank: int,
+    backward: bool,
+    q: torch.Size,
+    k: torch.Size,
+    dtype: torch.dtype,
+    strides: tuple[tuple[int, ...], ...],
+) -> HeadsPlan:
+    shapes = replace(_shapes_of(layout, q, k, dtype), degree=strategy.ulysses_degree)
+    return make_heads_plan(
+        shapes,
+        rank,
+        tuple(_strides(each, shapes) for each in strides),
+        backward=backward,
+        most=strategy.most_kv_heads,
+        pace=strategy.pace,
+    )
+
+
+@bounded_cache(maxsize=64)
+def _over(call: AttentionCall, layout: Layout, length: int) -> AttentionCall:
+    return replace(call, layout=layout, length=length)
+
+
+@bounded_cache(maxsize=64)
+def _taking_delta(call: AttentionCall, *, with_triton: bool) -> AttentionCall:
+    return replace(call, kernel=TritonKernel() if with_triton else ReferenceKernel())
+
+
+class Executor(NamedTuple):
+    """What runs a call: one way to spread an attention, forward and backward.
+
+    Attributes:
+        forward: From the call, q, k, v and further inputs to this rank's output, in q's dtype, and log-sum-exp, in fp32
+            or wider. Padding rows give zero and `-inf`.
+        backward: From the call, what backward is given and further inputs to the gradients of all inputs, in their
+            dtype or wider.
+    """
+
+    forward: Callable[..., Partial]
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+class DecidedCalls(Generic[Call]):
+    """The calls that a group has decided under the same options, by the kind of their tensors: shape, dtype, device."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, Call] = {}
+
+    def get(self, kind: Hashable, decide: Callable[[], Call]) -> Call:
+        """Return the call of that kind; `decide` makes the first one."""
+        call = self._calls.get(kind)
+        if call is None:
+            if len(self._calls) >= _MOST_KINDS:
+                self._calls.clear()
+            call = self._calls[kind] = decide()
+        return call
+
+
+_MOST_KINDS = 64
+"""Kinds of tensors whose calls are kept for one group and its options."""
+
+
+@bounded_cache(maxsize=256)
+def _decided_calls(comm: Checked, length: int | None, options: AttentionOptions) -> DecidedCalls[AttentionCall]:
+    del comm, length, options
+    return DecidedCalls()
+
 
 def decide(
     comm: Checked, q: Tensor, k: Tensor, v: Tensor, length: int | None, options: AttentionOptions
 ) -> AttentionCall:
     """Check the inputs and choose kernel and strategy.
 
-    A call like an earlier one is decided as that was: no kernel starts before, and deciding takes the host a sixth of a
-    millisecond.
+    A call with inputs of the same kind as an earlier one takes its decision: deciding takes the host a sixth of a
+    millisecond, during which no kernel runs.
 
     Raises:
         UserError: Something cannot work; where the group compares its ranks, on all of them.
@@ -117,33 +226,19 @@ def decide(
         return _decide(comm, q, k, v, length, options)
     require_tensors(q, k, v)
     try:
-        decision = _decision(comm, length, options, *((t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)))
+        decided = _decided_calls(comm, length, options)
     except TypeError:  # an option that cannot be hashed, a list, is refused
         return _decide(comm, q, k, v, length, options)
-    if decision.call is None:
-        decision.call = _decide(comm, q, k, v, length, options)
-    return decision.call
-
-
-@dataclass(slots=True)
-class _Decision:
-    """What was decided for inputs of one kind, if it was."""
-
-    call: AttentionCall | None = None
-
-
-@bounded_cache(maxsize=256)
-def _decision(*_: object) -> _Decision:
-    return _Decision()
+    kind = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)])
+    return decided.get(kind, lambda: _decide(comm, q, k, v, length, options))
 
 
 def _decide(
     comm: Checked, q: Tensor, k: Tensor, v: Tensor, length: int | None, options: AttentionOptions
 ) -> AttentionCall:
-    """Decide, together with the other ranks while the group compares them."""
-    hardware = hardware_like(device_name(comm))
+    request = StrategyRequest.of(comm, options.strategy, options.transport, comm.heads)
 
-    def here() -> tuple[AttentionCall, str]:
+    def check() -> tuple[tuple[AttentionCall, HeadShapes], str]:
         options.validate()
         require_tensors(q, k, v)
         require_transport(comm, q, options.transport)
@@ -152,6 +247,7 @@ def _decide(
         real = real_length(comm.size, q.shape[1], mask.length if length is None else length)
         mask.require(real)
         layout = make_layout(options.layout, comm.size, q.shape[1], mask, real)
+        shapes = head_shapes(layout, q, k)
         call = AttentionCall(
             comm=comm,
             kernel=_kernel(options, mask, q, k),
@@ -159,47 +255,86 @@ def _decide(
             length=real,
             mask=mask,
             scale=scale_of(q, options.scale),
-            strategy=choose(layout, real, mask, Placement(comm.transport, None)),
+            strategy=request.choose(shapes, real, mask),
             deterministic=options.deterministic,
         )
         hints = f"nodes {comm.nodes}\nheads {comm.heads}"
-        return call, f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
+        return (call, shapes), f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
 
-    def choose(layout: Layout, real: int, mask: Mask, placement: Placement) -> Strategy:
-        shapes = head_shapes(layout, q, k)
-        return choose_strategy(options.strategy, shapes, real, mask, placement, hardware, comm.heads)
-
-    call = comm.decided(here)
-    # What follows is collective the first time: not before all agree.
-    by_levels = STRATEGIES[options.strategy].needs("double-ring")  # which have transports of their own
-    moved = comm if by_levels else over_transport(comm, options.transport)
-    placement = _placement(comm, moved, options)
-    if moved is comm and placement.nodes is None:
-        return call
-    strategy = choose(call.layout, call.length, call.mask, placement)
-    if strategy.outer != "double-ring":
-        return replace(call, comm=moved, strategy=strategy)
-    assert placement.nodes is not None
-    levels = over_levels(comm, placement.nodes, options.transport, strategy.ulysses_degree)
-    return replace(call, comm=moved, strategy=strategy, levels=levels)
+    return request.place(*comm.decided(check))
 
 
-def _placement(comm: Checked, moved: Checked, options: AttentionOptions) -> Placement:
-    """Return where the ranks lie and what moves their blocks; ranks are asked only where several ways are compared.
+@dataclass(frozen=True, slots=True)
+class StrategyRequest:
+    """A strategy and a transport that a caller asks for, and the group that will run them.
 
-    Raises:
-        UserError: They lie unevenly on nodes, and the strategy asked for needs it.
+    Attributes:
+        comm: The group.
+        name: One of `bmburst.schedule.strategy_names.STRATEGIES`.
+        transport: One of `bmburst.comm.transports.TRANSPORTS`.
+        hardware: What the ranks run on, the same for all of them.
+        ulysses_degree: How many neighbouring ranks must exchange heads; None: what is cheapest.
     """
-    asked = STRATEGIES[options.strategy]
-    if comm.size == 1 or moved.transport == "peer":  # peers are on one node
-        return Placement(moved.transport, 1 if moved.transport == "peer" else None)
-    if "double-ring" not in asked.outer and asked.exchange != "some":
-        return Placement(moved.transport, None)
-    nodes = find_nodes(comm)
-    if nodes.uneven and asked.needs("double-ring"):
-        raise UserError(f"strategy '{options.strategy}' cannot work: {nodes.uneven}\nuse strategy='auto'")
-    within = None if options.transport == "auto" else options.transport
-    return Placement(moved.transport, nodes.count, not nodes.uneven, within)
+
+    comm: Checked
+    name: str
+    transport: str
+    hardware: Hardware
+    ulysses_degree: int | None
+
+    @classmethod
+    def of(cls, comm: Checked, name: str, transport: str, ulysses_degree: int | None) -> "StrategyRequest":
+        """Return the request. Collective the first time for a group: not where one rank may raise alone."""
+        return cls(comm, name, transport, hardware_like(device_name(comm)), ulysses_degree)
+
+    def choose(self, shapes: HeadShapes, length: int, mask: Mask, placement: Placement | None = None) -> Strategy:
+        """Return the cheapest strategy of that name.
+
+        Args:
+            shapes: Sizes; `degree` is not looked at.
+            length: Real tokens of the sequence.
+            mask: Which keys a query sees.
+            placement: Where the ranks lie, and what moves their blocks; None: not known yet.
+
+        Raises:
+            UserError: The strategy cannot work with these shapes.
+        """
+        placement = placement or Placement(self.comm.transport, None)
+        return choose_strategy(self.name, shapes, length, mask, placement, self.hardware, self.ulysses_degree)
+
+    def place(self, call: Call, shapes: HeadShapes) -> Call:
+        """Return a call on which all ranks agree with the transport and the strategy that it will use.
+
+        Collective the first time for a group.
+
+        Raises:
+            UserError: Ranks lie unevenly on nodes or cannot read each other's memory, and what was asked for needs it.
+        """
+        comm = self.comm
+        has_own_groups = STRATEGIES[self.name].needs("double-ring")  # which have transports of their own
+        moved = comm if has_own_groups else over_transport(comm, self.transport)
+        placement = self._placement(moved.transport)
+        if moved is comm and placement.nodes is None:
+            return call
+        strategy = self.choose(shapes, call.length, call.mask, placement)
+        if strategy.outer != "double-ring":
+            return replace(call, comm=moved, strategy=strategy)
+        assert placement.nodes is not None
+        groups = double_ring_groups(comm, placement.nodes, self.transport, strategy.ulysses_degree)
+        return replace(call, comm=moved, strategy=strategy, double_ring=groups)
+
+    def _placement(self, transport: str) -> Placement:
+        """Return where the ranks lie; they are asked only where several ways are compared."""
+        spec = STRATEGIES[self.name]
+        if self.comm.size == 1 or transport == "peer":  # peers are on one node
+            return Placement(transport, 1 if transport == "peer" else None)
+        if "double-ring" not in spec.outer and spec.exchange != "some":
+            return Placement(transport, None)
+        nodes = find_nodes(self.comm)
+        if nodes.uneven and spec.needs("double-ring"):
+            raise UserError(f"strategy '{self.name}' cannot work: {nodes.uneven}\nfix: use strategy='auto'")
+        within = None if self.transport == "auto" else self.transport
+        return Placement(transport, nodes.count, not nodes.uneven, within)
 
 
 def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
@@ -227,9 +362,13 @@ def _kernel(options: AttentionOptions, mask: Mask, q: Tensor, k: Tensor) -> Kern
         raise UserError(str(error)) from None
 
 
-def _strides(tensor: Tensor) -> Strides:
-    batch, second, third = (stride * tensor.element_size() for stride in tensor.stride()[:3])
-    return Strides(batch, second, third) if tensor.dim() == 4 else Strides(batch, third, second)
+def _strides(elements: tuple[int, ...], shapes: HeadShapes) -> Strides:
+    """Return the strides in bytes of a tensor, or of a statistic `[batch, heads, tokens]`."""
+    if len(elements) == 4:
+        batch, token, head = (stride * shapes.itemsize for stride in elements[:3])
+    else:
+        batch, head, token = (stride * shapes.statistics_itemsize for stride in elements)
+    return Strides(batch, token, head)
 
 
 def head_shapes(layout: Layout, q: Tensor, k: Tensor) -> HeadShapes:
@@ -240,14 +379,18 @@ def head_shapes(layout: Layout, q: Tensor, k: Tensor) -> HeadShapes:
         q: `[batch, tokens, heads, head_dim]`.
         k: `[batch, tokens, kv_heads, head_dim]`.
     """
-    batch, _, heads, head_dim = q.shape
+    return _shapes_of(layout, q.shape, k.shape, q.dtype)
+
+
+def _shapes_of(layout: Layout, q: torch.Size, k: torch.Size, dtype: torch.dtype) -> HeadShapes:
+    batch, _, heads, head_dim = q
     return HeadShapes(
         layout=layout,
         degree=1,
         batch=batch,
         heads=heads,
-        kv_heads=k.shape[2],
+        kv_heads=k[2],
         head_dim=head_dim,
-        itemsize=q.element_size(),
-        statistics_itemsize=accumulation_dtype(q.dtype).itemsize,
+        itemsize=dtype.itemsize,
+        statistics_itemsize=accumulation_dtype(dtype).itemsize,
     )

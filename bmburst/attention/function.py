@@ -1,49 +1,136 @@
-"""Attention over a group of ranks as one differentiable function."""
+"""Attention over a group of ranks as one differentiable function, whose results a checkpoint keeps or recomputes.
 
+A checkpoint may keep the results of the last tokens only (recompute policy `:0.5`). The results of the first tokens,
+the prefix, are then recomputed. Under a mask that shows no query a later key, a prefix attends only to itself: its
+results are those of attention over it alone, with 1/4 of the whole's FLOPs for a half, and half of its bytes over the
+links (BurstEngine's sequence-level selective checkpointing, arXiv:2509.19836, which has it for striped halves).
+
+Every rank must keep the same share of its tokens, or the peak does not fall. So it depends on the layout:
+
+- alone on a device: any share;
+- striped: any share; the prefix is striped too, and balanced;
+- zigzag: the half, which is every rank's second chunk. The first chunks are a contiguous layout of the prefix. Where
+  all ranks exchange heads, each has all of its tokens and like work: 1/4 of the whole's. A ring or a gather gives the
+  last rank up to twice the mean, so 1/2 of the whole's;
+- contiguous, balanced: none. The last ranks would keep everything.
+"""
+
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bmburst.attention.call import AttentionCall
-from bmburst.attention.differentiable import no_autocast, output_gradients
-from bmburst.attention.executor import backward, forward
-from bmburst.attention.prefix import Beginning
+from bmburst.attention.call import AttentionCall, Executor, SequenceCall
+from bmburst.attention.options import no_autocast
 from bmburst.errors import UserError
 from bmburst.recompute import keep
+from bmburst.recompute.policy import require_end
+from bmburst.schedule.layout import Contiguous, Layout, Striped
+from bmburst.trace import traced
 from bmburst_ops.first_order import first_order
-from bmburst_ops.flash import Given, Kernel, ReferenceKernel, TritonKernel
+from bmburst_ops.flash import Given
+from bmburst_ops.merge import row_dots
 
 
 class SequenceAttention(torch.autograd.Function):
-    """`(q, k, v, call) -> (out, lse)`; see `burst_attention`."""
+    """`(executor, call, q, k, v, ...) -> (out, lse)`: every kind of attention over ranks runs through it."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, executor: Executor, call: SequenceCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Attend, or inside a checkpoint's recomputation return what that gave."""
-        with no_autocast(q.device.type):
-            out, lse = keep(lambda: tuple(forward(call, q, k, v)), lambda part: Beginning.before(part, call, q, k, v))
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = call
+        prefix = partial(Prefix.of, executor, call, inputs) if isinstance(call, AttentionCall) else None
+        with no_autocast(inputs[0].device.type), traced("attention forward"):
+            out, lse = keep(partial(executor.forward, call, *inputs), prefix)
+        ctx.save_for_backward(*inputs, out, lse)
+        ctx.executor, ctx.call = executor, call
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @first_order(UserError)
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v."""
-        q, k, v, out, lse = ctx.saved_tensors
-        call: AttentionCall = ctx.call
+        """Return the gradients of the inputs."""
+        q, k, v, *others, out, lse = ctx.saved_tensors
+        call: SequenceCall = ctx.call if grad_lse is None else ctx.call.taking_delta(q, k)
         grad_out, delta = output_gradients(out, grad_out, grad_lse)
-        # A delta that is not zero where dO is: the surrogate output of a kernel that takes none cannot express it.
-        is_taken = grad_lse is None or call.kernel.takes_delta
-        kernel = call.kernel if is_taken else _taking_delta(q, k)
-        with no_autocast(q.device.type):
-            grads = backward(call, kernel, Given(grad_out, q, k, v, lse, delta))
-        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None
+        with no_autocast(q.device.type), traced("attention backward"):
+            grads = ctx.executor.backward(call, Given(grad_out, q, k, v, lse, delta), *others)
+        return None, None, *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v, *others), strict=True))
 
 
-def _taking_delta(q: Tensor, k: Tensor) -> Kernel:
-    """Return a kernel that uses any delta as it is given."""
-    fast = TritonKernel()
-    return fast if q.is_cuda and fast.refusal(q, k) is None else ReferenceKernel()
+def output_gradients(out: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what a kernel's backward takes for the gradients of an output and its log-sum-exp.
+
+    Args:
+        out: `[batch, tokens, heads, head_dim]`.
+        grad_out: Shaped as `out`, any strides, or None for zero.
+        grad_lse: `[batch, heads, tokens]`, or None for zero.
+
+    Returns:
+        The output's gradient, dense, and delta `[batch, heads, tokens]` in fp32 or wider.
+    """
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
+    delta = row_dots(grad_out, out)
+    if grad_lse is not None:
+        # dS = P * (dO V^T - delta + dlse): the gradient of the log-sum-exp is a smaller delta. It may be non-zero
+        # where dO is zero.
+        delta = delta - grad_lse.to(delta.dtype)
+    return grad_out, delta
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The tokens that a checkpoint recomputes attention for; a `bmburst.recompute.Part` of output and log-sum-exp.
+
+    Attributes:
+        executor: What runs the call.
+        call: The attention of the prefix.
+        rows: Local tokens of the prefix, on every rank.
+        inputs: q, k and v of all tokens.
+    """
+
+    executor: Executor
+    call: AttentionCall
+    rows: int
+    inputs: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, executor: Executor, call: AttentionCall, inputs: tuple[Tensor, ...], kept: float) -> "Prefix":
+        """Return the prefix before the last tokens, a share `kept` of all.
+
+        Raises:
+            UserError: Layout or mask have no such prefix; on every rank.
+        """
+        layout = call.layout
+        require_end(kept, layout.name, layout.size)
+        rows = min(layout.tokens - 1, round((1 - kept) * layout.tokens))
+        if rows < 1:
+            return cls(executor, call, 0, inputs)
+        length = min(call.length, layout.size * rows)
+        if int(call.mask.rows(np.array([length - 1]), call.length).stop[0]) > length:
+            raise UserError(
+                f"mask {call.mask} shows the first {length} tokens later ones, so their attention cannot be recomputed "
+                "alone\nfix: recompute policy block-keep-attention, or a causal mask"
+            )
+        return cls(executor, call.over(_first(layout, rows), length), rows, inputs)
+
+    def end(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See `Part.end`."""
+        out, lse = results
+        return out[:, self.rows :].detach().clone(), lse[:, :, self.rows :].detach().clone()
+
+    def whole(self, end: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See `Part.whole`."""
+        out, lse = end
+        if not self.rows:
+            return out.detach(), lse.detach()
+        first = self.executor.forward(self.call, *(t[:, : self.rows] for t in self.inputs))
+        return torch.cat((first.out, out), 1), torch.cat((first.lse, lse), 2)
+
+
+def _first(layout: Layout, rows: int) -> Layout:
+    """Return the layout of the first `rows` local tokens of every rank."""
+    return (Striped if isinstance(layout, Striped) else Contiguous)(layout.size, rows)

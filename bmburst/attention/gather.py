@@ -1,4 +1,4 @@
-"""Attention by gathering keys: a rank pulls what its queries see, and they meet it in one or two large rectangles.
+"""Attention by gathering keys and values: a rank pulls those that its queries see, and attends to them in few tiles.
 
 Own keys come first and need nobody: that hides the first pull. Heads are cut into units, and while kernels work on one
 the next one's K and V arrive, and the last one's dK and dV go home. A run of queries is merged once, whatever the
@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
-from bmburst.attention.local import backward_by_tiles, forward_by_tiles, tile_backward, tile_forward
-from bmburst.comm.messages import tensor_in
+from bmburst.attention.local import local_backward, local_forward, tile_backward, tile_forward
+from bmburst.comm.memory import tensor_in
 from bmburst.comm.protocol import Transfer
-from bmburst.schedule.gather_plan import GatherPlan, GatherShapes, Sight, Sums, make_gather_plan
-from bmburst_ops.flash import Given, Gradients, Kernel, Partial
+from bmburst.schedule.gather_plan import GatherPlan, GatherShapes, GradientSums, Visibility, make_gather_plan
+from bmburst_ops.flash import Given, Gradients, Partial
 from bmburst_ops.merge import merge_partials_, sum_parts
 
 _IN, _OUT = 2, 3  # lanes: nothing queues behind gradients that go home, nor behind heads that are being exchanged
@@ -50,7 +50,7 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: P
     """
     plan = _plan(call, q, k)
     arriving = _Arriving(call, plan, k, v)
-    whole = forward_by_tiles(call, plan.own, q, k, v, into)
+    whole = local_forward(call, q, k, v, into, tiles=plan.own)
     for i, unit in enumerate(plan.units):
         keys, values = arriving.wait(i)
         heads = unit.heads.slice
@@ -61,7 +61,7 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: P
     return whole
 
 
-def gather_backward(call: AttentionCall, kernel: Kernel, given: Given, into: Gradients | None = None) -> Gradients:
+def gather_backward(call: AttentionCall, given: Given, into: Gradients | None = None) -> Gradients:
     """Return the gradients of this rank's q, k and v in their dtype; `into` as above."""
     grad_out, q, k, v, lse, delta = given
     plan = _plan(call, q, k)
@@ -82,7 +82,7 @@ def gather_backward(call: AttentionCall, kernel: Kernel, given: Given, into: Gra
             *(t[:, : plan.real, kv] for t in (k, v)),
             *(t[:, heads, : plan.real] for t in (lse, delta)),
         )
-        backward_by_tiles(call, kernel, plan.own, own, Gradients(q_parts[0], *returning.own_parts(i)))
+        local_backward(call, own, Gradients(q_parts[0], *returning.own_parts(i)), tiles=plan.own)
         keys, values = arriving.wait(i)
         others = Given(grad_out[:, :, heads], q[:, :, heads], keys, values, lse[:, heads], delta[:, heads])
         grad_k, grad_v = returning.outbox(i)
@@ -90,9 +90,9 @@ def gather_backward(call: AttentionCall, kernel: Kernel, given: Given, into: Gra
             grad_q, columns = q_parts[part][:, tile.queries.slice], tile.keys.slice
             if plan.apart:
                 target = Gradients(grad_q, grad_k[:, columns], grad_v[:, columns])
-                tile_backward(call, kernel, tile, others, target)
+                tile_backward(call, tile, others, target)
             else:
-                shares = tile_backward(call, kernel, tile, others)
+                shares = tile_backward(call, tile, others)
                 grad_q.copy_(shares.q)
                 grad_k[:, columns] += shares.k  # of a key one tile's is not zero
                 grad_v[:, columns] += shares.v
@@ -151,11 +151,11 @@ class _Arriving:
         if i == len(self._plan.units) or not self._plan.most_seen:
             return
         exchange, kv = self._plan.inbound[i], self._plan.units[i].kv_heads.slice
-        box = self._call.comm.outbox(exchange.nbytes, _IN)
+        outbox = self._call.comm.outbox(exchange.nbytes, _IN)
         for half, tensor in enumerate(self._held):
             mine = tensor[:, :, kv]
-            _half(box, half, mine.shape, mine.dtype).copy_(mine)
-        self._under_way.append(self._call.comm.pull(exchange, box, self._buffers.at(i), _IN))
+            _half(outbox, half, mine.shape, mine.dtype).copy_(mine)
+        self._under_way.append(self._call.comm.pull(exchange, outbox, self._buffers.at(i), _IN))
 
 
 class _Returning:
@@ -164,7 +164,7 @@ class _Returning:
     def __init__(self, call: AttentionCall, plan: GatherPlan, k: Tensor, into: Gradients) -> None:
         self._comm, self._plan, self._like, self._into = call.comm, plan, k, into
         self._staging = _Turns(plan, k, plan.most_key_parts * call.layout.tokens)
-        self._box = k.new_empty(0)
+        self._outbox = k.new_empty(0)
         self._under_way: list[Transfer] = []
 
     def own_parts(self, i: int) -> tuple[Tensor, Tensor]:
@@ -181,8 +181,8 @@ class _Returning:
         shape = torch.Size((batch, self._plan.seen, len(self._plan.units[i].kv_heads), head_dim))
         if not self._plan.most_seen:
             return [self._like.new_empty(shape) for _ in range(2)]
-        self._box = self._comm.outbox(self._plan.outbound[i].nbytes, _OUT)
-        halves = [_half(self._box, half, shape, self._like.dtype) for half in (0, 1)]
+        self._outbox = self._comm.outbox(self._plan.outbound[i].nbytes, _OUT)
+        halves = [_half(self._outbox, half, shape, self._like.dtype) for half in (0, 1)]
         return halves if self._plan.apart else [half.zero_() for half in halves]
 
     def send(self, i: int) -> None:
@@ -192,7 +192,7 @@ class _Returning:
                 parts[1:] = 0
         if not self._plan.most_seen:
             return
-        self._under_way.append(self._comm.pull(self._plan.outbound[i], self._box, self._staging.at(i), _OUT))
+        self._under_way.append(self._comm.pull(self._plan.outbound[i], self._outbox, self._staging.at(i), _OUT))
 
     def bring_home(self, i: int) -> None:
         """Add up the gradients of own keys and values."""
@@ -209,7 +209,7 @@ class _Returning:
 
 def _plan(call: AttentionCall, q: Tensor, k: Tensor) -> GatherPlan:
     shapes = GatherShapes(
-        sight=Sight(call.layout, call.length, call.mask),
+        visibility=Visibility(call.layout, call.length, call.mask),
         batch=q.shape[0],
         heads=q.shape[2],
         kv_heads=k.shape[2],
@@ -219,11 +219,11 @@ def _plan(call: AttentionCall, q: Tensor, k: Tensor) -> GatherPlan:
     return make_gather_plan(shapes, call.comm.rank, call.strategy.most_kv_heads)
 
 
-def _add_up(sums: Sums, parts: Tensor, out: Tensor) -> None:
+def _add_up(sums: GradientSums, parts: Tensor, out: Tensor) -> None:
     for rows in sums.rows:
         sum_parts(parts[: rows.parts, :, rows.tokens.slice], out[:, rows.tokens.slice])
 
 
-def _half(box: Tensor, half: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _half(outbox: Tensor, half: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor at the start of the first or the second half of an outbox."""
-    return tensor_in(box, half * box.numel() // 2, shape, dtype)
+    return tensor_in(outbox, half * outbox.numel() // 2, shape, dtype)

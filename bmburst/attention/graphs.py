@@ -1,4 +1,4 @@
-"""Kernel calls as CUDA graphs: what is called again and again on the same memory is then started in one step.
+"""CUDA graphs of kernel calls that repeat on the same memory, and the streams on which units of heads run.
 
 FlashAttention-4's Python takes the host of an H200 0.15 to 0.25 ms for a forward and 0.25 to 0.4 ms for a backward
 before its kernels start; starting a graph takes it 0.01 ms. A GPU that has short kernels, or none before, waits for it.
@@ -14,6 +14,8 @@ spare.
 """
 
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 
 from bmburst.comm.streams import On, Order
-from bmburst.comm.transports import release_boxes
+from bmburst.comm.transports import PEER_GROUPS
 from bmburst_ops.flash.vectors import held
 
 # Bytes: during a recording torch's cache does not give way. Masks of several tiles take five or six times the sums that
@@ -62,19 +64,39 @@ class Recording:
             self._graph, self._held = _record(work, varying)
 
 
-@lru_cache(maxsize=256)
-def recording(*_: object) -> Recording:
-    """Return the recording of some work: the same for equal arguments, which say which work, where and on what stream.
+class Recordings:
+    """The recordings of a process, by what the work is, where its memory lies and on what stream it runs.
 
-    The oldest are let go, as where each step of a training has documents of its own.
+    The least recently used are dropped, as where each step of a training has documents of its own.
+
+    Args:
+        most: How many are kept.
     """
-    return Recording()
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._recordings: OrderedDict[tuple[object, ...], Recording] = OrderedDict()
+
+    def get(self, *work: object) -> Recording:
+        """Return the recording of some work: the same for equal arguments."""
+        with self._lock:
+            found = self._recordings.get(work)
+            if found is None:
+                found = self._recordings[work] = Recording()
+                if len(self._recordings) > self._most:
+                    self._recordings.popitem(last=False)
+            else:
+                self._recordings.move_to_end(work)
+            return found
+
+    def clear(self) -> None:
+        """Drop all recordings and the memory that their graphs share: work is called again before it is recorded."""
+        with self._lock:
+            self._recordings.clear()
+        _capture_resources.cache_clear()
 
 
-def forget() -> None:
-    """Let go of all recordings and of the memory that their graphs share: what comes next is called again first."""
-    recording.cache_clear()
-    _studio.cache_clear()
+RECORDINGS = Recordings(most=256)
 
 
 def _has_room() -> bool:
@@ -92,7 +114,7 @@ def _free_nbytes() -> float:
 def _record(work: Callable[[], None], varying: int) -> tuple[Any, object]:
     """Return a graph of the work, which is not done, and what must live as long; `varying` as above."""
     current = torch.cuda.current_stream()
-    stream, pool = _studio(current)
+    stream, pool = _capture_resources(current)
     graph = torch.cuda.CUDAGraph()
     with On(stream), held() as vectors:
         graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
@@ -106,7 +128,7 @@ def _record(work: Callable[[], None], varying: int) -> tuple[Any, object]:
 
 
 @lru_cache(maxsize=64)
-def _studio(stream: Any) -> tuple[Any, Any]:
+def _capture_resources(stream: Any) -> tuple[Any, Any]:
     """Return where work of a stream is recorded: a stream like it, and memory for its graphs, which never overlap."""
     return torch.cuda.Stream(stream.device, priority=stream.priority), torch.cuda.MemPool()
 
@@ -116,7 +138,7 @@ _PRIORITIES = (-1, -2, -2)
 higher one."""
 
 
-class Succession:
+class UnitStreams:
     """A stream for each turn, the last one's being the current stream; on CPUs, or for one turn alone, nothing.
 
     What is launched in a turn comes after everything launched before this was made. Its results may be used after
@@ -167,13 +189,13 @@ def _streams(device: torch.device) -> tuple[Any, ...]:
 def empty_cache() -> None:
     """Give back the GPU memory that calls of `burst_attention` keep for the next, and what torch's cache holds.
 
-    Attention keeps the boxes of transport "peer", outside of torch's cache and as large as the largest call so far
-    needed them, and what CUDA graphs of its kernels read and write. Call this between phases of a program where one has
-    longer sequences or more ranks a group than the next, before the groups of the last are destroyed: boxes of a group
-    that is gone stay until the process ends. Later calls take new memory.
+    Attention keeps the buffers of transport "peer", which are outside of torch's cache and as large as the largest call
+    so far needed them, and the memory of CUDA graphs of its kernels. Call this between phases of a program where one
+    has longer sequences or more ranks a group than the next, before the groups of the last are destroyed: buffers of a
+    destroyed group stay until the process ends. Later calls allocate new memory.
 
     Every rank must call it, at the same point of the program. It waits for the GPU.
     """
-    release_boxes()
-    forget()
+    PEER_GROUPS.release()
+    RECORDINGS.clear()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Attention by exchanging heads: every rank attends with its own heads over the whole sequence.
+"""Attention by head exchange (DeepSpeed Ulysses): every rank attends with its own heads over the whole sequence.
 
 No partial results, no merge, no sum over ranks: outputs and gradients are those of one device's kernel. While a kernel
 works on some heads, the next ones come in and the last ones go home. Tensors are moved from where they lie to where
@@ -17,19 +17,30 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bmburst.attention.call import AttentionCall
-from bmburst.attention.graphs import Succession, recording
-from bmburst.attention.outer import outer_backward, outer_forward
+from bmburst.attention.call import AttentionCall, Executor
+from bmburst.attention.gather import gather_backward, gather_forward
+from bmburst.attention.graphs import RECORDINGS, UnitStreams
+from bmburst.attention.local import local_backward, local_forward
+from bmburst.attention.ring import ring_backward, ring_forward
 from bmburst.comm.meter import working
 from bmburst.comm.protocol import Transfer
 from bmburst.comm.streams import current_stream
-from bmburst.schedule.heads_plan import HeadsPlan, Window
+from bmburst.schedule.heads_plan import HeadsPlan, StridedView
 from bmburst.schedule.units import records_kernels
-from bmburst_ops.flash import Given, Gradients, Kernel, Partial
+from bmburst_ops.flash import Given, Gradients, Partial
 from bmburst_ops.merge import accumulation_dtype
 
 _IN, _OUT = 0, 1  # lanes: what comes in does not queue behind what goes home
 _SHORT = 1 << 19  # tokens; beyond, kernels take so long that their tails are not worth each stream's scratch memory
+
+
+def executor_of(call: AttentionCall) -> Executor:
+    """Return what runs a call: a head exchange, and between groups that exchanged heads a gather or a ring."""
+    if call.strategy.ulysses_degree > 1:
+        return _HEADS
+    if call.comm.size == 1:
+        return _LOCAL
+    return _GATHER if call.strategy.outer == "gather" else _RING
 
 
 def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
@@ -40,17 +51,18 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
     arriving = _Arriving(call, plan, brought, streams)  # first: the host's time for all else is hidden
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
-    outer = call.outer
+    inbox, outer = arriving.inbox, call.outer
+    attend = executor_of(outer).forward
 
-    def attend(inputs: list[Tensor], results: list[Tensor]) -> None:
-        queries, keys, values = inputs
-        outer_forward(outer, queries, keys, values, Partial(*results))
+    def work(i: int, outbox: Tensor) -> None:
+        results = _tensors(outbox, plan.outbound[i].views, q.dtype)
+        attend(outer, *_tensors(inbox, plan.views[i], q.dtype), Partial(*results))
 
-    _by_units(call, plan, call.kernel, streams, arriving, attend, (out, lse))
+    _by_units(call, plan, streams, arriving, work, (out, lse))
     return Partial(out, lse)
 
 
-def heads_backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradients:
+def heads_backward(call: AttentionCall, given: Given) -> Gradients:
     """Return the gradients of this rank's q, k and v; see `ring_backward`."""
     grad_out, q, k, v, lse, delta = given
     brought = [*(_token_rows(t) for t in (q, k, v, grad_out)), lse.contiguous(), delta.contiguous()]
@@ -59,64 +71,73 @@ def heads_backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradien
     arriving = _Arriving(call, plan, brought, streams)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k, grad_v = (t.new_empty((plan.shapes.replicas, *t.shape)) for t in (k, v))
-    outer = call.outer
+    inbox, outer = arriving.inbox, call.outer
+    differentiate = executor_of(outer).backward
 
-    def attend(inputs: list[Tensor], results: list[Tensor]) -> None:
-        queries, keys, values, grads, own_lse, own_delta = inputs
-        outer_backward(outer, kernel, Given(grads, queries, keys, values, own_lse, own_delta), Gradients(*results))
+    def work(i: int, outbox: Tensor) -> None:
+        queries, keys, values, *statistics = _tensors(inbox, plan.views[i], q.dtype)
+        grads, own_lse, own_delta = statistics
+        results = _tensors(outbox, plan.outbound[i].views, q.dtype)
+        differentiate(outer, Given(grads, queries, keys, values, own_lse, own_delta), Gradients(*results))
 
-    _by_units(call, plan, kernel, streams, arriving, attend, (grad_q, grad_k, grad_v))
+    _by_units(call, plan, streams, arriving, work, (grad_q, grad_k, grad_v))
     return Gradients(grad_q, *(_joined(t) for t in (grad_k, grad_v)))
+
+
+_HEADS = Executor(heads_forward, heads_backward)
+_LOCAL = Executor(local_forward, local_backward)
+_GATHER = Executor(gather_forward, gather_backward)
+_RING = Executor(ring_forward, ring_backward)
 
 
 def _by_units(
     call: AttentionCall,
     plan: HeadsPlan,
-    kernel: Kernel,
-    streams: Succession,
+    streams: UnitStreams,
     arriving: "_Arriving",
-    attend: Callable[[list[Tensor], list[Tensor]], None],
+    work: Callable[[int, Tensor], None],
     targets: tuple[Tensor, ...],
 ) -> None:
-    """Attend unit by unit, from the inbox into an outbox, and bring the results home to their targets."""
-    inbox, dtype, going_home = arriving.inbox, targets[0].dtype, list[Transfer]()
+    """Attend unit by unit and bring the results home to their targets.
 
-    def work(i: int, box: Tensor) -> None:
-        attend(_tensors(inbox, plan.windows[i], dtype), _tensors(box, plan.outbound[i].windows, dtype))
-
-    start = _recorded(call, plan, kernel, inbox, work)
-    for i, at in enumerate(plan.outbound):
+    Args:
+        call: The attention.
+        plan: What moves.
+        streams: On which each unit's kernels run.
+        arriving: The units' inputs.
+        work: Attends with unit i and writes its results to an outbox.
+        targets: Where the results of this rank's tokens go.
+    """
+    is_recorded = _is_recorded(call, plan)
+    is_varying = plan.backward and bool(call.mask.starts)  # what it takes is padded by documents
+    going_home: list[Transfer] = []
+    for i, results in enumerate(plan.outbound):
         with streams.turn(i):
             arriving.wait(i)
-            box = call.comm.outbox(at.exchange.nbytes, _OUT)
+            outbox = call.comm.outbox(results.exchange.nbytes, _OUT)
             with working(call.comm):
-                start(i, box)
+                if is_recorded:
+                    stream = current_stream(outbox.device.index)
+                    places = arriving.inbox.data_ptr(), outbox.data_ptr(), stream
+                    recording = RECORDINGS.get(call, plan.backward, i, *places)
+                    recording.run(partial(work, i, outbox), plan.taken_nbytes(i) if is_varying else 0)
+                else:
+                    work(i, outbox)
         arriving.start(i + 1)
         with streams.turn(i):
-            going_home.append(call.comm.pull(at.exchange, box, targets, _OUT))
+            going_home.append(call.comm.pull(results.exchange, outbox, targets, _OUT))
     streams.join()
     for transfer in going_home:
         transfer.wait()
 
 
-def _recorded(
-    call: AttentionCall, plan: HeadsPlan, kernel: Kernel, inbox: Tensor, work: Callable[[int, Tensor], None]
-) -> Callable[[int, Tensor], None]:
-    """Return what does the work of a unit: the work itself, or where its memory stays what it was recorded as."""
-    stays = call.outer.comm.size == 1  # else what comes between is elsewhere each time
-    if not (stays and kernel.recordable and records_kernels(call.comm.transport, plan.sums_nbytes)):
-        return work
-    is_varying = plan.backward and bool(call.mask.starts)  # what it takes is padded by documents
-
-    def start(i: int, box: Tensor) -> None:
-        places = inbox.data_ptr(), box.data_ptr(), current_stream(box.device.index)
-        found = recording(call, kernel.name, plan.backward, i, *places)
-        found.run(partial(work, i, box), plan.taken_nbytes(i) if is_varying else 0)
-
-    return start
+def _is_recorded(call: AttentionCall, plan: HeadsPlan) -> bool:
+    """Return whether the kernels of units run as CUDA graphs: their memory stays, and nothing moves between them."""
+    is_local = call.outer.comm.size == 1
+    return is_local and call.kernel.recordable and records_kernels(call.comm.transport, plan.sums_nbytes)
 
 
-def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> Succession:
+def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> UnitStreams:
     """Return the streams of the units' kernels: one where transfers hold multiprocessors or are between them.
 
     And one where torch fills new memory, as its deterministic algorithms do: results are made after the streams have
@@ -124,7 +145,7 @@ def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> Succession:
     """
     is_free = call.comm.transport == "peer" and call.outer.comm.size == 1
     is_free = is_free and not torch.are_deterministic_algorithms_enabled()
-    return Succession(q.device, len(plan.units) if is_free and plan.shapes.tokens <= _SHORT else 1)
+    return UnitStreams(q.device, len(plan.units) if is_free and plan.shapes.tokens <= _SHORT else 1)
 
 
 class _Arriving:
@@ -133,7 +154,7 @@ class _Arriving:
     Queries and what belongs to them come with the unit's heads, keys and values with its KV heads.
     """
 
-    def __init__(self, call: AttentionCall, plan: HeadsPlan, brought: Sequence[Tensor], streams: Succession) -> None:
+    def __init__(self, call: AttentionCall, plan: HeadsPlan, brought: Sequence[Tensor], streams: UnitStreams) -> None:
         self._comm, self._plan, self._brought, self._streams = call.comm, plan, brought, streams
         self.inbox = call.comm.inbox(plan.nbytes, _IN)
         self._under_way: list[Transfer] = []
@@ -165,14 +186,14 @@ def _token_rows(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def _tensors(box: Tensor, windows: Sequence[Window], dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors of a box; the statistics among them are as wide as sums of `dtype`."""
-    whole, first = {4: box.view(dtype)}, box.storage_offset()
-    if len(windows[-1].size) == 3:
-        whole[3] = box.view(accumulation_dtype(dtype))
+def _tensors(buffer: Tensor, views: Sequence[StridedView], dtype: torch.dtype) -> list[Tensor]:
+    """Return views of a buffer as tensors; the statistics among them are as wide as sums of `dtype`."""
+    whole, first = {4: buffer.view(dtype)}, buffer.storage_offset()
+    if len(views[-1].size) == 3:
+        whole[3] = buffer.view(accumulation_dtype(dtype))
     return [
-        at.as_strided(window.size, window.strides, first // at.element_size() + window.start)
-        for window, at in ((window, whole[len(window.size)]) for window in windows)
+        at.as_strided(view.size, view.strides, first // at.element_size() + view.start)
+        for view, at in ((view, whole[len(view.size)]) for view in views)
     ]
 
 

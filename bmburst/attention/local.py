@@ -1,4 +1,4 @@
-"""Attention of one device to what it holds: tile after tile of kernel calls, for most masks a single one."""
+"""Attention on one device: one kernel call for each tile of the schedule, under most masks a single one."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall
 from bmburst.schedule.tiles import Span, Tile
 from bmburst.trace import traced
-from bmburst_ops.flash import Given, Gradients, Kernel, Partial
+from bmburst_ops.flash import Given, Gradients, Partial
 from bmburst_ops.flash.memory import deliver_gradients
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
@@ -27,9 +27,7 @@ def tile_forward(
         return call.kernel.forward(queries, keys, values, pattern=tile.pattern, scale=call.scale, into=into)
 
 
-def tile_backward(
-    call: AttentionCall, kernel: Kernel, tile: Tile, given: Given, into: Gradients | None = None
-) -> Gradients:
+def tile_backward(call: AttentionCall, tile: Tile, given: Given, into: Gradients | None = None) -> Gradients:
     """Return a tile's gradients; what is given holds all tokens, `into` the tile's."""
     (grad_out, q, k, v, lse, delta), rows, columns = given, tile.queries, tile.keys
     part = Given(
@@ -37,32 +35,39 @@ def tile_backward(
         *(cut(lse, rows, 2), cut(delta, rows, 2)),
     )
     with traced("attention tile backward"):
-        return kernel.backward(
+        return call.kernel.backward(
             part, pattern=tile.pattern, scale=call.scale, deterministic=call.deterministic, into=into
         )
 
 
-def add_tiles(call: AttentionCall, kernel: Kernel, tiles: Sequence[Tile], given: Given, sums: Gradients) -> None:
+def add_tiles(call: AttentionCall, tiles: Sequence[Tile], given: Given, sums: Gradients) -> None:
     """Add the gradients of tiles to running ones, fp32 or wider, which hold all tokens as what is given does."""
     for tile in tiles:
-        shares = tile_backward(call, kernel, tile, given)
+        shares = tile_backward(call, tile, given)
         for total, span, share in zip(sums, (tile.queries, tile.keys, tile.keys), shares, strict=True):
             add_(total[:, span.slice], share)
 
 
-def forward_by_tiles(
-    call: AttentionCall, tiles: Sequence[Tile], q: Tensor, k: Tensor, v: Tensor, into: Partial | None = None
+def local_forward(
+    call: AttentionCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    into: Partial | None = None,
+    *,
+    tiles: Sequence[Tile] | None = None,
 ) -> Partial:
-    """Return attention by these tiles: no query sees keys in two of them. In none, it gets zero and `-inf`.
+    """Return attention of this rank's queries to its own keys; queries that see none get zero and `-inf`.
 
     Args:
         call: The attention.
-        tiles: The work.
         q: `[batch, queries, heads, head_dim]`.
         k: `[batch, keys, kv_heads, head_dim]`.
         v: Shaped as k.
         into: Where to write the results, as `Kernel.forward`. Default: new memory, the output contiguous in q's dtype.
+        tiles: The work; no query sees keys in two tiles. Default: all work of a call on one rank.
     """
+    tiles = call.tiles(0, 0) if tiles is None else tiles
     if into is None:
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
         into = Partial(torch.empty_like(q, memory_format=torch.contiguous_format), lse)
@@ -74,27 +79,28 @@ def forward_by_tiles(
     for tile in tiles:
         rows = tile.queries.slice
         if tile.queries.start >= done:
-            _see_nothing(into, slice(done, tile.queries.start))
+            _write_empty(into, slice(done, tile.queries.start))
             tile_forward(call, tile, q, k, v, Partial(out[:, rows], lse[:, :, rows]))
             done = tile.queries.stop
         else:  # segments of one tile lie between those of another
-            _see_nothing(into, slice(done, tile.queries.stop))
+            _write_empty(into, slice(done, tile.queries.stop))
             merge_partials_(out[:, rows], lse[:, :, rows], *tile_forward(call, tile, q, k, v))
             done = max(done, tile.queries.stop)
-    _see_nothing(into, slice(done, None))
+    _write_empty(into, slice(done, None))
     return into
 
 
-def _see_nothing(part: Partial, queries: slice) -> None:
-    """Write what queries get that see no key."""
+def _write_empty(part: Partial, queries: slice) -> None:
+    """Write the results of queries that see no key."""
     part.out[:, queries] = 0
     part.lse[:, :, queries] = -torch.inf
 
 
-def backward_by_tiles(
-    call: AttentionCall, kernel: Kernel, tiles: Sequence[Tile], given: Given, into: Gradients | None = None
+def local_backward(
+    call: AttentionCall, given: Given, into: Gradients | None = None, *, tiles: Sequence[Tile] | None = None
 ) -> Gradients:
-    """Return the gradients of q, k and v by these tiles, written to `into` if it is given; several add up in fp32."""
+    """Return the gradients of q, k and v; those of several tiles add up in fp32. `into` and `tiles` as above."""
+    tiles = call.tiles(0, 0) if tiles is None else tiles
     inputs = given.q, given.k, given.v
     if into is None:
         into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs))
@@ -102,12 +108,12 @@ def backward_by_tiles(
         (tile,) = tiles
         spans = (tile.queries, tile.keys, tile.keys)
         target = Gradients(*(cut(t, span) for t, span in zip(into, spans, strict=True)))
-        tile_backward(call, kernel, tile, given, target)
+        tile_backward(call, tile, given, target)
         for gradient, span in zip(into, spans, strict=True):
             if len(span) < gradient.shape[1]:
                 gradient[:, : span.start] = 0
                 gradient[:, span.stop :] = 0
         return into
     sums = Gradients(*(torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in inputs))
-    add_tiles(call, kernel, tiles, given, sums)
+    add_tiles(call, tiles, given, sums)
     return deliver_gradients(sums, into)

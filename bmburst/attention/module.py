@@ -1,4 +1,4 @@
-"""BurstAttention as a BMTrain module."""
+"""`BurstAttention`: attention as a BMTrain module."""
 
 from dataclasses import fields, replace
 from typing import Any

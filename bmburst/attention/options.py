@@ -1,8 +1,10 @@
-"""What a user may set on an attention."""
+"""Options of attention, and what is checked of the tensors and groups that it is called with."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +64,7 @@ def require_scale(scale: float | None) -> None:
     except OverflowError:  # a whole number may be larger than any float
         factor = math.inf
     if scale is not None and not 0 < factor < math.inf:
-        raise UserError(f"scale must be a positive number, got {brief(scale)}\nNone means 1 / sqrt(head_dim)")
+        raise UserError(f"scale must be a positive number, got {brief(scale)}\nfix: None means 1 / sqrt(head_dim)")
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
@@ -80,7 +82,7 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise UserError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
         if tensor.layout != torch.strided or tensor.is_nested:
-            raise UserError(f"{name} must be a dense tensor, got a nested or sparse one\npass a padded, dense tensor")
+            raise UserError(f"{name} must be a dense tensor, got a nested or sparse one\nfix: a padded, dense tensor")
         require_own_memory(name, tensor)
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise UserError(
@@ -91,7 +93,7 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise UserError(
             "q, k and v must share one floating-point dtype of at least 16 bits, "
             f"got {q.dtype}, {k.dtype} and {v.dtype}\n"
-            "convert them before the call; inside autocast too they are taken as they are"
+            "fix: convert them before the call; autocast does not"
         )
     if not q.device == k.device == v.device:
         raise UserError(
@@ -107,11 +109,12 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if (k.shape[0], k.shape[1], k.shape[3]) != (batch, tokens, head_dim):
         raise UserError(
             f"k is {list(k.shape)} but q is {list(q.shape)}: batch, local_tokens and head_dim must be equal\n"
-            "every rank holds the same local tokens of q, k and v"
+            "fix: give each rank the same local tokens of q, k and v"
         )
     if heads % k.shape[2]:
         raise UserError(
-            f"{heads} query heads cannot share {k.shape[2]} key/value heads\nthe first must be a multiple of the second"
+            f"{heads} query heads cannot share {k.shape[2]} key/value heads\n"
+            "fix: the first must be a multiple of the second"
         )
 
 
@@ -126,20 +129,31 @@ def require_transport(comm: Checked, q: Tensor, transport: str) -> None:
     if transport == "peer" and comm.transport != "nccl":
         raise UserError(
             f"transport 'peer' reads the memory of other GPUs, but the group's tensors move by {comm.transport}\n"
-            "use transport='auto', or a group over nccl"
+            "fix: use transport='auto', or a group over nccl"
         )
     if transport not in ("auto", "peer", comm.transport):
         raise UserError(
             f"transport '{transport}' was asked for, but the group's tensors move by {comm.transport}\n"
-            f"use transport='auto', or a group made for {transport}"
+            f"fix: use transport='auto', or a group made for {transport}"
         )
     if q.device.type != comm.device.type:
         raise UserError(
             f"the group moves {comm.device.type} tensors by {comm.transport}, but q is on {q.device}\n"
-            f"move q, k and v to {comm.device.type}, or use a group made for {q.device.type}"
+            f"fix: move q, k and v to {comm.device.type}, or use a group made for {q.device.type}"
         )
     if q.is_cuda and q.device != comm.device:
         raise UserError(
             f"q is on {q.device}, but this rank's group was made on {comm.device}\n"
-            "call torch.cuda.set_device(local_rank) before the first use of the group"
+            "fix: call torch.cuda.set_device(local_rank) before the first use of the group"
         )
+
+
+def no_autocast(device: str) -> AbstractContextManager[Any]:
+    """Return a context in which the inputs' dtype decides, and sums are fp32 or wider; mostly it is so already."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def gradient_signature(*inputs: Tensor) -> str:
+    """Return whether there will be a backward, for `Checked.decided`: one that a rank ran alone would wait for ever."""
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    return f"{'with' if differentiable else 'without'} gradient"

@@ -1,40 +1,60 @@
-"""The ring, forward and backward: blocks visit, tiles are computed, gradients follow one step behind."""
+"""Ring attention, forward and backward: blocks go round one ring or a double ring, their gradients follow.
 
-from collections.abc import Callable, Iterator
+A double ring has a ring inside each node and one between nodes. Its memory, in blocks of what travels, own ones
+included: five at most (the own block, the one that entered the node and is being sent on, the one that visits, and one
+in flight in each ring), and five of gradients (the shares of a step, the last ones, still being sent, one in flight in
+each ring, and what the own node has gathered). It does not grow with nodes or ranks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from bmburst.attention import double_ring, single_ring
-from bmburst.attention.call import AttentionCall
+from bmburst.attention.call import AttentionCall, SequenceCall
 from bmburst.attention.local import add_tiles, tile_forward
-from bmburst.attention.single_ring import Blocks
-from bmburst.schedule.ring_schedule import Step
-from bmburst_ops.flash import Given, Gradients, Kernel, Partial
-from bmburst_ops.merge import accumulation_dtype, merge_partials_
+from bmburst.comm.protocol import Arrived, BlockMover, Transfer
+from bmburst.comm.transports import DoubleRingGroups
+from bmburst.schedule.ring_schedule import Itinerary, Schedule, Step
+from bmburst.schedule.strategy_names import Travellers
+from bmburst_ops.flash import Given, Gradients, Partial
+from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
+from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
+
+Tensors = tuple[Tensor, ...]
+Visit = TypeVar("Visit")
 
 
-def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: Partial | None = None) -> Partial:
     """Return attention of this rank's queries over the whole sequence: keys and values travel (arXiv:2310.01889).
 
     The output is in q's dtype, the log-sum-exp in fp32 or wider. Padding rows give zero and `-inf`.
+
+    Args:
+        call: The attention.
+        q: `[batch, tokens, heads, head_dim]`.
+        k: `[batch, tokens, kv_heads, head_dim]`.
+        v: Shaped as k.
+        into: Where to write the results, as `Kernel.forward`. Default: new memory.
     """
     dtype = accumulation_dtype(q.dtype)
     out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype, device=q.device)
-    for step, (keys, values) in _visiting(call, k, v):
+    for step, (keys, values) in visiting_kv(call, k, v):
         for tile in step.tiles:
             rows = tile.queries.slice
             part = tile_forward(call, tile, q, keys, values)
             merge_partials_(out[:, rows], lse[:, :, rows], *part)
-    return Partial(out.to(q.dtype), lse)
+    return deliver_partial(Partial(out.to(q.dtype), lse), into)
 
 
-def ring_backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradients:
-    """Return the gradients of this rank's q, k and v, accumulated in fp32 or wider.
+def ring_backward(call: AttentionCall, given: Given, into: Gradients | None = None) -> Gradients:
+    """Return the gradients of this rank's q, k and v, accumulated in fp32 or wider; `into` as above.
 
-    What travels is decided by bytes: K and V with dK and dV behind them, or Q, dO, log-sum-exp and delta with dQ behind
-    them (BurstAttention, arXiv:2403.09347, algorithm 2).
+    K and V travel with dK and dV behind them, or Q, dO, log-sum-exp and delta with dQ behind them (BurstAttention,
+    arXiv:2403.09347, algorithm 2), as the strategy says.
     """
     q, k, v = given.q, given.k, given.v
 
@@ -44,37 +64,150 @@ def ring_backward(call: AttentionCall, kernel: Kernel, given: Given) -> Gradient
     if call.strategy.travellers == "kv":
         grad_q = zeros(q)
 
-        def keys_visit(step: Step, guests: Blocks) -> Blocks:
+        def keys_visit(step: Step, visitors: Tensors) -> Tensors:
             sums = Gradients(grad_q, zeros(k), zeros(v))
-            add_tiles(call, kernel, step.tiles, given._replace(k=guests[0], v=guests[1]), sums)
+            add_tiles(call, step.tiles, given._replace(k=visitors[0], v=visitors[1]), sums)
             return sums.k, sums.v
 
-        return Gradients(grad_q, *_carry_home(call, (k, v), keys_visit))
+        return deliver_gradients(Gradients(grad_q, *carry_home(call, "kv", (k, v), keys_visit)), into)
 
     grad_k, grad_v = zeros(k), zeros(v)
 
-    def queries_visit(step: Step, guests: Blocks) -> Blocks:
-        queries, grad_out, lse, delta = guests
+    def queries_visit(step: Step, visitors: Tensors) -> Tensors:
+        queries, grad_out, lse, delta = visitors
         sums = Gradients(zeros(q), grad_k, grad_v)
-        add_tiles(call, kernel, step.tiles, Given(grad_out, queries, k, v, lse, delta), sums)
+        add_tiles(call, step.tiles, Given(grad_out, queries, k, v, lse, delta), sums)
         return (sums.q,)
 
-    (grad_q,) = _carry_home(call, (q, given.grad_out, given.lse, given.delta), queries_visit)
-    return Gradients(grad_q, grad_k, grad_v)
+    (grad_q,) = carry_home(call, "q", (q, given.grad_out, given.lse, given.delta), queries_visit)
+    return deliver_gradients(Gradients(grad_q, grad_k, grad_v), into)
 
 
-def _visiting(call: AttentionCall, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Blocks]]:
-    """Yield each step with the keys and values that visit."""
-    if call.levels is None:
-        return single_ring.visits(call.comm, call.schedule("kv"), k, v)
+def visiting_kv(call: SequenceCall, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Tensors]]:
+    """Yield each step of a ring with the keys and values that visit this rank, its own first."""
+    if call.double_ring is None:
+        return ring_visits(call.comm, call.schedule("kv"), k, v)
     schedule = call.double_schedule("kv", returning=False)
-    return zip(schedule.steps, double_ring.visits(call.levels, schedule.itinerary, k, v), strict=True)
+    return zip(schedule.steps, double_ring_visits(call.double_ring, schedule.itinerary, k, v), strict=True)
 
 
-def _carry_home(call: AttentionCall, guests: Blocks, work: Callable[[Step, Blocks], Blocks]) -> Blocks:
-    """Let guests visit, and bring home what `work` gives for them."""
-    if call.levels is None:
-        return single_ring.carry_home(call.comm, call.schedule(call.strategy.travellers), guests, work)
-    schedule = call.double_schedule(call.strategy.travellers, returning=True)
-    steps = iter(schedule.steps)
-    return double_ring.carry_home(call.levels, schedule.itinerary, guests, lambda held: work(next(steps), held))
+def carry_home(
+    call: SequenceCall, travellers: Travellers, own: Tensors, work: Callable[[Step, Tensors], Tensors]
+) -> Tensors:
+    """Send own tensors round the ring and return what all ranks add to their gradients.
+
+    Args:
+        call: The attention.
+        travellers: What the tensors are.
+        own: This rank's tensors.
+        work: From a step and the tensors that visit this rank to its share of their gradients.
+    """
+    if call.double_ring is None:
+        schedule = call.schedule(travellers)
+        *between, home = schedule.hops
+        visiting = ring_visits(call.comm, schedule, *own)
+        shares = _collect_shares(call.comm, between, visiting, lambda visit: work(*visit))
+        return call.comm.ring(*shares, shift=home).wait()
+    double = call.double_schedule(travellers, returning=True)
+    steps = iter(double.steps)
+    return double_ring_carry_home(call.double_ring, double.itinerary, own, lambda held: work(next(steps), held))
+
+
+def ring_visits(comm: BlockMover, schedule: Schedule, *held: Tensor) -> Iterator[tuple[Step, Tensors]]:
+    """Yield each step of a ring with its owner's tensors, our own first.
+
+    The next hop is under way while the caller works on this one.
+    """
+    for step, hop in zip(schedule.steps, schedule.hops, strict=True):
+        is_last = step is schedule.steps[-1]
+        arriving = None if is_last else comm.ring(*held, shift=hop)
+        yield step, held
+        if arriving is not None:
+            held = arriving.wait()
+
+
+def double_ring_visits(groups: DoubleRingGroups, itinerary: Itinerary, *own: Tensor) -> Iterator[Tensors]:
+    """Yield the tensors of each step of an itinerary, our own first.
+
+    While the caller works on a step the next hop inside the node is under way, and during a whole window the tensors
+    that the next window begins with.
+    """
+    windows = itinerary.windows
+    held, far = own, _hop(groups.inter, own, 0)
+    for window, following in zip_longest(windows, windows[1:]):
+        base = own
+        if window.nodes:
+            base = far.wait()
+            held = _hop(groups.intra, base, window.stops[0]).wait()  # at once, unless a mask leaves out the first stop
+        if following is not None and following.nodes:
+            far = _hop(groups.inter, base, following.nodes - window.nodes)
+        for hop in window.hops:
+            near = _hop(groups.intra, held, hop)
+            yield held
+            held = near.wait()
+        if following is None or following.nodes:
+            yield held
+        else:  # own tensors go round again, from where they stopped
+            near = _hop(groups.intra, own, following.stops[0])
+            yield held
+            held = near.wait()
+
+
+def double_ring_carry_home(
+    groups: DoubleRingGroups, itinerary: Itinerary, own: Tensors, work: Callable[[Tensors], Tensors]
+) -> Tensors:
+    """Send own tensors round a double ring; return what all ranks add to their gradients, sent one step behind.
+
+    Gradients leave a rank while the next one still computes its share, which is added when they arrive. What a node has
+    gathered goes to the next node while that gathers its own, and is added to it before it goes on.
+    """
+    windows = itinerary.windows
+    visiting = double_ring_visits(groups, itinerary, *own)
+    far: Transfer | None = None
+    kept: Transfer | None = None
+    for window, following in zip_longest(windows, windows[1:]):
+        shares = _collect_shares(groups.intra, window.hops, visiting, work)
+        place = window.stops[-1]
+        if following is not None and not window.nodes:  # of the own node: they are home but for the place
+            kept = _hop(groups.intra, shares, -place)
+            continue
+        if kept is not None:
+            kept.wait()  # it has long arrived: what was sent is freed
+        shares = _hop(groups.intra, shares, itinerary.exit - place).wait()  # at once, unless a mask leaves out stops
+        if far is not None:
+            _add_all(shares, far.wait())
+        far = _hop(groups.inter, shares, (0 if following is None else following.nodes) - window.nodes)
+        del shares
+    assert far is not None  # the last window sent it
+    home = _hop(groups.intra, far.wait(), -itinerary.exit).wait()
+    if kept is not None:
+        _add_all(home, kept.wait())
+    return home
+
+
+def _collect_shares(
+    mover: BlockMover, hops: Sequence[int], visiting: Iterator[Visit], work: Callable[[Visit], Tensors]
+) -> Tensors:
+    """Return the sum of the shares of ranks `hops` apart, at the last of them.
+
+    Gradients leave a rank while the next one still computes; when they arrive, its share is added.
+    """
+    returning: Transfer | None = None
+    for hop in (*hops, None):
+        shares = work(next(visiting))
+        if returning is not None:
+            _add_all(shares, returning.wait())
+            returning = None  # what it brought is not needed while the next hop takes memory
+        if hop is not None:
+            returning = mover.ring(*shares, shift=hop)
+    return shares
+
+
+def _add_all(shares: Tensors, arrived: Tensors) -> None:
+    """Add what has arrived to this rank's shares, in place."""
+    for share, other in zip(shares, arrived, strict=True):
+        add_(share, other)
+
+
+def _hop(mover: BlockMover, tensors: Tensors, shift: int) -> Transfer:
+    return mover.ring(*tensors, shift=shift) if shift % mover.size else Arrived(tensors)

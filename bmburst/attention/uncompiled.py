@@ -1,17 +1,17 @@
-"""Attention for compiled callers: torch's compiler ends its graph before it and goes on after it.
+"""Runs a function outside of torch.compile's graph: the compiler ends its graph before it and begins another after it.
 
-Importing this file takes the seconds that torch's compiler takes to import.
+Importing this module takes the seconds that torch's compiler takes to import.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from bmburst.attention.api import attend as _attend
-from bmburst.attention.biased import attend as _attend_biased
 
-attend: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_attend)
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
-attend_biased: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_attend_biased)
-"""`biased_attention`: the same with a learned bias."""
+
+uncompiled: Callable[..., Any] = torch.compiler.disable(_call)
+"""Returns `function(*args, **kwargs)` for `uncompiled(function, *args, **kwargs)`, outside of the graph."""

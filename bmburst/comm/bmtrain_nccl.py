@@ -8,10 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bmburst.comm.memory import bytes_of, contiguous
-from bmburst.comm.messages import MessageMover
-from bmburst.comm.objects import gather_objects
-from bmburst.comm.protocol import Arrived, Transfer
+from bmburst.comm.memory import MessageMover, bytes_of, contiguous
+from bmburst.comm.protocol import Arrived, Transfer, gather_objects
 from bmburst.comm.streams import SideStreamTransfer
 
 

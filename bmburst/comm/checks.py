@@ -1,4 +1,4 @@
-"""A mismatch between ranks is an error on all of them, not a hang."""
+"""Compares calls over the ranks of a group, so that a mismatch is an error on all of them and not a hang."""
 
 import os
 import zlib
@@ -60,7 +60,7 @@ def require_own_memory(name: str, tensor: Tensor) -> None:
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
         raise UserError(
             f"{name} must be a plain tensor, got a {type(tensor).__name__}\n"
-            "pass the tensor that this rank holds, of a DTensor its to_local()"
+            "fix: pass the tensor that this rank holds; of a DTensor, its to_local()"
         )
 
 
@@ -104,7 +104,7 @@ class Checked:
         self.device = device
         self.rank, self.size, self.transport = inner.rank, inner.size, inner.transport
         self.nodes: int | None = None
-        """On how many nodes the ranks lie, in order, each with as many; None: what they find (`levels.find_nodes`)."""
+        """Nodes, each with as many neighbouring ranks; None: `transports.find_nodes` asks the ranks."""
         self.heads: int | None = None
         """How many neighbouring ranks exchange attention heads, 1 for none; None: what is cheapest."""
         self.always = always or os.environ.get(DEBUG_SWITCH) == "1"

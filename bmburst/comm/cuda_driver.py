@@ -1,4 +1,4 @@
-"""Of the CUDA driver what torch does not offer: memory that processes share, copies in batches, signals in streams.
+"""CUDA driver calls that torch lacks: memory that processes share, batched copies, memory operations of streams.
 
 Called through ctypes: the driver is there wherever a GPU is, and a call costs 2 to 4 us.
 """

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a call, in few bytes, and what they are told where it differs.
+"""Encodes what ranks compare of a call in few bytes, and words the error where it differs.
 
 A signature is the name of a call, then on a line each what of it must be equal: `burst_attention`, `mask causal`, ...
 Only lines that differ are shown.

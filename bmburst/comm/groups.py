@@ -1,4 +1,4 @@
-"""From what a program has (a process group, BMTrain's communicator, a mesh, nothing) to a communicator."""
+"""Makes the communicator of a process group, of BMTrain's communicator, of the world or of one rank."""
 
 import sys
 import weakref
@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import LocalCommunicator, Wire
-from bmburst.comm.objects import device_of
 from bmburst.comm.process_group import ProcessGroupCommunicator
-from bmburst.comm.protocol import Communicator
+from bmburst.comm.protocol import Communicator, device_of
 from bmburst.errors import UserError
 
 Split = Callable[[Sequence[Sequence[int]]], Checked]
@@ -36,8 +35,7 @@ def communicator(group: object) -> Checked:
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to the ranks that are not in a new group
         raise UserError(
-            f"rank {dist.get_rank()} is not in the given process group\n"
-            "call this only on the ranks that the group holds"
+            f"rank {dist.get_rank()} is not in the given process group\nfix: call this only on the ranks of the group"
         )
     if isinstance(group, dist.ProcessGroup):
         return _over_process_group(weakref.ref(group))
@@ -49,7 +47,7 @@ def communicator(group: object) -> Checked:
     got = type(group).__name__
     raise UserError(
         f"group must be a torch.distributed process group, a bmt.nccl communicator or None, got {got}\n"
-        "of a bmburst.Mesh pass mesh.sequence, of a torch DeviceMesh mesh.get_group(dimension)"
+        "fix: pass mesh.sequence of a bmburst.Mesh, mesh.get_group(dimension) of a torch DeviceMesh"
     )
 
 
@@ -61,7 +59,7 @@ def bmtrain_groups() -> tuple[Checked, Split]:
     """
     config = _bmtrain_config()
     if config is None:
-        raise UserError("BMTrain is not running\ncall bmburst.start() (or bmtrain.init_distributed()) first")
+        raise UserError("BMTrain is not running\nfix: call bmburst.start() (or bmtrain.init_distributed()) first")
     world = _over_bmtrain(config["comm"])
 
     def make(mine: Sequence[int]) -> Checked:
@@ -102,7 +100,7 @@ def process_groups() -> tuple[Checked, Split]:
         UserError: No process group was initialised.
     """
     if not dist.is_initialized():
-        raise UserError("torch.distributed is not initialised\ncall torch.distributed.init_process_group(...) first")
+        raise UserError("torch.distributed is not initialised\nfix: call torch.distributed.init_process_group first")
     world = communicator(dist.group.WORLD)
 
     def split(groups: Sequence[Sequence[int]]) -> Checked:

@@ -1,4 +1,4 @@
-"""Every rank of a group in one process: a thread each, a queue for each wire. Tests of many ranks take milliseconds."""
+"""A communicator between threads of one process: tests with many ranks take milliseconds."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.checks import Checked
-from bmburst.comm.messages import MessageMover
+from bmburst.comm.memory import MessageMover
 from bmburst.comm.protocol import Transfer
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class LocalCommunicator(MessageMover):
     Args:
         rank: This thread's.
         wires: From every rank to every rank.
-        device: Where its boxes are.
+        device: Where its outboxes and inboxes are.
     """
 
     transport = "threads"

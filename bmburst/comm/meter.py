@@ -1,4 +1,4 @@
-"""How long a rank's work stands still for communication: the time between the two ends of every wait for it."""
+"""Measures exposed communication: how long a rank's kernels wait for transfers."""
 
 import time
 from collections.abc import Iterable, Iterator

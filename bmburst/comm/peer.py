@@ -1,4 +1,4 @@
-"""A communicator whose blocks the copy engines move between the GPUs of one host, reading or writing peers' memory.
+"""The communicator of transport "peer": copy engines move blocks between the GPUs of one host.
 
 NCCL's kernels hold multiprocessors, and an attention kernel beside them waits for those; a copy engine holds none.
 Ranks tell each other by 32-bit words in shared memory, which the streams themselves write and await: the host never
@@ -19,14 +19,11 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
-from bmburst.comm.liveness import PeerWatch
-from bmburst.comm.memory import copy_own
-from bmburst.comm.objects import gather_objects
+from bmburst.comm.memory import copy_own, ring_by_pull
 from bmburst.comm.process_group import ProcessGroupCommunicator
-from bmburst.comm.protocol import Communicator, Transfer
-from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError, agreed, host_identity
+from bmburst.comm.protocol import Communicator, Transfer, gather_objects
+from bmburst.comm.shared_memory import PeerWatch, SharedMemory, SharedMemoryError, agreed, host_identity
 from bmburst.comm.streams import FIRST, On, Order, SideStreamTransfer, current_stream
-from bmburst.comm.subgroups import hop
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Block, Exchange, Move
 from bmburst_ops.bounded_cache import bounded_cache
@@ -39,7 +36,7 @@ _MOST = 1 << 30  # bytes of a row: the driver takes less than 2 GiB
 
 
 @dataclass(slots=True)
-class _Box:
+class _Buffer:
     """An outbox or inbox of a lane."""
 
     memory: SharedMemory | None = None
@@ -57,15 +54,15 @@ class _Box:
     """What is pushed since it was offered; before any of it is waited for, no kernel reads the inbox."""
 
 
-def _outboxes() -> tuple[_Box, ...]:
-    return tuple(_Box() for _ in range(_OUTBOXES))
+def _outboxes() -> tuple[_Buffer, ...]:
+    return tuple(_Buffer() for _ in range(_OUTBOXES))
 
 
 @dataclass(slots=True)
 class _Lane:
     stream: Any
-    outboxes: tuple[_Box, ...] = field(default_factory=_outboxes)
-    inbox: _Box = field(default_factory=_Box)
+    outboxes: tuple[_Buffer, ...] = field(default_factory=_outboxes)
+    inbox: _Buffer = field(default_factory=_Buffer)
     turn: int = 0
     number: int = 0
 
@@ -80,7 +77,7 @@ class PeerCommunicator:
     Memory: each lane keeps two outboxes and an inbox, each as large as the largest of its kind so far, until `release`.
 
     Args:
-        inner: The group's own communicator; exchanges handles now and whenever a box grows.
+        inner: The group's own communicator; exchanges handles now and whenever a buffer grows.
         device: This rank's GPU.
 
     Raises:
@@ -112,33 +109,33 @@ class PeerCommunicator:
             UserError: On every rank, if a GPU has no memory left for it, or a CUDA graph is being captured.
         """
         at = self._lanes[lane]
-        box = at.outboxes[at.turn % _OUTBOXES]
+        buffer = at.outboxes[at.turn % _OUTBOXES]
         at.turn += 1
-        current = self._turn(box)
-        if box.readers:
-            self._signals(lane, _DONE, (), box.readers).enqueue(current.cuda_stream, box.number)
-            box.readers = ()
-        return self._sized(box, nbytes, current)
+        current = self._turn(buffer)
+        if buffer.readers:
+            self._signals(lane, _DONE, (), buffer.readers).enqueue(current.cuda_stream, buffer.number)
+            buffer.readers = ()
+        return self._sized(buffer, nbytes, current)
 
     def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
         """See `BlockMover.pull`."""
         at = self._lanes[lane]
-        box = at.outboxes[(at.turn - 1) % _OUTBOXES]
-        assert box.memory is not None
-        assert outbox.data_ptr() == box.memory.addresses[self.rank] or not outbox.numel()
+        buffer = at.outboxes[(at.turn - 1) % _OUTBOXES]
+        assert buffer.memory is not None
+        assert outbox.data_ptr() == buffer.memory.addresses[self.rank] or not outbox.numel()
         calls = self._prepared(exchange, pulled=True)
         transfer = SideStreamTransfer(at.stream, tuple(targets), ())
-        box.readers, box.number = calls.receivers, at.next()
+        buffer.readers, buffer.number = calls.receivers, at.next()
         self._order.after(at.stream, self._current())
         handle = at.stream.cuda_stream
-        self._signals(lane, _READY, calls.receivers, calls.senders).enqueue(handle, box.number)
-        calls.copies.enqueue(handle, [target.data_ptr() for target in targets], box.memory.addresses)
-        self._signals(lane, _DONE, calls.senders, ()).enqueue(handle, box.number)
+        self._signals(lane, _READY, calls.receivers, calls.senders).enqueue(handle, buffer.number)
+        calls.copies.enqueue(handle, [target.data_ptr() for target in targets], buffer.memory.addresses)
+        self._signals(lane, _DONE, calls.senders, ()).enqueue(handle, buffer.number)
         if exchange.receives[self.rank]:  # a hop of a ring keeps nothing for itself
             with On(at.stream):
                 copy_own(exchange, (outbox,), targets)
-        self._under_way(transfer, box)
-        box.user = None  # `done` comes after what filled it; what that stream does next concerns nobody
+        self._under_way(transfer, buffer)
+        buffer.user = None  # `done` comes after what filled it; what that stream does next concerns nobody
         return transfer
 
     def inbox(self, nbytes: int, lane: int = 0) -> Tensor:
@@ -166,13 +163,13 @@ class PeerCommunicator:
         at.stream.wait_event(at.inbox.offered)
         handle = at.stream.cuda_stream
         self._signals(lane, _OFFER, (), calls.receivers).enqueue(handle, at.inbox.number)
-        own, boxes = [source.data_ptr() for source in sources], at.inbox.memory.addresses
-        calls.copies.enqueue(handle, boxes, own)
+        own, inboxes = [source.data_ptr() for source in sources], at.inbox.memory.addresses
+        calls.copies.enqueue(handle, inboxes, own)
         self._signals(lane, _DONE, calls.receivers, calls.senders).enqueue(handle, number)
         if exchange.sends[self.rank]:  # of all later units it came with the second
             self._local.wait_event(at.inbox.offered)
             if not any(before.waited for before in at.inbox.pushed):
-                calls.kept.enqueue(self._local.cuda_stream, boxes, own)
+                calls.kept.enqueue(self._local.cuda_stream, inboxes, own)
             else:  # the driver's copies inside one device were seen to wait long beside a running kernel
                 with On(self._local):
                     copy_own(exchange, sources, (inbox,))
@@ -183,7 +180,7 @@ class PeerCommunicator:
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `BlockMover.ring`."""
-        return hop(self, tensors, shift)
+        return ring_by_pull(self, tensors, shift)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
@@ -202,7 +199,7 @@ class PeerCommunicator:
         return self._inner.all_reduce(tensor)
 
     def release(self) -> None:
-        """Give the boxes back to the driver; the next calls take new ones. Every rank must call it.
+        """Give the outboxes and inboxes back to the driver; the next calls take new ones. Every rank must call it.
 
         The host waits until what all ranks have moved is there. Those of a group that was destroyed stay: its ranks
         cannot tell each other any more that they are done with them.
@@ -210,22 +207,22 @@ class PeerCommunicator:
         if isinstance(self._inner, ProcessGroupCommunicator) and self._inner.is_destroyed:
             return
         for lane in self._lanes:
-            for box in (*lane.outboxes, lane.inbox):
-                if box.memory is not None:
-                    box.memory.close()
-            lane.outboxes, lane.inbox = _outboxes(), _Box()
+            for buffer in (*lane.outboxes, lane.inbox):
+                if buffer.memory is not None:
+                    buffer.memory.close()
+            lane.outboxes, lane.inbox = _outboxes(), _Buffer()
 
     def _current(self) -> Any:
         if torch.cuda.is_current_stream_capturing():
-            raise UserError("transport 'peer' cannot be captured in a CUDA graph\nuse transport='nccl' inside graphs")
+            raise UserError("transport 'peer' cannot be captured in a CUDA graph\nfix: transport='nccl' inside graphs")
         return current_stream(self._index)
 
-    def _turn(self, box: _Box) -> Any:
-        """Return the current stream, after the stream that used the box last."""
+    def _turn(self, buffer: _Buffer) -> Any:
+        """Return the current stream, after the stream that used the buffer last."""
         current = self._current()
-        if box.user not in (None, current):
-            self._order.after(current, box.user)
-        box.user = current
+        if buffer.user not in (None, current):
+            self._order.after(current, buffer.user)
+        buffer.user = current
         return current
 
     def _try(self) -> None:
@@ -252,28 +249,28 @@ class PeerCommunicator:
     def _finish(self) -> None:
         """Before this process ends, wait until all that others read here is read, and all that it moves has moved."""
         for i, lane in enumerate(self._lanes):
-            for box in lane.outboxes:
-                if box.readers:
-                    self._signals(i, _DONE, (), box.readers).enqueue(self._local.cuda_stream, box.number)
+            for buffer in lane.outboxes:
+                if buffer.readers:
+                    self._signals(i, _DONE, (), buffer.readers).enqueue(self._local.cuda_stream, buffer.number)
         self._watch.expect(self._local.record_event())
         torch.cuda.synchronize(self._device)
         self._watch.close()
 
-    def _sized(self, box: _Box, nbytes: int, current: Any) -> Tensor:
-        """Return the box's memory, grown if it is too small; our own part in its last use comes first."""
-        if box.done is not None:
-            current.wait_event(box.done)
+    def _sized(self, buffer: _Buffer, nbytes: int, current: Any) -> Tensor:
+        """Return the buffer's memory, grown if it is too small; our own part in its last use comes first."""
+        if buffer.done is not None:
+            current.wait_event(buffer.done)
         try:
-            if box.memory is None:
-                box.memory = SharedMemory(self._inner, nbytes, self._device)
-            elif box.memory.nbytes < nbytes:
-                box.memory.grow(nbytes)
+            if buffer.memory is None:
+                buffer.memory = SharedMemory(self._inner, nbytes, self._device)
+            elif buffer.memory.nbytes < nbytes:
+                buffer.memory.grow(nbytes)
         except SharedMemoryError as error:
-            raise UserError(f"{error}\nuse transport='nccl', shorter sequences, or leave more memory free") from None
-        return box.memory.local[:nbytes]
+            raise UserError(f"{error}\nfix: transport='nccl', shorter sequences, or more free memory") from None
+        return buffer.memory.local[:nbytes]
 
-    def _under_way(self, transfer: SideStreamTransfer, box: _Box) -> None:
-        box.done = transfer.done = transfer.side.record_event()
+    def _under_way(self, transfer: SideStreamTransfer, buffer: _Buffer) -> None:
+        buffer.done = transfer.done = transfer.side.record_event()
         self._watch.expect(transfer.done)
 
     def _make_signals(self, lane: int, kind: int, raised: tuple[int, ...], awaited: tuple[int, ...]) -> Signals:
@@ -310,14 +307,14 @@ class _Calls:
 
 
 def _copies(moves: Sequence[tuple[int, Move]], *, pulled: bool) -> Copies:
-    """Return copies between the boxes of ranks, by rank, and own buffers, by number."""
-    copies, boxes, own = [], [], []
+    """Return copies between the buffers of ranks, by rank, and own buffers, by number."""
+    copies, ranks, own = [], [], []
     for rank, move in moves:
         for copy in _copy(*move):
             copies.append(copy)
-            boxes.append(rank)
+            ranks.append(rank)
             own.append(move.target.buffer if pulled else move.source.buffer)
-    return Copies(copies, *((own, boxes) if pulled else (boxes, own)))
+    return Copies(copies, *((own, ranks) if pulled else (ranks, own)))
 
 
 def _copy(source: Block, target: Block) -> list[Copy]:

@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmburst.comm.memory import bytes_of, contiguous
-from bmburst.comm.messages import MessageMover
-from bmburst.comm.objects import device_of
-from bmburst.comm.protocol import Transfer
+from bmburst.comm.memory import MessageMover, bytes_of, contiguous
+from bmburst.comm.protocol import Transfer, device_of
 from bmburst.errors import UserError
 
 # Names in torch 2.13, and those before.
@@ -56,7 +54,7 @@ class ProcessGroupCommunicator(MessageMover):
     def _group(self) -> dist.ProcessGroup:
         group = self._reference()
         if group is None:
-            raise UserError("the process group was destroyed\nmake modules and meshes anew after init_process_group")
+            raise UserError("the process group was destroyed\nfix: make modules and meshes again afterwards")
         return group
 
     @property

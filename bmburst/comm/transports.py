@@ -1,18 +1,86 @@
-"""Which transport moves a group's blocks."""
+"""Chooses what moves the blocks of a group: its transport, its subgroups, and the two groups of a double ring.
 
+A double ring has a group inside each node and one between nodes. Each has a communicator of its own where the
+transport can make one (torch.distributed, BMTrain): a communicator starts its transfers in order on one stream, so a
+block between nodes would delay every hop behind it, and two streams must not share a communicator (NCCL deadlocks,
+NVIDIA/nccl#783). Two communicators may be busy at once as long as every rank launches their transfers in one order, as
+ranks that follow one schedule do. Inside a node the transport is chosen again: blocks may move from GPU memory to GPU
+memory there.
+
+Other communicators (threads, a user's own) move the blocks of both rings.
+"""
+
+import os
+import platform
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
 
 from bmburst.comm.checks import Checked
+from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.memory import ring_by_pull
 from bmburst.comm.peer import PeerCommunicator
-from bmburst.comm.shared_memory import SharedMemoryError
+from bmburst.comm.protocol import BlockMover, Communicator, Transfer, gather_objects
+from bmburst.comm.shared_memory import SharedMemoryError, host_identity
 from bmburst.errors import UserError
+from bmburst.schedule.exchange import Exchange
+from bmburst.schedule.hardware import HOST
 
 TRANSPORTS = ("auto", "peer", "nccl", "gloo")
 
 
+class PeerGroups:
+    """The groups of this process that were asked to move by transport "peer": one communicator for each."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[Checked, Checked | str] = {}
+        self._peers: list[PeerCommunicator] = []  # in one order on ranks that share two groups
+
+    def over(self, comm: Checked) -> Checked | str:
+        """Return the group over its GPUs' memory, or why that is impossible; rank 0 warns once.
+
+        The first call for a group is collective.
+        """
+        if comm not in self._outcomes:
+            self._outcomes[comm] = self._make(comm)
+        return self._outcomes[comm]
+
+    def add(self, peers: PeerCommunicator) -> None:
+        """Note a communicator whose memory `release` frees."""
+        self._peers.append(peers)
+
+    def release(self) -> None:
+        """Free the outboxes and inboxes of all groups. Every rank must call it."""
+        for peers in self._peers:
+            peers.release()
+
+    def clear(self) -> None:
+        """Forget all groups."""
+        self._outcomes.clear()
+        self._peers.clear()
+
+    def _make(self, comm: Checked) -> Checked | str:
+        try:
+            peers = PeerCommunicator(comm.inner, comm.device)
+        except SharedMemoryError as error:
+            if comm.rank == 0:
+                warnings.warn(f"bmburst: blocks move by NCCL, because {error}", stacklevel=3)
+            return str(error)
+        self.add(peers)
+        return comm.over(peers)
+
+
+PEER_GROUPS = PeerGroups()
+
+
 def over_transport(comm: Checked, transport: str) -> Checked:
-    """Return the group over a transport: "auto" pulls from the other GPUs' memory where every rank can.
+    """Return the group over a transport: "auto" is "peer" where every rank can read the others' GPU memory.
 
     The first call for a group on GPUs is collective and blocks the host.
 
@@ -21,34 +89,190 @@ def over_transport(comm: Checked, transport: str) -> Checked:
     """
     if comm.size == 1 or comm.transport != "nccl" or transport not in ("auto", "peer"):
         return comm
-    outcome = _over_peers(comm.base)
+    outcome = PEER_GROUPS.over(comm.base)
     if isinstance(outcome, Checked):
         return outcome
     if transport == "peer":
-        raise UserError(f"transport 'peer' cannot work here: {outcome}\nuse transport='auto' or 'nccl'")
+        raise UserError(f"transport 'peer' cannot work here: {outcome}\nfix: use transport='auto' or 'nccl'")
     return comm
 
 
-def release_boxes() -> None:
-    """Give back what transport "peer" keeps for the next calls. All ranks of all its groups must call it."""
-    for peers in _peers():
-        peers.release()
+class Members:
+    """A subgroup of the given ranks, which include this one. A `BlockMover`.
+
+    The subgroups partition the group into parts of equal size, and every rank makes the same calls.
+
+    Args:
+        comm: The parent group.
+        ranks: The parent ranks of this subgroup, in order.
+    """
+
+    def __init__(self, comm: BlockMover, ranks: Sequence[int]) -> None:
+        self._comm, self._ranks = comm, tuple(ranks)
+        self.rank, self.size, self.transport = self._ranks.index(comm.rank), len(self._ranks), comm.transport
+
+    def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
+        """See `BlockMover.ring`. The parent's ring does not connect these ranks, so tensors go through an outbox."""
+        return ring_by_pull(self, tensors, shift)
+
+    def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """See `BlockMover.outbox`."""
+        return self._comm.outbox(nbytes, lane)
+
+    def pull(self, exchange: Exchange, outbox: Tensor, targets: Sequence[Tensor], lane: int = 0) -> Transfer:
+        """See `BlockMover.pull`."""
+        return self._comm.pull(self._spread(exchange), outbox, targets, lane)
+
+    def inbox(self, nbytes: int, lane: int = 0) -> Tensor:
+        """See `BlockMover.inbox`."""
+        return self._comm.inbox(nbytes, lane)
+
+    def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
+        """See `BlockMover.push`."""
+        return self._comm.push(self._spread(exchange), sources, inbox, lane)
+
+    def _spread(self, exchange: Exchange) -> Exchange:
+        return _spread(exchange, self._comm.size, self._ranks)
+
+
+class EveryNth(Members):
+    """The subgroup `rank % n`, `rank % n + n`, ...: its ring is the parent's ring with hops of `n`."""
+
+    def __init__(self, comm: BlockMover, n: int) -> None:
+        super().__init__(comm, range(comm.rank % n, comm.size, n))
+        self._n = n
+
+    def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
+        """See `BlockMover.ring`."""
+        return self._comm.ring(*tensors, shift=shift * self._n)
+
+
+@lru_cache(maxsize=1024)
+def _spread(exchange: Exchange, size: int, ranks: tuple[int, ...]) -> Exchange:
+    """Return an exchange of the subgroup in the ranks of the parent group."""
+    place = {rank: i for i, rank in enumerate(ranks)}
+    return Exchange(
+        ranks[exchange.rank],
+        exchange.nbytes,
+        sends=tuple(exchange.sends[place[peer]] if peer in place else () for peer in range(size)),
+        receives=tuple(exchange.receives[place[peer]] if peer in place else () for peer in range(size)),
+    )
+
+
+NODE_SWITCH = "BMBURST_NODE"
+"""The environment variable that names the node of a process; by default the host is its node."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoubleRingGroups:
+    """The two groups that a rank of a double ring is in: it is rank `inter.rank * intra.size + intra.rank` of all.
+
+    Attributes:
+        intra: The ranks of this node.
+        inter: The ranks that have this rank's place in each node.
+    """
+
+    intra: BlockMover
+    inter: BlockMover
+
+
+@runtime_checkable
+class Splittable(Communicator, Protocol):
+    """A communicator that can make others."""
+
+    def split(self, partition: Sequence[Sequence[int]]) -> Communicator:
+        """Return the communicator of the part that holds this rank; every rank must call it with the same partition."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """On how many nodes a group lies, and why they do not hold as many ranks each, in order; None: they do."""
+
+    count: int
+    uneven: str | None = None
+
+
+def find_nodes(comm: Checked) -> Nodes:
+    """Return how many nodes the group lies on: the same on every rank.
+
+    It is `comm.nodes` if that is set. Else ranks ask each other where they run, the first time for a group: collective,
+    and blocks the host. Nodes must hold as many ranks each, next to each other in the group.
+    """
+    if comm.size == 1:
+        return Nodes(1)
+    if comm.nodes is not None:
+        fits = comm.nodes > 0 and comm.size % comm.nodes == 0
+        return Nodes(comm.nodes) if fits else Nodes(1, f"{comm.size} ranks cannot lie evenly on {comm.nodes} nodes")
+    found = [(name, len(list(ranks))) for name, ranks in groupby(_node_names(comm.base))]
+    if len({name for name, _ in found}) == len(found) and len({count for _, count in found}) == 1:
+        return Nodes(len(found))
+    order = ", ".join(f"{count} on {name[:20]}" for name, count in found[:4])
+    more = ", ..." if len(found) > 4 else ""
+    uneven = f"nodes must hold equal numbers of neighbouring ranks, but the group has {order}{more}"
+    return Nodes(len({name for name, _ in found}), uneven)
+
+
+def device_name(comm: Checked) -> str:
+    """Return the device by whose machine attention is priced: the first rank's, the same on every rank.
+
+    A group of GPUs asks for it the first time: collective, and blocks the host.
+    """
+    return _first_device(comm.base) if comm.device.type == "cuda" else HOST
+
+
+def double_ring_groups(comm: Checked, nodes: int, transport: str, every: int = 1) -> DoubleRingGroups:
+    """Return this rank's two groups of a double ring. Collective the first time; blocks the host then.
+
+    Args:
+        comm: The group.
+        nodes: How many nodes it lies on, in order, each with as many ranks.
+        transport: What the user asked for; "auto" and "peer" hold inside nodes.
+        every: Only ranks `rank % every`, `rank % every + every`, ... form this rank's ring; a node's ranks are a
+            multiple of it. All such rings must be made and used together.
+
+    Raises:
+        UserError: "peer" was asked for and ranks of a node cannot read each other's memory.
+    """
+    return _double_ring_groups(comm.base, nodes, transport, every)
+
+
+@lru_cache(maxsize=64)  # one for a group: each has communicators
+def _double_ring_groups(comm: Checked, nodes: int, transport: str, every: int) -> DoubleRingGroups:
+    places = comm.size // nodes
+    assert comm.size == nodes * places
+    assert places % every == 0
+    firsts = range(0, comm.size, places)
+    intra = _part(comm, [tuple(range(node + i, node + places, every)) for node in firsts for i in range(every)])
+    inter = _part(comm, [tuple(range(place, comm.size, places)) for place in range(places)])
+    return DoubleRingGroups(over_transport(intra, transport) if isinstance(intra, Checked) else intra, inter)
+
+
+def _part(comm: Checked, partition: Sequence[tuple[int, ...]]) -> BlockMover:
+    mine = next(part for part in partition if comm.rank in part)
+    if len(mine) == 1:
+        return comm.over(LocalCommunicator(0, [[Wire()]]))
+    if isinstance(comm.inner, Splittable):
+        return comm.over(comm.inner.split(partition))
+    return Members(comm, mine)
 
 
 @lru_cache(maxsize=64)
-def _over_peers(comm: Checked) -> Checked | str:
-    """Return the group over its GPUs' memory, or why that cannot be; says so once."""
+def _first_device(comm: Checked) -> str:
+    mine = torch.cuda.get_device_name(comm.device)
+    return mine if comm.size == 1 else gather_objects(comm, mine)[0]
+
+
+@lru_cache(maxsize=64)
+def _node_names(comm: Checked) -> tuple[str, ...]:
+    return tuple(gather_objects(comm, _node_name()))
+
+
+def _node_name() -> str:
+    named = os.environ.get(NODE_SWITCH)
+    if named:
+        return named[:200]
     try:
-        peers = PeerCommunicator(comm.inner, comm.device)
-    except SharedMemoryError as error:
-        if comm.rank == 0:
-            warnings.warn(f"bmburst: blocks move by NCCL, because {error}", stacklevel=2)
-        return str(error)
-    _peers().append(peers)
-    return comm.over(peers)
-
-
-@lru_cache(maxsize=1)
-def _peers() -> list[PeerCommunicator]:
-    """Return all of this process as they were made: ranks that share two groups made them in one order."""
-    return []
+        return host_identity()
+    except OSError:  # no Linux: its name must do
+        return platform.node()

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bmburst.attention.biased_sequence import BiasedSequence
+from bmburst.attention.biased import BiasedSequence
 from bmburst.comm.checks import Checked, contents, describe
-from bmburst.comm.objects import broadcast_object
+from bmburst.comm.protocol import broadcast_object
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.integrations.cpm_live_checks import (

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.operators import WIDE
-from bmburst.schedule.sizes import Sizes
-from bmburst.schedule.units import records_kernels
+from bmburst.schedule.units import Sizes, records_kernels
 
 _TURNS = 2  # buffers and boxes: one is filled while the other is read
 
@@ -35,11 +34,11 @@ def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:
     """Return a pass's buffers at its fullest."""
     own = candidate.sizes
     if backward:
-        replicas = own.shapes.replicas if candidate.heads > 1 else 1.0
-        joined = 2 * own.k if replicas > 1 else 0.0
-        results = own.q + 2 * own.k * replicas + joined + own.statistics
+        keys = 2 * own.shapes.k_bytes
+        joined = keys / own.shapes.replicas if own.shapes.replicas > 1 else 0.0
+        results = own.shapes.q_bytes + keys + joined + own.shapes.statistics_bytes
     else:
-        results = own.q + own.statistics
+        results = own.shapes.q_bytes + own.shapes.statistics_bytes
     inner = Buffers(results, 0.0, 0.0, 0.0)
     if candidate.heads > 1:
         inner = _heads(candidate, own, results, backward=backward)
@@ -64,7 +63,7 @@ def held_by_graphs(candidate: Candidate) -> float:
     """Return the bytes that kernels of one tile take for themselves where they are CUDA graphs, which keep them."""
     own = candidate.sizes
     is_taken = candidate.heads > 1 and candidate.groups == 1 and candidate.sequence_nodes == 1
-    if not (is_taken and records_kernels(candidate.transport, own.q * WIDE / candidate.task.itemsize)):
+    if not (is_taken and records_kernels(candidate.transport, own.shapes.q_bytes * WIDE / candidate.task.itemsize)):
         return 0.0
     return _kernel(candidate, own, 1.0, backward=True)
 
@@ -72,10 +71,10 @@ def held_by_graphs(candidate: Candidate) -> float:
 def _kernel(candidate: Candidate, own: Sizes, share: float, *, backward: bool) -> float:
     """FlashAttention-4: statistics; backward dQ in fp32, and dK and dV where query heads share them."""
     if not backward:
-        return own.statistics * share
+        return own.shapes.statistics_bytes * share
     wide = WIDE / candidate.task.itemsize
-    shared = 2 * own.exchanged_k * wide if own.shapes.own_heads > own.shapes.own_kv_heads else 0.0
-    return (own.q * wide + shared + 2 * own.statistics) * share
+    shared = 2 * own.shapes.k_bytes * wide if own.shapes.own_heads > own.shapes.own_kv_heads else 0.0
+    return (own.shapes.q_bytes * wide + shared + 2 * own.shapes.statistics_bytes) * share
 
 
 def _heads(candidate: Candidate, own: Sizes, results: float, *, backward: bool) -> Buffers:
@@ -89,8 +88,8 @@ def _heads(candidate: Candidate, own: Sizes, results: float, *, backward: bool) 
 def _gather(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
     """Two buffers and two outboxes of a unit, backward twice as many; see `bmburst/attention/gather.py`."""
     units = own.gather_units if own.shapes.degree == 1 else 1
-    groups, turns, part = own.groups, min(_TURNS, units), share / units
-    k, q = 2 * own.exchanged_k * part, own.q * part
+    groups, turns, part = own.shapes.groups, min(_TURNS, units), share / units
+    k, q = 2 * own.shapes.k_bytes * part, own.shapes.q_bytes * part
     working, boxes = turns * k * (groups - 1), turns * k
     if backward:
         return working + turns * k * groups + 3 * q, boxes + turns * k * (groups - 1)
@@ -100,11 +99,11 @@ def _gather(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
 def _ring(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
     """What visits and what arrives, sums in fp32, a tile's results; see `bmburst/attention/ring.py`."""
     wide = WIDE / own.shapes.itemsize
-    q, k = own.q * share, own.exchanged_k * share
+    q, k = own.shapes.q_bytes * share, own.shapes.k_bytes * share
     if not backward:
         visiting = 2 * k
         return q * wide + q + 2 * visiting, _TURNS * visiting
-    visiting, returning = (share * nbytes for nbytes in own.ring_backward)
+    visiting, returning = (share * nbytes for nbytes in own.shapes.ring_bytes(own.strategy.travellers))
     sums = (q + 2 * k) * wide
     tile = q + 2 * k
     return 2 * visiting + sums + 2 * returning + tile, _TURNS * max(visiting, returning)

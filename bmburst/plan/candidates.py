@@ -17,14 +17,12 @@ from bmburst.plan.task import Task
 from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem, most_kv_heads
 from bmburst.schedule.hardware import Hardware
-from bmburst.schedule.heads_plan import HeadShapes
 from bmburst.schedule.layout import Zigzag
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.mesh_shape import can_share, divisors
-from bmburst.schedule.ring_schedule import choose_travellers
-from bmburst.schedule.sizes import Sizes, attention_shape
 from bmburst.schedule.strategy import choose_strategy, possible_strategies
 from bmburst.schedule.strategy_names import STRATEGIES, Outer, Strategy, Travellers
+from bmburst.schedule.units import HeadShapes, Sizes, choose_travellers
 
 RECOMPUTE = POLICIES
 ZERO = (2, 3)
@@ -140,7 +138,7 @@ class Candidate:
     def sizes(self) -> Sizes:
         """What attention's executors move and cut, in the largest units: as if transfers took no time."""
         outer = cast(Outer, "ring" if self.outer == "none" else self.outer)
-        least = choose_travellers(attention_shape(self.shapes), self.groups)
+        least = choose_travellers(self.shapes)
         travellers = least if self.travellers == "auto" else cast(Travellers, self.travellers)
         most = most_kv_heads(self.shapes, *self._pattern)
         return Sizes(Strategy(self.heads, outer, travellers, most), self.shapes)

@@ -92,7 +92,7 @@ def utilisation(candidate: Candidate, hardware: Hardware, seconds: float, *, att
 
 
 def prefix_seconds(candidate: Candidate, hardware: Hardware, kept: float) -> float:
-    """Return the seconds forward of the tokens before those whose attention is kept: `bmburst.attention.prefix`.
+    """Return the seconds forward of the tokens before those whose attention is kept: `bmburst.attention.function`.
 
     Where no rank has all of these tokens, the last one works on as much as twice the mean.
     """

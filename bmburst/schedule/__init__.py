@@ -1,10 +1,10 @@
-"""How an attention is spread over ranks: layouts, masks, tiles, schedules, plans of what moves, and their cost.
+"""Plans of an attention over ranks: layouts, masks, tiles, schedules, what moves, and what it costs.
 
 Pure: nothing here imports torch or anything that communicates, so that `bmburst plan` and a laptop can use it. The
 executors in `bmburst.attention` and `bmburst.comm` obey what is decided here.
 
 - `layout.py`, `mask.py`, `documents.py`: which rank holds which tokens, which keys a query sees
-- `tiles.py`, `ring_schedule.py`, `double_schedule.py`: who computes which tile of the score matrix when
+- `tiles.py`, `ring_schedule.py`: who computes which tile of the score matrix when
 - `heads_plan.py`, `gather_plan.py`, `units.py`, `exchange.py`: which bytes move between which ranks
 - `strategy_names.py`, `strategy.py`, `cost.py`, `hardware.py`: the ways to spread an attention, the fastest
 - `mesh_shape.py`: how the ranks are cut into data, sequence and tensor groups

@@ -11,16 +11,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from bmburst.schedule.double_schedule import layout_itinerary
-from bmburst.schedule.gather_plan import Sight, most_seen
+from bmburst.schedule.gather_plan import Visibility, most_seen
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
-from bmburst.schedule.heads_plan import HeadShapes
 from bmburst.schedule.layout import most_keys, rank_areas
 from bmburst.schedule.mask import Mask
-from bmburst.schedule.ring_schedule import distances
-from bmburst.schedule.sizes import Sizes
+from bmburst.schedule.ring_schedule import distances, layout_itinerary
 from bmburst.schedule.strategy_names import Strategy
-from bmburst.schedule.units import hides_transfers, most_exchanged, most_gathered, records_kernels
+from bmburst.schedule.units import (
+    HeadShapes,
+    Sizes,
+    hides_transfers,
+    most_exchanged,
+    most_gathered,
+    records_kernels,
+)
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 # Bytes at memory speed for each number of a rank's queries, and of its keys: merges, sums and copies of the executors.
@@ -218,7 +222,7 @@ class _Priced:
         kernel = whole * (1 + hardware.attention_half_rows / shapes.tokens) + hardware.attention_call
         more_calls = self.sizes.calls(self.stops, backward=backward) - 1
         joining = more_calls * hardware.attention_call
-        if self.sizes.groups == 1:
+        if self.shapes.groups == 1:
             # When a call ends, its longest tile runs on one multiprocessor, and the others wait; rectangles have none.
             tile = 4.0 * KERNEL_TILE * most_keys(self.problem.mask, self.problem.length) * shapes.head_dim
             tile *= ATTENTION_BACKWARD if backward else 1.0
@@ -240,8 +244,8 @@ class _Priced:
         """
         if self.shapes.layout.size == 1:
             return 0.0
-        sums = self.sizes.q / self.shapes.itemsize * self.shapes.statistics_itemsize
-        is_exchange_alone = self.shapes.degree > 1 and self.sizes.groups == 1 and self.nodes == 1
+        sums = self.shapes.q_bytes / self.shapes.itemsize * self.shapes.statistics_itemsize
+        is_exchange_alone = self.shapes.degree > 1 and self.shapes.groups == 1 and self.nodes == 1
         if is_exchange_alone and records_kernels(self.problem.placement.transport, sums):
             return self.problem.hardware.call_start
         issued = self.sizes.calls(self.stops, backward=backward)
@@ -274,7 +278,7 @@ class _Priced:
         if outer.size == 1:
             return 1
         if self.strategy.outer == "gather":
-            return 2 if most_seen(Sight(outer, length, mask)) else 1
+            return 2 if most_seen(Visibility(outer, length, mask)) else 1
         return len(distances(outer, length, mask, self.strategy.travellers))
 
     def _exchange(self, kernel: float, *, backward: bool) -> float:
@@ -297,11 +301,11 @@ class _Priced:
         )
 
     def _gather(self, kernel: float, *, backward: bool) -> tuple[float, float]:
-        groups, sizes, hardware = self.sizes.groups, self.sizes, self.problem.hardware
-        seen = most_seen(Sight(self.shapes.outer, self.problem.length, self.problem.mask)) / self.shapes.tokens
+        groups, sizes, hardware = self.shapes.groups, self.sizes, self.problem.hardware
+        seen = most_seen(Visibility(self.shapes.outer, self.problem.length, self.problem.mask)) / self.shapes.tokens
         link = self._mixed(groups, self.near)
         moved, units = sizes.gather_bytes * seen / (groups - 1), sizes.gather_units
-        q, k = sizes.q / self.shapes.itemsize, sizes.exchanged_k / self.shapes.itemsize  # numbers
+        q, k = self.shapes.q_bytes / self.shapes.itemsize, self.shapes.k_bytes / self.shapes.itemsize  # numbers
         alone = kernel / groups  # attention to own keys: what hides the first unit's way in
         exposed = link.exposed(moved, kernel - (kernel - alone) / units) + 2 * link.latency
         q *= min(1.0, seen)  # about as many queries see keys of others as keys are seen
@@ -313,16 +317,16 @@ class _Priced:
         return hardware.memory_seconds(nbytes), exposed
 
     def _ring(self, kernel: float, *, backward: bool) -> tuple[float, float]:
-        sizes, itemsize = self.sizes, self.shapes.itemsize
-        q, k = sizes.q / itemsize, sizes.exchanged_k / itemsize  # numbers
+        shapes, itemsize = self.shapes, self.shapes.itemsize
+        q, k = shapes.q_bytes / itemsize, shapes.k_bytes / itemsize  # numbers
         if not backward:
             step, sums = RING_FORWARD_K * k + RING_FORWARD_Q * q, 0.0
-            visiting, returning = sizes.ring_forward, 0.0
+            visiting, returning = 2 * shapes.k_bytes, 0
         else:
             is_q = self.strategy.travellers == "q"
             of_q, of_k = (BURST_BACKWARD_Q, BURST_BACKWARD_K) if is_q else (KV_BACKWARD_Q, KV_BACKWARD_K)
             step, sums = of_q * q + of_k * k, RING_SUMS * (q + 2 * k)
-            visiting, returning = sizes.ring_backward
+            visiting, returning = shapes.ring_bytes(self.strategy.travellers)
         joining = self.problem.hardware.memory_seconds(self.stops * step + sums)
         return joining, self._hops(visiting, returning, kernel / self.stops)
 

@@ -88,7 +88,7 @@ class PrefixLM(Mask):
         if len(prefixes) != (1 if lengths is None else len(lengths)):
             documents = "one document (no lengths given)" if lengths is None else f"{len(lengths)} documents"
             raise UserError(
-                f"got {len(prefixes)} prefix lengths for {documents}\ngive one to each document, 0 for none"
+                f"got {len(prefixes)} prefix lengths for {documents}\nfix: give one to each document, 0 for none"
             )
         if lengths is not None and (long := [i for i, n in enumerate(lengths) if prefixes[i] > n]):
             i = long[0]
@@ -135,7 +135,7 @@ def document_lengths(values: Any) -> tuple[int, ...]:
     if not lengths:
         raise UserError("documents need at least one length, got none")
     if (first := next((i for i, n in enumerate(lengths) if n < 1), None)) is not None:
-        raise UserError(f"document {first} has {lengths[first]} tokens\nleave documents without a token out")
+        raise UserError(f"document {first} has {lengths[first]} tokens\nfix: leave out documents without a token")
     return lengths
 
 
@@ -149,7 +149,7 @@ def lengths_between(cu_seqlens: Any) -> tuple[int, ...]:
     if len(edges) < 2 or edges[0] != 0:
         raise UserError(
             f"cu_seqlens must start at 0 and end with the total, got {brief(edges)}\n"
-            "for example [0, 5, 12] for documents of 5 and 7 tokens"
+            "fix: for example [0, 5, 12] for documents of 5 and 7 tokens"
         )
     return document_lengths([after - before for before, after in pairwise(edges)])
 

@@ -1,4 +1,4 @@
-"""Who moves which bytes where, as plain data: what every transport obeys, and what a test can count.
+"""Exchanges as plain data: which bytes move between which ranks. Every transport follows them.
 
 Either the senders lay out what moves in one buffer each, an outbox that the others read, or the receivers offer one
 buffer each, an inbox that the others write. Ranks that reach each other's memory need one side of an exchange only;
@@ -84,7 +84,7 @@ def make_exchange(rank: int, size: int, nbytes: int, route: Route) -> Exchange:
 
 
 def placed(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Return where tensors of these sizes in bytes start in a box, one after another and aligned, and their end."""
+    """Return where tensors of these sizes in bytes start in a buffer, one after another and aligned, and their end."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

@@ -1,4 +1,4 @@
-"""Gathered keys as plain data: which bytes a rank pulls, who attends to them, and how their gradients go home.
+"""Plans of a gather: which keys a rank pulls, which queries attend to them, and where their gradients go.
 
 A rank has its own keys already. Of the others it pulls those that its queries see, into one buffer, in global order
 (under a full mask order does not matter, and they stand in rank order). So what a query sees of the buffer is one
@@ -22,7 +22,7 @@ from bmburst_ops.pattern import FULL, IntArray
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Visibility:
     """What decides who sees whose keys: the layout, the real tokens of the whole sequence, the mask."""
 
     layout: Layout
@@ -34,7 +34,7 @@ class Sight:
 class GatherShapes:
     """Sizes of a gather; `itemsize` in bytes."""
 
-    sight: Sight
+    visibility: Visibility
     batch: int
     heads: int
     kv_heads: int
@@ -42,7 +42,7 @@ class GatherShapes:
     itemsize: int
 
 
-class Piece(NamedTuple):
+class PulledTokens(NamedTuple):
     """Local tokens of a rank, and where they start in the buffer of the one that pulls them."""
 
     owner: int
@@ -50,17 +50,17 @@ class Piece(NamedTuple):
     start: int
 
 
-class Rows(NamedTuple):
+class SummedTokens(NamedTuple):
     """Local tokens whose gradient is the sum of the first `parts` parts."""
 
     tokens: Span
     parts: int
 
 
-class Sums(NamedTuple):
+class GradientSums(NamedTuple):
     """How parts of gradients add up."""
 
-    rows: tuple[Rows, ...]
+    rows: tuple[SummedTokens, ...]
     zeroed: bool
     """Whether parts are added where they were not written, and must be zero there."""
 
@@ -96,8 +96,8 @@ class GatherPlan:
     forward: tuple[Tile, ...]
     backward: tuple[Tile, ...]
     apart: bool
-    query_sums: Sums
-    key_sums: Sums
+    query_sums: GradientSums
+    key_sums: GradientSums
     key_parts: int
     most_key_parts: int
     inbound: tuple[Exchange, ...]
@@ -113,65 +113,68 @@ def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
         rank: The rank.
         most: KV heads a unit may have; 0 for a single unit.
     """
-    sight = shapes.sight
+    visible = shapes.visibility
     units = even_units(shapes.heads, shapes.kv_heads, most)
     sizes = [len(unit.kv_heads) for unit in units]
     inbound = {heads: _inbound(shapes, rank, heads) for heads in set(sizes)}
     outbound = {heads: _outbound(shapes, rank, heads) for heads in set(sizes)}
-    mine, others = real_positions(sight.layout, rank, sight.length), _pulled_positions(sight, rank)
-    backward = _tiles(sight, mine, others, by="keys")
+    mine, others = real_positions(visible.layout, rank, visible.length), _pulled_positions(visible, rank)
+    backward = _tiles(visible, mine, others, by="keys")
     spans = sorted(tile.keys for tile in backward)
     return GatherPlan(
         units=units,
-        real=_real(sight, rank),
-        seen=_seen(sight, rank),
-        most_seen=most_seen(sight),
-        own=make_tiles(sight.mask, sight.length, mine, mine),
-        forward=_tiles(sight, mine, others, by="queries"),
+        real=_real(visible, rank),
+        seen=_seen(visible, rank),
+        most_seen=most_seen(visible),
+        own=make_tiles(visible.mask, visible.length, mine, mine),
+        forward=_tiles(visible, mine, others, by="queries"),
         backward=backward,
-        apart=[span.start for span in spans] + [_seen(sight, rank)] == [0, *(span.stop for span in spans)],
-        query_sums=_sums(_real(sight, rank), [[tile.queries] for tile in backward]),
+        apart=[span.start for span in spans] + [_seen(visible, rank)] == [0, *(span.stop for span in spans)],
+        query_sums=_sums(_real(visible, rank), [[tile.queries] for tile in backward]),
         key_sums=_sums(
-            _real(sight, rank), [[piece.tokens for piece in _from(sight, rank, p)] for p in _slots(sight, rank)]
+            _real(visible, rank),
+            [[piece.tokens for piece in _from(visible, rank, p)] for p in _slots(visible, rank)],
         ),
-        key_parts=1 + len(_slots(sight, rank)),
-        most_key_parts=1 + max(len(_slots(sight, p)) for p in range(sight.layout.size)),
+        key_parts=1 + len(_slots(visible, rank)),
+        most_key_parts=1 + max(len(_slots(visible, p)) for p in range(visible.layout.size)),
         inbound=tuple(inbound[heads] for heads in sizes),
         outbound=tuple(outbound[heads] for heads in sizes),
     )
 
 
 @bounded_cache(maxsize=4096)
-def pulled(sight: Sight, rank: int) -> tuple[Piece, ...]:
+def pulled(visible: Visibility, rank: int) -> tuple[PulledTokens, ...]:
     """Return what a rank pulls from others, in the order of its buffer."""
-    wanted = _everybody(sight, rank) if sight.mask == Full() else _visible(sight, rank)
+    wanted = _everybody(visible, rank) if visible.mask == Full() else _visible(visible, rank)
     pieces, start = [], 0
     for owner, tokens in wanted:
-        pieces.append(Piece(owner, tokens, start))
+        pieces.append(PulledTokens(owner, tokens, start))
         start += len(tokens)
     return tuple(pieces)
 
 
 @bounded_cache(maxsize=256)
-def most_seen(sight: Sight) -> int:
+def most_seen(visible: Visibility) -> int:
     """Return the tokens that the rank with most of them pulls from others."""
-    return max(_seen(sight, rank) for rank in range(sight.layout.size))
+    return max(_seen(visible, rank) for rank in range(visible.layout.size))
 
 
-def _everybody(sight: Sight, rank: int) -> list[tuple[int, Span]]:
-    if not _real(sight, rank):
+def _everybody(visible: Visibility, rank: int) -> list[tuple[int, Span]]:
+    if not _real(visible, rank):
         return []
-    others = ((p, Span(0, _real(sight, p))) for p in range(sight.layout.size) if p != rank)
+    others = ((p, Span(0, _real(visible, p))) for p in range(visible.layout.size) if p != rank)
     return [(p, span) for p, span in others if len(span)]
 
 
-def _visible(sight: Sight, rank: int) -> list[tuple[int, Span]]:
+def _visible(visible: Visibility, rank: int) -> list[tuple[int, Span]]:
     """Return the others' tokens that a rank's queries see, in global order."""
-    seen = [span for run in _runs(sight, rank) for span in seen_by(sight.mask, sight.length, *_ends(sight, run))]
+    seen = [
+        span for run in _runs(visible, rank) for span in seen_by(visible.mask, visible.length, *_ends(visible, run))
+    ]
     found = []
-    for p in range(sight.layout.size):
-        for run in () if p == rank else _runs(sight, p):
-            end = run.start + run.real(sight.length)
+    for p in range(visible.layout.size):
+        for run in () if p == rank else _runs(visible, p):
+            end = run.start + run.real(visible.length)
             parts = (Span(max(span.start, run.start), min(span.stop, end)) for span in seen)
             found += [(part.start, p, part.stop, run.offset - run.start) for part in _united(parts)]
     return [(p, Span(start + shift, stop + shift)) for start, p, stop, shift in sorted(found)]
@@ -188,70 +191,70 @@ def _united(spans: Iterable[Span]) -> list[Span]:
     return united
 
 
-def _pulled_positions(sight: Sight, rank: int) -> IntArray:
+def _pulled_positions(visible: Visibility, rank: int) -> IntArray:
     """Return the global positions of the tokens in a rank's buffer."""
-    parts = [real_positions(sight.layout, p.owner, sight.length)[p.tokens.slice] for p in pulled(sight, rank)]
+    parts = [real_positions(visible.layout, p.owner, visible.length)[p.tokens.slice] for p in pulled(visible, rank)]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _tiles(sight: Sight, queries: IntArray, keys: IntArray, by: Literal["queries", "keys"]) -> tuple[Tile, ...]:
-    if sight.mask == Full() and len(queries) and len(keys):
+def _tiles(visible: Visibility, queries: IntArray, keys: IntArray, by: Literal["queries", "keys"]) -> tuple[Tile, ...]:
+    if visible.mask == Full() and len(queries) and len(keys):
         return (Tile(Span(0, len(queries)), Span(0, len(keys)), FULL, len(queries) * len(keys)),)
-    return make_tiles(sight.mask, sight.length, queries, keys, by)
+    return make_tiles(visible.mask, visible.length, queries, keys, by)
 
 
 @bounded_cache(maxsize=4096)
-def _slots(sight: Sight, rank: int) -> dict[int, int]:
+def _slots(visible: Visibility, rank: int) -> dict[int, int]:
     """Return in which part a rank lays the gradients of its keys that each other rank brings.
 
     Those who see most of them come first, so that whoever sees a token's key is in its first parts.
     """
-    counts = {p: sum(len(piece.tokens) for piece in _from(sight, rank, p)) for p in range(sight.layout.size)}
+    counts = {p: sum(len(piece.tokens) for piece in _from(visible, rank, p)) for p in range(visible.layout.size)}
     seers = sorted((p for p, tokens in counts.items() if tokens), key=lambda p: (-counts[p], p))
     return {p: slot for slot, p in enumerate(seers, 1)}
 
 
-def _from(sight: Sight, owner: int, puller: int) -> Sequence[Piece]:
+def _from(visible: Visibility, owner: int, puller: int) -> Sequence[PulledTokens]:
     """Return what one rank pulls from another."""
-    return _by_owner(sight, puller).get(owner, ())
+    return _by_owner(visible, puller).get(owner, ())
 
 
 @bounded_cache(maxsize=4096)
-def _by_owner(sight: Sight, puller: int) -> dict[int, list[Piece]]:
-    found: dict[int, list[Piece]] = {}
-    for piece in pulled(sight, puller):
+def _by_owner(visible: Visibility, puller: int) -> dict[int, list[PulledTokens]]:
+    found: dict[int, list[PulledTokens]] = {}
+    for piece in pulled(visible, puller):
         found.setdefault(piece.owner, []).append(piece)
     return found
 
 
-def _sums(tokens: int, parts: Sequence[Sequence[Span]]) -> Sums:
+def _sums(tokens: int, parts: Sequence[Sequence[Span]]) -> GradientSums:
     """Return how the parts of tokens add up: part 0 is of all of them, each next one of the tokens in its spans.
 
     Where every token's parts are the first ones, as under a causal mask, no others are read.
     """
     edges = sorted({0, tokens, *(edge for spans in parts for span in spans for edge in span)})
-    rows: list[Rows] = []
+    rows: list[SummedTokens] = []
     for start, stop in pairwise(edges):
         has = [any(span.start <= start < span.stop for span in spans) for spans in parts]
         count = 1 + sum(has)
         if not all(has[: count - 1]):
-            return Sums((Rows(Span(0, tokens), 1 + len(parts)),), zeroed=True)
+            return GradientSums((SummedTokens(Span(0, tokens), 1 + len(parts)),), zeroed=True)
         if rows and rows[-1].parts == count:
-            rows[-1] = Rows(Span(rows[-1].tokens.start, stop), count)
+            rows[-1] = SummedTokens(Span(rows[-1].tokens.start, stop), count)
         else:
-            rows.append(Rows(Span(start, stop), count))
-    return Sums(tuple(rows), zeroed=False)
+            rows.append(SummedTokens(Span(start, stop), count))
+    return GradientSums(tuple(rows), zeroed=False)
 
 
 def _inbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
-    layout = shapes.sight.layout
+    layout = shapes.visibility.layout
     row = kv_heads * shapes.head_dim * shapes.itemsize
     starts, nbytes = placed([shapes.batch * layout.tokens * row] * 2)
 
     def route(source: int, target: int) -> Iterator[Move]:
-        pitch = _seen(shapes.sight, target) * row
+        pitch = _seen(shapes.visibility, target) * row
         for buffer in (0, 1):
-            for piece in _from(shapes.sight, source, target):
+            for piece in _from(shapes.visibility, source, target):
                 size = (len(piece.tokens) * row, shapes.batch)
                 start = starts[buffer] + piece.tokens.start * row
                 yield Move(Block(start, *size, layout.tokens * row), Block(piece.start * row, *size, pitch, buffer))
@@ -260,45 +263,45 @@ def _inbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
 
 
 def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
-    sight, layout = shapes.sight, shapes.sight.layout
+    visible, layout = shapes.visibility, shapes.visibility.layout
     row = kv_heads * shapes.head_dim * shapes.itemsize
-    most = max(1, *(_seen(sight, p) for p in range(layout.size)))
+    most = max(1, *(_seen(visible, p) for p in range(layout.size)))
     starts, nbytes = placed([shapes.batch * most * row] * 2)
 
     def route(source: int, target: int) -> Iterator[Move]:
-        pitch, real = _seen(sight, source) * row, _real(sight, target)
+        pitch, real = _seen(visible, source) * row, _real(visible, target)
         for buffer in (0, 1):
-            for piece in _from(sight, target, source):
+            for piece in _from(visible, target, source):
                 size = (len(piece.tokens) * row, shapes.batch)
-                first = _slots(sight, target)[source] * shapes.batch * real + piece.tokens.start
+                first = _slots(visible, target)[source] * shapes.batch * real + piece.tokens.start
                 start = starts[buffer] + piece.start * row
                 yield Move(Block(start, *size, pitch), Block(first * row, *size, real * row, buffer))
 
     return make_exchange(rank, layout.size, nbytes, route)
 
 
-def _runs(sight: Sight, rank: int) -> list[Run]:
+def _runs(visible: Visibility, rank: int) -> list[Run]:
     """Return a rank's runs that have a real token."""
-    runs = [run for run in sight.layout.runs(rank) if run.real(sight.length)]
+    runs = [run for run in visible.layout.runs(rank) if run.real(visible.length)]
     assert all(run.stride == 1 for run in runs)  # where runs matter, striped is refused
     return runs
 
 
-def _ends(sight: Sight, run: Run) -> tuple[int, int]:
-    return run.start, run.start + run.real(sight.length) - 1
+def _ends(visible: Visibility, run: Run) -> tuple[int, int]:
+    return run.start, run.start + run.real(visible.length) - 1
 
 
-def _real(sight: Sight, rank: int) -> int:
-    return real_tokens(sight.layout, rank, sight.length)
+def _real(visible: Visibility, rank: int) -> int:
+    return real_tokens(visible.layout, rank, visible.length)
 
 
-def _seen(sight: Sight, rank: int) -> int:
+def _seen(visible: Visibility, rank: int) -> int:
     """Return how many tokens a rank pulls from others, without the list of them: their owners are not looked at."""
-    own = _real(sight, rank)
-    if sight.mask == Full():
-        return sight.length - own if own else 0
-    runs = _runs(sight, rank)
-    seen = _united(span for run in runs for span in seen_by(sight.mask, sight.length, *_ends(sight, run)))
-    ends = [(first, last + 1) for first, last in (_ends(sight, run) for run in runs)]
+    own = _real(visible, rank)
+    if visible.mask == Full():
+        return visible.length - own if own else 0
+    runs = _runs(visible, rank)
+    seen = _united(span for run in runs for span in seen_by(visible.mask, visible.length, *_ends(visible, run)))
+    ends = [(first, last + 1) for first, last in (_ends(visible, run) for run in runs)]
     held = sum(max(0, min(span.stop, end) - max(span.start, start)) for span in seen for start, end in ends)
     return sum(map(len, seen)) - held

@@ -1,4 +1,4 @@
-"""A machine as numbers: rates, bandwidths, latencies, sizes, each with its source, in a TOML file."""
+"""Hardware files: the rates, bandwidths, latencies and sizes of a machine, each with its source, as TOML."""
 
 import re
 import tomllib

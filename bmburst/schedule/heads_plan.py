@@ -1,4 +1,4 @@
-"""Head exchange as plain data: which heads are attended together, and which bytes move before and after.
+"""Plans of a head exchange: which heads a kernel call attends with, and which bytes move before and after it.
 
 Ranks trade tokens of all heads for all tokens of their own heads (DeepSpeed Ulysses, arXiv:2309.14509). Ranks
 `g * degree` to `(g + 1) * degree - 1` trade among themselves; together they then hold what one rank of a layout over
@@ -12,63 +12,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, placed
-from bmburst.schedule.layout import Layout, Run
+from bmburst.schedule.layout import Run
 from bmburst.schedule.tiles import Span
-from bmburst.schedule.units import Unit, make_units
+from bmburst.schedule.units import HeadShapes, Unit, make_units
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadShapes:
-    """Sizes of a head exchange; `itemsize` and `statistics_itemsize`, which is that of sums too, in bytes."""
-
-    layout: Layout
-    degree: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    itemsize: int
-    statistics_itemsize: int
-
-    @property
-    def own_heads(self) -> int:
-        """Query heads that a rank attends with."""
-        return self.heads // self.degree
-
-    @property
-    def own_kv_heads(self) -> int:
-        """KV heads that a rank attends to."""
-        return max(1, self.kv_heads // self.degree)
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that attend to the same KV head."""
-        return max(1, self.degree // self.kv_heads)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a rank's heads after the exchange."""
-        return self.layout.tokens * self.degree
-
-    @property
-    def outer(self) -> Layout:
-        """How those tokens are cut over the groups."""
-        return self.layout.over_groups(self.degree)
-
-    def refusal(self) -> str | None:
-        """Return why these heads cannot be exchanged, or None."""
-        if self.layout.size % self.degree:
-            return f"{self.layout.size} ranks cannot form groups of {self.degree}"
-        if self.heads % self.degree:
-            return f"{self.heads} query heads cannot be dealt to {self.degree} ranks"
-        if self.kv_heads % self.degree and self.degree % self.kv_heads:
-            return f"{self.kv_heads} key/value heads can be neither dealt to {self.degree} ranks nor shared by them"
-        if self.layout.name == "striped" and 1 < self.degree < self.layout.size:
-            return "the tokens of neighbouring ranks in layout 'striped' are no stripe together"
-        return None
-
-
-class Part(IntEnum):
+class Operand(IntEnum):
     """What an exchange moves, in the order in which it is brought."""
 
     Q = 0
@@ -81,12 +30,12 @@ class Part(IntEnum):
     @property
     def is_kv(self) -> bool:
         """Whether it has KV heads; the others have query heads. Gradients and the output lie as their inputs do."""
-        return self in (Part.K, Part.V)
+        return self in (Operand.K, Operand.V)
 
     @property
     def is_statistic(self) -> bool:
         """Whether it is `[batch, heads, tokens]`; the others are `[batch, tokens, heads, head_dim]`."""
-        return self in (Part.LSE, Part.DELTA)
+        return self in (Operand.LSE, Operand.DELTA)
 
 
 class Strides(NamedTuple):
@@ -109,8 +58,8 @@ class Place(NamedTuple):
         return self._replace(start=self.start + head * self.strides.head)
 
 
-class Window(NamedTuple):
-    """Where in a box, in elements, is a `[batch, tokens, heads, head_dim]` or a statistic `[batch, heads, tokens]`."""
+class StridedView(NamedTuple):
+    """A `[batch, tokens, heads, head_dim]` or a statistic `[batch, heads, tokens]` in a buffer, in elements."""
 
     size: tuple[int, ...]
     strides: tuple[int, ...]
@@ -118,11 +67,11 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Homeward:
-    """The way home of a unit's results: the exchange, and where each tensor lies in the outbox."""
+class UnitResults:
+    """How the results of a unit go home: the exchange, and where each tensor lies in the outbox."""
 
     exchange: Exchange
-    windows: tuple[Window, ...]
+    views: tuple[StridedView, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +83,7 @@ class HeadsPlan:
         backward: Which of the two passes.
         nbytes: Size of the inbox.
         units: What is attended together.
-        windows: Of each unit, its part of the tensors of the rank's own heads in the inbox.
+        views: Of each unit, its part of the tensors of the rank's own heads in the inbox.
         inbound: What brings each unit.
         outbound: What takes its results home.
     """
@@ -143,9 +92,9 @@ class HeadsPlan:
     backward: bool
     nbytes: int
     units: tuple[Unit, ...]
-    windows: tuple[tuple[Window, ...], ...]
+    views: tuple[tuple[StridedView, ...], ...]
     inbound: tuple[Exchange, ...]
-    outbound: tuple[Homeward, ...]
+    outbound: tuple[UnitResults, ...]
 
     @property
     def sums_nbytes(self) -> int:
@@ -185,13 +134,13 @@ def make_heads_plan(
     own, own_kv = shapes.own_heads, shapes.own_kv_heads
     counts = (own, own_kv, own_kv, own, own, own) if backward else (own, own_kv, own_kv)
     rows = shapes.batch * shapes.tokens
-    items = [_item(shapes, part) for part, _ in zip(Part, counts, strict=False)]
+    items = [_item(shapes, operand) for operand, _ in zip(Operand, counts, strict=False)]
     starts, nbytes = placed([rows * count * item for count, item in zip(counts, items, strict=True)])
     units = make_units(own, own_kv, most=most, pace=pace, backward=backward)
-    windows = (
+    views = (
         tuple(
-            _window(shapes, part, start, counts[part], unit.kv_heads if part.is_kv else unit.heads)
-            for part, start in zip(Part, starts, strict=False)
+            _view(shapes, operand, start, counts[operand], unit.kv_heads if operand.is_kv else unit.heads)
+            for operand, start in zip(Operand, starts, strict=False)
         )
         for unit in units
     )
@@ -200,7 +149,7 @@ def make_heads_plan(
         backward,
         nbytes,
         units,
-        tuple(windows),
+        tuple(views),
         tuple(_inbound(shapes, rank, units, i, sources, starts, nbytes) for i in range(len(units))),
         tuple(_outbound(shapes, rank, unit, backward=backward) for unit in units),
     )
@@ -243,21 +192,22 @@ def _unit_moves(
     shapes: HeadShapes, unit: Unit, source: int, target: int, sources: tuple[Strides, ...], starts: tuple[int, ...]
 ) -> Iterator[Move]:
     member = target % shapes.degree
-    for part, strides, start in zip(Part, sources, starts, strict=False):
-        span = unit.new_kv_heads if part.is_kv else unit.heads
-        count = shapes.own_kv_heads if part.is_kv else shapes.own_heads
-        first = member * (shapes.kv_heads if part.is_kv else shapes.heads) // shapes.degree
-        item = _item(shapes, part)
-        here = Place(part, 0, strides).at(first + span.start)
-        there = Place(0, start, _strides(part, shapes.tokens, count, item)).at(span.start)
+    for operand, strides, start in zip(Operand, sources, starts, strict=False):
+        span = unit.new_kv_heads if operand.is_kv else unit.heads
+        count = shapes.own_kv_heads if operand.is_kv else shapes.own_heads
+        first = member * (shapes.kv_heads if operand.is_kv else shapes.heads) // shapes.degree
+        item = _item(shapes, operand)
+        here = Place(operand, 0, strides).at(first + span.start)
+        there = Place(0, start, _strides(operand, shapes.tokens, count, item)).at(span.start)
         for run in _landing(shapes, source):
             yield from _moves(shapes.batch, len(span), item, run.tokens, (here, run.offset, 1), (there, *run[1:3]))
 
 
-def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> Homeward:
-    parts = (Part.Q, Part.K, Part.V) if backward else (Part.Q, Part.LSE)  # dQ, dK, dV lie as q, k, v do; out as q
-    spans = [unit.kv_heads if part.is_kv else unit.heads for part in parts]
-    items = [_item(shapes, part) for part in parts]
+def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> UnitResults:
+    # dQ, dK, dV lie as q, k, v do, the output as q.
+    operands = (Operand.Q, Operand.K, Operand.V) if backward else (Operand.Q, Operand.LSE)
+    spans = [unit.kv_heads if operand.is_kv else unit.heads for operand in operands]
+    items = [_item(shapes, operand) for operand in operands]
     rows = shapes.batch * shapes.tokens
     starts, nbytes = placed([rows * len(span) * item for span, item in zip(spans, items, strict=True)])
 
@@ -265,42 +215,42 @@ def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> H
         if source // shapes.degree != target // shapes.degree:
             return
         member = source % shapes.degree
-        for buffer, (part, span, item, start) in enumerate(zip(parts, spans, items, starts, strict=True)):
-            heads = shapes.kv_heads if part.is_kv else shapes.heads
-            replica = member % shapes.replicas if part.is_kv else 0
+        for buffer, (operand, span, item, start) in enumerate(zip(operands, spans, items, starts, strict=True)):
+            heads = shapes.kv_heads if operand.is_kv else shapes.heads
+            replica = member % shapes.replicas if operand.is_kv else 0
             offset = replica * shapes.batch * shapes.layout.tokens * heads * item
-            here = Place(0, start, _strides(part, shapes.tokens, len(span), item))
-            there = Place(buffer, offset, _strides(part, shapes.layout.tokens, heads, item))
+            here = Place(0, start, _strides(operand, shapes.tokens, len(span), item))
+            there = Place(buffer, offset, _strides(operand, shapes.layout.tokens, heads, item))
             there = there.at(member * heads // shapes.degree + span.start)
             for run in _landing(shapes, target):
                 yield from _moves(shapes.batch, len(span), item, run.tokens, (here, *run[1:3]), (there, run.offset, 1))
 
-    windows = (
-        _window(shapes, part, start, len(span), Span(0, len(span)))
-        for part, start, span in zip(parts, starts, spans, strict=True)
+    views = (
+        _view(shapes, operand, start, len(span), Span(0, len(span)))
+        for operand, start, span in zip(operands, starts, spans, strict=True)
     )
-    return Homeward(make_exchange(rank, shapes.layout.size, nbytes, route), tuple(windows))
+    return UnitResults(make_exchange(rank, shapes.layout.size, nbytes, route), tuple(views))
 
 
-def _window(shapes: HeadShapes, part: Part, start: int, heads: int, span: Span) -> Window:
-    """Return some heads of a tensor of `heads` heads that starts at a byte of a box."""
-    itemsize = shapes.statistics_itemsize if part.is_statistic else shapes.itemsize
-    strides = _strides(part, shapes.tokens, heads, _item(shapes, part))
+def _view(shapes: HeadShapes, operand: Operand, start: int, heads: int, span: Span) -> StridedView:
+    """Return some heads of a tensor of `heads` heads that starts at a byte of a buffer."""
+    itemsize = shapes.statistics_itemsize if operand.is_statistic else shapes.itemsize
+    strides = _strides(operand, shapes.tokens, heads, _item(shapes, operand))
     first = Place(0, start, strides).at(span.start).start // itemsize
     batch, token, head = (stride // itemsize for stride in strides)
-    if part.is_statistic:
-        return Window((shapes.batch, len(span), shapes.tokens), (batch, head, token), first)
-    return Window((shapes.batch, shapes.tokens, len(span), shapes.head_dim), (batch, token, head, 1), first)
+    if operand.is_statistic:
+        return StridedView((shapes.batch, len(span), shapes.tokens), (batch, head, token), first)
+    return StridedView((shapes.batch, shapes.tokens, len(span), shapes.head_dim), (batch, token, head, 1), first)
 
 
-def _item(shapes: HeadShapes, part: Part) -> int:
+def _item(shapes: HeadShapes, operand: Operand) -> int:
     """Return the bytes of a token and head: a vector, or a statistic."""
-    return shapes.statistics_itemsize if part.is_statistic else shapes.head_dim * shapes.itemsize
+    return shapes.statistics_itemsize if operand.is_statistic else shapes.head_dim * shapes.itemsize
 
 
-def _strides(part: Part, tokens: int, heads: int, item: int) -> Strides:
+def _strides(operand: Operand, tokens: int, heads: int, item: int) -> Strides:
     """Return the strides of a contiguous `[batch, tokens, heads, head_dim]`, or statistic `[batch, heads, tokens]`."""
-    return Strides(tokens * heads * item, *((item, tokens * item) if part.is_statistic else (heads * item, item)))
+    return Strides(tokens * heads * item, *((item, tokens * item) if operand.is_statistic else (heads * item, item)))
 
 
 _Run = tuple[Place, int, int]  # of a tensor, the tokens from the first on, with a stride
@@ -315,13 +265,13 @@ def _moves(batches: int, heads: int, item: int, tokens: int, source: _Run, targe
         for place, first, stride in (source, target)
     ]
     if heads == 1 or all(place.strides.head == item for place, _, _ in ends):
-        parts = [(0, heads * item, tokens, [pitch for _, _, pitch in ends])]
+        rectangles = [(0, heads * item, tokens, [pitch for _, _, pitch in ends])]
     elif all(pitch == item for _, _, pitch in ends):
-        parts = [(0, tokens * item, heads, [place.strides.head for place, _, _ in ends])]
+        rectangles = [(0, tokens * item, heads, [place.strides.head for place, _, _ in ends])]
     else:
-        parts = [(head, item, tokens, [pitch for _, _, pitch in ends]) for head in range(heads)]
+        rectangles = [(head, item, tokens, [pitch for _, _, pitch in ends]) for head in range(heads)]
     for batch in range(batches):
-        for head, width, rows, pitches in parts:
+        for head, width, rows, pitches in rectangles:
             yield Move(
                 *(
                     Block(

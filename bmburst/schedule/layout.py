@@ -1,4 +1,4 @@
-"""Which rank holds which tokens of a sequence: pure index arithmetic, no tensor, no process group.
+"""Layouts, which say which rank holds which tokens of a sequence: pure index arithmetic.
 
 A layout cuts `size * tokens` global positions into `size` ranks of `tokens` local ones. Whatever the layout, a rank's
 local order is its global order, so the tokens beyond the real length (padding) are always a suffix of its local ones.
@@ -58,7 +58,7 @@ class Layout(ABC):
         if self.tokens % self.chunks:
             raise UserError(
                 f"layout '{self.name}' needs a multiple of {self.chunks} tokens a rank, got {self.tokens}\n"
-                f"pad the sequence to a multiple of {self.chunks * self.size} tokens (bmburst.shard does)"
+                f"fix: pad the sequence to a multiple of {self.chunks * self.size} tokens (bmburst.shard does)"
             )
 
     def over_groups(self, degree: int) -> "Layout":
@@ -218,12 +218,12 @@ def make_layout(name: str, size: int, tokens: int, mask: Mask | None = None, len
     if kind is not Balanced:
         return kind(size, tokens)
     if mask is None:
-        raise UserError("layout 'balanced' gives every rank like work under a mask, but there is none\npass mask=")
+        raise UserError("layout 'balanced' balances the work under a mask, but there is none\nfix: pass mask=")
     Contiguous(size, tokens)  # refuses what no layout holds
     if tokens % kind.chunks:
         raise UserError(
             f"layout '{name}' needs a multiple of {kind.chunks} tokens a rank, got {tokens}\n"
-            f"pad the sequence to a multiple of {kind.chunks * size} tokens (bmburst.shard does)"
+            f"fix: pad the sequence to a multiple of {kind.chunks * size} tokens (bmburst.shard does)"
         )
     real = size * tokens if length is None else length
     mask.require(real)
@@ -240,7 +240,7 @@ def padded_layout(name: str, size: int, length: int, mask: Mask | None = None) -
     if length < size:
         raise UserError(
             f"a sequence of {length} tokens cannot be split over {size} ranks\n"
-            "use at least one token a rank: a longer sequence or a smaller sequence-parallel size"
+            "fix: at least one token a rank: a longer sequence or fewer ranks that share it"
         )
     chunks = LAYOUTS[name].chunks
     return make_layout(name, size, chunks * -(-length // (chunks * size)), mask, length)
@@ -269,7 +269,7 @@ def real_length(size: int, tokens: int, length: int | None) -> int:
     if not 1 <= number <= most:
         raise UserError(
             f"length is {number}, but {size} ranks x {tokens} local tokens hold 1 to {most}\n"
-            "length is the number of real tokens of the whole sequence, over all ranks"
+            "fix: the number of real tokens of the whole sequence, over all ranks"
         )
     return number
 

@@ -1,4 +1,4 @@
-"""Which keys a query may see, as values in global positions: pure index arithmetic.
+"""Masks, which say which keys a query sees, in global positions: pure index arithmetic.
 
 Every mask but `BlockSparse` lets a query see one interval of keys, and neither end of the interval ever moves back as
 the query moves on. That holds in the local order of any layout too, where it decides tiles, blocks that move and
@@ -21,7 +21,7 @@ NAMES = ("causal", "full")
 _WIDEST = 1 << 62  # a block may be wider than 64 bits, a sequence is not
 
 
-class Blocks(NamedTuple):
+class BlockMap(NamedTuple):
     """Cells of `size` x `size` positions; a query sees keys of the cells of its row that are on."""
 
     size: int
@@ -46,7 +46,7 @@ class Mask(ABC):
         return None
 
     @property
-    def blocks(self) -> Blocks | None:
+    def blocks(self) -> BlockMap | None:
         """The cells that are on, or None where all are."""
         return None
 
@@ -70,7 +70,7 @@ class Mask(ABC):
             shorter = f", or pass length={self.length}: the tokens behind are padding" if self.length < length else ""
             raise UserError(
                 f"the mask is made for {self.length} tokens, but the sequence has {length} real ones\n"
-                f"make it for {length} tokens{shorter}"
+                f"fix: make it for {length} tokens{shorter}"
             )
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -172,9 +172,9 @@ class BlockSparse(Mask):
         object.__setattr__(self, "block_map", cells)
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockMap:
         """See `Mask.blocks`."""
-        return Blocks(min(self.block_size, _WIDEST), self.block_map)
+        return BlockMap(min(self.block_size, _WIDEST), self.block_map)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -191,7 +191,7 @@ class BlockSparse(Mask):
         if blocks != len(self.block_map):
             raise UserError(
                 f"{length} tokens are {blocks} blocks of {self.block_size}, but block_map has {len(self.block_map)}\n"
-                f"make it [{blocks}, {blocks}], or pass the length that it is for"
+                f"fix: make it [{blocks}, {blocks}], or pass the length that it is for"
             )
 
     def __str__(self) -> str:
@@ -210,7 +210,7 @@ class Both(Mask):
         return next((mask.length for mask in self.masks if mask.length is not None), None)
 
     @property
-    def blocks(self) -> Blocks | None:
+    def blocks(self) -> BlockMap | None:
         """See `Mask.blocks`."""
         return next((mask.blocks for mask in self.masks if mask.blocks is not None), None)
 

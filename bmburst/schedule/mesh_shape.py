@@ -1,4 +1,4 @@
-"""How the ranks are cut: data x sequence x tensor, and a sequence group into nodes x ring x heads. Pure: plain numbers.
+"""Shapes of a mesh: ranks are cut into data x sequence x tensor, a sequence group into nodes x ring x heads.
 
 Rank `(d * sequence + s) * tensor + t` is data rank d, sequence rank s and tensor rank t. Ranks of one tensor group are
 neighbours, as in BMTrain's own topology (`tp_id = rank % tp_size`), because they talk most; then those of a sequence,
@@ -84,7 +84,7 @@ class MeshShape:
             each = "" if tensor == 1 else f" with tensor {tensor}"
             raise UserError(
                 f"{world_size} ranks cannot form a mesh of data {data} x sequence {sequence}{each}\n"
-                f"data x sequence must be {rest}: each one of {', '.join(map(str, divisors(rest)))}"
+                f"fix: data x sequence must be {rest}, each one of {', '.join(map(str, divisors(rest)))}"
             )
         return cls(data, sequence, tensor, heads, 1 if nodes is None else nodes)
 
@@ -183,4 +183,4 @@ def _require_dealt(axis: str, degree: int, heads: int, kv_heads: int, degrees: l
 
 def _nearest(degree: int, allowed: list[int]) -> str:
     near = [*[n for n in allowed if n < degree][-1:], *[n for n in allowed if n > degree][:1]]
-    return f"nearest that work: {' and '.join(map(str, near))}"
+    return f"fix: nearest that work: {' and '.join(map(str, near))}"

@@ -1,4 +1,4 @@
-"""Which way to spread an attention over the ranks of a group costs least, of those that are asked for and possible."""
+"""Chooses the strategy of an attention call: the cheapest of those that are asked for and possible."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,12 +6,10 @@ from dataclasses import replace
 from bmburst.errors import UserError
 from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import Hardware
-from bmburst.schedule.heads_plan import HeadShapes
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Full, Mask
-from bmburst.schedule.ring_schedule import choose_travellers
-from bmburst.schedule.sizes import attention_shape
-from bmburst.schedule.strategy_names import STRATEGIES, Asked, Outer, Strategy
+from bmburst.schedule.strategy_names import STRATEGIES, Outer, Strategy, StrategySpec
+from bmburst.schedule.units import HeadShapes, choose_travellers
 from bmburst_ops.bounded_cache import bounded_cache
 
 ALIKE = 0.02
@@ -43,19 +41,19 @@ def choose_strategy(
     Raises:
         UserError: The strategy asked for cannot work with these shapes, with the reason.
     """
-    shapes, asked = replace(shapes, degree=1), STRATEGIES[name]
+    shapes, spec = replace(shapes, degree=1), STRATEGIES[name]
     problem = Problem(shapes, length, mask, placement, hardware)
-    found = list(possible_strategies(asked, shapes, mask, placement))
+    found = list(possible_strategies(spec, shapes, mask, placement))
     if not found:
-        reason = _refusal(asked, shapes, mask, placement)
-        raise UserError(f"strategy '{name}' cannot work: {reason}\nuse strategy='auto'")
+        reason = _refusal(spec, shapes, mask, placement)
+        raise UserError(f"strategy '{name}' cannot work: {reason}\nfix: use strategy='auto'")
     if ulysses_degree is not None and shapes.layout.size > 1:
         found = [strategy for strategy in found if strategy.ulysses_degree == ulysses_degree]
     if not found:
         why = replace(shapes, degree=ulysses_degree).refusal() if ulysses_degree else None
         raise UserError(
             f"the mesh has {ulysses_degree} ranks exchange heads, but {why or f'strategy {name!r} has others do so'}\n"
-            "use strategy='auto', or a mesh with other heads"
+            "fix: use strategy='auto', or a mesh with other heads"
         )
     found = [problem.in_units(strategy) for strategy in found]
     if len(found) == 1:
@@ -66,7 +64,7 @@ def choose_strategy(
     return best
 
 
-def possible_strategies(asked: Asked, shapes: HeadShapes, mask: Mask, placement: Placement) -> Iterator[Strategy]:
+def possible_strategies(spec: StrategySpec, shapes: HeadShapes, mask: Mask, placement: Placement) -> Iterator[Strategy]:
     """Yield what is asked for and the shapes and nodes permit."""
     size = shapes.layout.size
     if size == 1:
@@ -74,24 +72,24 @@ def possible_strategies(asked: Asked, shapes: HeadShapes, mask: Mask, placement:
         return
     for degree in range(1, size + 1):
         within = replace(shapes, degree=degree)
-        if within.refusal() is not None or not asked.allows(degree, size):
+        if within.refusal() is not None or not spec.allows(degree, size):
             continue
-        least = choose_travellers(attention_shape(within), size // degree)
+        least = choose_travellers(within)
         possible: dict[Outer, bool] = {
             "ring": True,
             "gather": degree < size and gather_refusal(within.outer, mask) is None,
-            "double-ring": _can_double(asked, size, degree, placement),
+            "double-ring": _can_double(spec, size, degree, placement),
         }
-        for outer in asked.outer:
+        for outer in spec.outer:
             if possible[outer]:
-                yield Strategy(degree, outer, asked.travellers or least)
+                yield Strategy(degree, outer, spec.travellers or least)
 
 
-def _can_double(asked: Asked, size: int, degree: int, placement: Placement) -> bool:
+def _can_double(spec: StrategySpec, size: int, degree: int, placement: Placement) -> bool:
     """Return whether there are nodes, and ranks in each, between which no heads are exchanged; None: whether may be."""
     nodes = placement.nodes
     if nodes is None:
-        return asked.needs("double-ring") and any(size % count == 0 for count in range(2, size))
+        return spec.needs("double-ring") and any(size % count == 0 for count in range(2, size))
     places = size // nodes
     return placement.even and nodes > 1 and places % degree == 0 and places > degree
 
@@ -103,14 +101,14 @@ def gather_refusal(layout: Layout, mask: Mask) -> str | None:
     return None
 
 
-def _refusal(asked: Asked, shapes: HeadShapes, mask: Mask, placement: Placement) -> str:
+def _refusal(spec: StrategySpec, shapes: HeadShapes, mask: Mask, placement: Placement) -> str:
     size, nodes = shapes.layout.size, placement.nodes
-    if asked.needs("double-ring"):
+    if spec.needs("double-ring"):
         found = f"{size} ranks" if nodes is None else f"{size} ranks on {nodes} node{'s' * (nodes != 1)}"
         return f"{found} are no 2 nodes or more of 2 ranks or more (BMBURST_NODE names a rank's node)"
-    if asked.exchange == "all":
+    if spec.exchange == "all":
         return str(replace(shapes, degree=size).refusal())
-    if asked.exchange == "some":
+    if spec.exchange == "some":
         reasons = (replace(shapes, degree=degree).refusal() for degree in range(2, size))
         return next((reason for reason in reasons if reason), f"{size} ranks form no smaller groups")
     return gather_refusal(shapes.layout, mask) or "no rank can take part"

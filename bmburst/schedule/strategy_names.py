@@ -1,4 +1,4 @@
-"""Ways to spread an attention over ranks, and what their names ask for: whoever is given a name looks here."""
+"""Strategies, the ways to spread an attention over ranks, and the names by which users ask for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Strategy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class StrategySpec:
     """What a name asks for.
 
     Attributes:
@@ -56,17 +56,17 @@ class Asked:
         return self.outer == (outer,)
 
 
-STRATEGIES: Mapping[str, Asked] = MappingProxyType(
+STRATEGIES: Mapping[str, StrategySpec] = MappingProxyType(
     {
-        "auto": Asked(exchange="any", outer=("ring", "gather", "double-ring")),
-        "heads": Asked(exchange="all"),
-        "gather": Asked(exchange="none", outer=("gather",)),
-        "ring": Asked(exchange="none"),
-        "kv": Asked(exchange="none", travellers="kv"),
-        "burst": Asked(exchange="none", travellers="q"),
-        "heads+ring": Asked(exchange="some"),
-        "heads+gather": Asked(exchange="some", outer=("gather",)),
-        "double-ring": Asked(exchange="none", outer=("double-ring",)),
+        "auto": StrategySpec(exchange="any", outer=("ring", "gather", "double-ring")),
+        "heads": StrategySpec(exchange="all"),
+        "gather": StrategySpec(exchange="none", outer=("gather",)),
+        "ring": StrategySpec(exchange="none"),
+        "kv": StrategySpec(exchange="none", travellers="kv"),
+        "burst": StrategySpec(exchange="none", travellers="q"),
+        "heads+ring": StrategySpec(exchange="some"),
+        "heads+gather": StrategySpec(exchange="some", outer=("gather",)),
+        "double-ring": StrategySpec(exchange="none", outer=("double-ring",)),
     }
 )
 

@@ -1,4 +1,4 @@
-"""From a mask to rectangles of kernel calls, for any two ascending lists of positions: pure index arithmetic.
+"""Cuts a mask into rectangles of kernel calls, for any two ascending lists of positions: pure index arithmetic.
 
 What a query sees of any keys in global order is an interval of them (`bmburst.schedule.mask`), whose two ends never
 move back from one query to the next. Rows of such intervals are cut where they stop being one band of a rectangle, and
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bmburst.schedule.mask import Blocks, Mask
+from bmburst.schedule.mask import BlockMap, Mask
 from bmburst_ops.pattern import FULL, Band, Cells, IntArray, Pattern, Rows, Segments, transposed
 
 
@@ -75,12 +75,14 @@ def make_tiles(
         return _cells(mask.blocks, rows, queries, keys)
     starts = np.asarray(mask.starts, dtype=np.int64)
     if by == "keys":
-        pieces = [_turned(piece) for piece in _pieces(transposed(rows, len(keys)), np.searchsorted(keys, starts))]
+        rectangles = [
+            _turned(rectangle) for rectangle in _rectangles(transposed(rows, len(keys)), np.searchsorted(keys, starts))
+        ]
     else:
-        pieces = list(_pieces(rows, np.searchsorted(queries, starts)))
+        rectangles = list(_rectangles(rows, np.searchsorted(queries, starts)))
     if mask.starts:
-        return tuple(_tile(group) for group in _grouped(pieces))
-    return tuple(Tile(piece.queries, piece.keys, piece.band, piece.area) for piece in pieces)
+        return tuple(_tile(group) for group in _grouped(rectangles))
+    return tuple(Tile(rectangle.queries, rectangle.keys, rectangle.band, rectangle.area) for rectangle in rectangles)
 
 
 def visible_area(mask: Mask, length: int, queries: IntArray) -> int:
@@ -115,7 +117,7 @@ def _index_of(ascending: IntArray, values: IntArray) -> IntArray:
     return np.searchsorted(ascending, values)
 
 
-class _Piece(NamedTuple):
+class _Rectangle(NamedTuple):
     """A rectangle and its band, each bound None where it hides nothing."""
 
     queries: Span
@@ -139,7 +141,7 @@ def _band_area(band: Band, queries: int, keys: int) -> int:
     return queries * keys - hidden
 
 
-def _pieces(rows: Rows, cuts: IntArray) -> Iterator[_Piece]:
+def _rectangles(rows: Rows, cuts: IntArray) -> Iterator[_Rectangle]:
     """Yield the rows with anything to see as bands, in order.
 
     Args:
@@ -157,82 +159,82 @@ def _pieces(rows: Rows, cuts: IntArray) -> Iterator[_Piece]:
     edges = [0, *(np.flatnonzero(hard) + 1).tolist(), len(start)]
     for first, end in pairwise(edges):
         if sees[first]:
-            yield _piece(first, end, int(start[first]), int(stop[end - 1]), int(start[end - 1]), int(stop[first]))
+            yield _rectangle(first, end, int(start[first]), int(stop[end - 1]), int(start[end - 1]), int(stop[first]))
 
 
-def _piece(first: int, end: int, key: int, key_end: int, last_start: int, first_stop: int) -> _Piece:
+def _rectangle(first: int, end: int, key: int, key_end: int, last_start: int, first_stop: int) -> _Rectangle:
     """Return a rectangle from where its first row starts and stops and where its last row does."""
     queries, keys = end - first, key_end - key
     left = None if last_start == key else key_end - 1 - last_start
     right = None if first_stop == key_end else first_stop - 1 - key - (keys - queries)
-    return _Piece(Span(first, end), Span(key, key_end), Band(left, right))
+    return _Rectangle(Span(first, end), Span(key, key_end), Band(left, right))
 
 
-def _turned(piece: _Piece) -> _Piece:
+def _turned(rectangle: _Rectangle) -> _Rectangle:
     """Return a rectangle whose rows are keys as one whose rows are queries; bottom right is the same corner in both."""
-    keys, queries, (left, right) = piece
-    return _Piece(queries, keys, Band(right, left))
+    keys, queries, (left, right) = rectangle
+    return _Rectangle(queries, keys, Band(right, left))
 
 
 @dataclass(slots=True)
 class _Group:
-    """Pieces along the diagonal that one band serves: no two share a query or a key.
+    """Rectangles along the diagonal that one band serves: no two share a query or a key.
 
-    Pieces without a bound are served by one that hides nothing of them: `keys` and `queries` are the least that it
+    Rectangles without a bound are served by one that hides nothing of them: `keys` and `queries` are the least that it
     must let through.
     """
 
-    pieces: list[_Piece]
+    rectangles: list[_Rectangle]
     band: Band
     keys: int
     queries: int
 
-    def takes(self, piece: _Piece) -> bool:
-        """Add the piece if it fits."""
-        last = self.pieces[-1]
-        if piece.queries.start < last.queries.stop or piece.keys.start < last.keys.stop:
+    def takes(self, rectangle: _Rectangle) -> bool:
+        """Add the rectangle if it fits."""
+        last = self.rectangles[-1]
+        if rectangle.queries.start < last.queries.stop or rectangle.keys.start < last.keys.stop:
             return False
-        keys = max(self.keys, 0 if piece.band.left is not None else len(piece.keys) - 1)
-        queries = max(self.queries, 0 if piece.band.right is not None else len(piece.queries) - 1)
-        band = Band(*(mine if other is None else other for mine, other in zip(self.band, piece.band, strict=True)))
+        keys = max(self.keys, 0 if rectangle.band.left is not None else len(rectangle.keys) - 1)
+        queries = max(self.queries, 0 if rectangle.band.right is not None else len(rectangle.queries) - 1)
+        band = Band(*(mine if other is None else other for mine, other in zip(self.band, rectangle.band, strict=True)))
         changed = any(mine not in (None, new) for mine, new in zip(self.band, band, strict=True))
         hides = any(bound is not None and bound < need for bound, need in zip(band, (keys, queries), strict=True))
         if changed or hides:
             return False
-        self.pieces.append(piece)
+        self.rectangles.append(rectangle)
         self.band, self.keys, self.queries = band, keys, queries
         return True
 
 
-def _grouped(pieces: Iterable[_Piece]) -> list[_Group]:
+def _grouped(rectangles: Iterable[_Rectangle]) -> list[_Group]:
     groups: list[_Group] = []
-    for piece in pieces:
-        if not any(group.takes(piece) for group in groups):
-            left, right = piece.band
-            keys = len(piece.keys) - 1 if left is None else 0
-            groups.append(_Group([piece], piece.band, keys, len(piece.queries) - 1 if right is None else 0))
+    for rectangle in rectangles:
+        if not any(group.takes(rectangle) for group in groups):
+            left, right = rectangle.band
+            keys = len(rectangle.keys) - 1 if left is None else 0
+            groups.append(_Group([rectangle], rectangle.band, keys, len(rectangle.queries) - 1 if right is None else 0))
     return groups
 
 
 def _tile(group: _Group) -> Tile:
-    """Return the call of a group: one piece as it is, several as segments with empty ones where nothing is."""
-    first, last = group.pieces[0], group.pieces[-1]
+    """Return the call of a group: one rectangle as it is, several as segments with empty ones where nothing is."""
+    first, last = group.rectangles[0], group.rectangles[-1]
     if first is last:
         return Tile(first.queries, first.keys, first.band, first.area)
     queries = Span(first.queries.start, last.queries.stop)
     keys = Span(first.keys.start, last.keys.stop)
     corners = [(0, 0)]
-    for piece in group.pieces:
-        start = piece.queries.start - queries.start, piece.keys.start - keys.start
+    for rectangle in group.rectangles:
+        start = rectangle.queries.start - queries.start, rectangle.keys.start - keys.start
         for corner in ((start[0], corners[-1][1]), start):  # queries that see nothing, then keys that none sees
             if corner != corners[-1]:
                 corners.append(corner)
-        corners.append((piece.queries.stop - queries.start, piece.keys.stop - keys.start))
+        corners.append((rectangle.queries.stop - queries.start, rectangle.keys.stop - keys.start))
     query_edges, key_edges = zip(*corners, strict=True)
-    return Tile(queries, keys, Segments(group.band, query_edges, key_edges), sum(p.area for p in group.pieces))
+    return Tile(queries, keys, Segments(group.band, query_edges, key_edges), sum(p.area for p in group.rectangles))
 
 
-def _cells(blocks: Blocks, rows: Rows, queries: IntArray, keys: IntArray) -> tuple[Tile, ...]:
+def _cells(blocks: BlockMap, rows: Rows, queries: IntArray, keys: IntArray) -> tuple[Tile, ...]:
     """Return the rectangle that holds everything visible, in cells that no block's edge crosses."""
     query_edges, query_blocks = _runs(queries // blocks.size)
     key_edges, key_blocks = _runs(keys // blocks.size)

@@ -1,11 +1,11 @@
-"""A rank's tokens of a whole tensor, taken and put back, and the labels of a whole sequence."""
+"""Takes a rank's tokens from a whole tensor and puts them back, and shifts and masks labels."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from bmburst.attention.differentiable import no_autocast
+from bmburst.attention.options import no_autocast
 from bmburst.comm.checks import contents, describe, require_numbers, require_own_memory
 from bmburst.errors import UserError
 from bmburst.numbers import brief
@@ -109,6 +109,6 @@ def masks_of_samples(documents: Mask | Sequence[Mask] | None, batch: int) -> tup
     if len(documents) != batch:
         raise UserError(
             f"got documents of {len(documents)} samples for a batch of {batch}\n"
-            "give one bmburst.Documents to each sample, or a single one for all"
+            "fix: give one bmburst.Documents to each sample, or a single one for all"
         )
     return tuple(documents)

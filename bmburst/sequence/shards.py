@@ -1,4 +1,4 @@
-"""Cutting a sequence over ranks and putting it together again. Nothing else in the package cuts one."""
+"""`shard`, `unshard` and `SequenceShard`: split sequences over ranks and join them. No other module does."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.api import resolve_group
-from bmburst.attention.differentiable import no_autocast
+from bmburst.attention.options import no_autocast
 from bmburst.comm.checks import Checked, contents, describe, is_exact, require_numbers
 from bmburst.errors import UserError
 from bmburst.numbers import whole_number
@@ -122,8 +122,8 @@ class SequenceShard:
             return self
         if not isinstance(mask, Mask):
             raise UserError(
-                "layout 'balanced' is made for one mask, but each sample of the batch has its own\n"
-                "use batches (micro_batch_size) of 1 sequence, or layout 'zigzag'"
+                "layout 'balanced' needs one mask, but each sample of the batch has its own\n"
+                "fix: use batches (micro_batch_size) of 1 sequence, or layout 'zigzag'"
             )
         real = self._real(mask)
         return replace(self, layout=make_layout("balanced", self.layout.size, self.layout.tokens, mask, real))
@@ -308,9 +308,10 @@ def shard(
             of tokens, `x` cannot hold the padding's value, or the ranks disagree or hold different tensors.
     """
     if torch.compiler.is_compiling():
-        from bmburst.sequence.uncompiled import shard as run
+        from bmburst.attention.uncompiled import uncompiled
 
-        return run(x, dim, layout, group, pad_value, mask)
+        found: Tensor = uncompiled(shard, x, dim, layout, group, pad_value, mask)
+        return found
     comm = resolve_group(group)
 
     def decide() -> tuple[tuple[SequenceShard, int], str]:
@@ -353,9 +354,10 @@ def unshard(
         UserError: The layout is unknown, the length or the mask does not fit the local tokens, or the ranks disagree.
     """
     if torch.compiler.is_compiling():
-        from bmburst.sequence.uncompiled import unshard as run
+        from bmburst.attention.uncompiled import uncompiled
 
-        return run(x_local, dim, layout, group, length, mask)
+        found: Tensor = uncompiled(unshard, x_local, dim, layout, group, length, mask)
+        return found
     comm = resolve_group(group)
 
     def decide() -> tuple[tuple[SequenceShard, int], str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from bmburst.amounts import GIB
-from bmburst.comm.objects import gather_objects
+from bmburst.comm.protocol import gather_objects
 from bmburst.errors import RunError, UserError
 from bmburst.mesh import Mesh
 from bmburst.plan.candidates import Candidate, way_of

@@ -14,7 +14,7 @@ from bmburst import data
 from bmburst.amounts import GIB
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint import training as checkpoint
-from bmburst.comm.objects import gather_objects
+from bmburst.comm.protocol import gather_objects
 from bmburst.errors import UserError
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh

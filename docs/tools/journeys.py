@@ -3,14 +3,14 @@
 from typing import NamedTuple
 
 from bmburst.schedule.cost import Placement
-from bmburst.schedule.double_schedule import Itinerary, layout_itinerary
 from bmburst.schedule.hardware import load_hardware
-from bmburst.schedule.heads_plan import HeadShapes, HeadsPlan, Strides, make_heads_plan
-from bmburst.schedule.layout import Layout, make_layout, rank_areas
+from bmburst.schedule.heads_plan import HeadsPlan, Strides, make_heads_plan
+from bmburst.schedule.layout import Contiguous, Layout, make_layout, rank_areas
 from bmburst.schedule.mask import Causal
-from bmburst.schedule.ring_schedule import AttentionShape, backward_bytes, choose_travellers, make_schedule
+from bmburst.schedule.ring_schedule import Itinerary, layout_itinerary, make_schedule
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.schedule.strategy_names import Strategy, Travellers
+from bmburst.schedule.units import HeadShapes, backward_bytes, choose_travellers
 from docs.tools.svg import Drawing
 
 RANKS = 4
@@ -150,13 +150,25 @@ def travellers() -> Drawing:
     size, tokens, left = 8, 8192, 170.0
     kinds: tuple[Travellers, ...] = ("kv", "q")
     ratios = (1, 2, 4, 8)
-    shapes = [AttentionShape(batch=1, tokens=tokens, heads=32, kv_heads=32 // n, head_dim=128) for n in ratios]
-    most = max(backward_bytes(shape, size, kind) for shape in shapes for kind in kinds)
+    shapes = [
+        HeadShapes(
+            layout=Contiguous(size, tokens),
+            degree=1,
+            batch=1,
+            heads=32,
+            kv_heads=32 // n,
+            head_dim=128,
+            itemsize=2,
+            statistics_itemsize=4,
+        )
+        for n in ratios
+    ]
+    most = max(backward_bytes(shape, kind) for shape in shapes for kind in kinds)
     for i, (ratio, shape) in enumerate(zip(ratios, shapes, strict=True)):
         drawing.text(left - 12, 42 + i * 44, f"32 heads, {32 // ratio} KV heads", anchor="end")
         for j, kind in enumerate(kinds):
-            nbytes, y = backward_bytes(shape, size, kind), 24 + i * 44 + j * 17
-            chosen = choose_travellers(shape, size) == kind
+            nbytes, y = backward_bytes(shape, kind), 24 + i * 44 + j * 17
+            chosen = choose_travellers(shape) == kind
             drawing.rect(left, y, 440 * nbytes / most, 14, f"r{j}{'' if chosen else ' faint'}", radius=1.5)
             says = f"{nbytes / 2**30:.2f} GiB{', chosen' * chosen}"
             drawing.text(left + 440 * nbytes / most + 8, y + 11, says, "strong" if chosen else "soft", size=11)

@@ -12,7 +12,9 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
+from bmburst.attention import biased
 from bmburst.attention.biased import BiasedSequence, biased_attention
+from bmburst.attention.ring import visiting_kv
 from bmburst.comm.groups import communicator
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
@@ -122,12 +124,32 @@ def test_ranks_tell_each_other_their_tokens_once(policy):
     run_ranks(2, body)
 
 
+def test_it_runs_by_the_schedules_of_all_attention(monkeypatch):
+    """Its strategy is a name: asked for a double ring, it runs over two nodes, with the same results."""
+    monkeypatch.setattr(biased, "_STRATEGY", "double-ring")
+    calls = []
+    monkeypatch.setattr(biased, "visiting_kv", lambda call, *kv: calls.append(call) or visiting_kv(call, *kv))
+    wanted = expected()
+
+    def body(comm):
+        sequence, leaves, grad = part_of(comm.hinted(2, None))
+        out = biased_attention(*leaves, sequence)[0]
+        gradients = torch.autograd.grad(out, leaves, grad)
+        (table,) = comm.all_reduce(gradients[3]).wait()
+        torch.testing.assert_close(table, wanted[4])
+        for found, whole in zip((out, *gradients[:3]), wanted[:4], strict=True):
+            torch.testing.assert_close(found, whole.chunk(comm.size, 1)[comm.rank])
+
+    run_ranks(4, body)
+    assert {(call.strategy.outer, call.double_ring.inter.size) for call in calls} == {("double-ring", 2)}
+
+
 def test_it_goes_with_the_batch():
     """Without waiting for a collection of garbage; a graph that is to come back holds it."""
     comm = communicator(None)
     sequence, leaves, _ = part_of(comm, DEVICE, kernel="triton")
     out = biased_attention(*(t.float() for t in leaves), sequence)[0]
-    made = sequence.pairs(comm)[0].once._made
+    made = sequence.pairs()[0].once._made
     found = [weakref.ref(t) for name, sent in made.items() if name != "lookup" for t in sent.vectors]
     assert len(found) >= 6
     gc.disable()

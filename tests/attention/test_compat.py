@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmburst import OpBurstAttn, OpBurstAttnStrip, burst_attn_func, burst_attn_func_striped, shard
-from bmburst.attention import compat
+from bmburst.attention import api
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from tests.attention.oracle import draw, reference
@@ -61,8 +61,8 @@ def test_the_order_of_arguments_is_that_projects():
 def test_options_arrive(monkeypatch):
     """What has no effect on the numbers here: what moves in backward, determinism, the kernel."""
     seen = []
-    real = compat.burst_attention
-    monkeypatch.setattr(compat, "burst_attention", lambda *a, **options: seen.append(options) or real(*a, **options))
+    real = api.burst_attention
+    monkeypatch.setattr(api, "burst_attention", lambda *a, **options: seen.append(options) or real(*a, **options))
     q = torch.randn(1, 4, 4, 8)
     burst_attn_func(q, q, q, None, "cuda", True, True, True)
     burst_attn_func_striped(q, q, q, 0.5, None, True)

@@ -7,7 +7,7 @@ import torch
 
 from bmburst.attention.call import decide, head_shapes
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm import levels
+from bmburst.comm import transports
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import LocalCommunicator, Wire, run_ranks
 from bmburst.errors import UserError
@@ -126,7 +126,7 @@ def test_the_strategy_is_the_cost_models():
 
 def test_unlike_gpus_are_priced_as_the_first(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    monkeypatch.setattr(levels, "gather_objects", lambda _, mine: ["NVIDIA A100-SXM4-80GB", mine])
+    monkeypatch.setattr(transports, "gather_objects", lambda _, mine: ["NVIDIA A100-SXM4-80GB", mine])
     pair = [LocalCommunicator(rank, [[Wire(), Wire()], [Wire(), Wire()]]) for rank in range(2)]
-    assert {levels.device_name(Checked(one, torch.device("cuda", 0))) for one in pair} == {"NVIDIA A100-SXM4-80GB"}
-    assert levels.device_name(Checked(pair[0], torch.device("cpu"))) == HOST
+    assert {transports.device_name(Checked(one, torch.device("cuda", 0))) for one in pair} == {"NVIDIA A100-SXM4-80GB"}
+    assert transports.device_name(Checked(pair[0], torch.device("cpu"))) == HOST

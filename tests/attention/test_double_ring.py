@@ -9,14 +9,13 @@ import torch
 
 import bmburst
 from bmburst.attention.call import decide
-from bmburst.attention.double_ring import carry_home, visits
 from bmburst.attention.options import AttentionOptions
-from bmburst.attention.ring import ring_backward, ring_forward
-from bmburst.comm.levels import Levels, over_levels
+from bmburst.attention.ring import double_ring_carry_home, double_ring_visits, ring_backward, ring_forward
 from bmburst.comm.local import run_ranks
 from bmburst.comm.protocol import Arrived
+from bmburst.comm.transports import DoubleRingGroups, double_ring_groups
 from bmburst.errors import UserError
-from bmburst.schedule.double_schedule import make_itinerary
+from bmburst.schedule.ring_schedule import make_itinerary
 from bmburst_ops.flash import Given
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
@@ -43,23 +42,23 @@ class Counting:
 
 
 def double_attention(comm, nodes, travellers, whole, mask, layout, with_lse=True):
-    """Cut, attend and put together, by the executor itself; return also both levels."""
+    """Cut, attend and put together, by the executor itself; return also both groups."""
     length = whole[0].shape[1]
     q, k, v, grad = (bmburst.shard(t, layout=layout, group=comm) for t in whole[:4])
     grad_lse = bmburst.shard(whole[4], dim=2, layout=layout, group=comm)
     name = {"kv": "kv", "q": "burst"}[travellers]
     options = AttentionOptions(mask=mask, layout=layout, strategy=name, kernel="reference")
-    levels = over_levels(comm, nodes, "auto")
-    levels = Levels(Counting(levels.inner), Counting(levels.outer))
-    call = replace(decide(comm, q, k, v, length, options), levels=levels)
+    groups = double_ring_groups(comm, nodes, "auto")
+    groups = DoubleRingGroups(Counting(groups.intra), Counting(groups.inter))
+    call = replace(decide(comm, q, k, v, length, options), double_ring=groups)
     out, lse = ring_forward(call, q, k, v)
-    forward = levels.outer.sent, levels.inner.sent
+    forward = groups.inter.sent, groups.intra.sent
     delta = (grad * out).sum(-1).transpose(1, 2) - grad_lse
-    grads = ring_backward(call, call.kernel, Given(grad, q, k, v, lse, delta))
+    grads = ring_backward(call, Given(grad, q, k, v, lse, delta))
     parts = [bmburst.unshard(t, layout=layout, group=comm, length=length) for t in (out, *grads)]
     return (
         [parts[0], bmburst.unshard(lse, dim=2, layout=layout, group=comm, length=length), *parts[1:]],
-        levels,
+        groups,
         forward,
     )
 
@@ -99,11 +98,11 @@ def test_steps_without_work_are_not_taken(mask, travellers):
     grads = torch.autograd.grad((out * whole[3]).sum() + (lse * whole[4]).sum(), (q, k, v))
 
     def body(comm):
-        got, levels, _ = double_attention(comm, 2, travellers, whole, mask, "contiguous")
+        got, groups, _ = double_attention(comm, 2, travellers, whole, mask, "contiguous")
         for ours, wanted in zip(got, (out.detach(), lse.detach(), *grads), strict=True):
             torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-10)
         causal = double_attention(comm, 2, travellers, whole, "causal", "contiguous")[1]
-        return levels.inner.hops, causal.inner.hops
+        return groups.intra.hops, causal.intra.hops
 
     (hops,) = set(run_ranks(6, body))
     assert hops[0] < hops[1]
@@ -117,13 +116,13 @@ def test_moves_the_bytes_that_the_formula_says(nodes, places, travellers, kv_hea
 
     def body(comm):
         whole = draw(0, 2, tokens * size, 4, kv_heads, 8)
-        _, levels, forward = double_attention(comm, nodes, travellers, whole, "causal", "zigzag")
+        _, groups, forward = double_attention(comm, nodes, travellers, whole, "causal", "zigzag")
         keys, queries, statistics = (2 * tokens * 8 * n for n in (8 * kv_heads, 8 * 4, 4))  # bytes of fp64
         guests, gradients = (2 * keys, 2 * keys) if travellers == "kv" else (2 * queries + 2 * statistics, queries)
         assert forward == ((nodes - 1) * 2 * keys, nodes * (places - 1) * 2 * keys)
-        assert levels.outer.sent - forward[0] == (nodes - 1) * (guests + gradients)
+        assert groups.inter.sent - forward[0] == (nodes - 1) * (guests + gradients)
         returns = nodes * (places - 1) + (places > 2 or nodes == 1 < places)
-        assert levels.inner.sent - forward[1] == nodes * (places - 1) * guests + returns * gradients
+        assert groups.intra.sent - forward[1] == nodes * (places - 1) * guests + returns * gradients
 
     run_ranks(size, body)
 
@@ -143,9 +142,9 @@ class Logging:
 
 def test_a_block_is_on_its_way_between_nodes_for_a_whole_window():
     log = []
-    levels = Levels(Logging("hop", 2, log), Logging("far", 3, log))
+    groups = DoubleRingGroups(Logging("hop", 2, log), Logging("far", 3, log))
     itinerary = make_itinerary(3, 2, everything, returning=False)
-    for _ in visits(levels, itinerary, torch.zeros(1)):
+    for _ in double_ring_visits(groups, itinerary, torch.zeros(1)):
         log.append("work")
     first = ["start far1 by 1", "start hop1 by 1", "work", "wait hop1", "work", "wait far1"]
     second = ["start far2 by 1", "start hop2 by 1", "work", "wait hop2", "work", "wait far2"]
@@ -154,9 +153,9 @@ def test_a_block_is_on_its_way_between_nodes_for_a_whole_window():
 
 def test_gradients_between_nodes_are_on_their_way_for_a_whole_window():
     log = []
-    levels = Levels(Logging("hop", 4, log), Logging("far", 3, log))
+    groups = DoubleRingGroups(Logging("hop", 4, log), Logging("far", 3, log))
     itinerary = make_itinerary(3, 4, everything, returning=True)
-    carry_home(levels, itinerary, (torch.zeros(1),), lambda _: log.append("work") or (torch.zeros(1),))
+    double_ring_carry_home(groups, itinerary, (torch.zeros(1),), lambda _: log.append("work") or (torch.zeros(1),))
     far = [(entry.split(" by ")[0], log[:i].count("work")) for i, entry in enumerate(log) if "far" in entry]
     assert far == [  # at which step: windows are of 2, 4, 4 and 2 of them
         *(("start far1", 0), ("wait far1", 2), ("start far2", 2)),  # blocks
@@ -174,7 +173,7 @@ def test_the_strategy_of_that_name(nodes, size, heads, kv_heads):
         compare(comm, "zigzag", "causal", 37, heads, kv_heads, {"strategy": "double-ring"})
         q, k = (torch.zeros(1, 4, n, 8) for n in (heads, kv_heads))
         call = decide(comm, q, k, k, None, AttentionOptions(strategy="double-ring"))
-        assert (call.levels.inner.size, call.levels.outer.size) == (size // nodes, nodes)
+        assert (call.double_ring.intra.size, call.double_ring.inter.size) == (size // nodes, nodes)
         assert call.strategy.travellers == ("q" if kv_heads == heads else "kv")
 
     run_ranks(size, body)
@@ -190,8 +189,8 @@ def test_inside_an_exchange_of_heads(monkeypatch):
         comm.nodes = 2
         compare(comm, "zigzag", "causal", 53, 4, 2, {"strategy": "auto"})
         q = torch.zeros(1, 4, 4, 8)
-        levels = decide(comm, q, q, q, None, AttentionOptions()).levels
-        assert (levels.inner.size, levels.outer.size) == (2, 2)
+        groups = decide(comm, q, q, q, None, AttentionOptions()).double_ring
+        assert (groups.intra.size, groups.inter.size) == (2, 2)
 
     run_ranks(8, body)
 
@@ -250,13 +249,13 @@ def test_memory_does_not_grow_with_nodes_or_ranks():
     """Five blocks, the own one among them, and five of gradients."""
 
     def peak(nodes, places):
-        levels = Levels(Echo(places), Echo(nodes))
+        groups = DoubleRingGroups(Echo(places), Echo(nodes))
         alive = LiveBytes()
         with alive:
             itinerary = make_itinerary(nodes, places, everything, returning=False)
-            deque(visits(levels, itinerary, torch.zeros(1000)), maxlen=0)
+            deque(double_ring_visits(groups, itinerary, torch.zeros(1000)), maxlen=0)
             forward, itinerary = alive.peak, make_itinerary(nodes, places, everything, returning=True)
-            carry_home(levels, itinerary, (torch.zeros(1000),), lambda _: (torch.zeros(1000),))
+            double_ring_carry_home(groups, itinerary, (torch.zeros(1000),), lambda _: (torch.zeros(1000),))
         return forward, alive.peak
 
     for nodes, places in ((2, 2), (4, 4), (8, 8)):

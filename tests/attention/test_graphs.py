@@ -1,5 +1,6 @@
 """When work is called, when it is recorded, and when what was recorded is started instead; GPUs are in tests/gpu."""
 
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from bmburst.attention import graphs as module
-from bmburst.attention.graphs import Recording, recording
+from bmburst.attention.graphs import Recording, Recordings
 from bmburst_ops.flash import vectors
 from bmburst_ops.flash.vectors import Sent, held, send
 
@@ -67,10 +68,20 @@ def test_without_room_for_a_graph_work_goes_on_being_called(graphs, monkeypatch,
 
 
 def test_the_same_work_in_the_same_place_has_one_recording():
-    token = object()
-    assert recording(token, "fa4", 0, 4096) is recording(token, "fa4", 0, 4096)
-    others = [recording(object(), "fa4", 0, 4096), recording(token, "fa4", 1, 4096), recording(token, "fa4", 0, 8192)]
-    assert recording(token, "fa4", 0, 4096) not in others and len(set(map(id, others))) == 3
+    recordings, token = Recordings(most=4), object()
+    first = recordings.get(token, 0, 4096)
+    others = [recordings.get(*work) for work in ((object(), 0, 4096), (token, 1, 4096), (token, 0, 8192))]
+    assert recordings.get(token, 0, 4096) is first and first not in others and len(set(map(id, others))) == 3
+
+
+def test_the_recordings_used_least_recently_are_dropped():
+    recordings = Recordings(most=2)
+    first, second = recordings.get("first"), weakref.ref(recordings.get("second"))
+    assert recordings.get("first") is first
+    recordings.get("third")
+    assert second() is None and recordings.get("first") is first
+    recordings.clear()
+    assert recordings.get("first") is not first
 
 
 def test_what_a_graph_reads_is_kept_and_not_waited_for(monkeypatch):
@@ -100,7 +111,7 @@ def test_work_that_varies_is_recorded_in_memory_of_one_piece(monkeypatch, varyin
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Capturing)
     monkeypatch.setattr(torch, "empty", lambda n, **options: log.append(f"{n} bytes") or empty(n, **options))
-    monkeypatch.setattr(module, "_studio", lambda _: (SimpleNamespace(device=CPU), pool))
+    monkeypatch.setattr(module, "_capture_resources", lambda _: (SimpleNamespace(device=CPU), pool))
     monkeypatch.setattr(module, "On", lambda _: nullcontext())
     module._record(lambda: log.append("work"), varying)
     assert log == ["begin", *first, "work", "end"]

@@ -13,9 +13,10 @@ from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst.schedule import cost, heads_plan, strategy
-from bmburst.schedule.heads_plan import HeadShapes, Strides, make_heads_plan
+from bmburst.schedule.heads_plan import Strides, make_heads_plan
 from bmburst.schedule.layout import LAYOUTS, make_layout
 from bmburst.schedule.mask import Causal
+from bmburst.schedule.units import HeadShapes
 from bmburst_ops.flash.cpu import CpuKernel
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare
@@ -57,7 +58,7 @@ def test_every_byte_comes_and_goes_to_its_place_once(size, degree, name, heads, 
         own = [own_share(t, kinds[i][1], i in (1, 2), shapes, target) for i, t in enumerate(whole)]
         order = [r for r in range(size) if r // degree == target // degree]
         columns = sorted(p for r in order for p in positions(layout, r))
-        for first, tensor, (_, kind) in zip(plan.windows[0], own, kinds, strict=True):
+        for first, tensor, (_, kind) in zip(plan.views[0], own, kinds, strict=True):
             start = first.start * tensor.element_size()
             wanted = tensor[:, columns] if kind == "bshd" else tensor[:, :, columns]
             flat = raw(wanted)
@@ -238,7 +239,7 @@ def test_moves_the_bytes_that_its_tensors_have(heads, kv_heads, units):
 def test_what_cannot_be_is_refused_with_its_reason(name, heads, kv_heads, layout, problem):
     def body(comm):
         q, k, v = (torch.zeros(1, 4, h, 8) for h in (heads, kv_heads, kv_heads))
-        with pytest.raises(UserError, match=f"strategy '.*' cannot work: {problem}\nuse strategy='auto'"):
+        with pytest.raises(UserError, match=f"strategy '.*' cannot work: {problem}\nfix: use strategy='auto'"):
             bmburst.burst_attention(q, k, v, group=comm, strategy=name, layout=layout)
         bmburst.burst_attention(q, k, v, group=comm, layout=layout)
 
@@ -299,9 +300,9 @@ def test_recordings_have_a_place_each_and_know_what_a_backward_under_documents_t
 
     def recording(*where):
         asked.append(where)
-        return SimpleNamespace(run=lambda work, varying: ran.append((where[2], varying)) or work())
+        return SimpleNamespace(run=lambda work, varying: ran.append((where[1], varying)) or work())
 
-    monkeypatch.setattr(executor, "recording", recording)
+    monkeypatch.setattr(executor, "RECORDINGS", SimpleNamespace(get=recording))
     monkeypatch.setattr(executor, "records_kernels", lambda *_: True)
     monkeypatch.setattr(executor, "current_stream", lambda _: "stream")
     monkeypatch.setattr(CpuKernel, "recordable", True)
@@ -311,7 +312,7 @@ def test_recordings_have_a_place_each_and_know_what_a_backward_under_documents_t
         bmburst.burst_attention(q, k, v, group=comm, mask=mask, strategy="heads", kernel="cpu").sum().backward()
 
     run_ranks(2, body)
-    assert len({where[:4] for where in asked}) == len(asked)  # also where a box is used again
+    assert len({where[:3] for where in asked}) == len(asked)  # also where a box is used again
     forward, backward = ([varying for kind, varying in ran if kind is which] for which in (False, True))
     assert forward and not any(forward)
     assert sum(backward) == (2 * 8 * (4 * 8 + 2 * 2 * 8 + 3 * 4) * 4 if varies else 0)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import bmburst
-from bmburst.attention.graphs import recording
+from bmburst.attention.graphs import RECORDINGS
 from bmburst.comm import transports
 from bmburst.comm.groups import communicator
 from bmburst.comm.local import run_ranks
@@ -17,22 +17,23 @@ from tests.stand_in_driver import install
 
 @pytest.fixture
 def fresh():
-    transports._peers.cache_clear()
+    transports.PEER_GROUPS.clear()
     yield
-    transports._peers.cache_clear()
+    transports.PEER_GROUPS.clear()
 
 
-def test_boxes_and_graphs_are_let_go_before_torch_gives_back(monkeypatch, fresh):
-    log, graph = [], weakref.ref(recording("work"))
+def test_buffers_and_graphs_are_freed_before_torch_gives_back(monkeypatch, fresh):
+    log, graph = [], weakref.ref(RECORDINGS.get("work"))
 
     class Peers:
         def release(self):
-            log.append("boxes")
+            log.append("buffers")
 
-    transports._peers().extend([Peers(), Peers()])
+    for _ in range(2):
+        transports.PEER_GROUPS.add(Peers())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append(graph() is None))
     bmburst.empty_cache()
-    assert log == ["boxes", "boxes", True]
+    assert log == ["buffers", "buffers", True]
 
 
 def test_attention_goes_on_with_new_memory(monkeypatch, fresh):
@@ -70,7 +71,7 @@ def test_groups_that_were_destroyed_are_passed_over(monkeypatch, fresh, tmp_path
     def begin(name):
         dist.init_process_group("gloo", init_method=f"file://{tmp_path / name}", rank=0, world_size=1)
         peers = PeerCommunicator(communicator(None).inner, torch.device("cpu"))
-        transports._peers().append(peers)
+        transports.PEER_GROUPS.add(peers)
         peers.inbox(100)
         return peers, dist.group.WORLD if held else None
 

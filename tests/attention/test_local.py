@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bmburst.attention.local import forward_by_tiles
+from bmburst.attention.local import local_forward
 from bmburst.schedule.tiles import Span, Tile
 from bmburst_ops.flash import FULL, Partial, Segments
 from bmburst_ops.flash.cpu import CpuKernel
@@ -36,8 +36,8 @@ def test_tiles_equal_the_definition_wherever_results_go(kernel, tiles, seen):
     wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1).nan_to_num(), values), scores.logsumexp(-1)
     call = SimpleNamespace(kernel=kernel, scale=0.3)
     targets = room(q, some_heads, torch.float64)
-    assert_same(forward_by_tiles(call, tiles, q, k, v, targets), targets)
-    for results in (forward_by_tiles(call, tiles, q, k, v), targets):
+    assert_same(local_forward(call, q, k, v, targets, tiles=tiles), targets)
+    for results in (local_forward(call, q, k, v, tiles=tiles), targets):
         for ours, theirs in zip(results, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
@@ -54,5 +54,5 @@ class HeadsFirst(ReferenceKernel):
 @pytest.mark.parametrize("tiles", [WHOLE, SEVERAL], ids=len)
 def test_results_are_dense_in_the_dtype_of_the_queries(tiles, dtype):
     q, k, v = (some_heads(torch.ones(2, n, 2, 8, dtype=dtype)) for n in (QUERIES, KEYS, KEYS))
-    out, lse = forward_by_tiles(SimpleNamespace(kernel=HeadsFirst(), scale=0.3), tiles, q, k, v)
+    out, lse = local_forward(SimpleNamespace(kernel=HeadsFirst(), scale=0.3), q, k, v, tiles=tiles)
     assert out.is_contiguous() and out.dtype is dtype and lse.dtype is torch.float32

@@ -177,7 +177,7 @@ def split_attention_of_samples(comm, whole, masks):
         ({"mask": BlockSparse(torch.ones(3, 3), 4)}, r"16 tokens are 4 blocks of 4, but block_map has 3"),
         ({"mask": (Causal(), Full(), Causal())}, r"got 3 masks for a batch of 2"),
         ({"mask": [Causal(), Full()]}, r"a tuple of one for each sample, got a list of 2"),
-        ({"mask": (Causal(), Full()), "layout": "balanced"}, r"made for one mask, but each sample has its own"),
+        ({"mask": (Causal(), Full()), "layout": "balanced"}, "needs one mask, but each sample has its own"),
         ({"mask": "casual"}, r"unknown mask 'casual'; did you mean 'causal'"),
         ({"mask": 3}, r"mask must be a mask of bmburst or its name, got int"),
         ({"mask": SlidingWindow(4), "layout": "striped", "strategy": "gather"}, "no run of neighbouring tokens"),

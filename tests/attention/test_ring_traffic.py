@@ -9,7 +9,8 @@ import bmburst
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.comm.protocol import Arrived
-from bmburst.schedule.ring_schedule import AttentionShape, backward_bytes, forward_bytes
+from bmburst.schedule.layout import Contiguous
+from bmburst.schedule.units import HeadShapes, backward_bytes, forward_bytes
 from bmburst_ops.flash import ReferenceKernel
 from tests.attention.test_burst_attention import LAYOUTS, zeros
 from tests.live_bytes import LiveBytes
@@ -49,10 +50,19 @@ class Counting:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1)])
 def test_moves_the_bytes_that_the_formula_says(strategy, travellers, heads, kv_heads):
     def body(comm):
-        shape = AttentionShape(batch=2, tokens=6, heads=heads, kv_heads=kv_heads, head_dim=8)
+        sizes = HeadShapes(
+            layout=Contiguous(comm.size, 6),
+            degree=1,
+            batch=2,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=8,
+            itemsize=2,
+            statistics_itemsize=4,
+        )
         forward, backward = count(comm, torch.bfloat16, heads, kv_heads, strategy)
-        assert forward == forward_bytes(shape, comm.size)
-        assert backward == backward_bytes(shape, comm.size, travellers)
+        assert forward == forward_bytes(sizes)
+        assert backward == backward_bytes(sizes, travellers)
 
     run_ranks(3, body)
 

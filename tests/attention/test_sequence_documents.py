@@ -135,18 +135,20 @@ def test_bad_input_is_refused_on_every_rank() -> None:
             assert len(str(caught.value).splitlines()) <= 3
 
         balanced = {"layout": "balanced", "mask": good}
-        refused("there is none\npass mask=", bmburst.shard, x, balanced, mask=None)
+        refused("there is none\nfix: pass mask=", bmburst.shard, x, balanced, mask=None)
         refused("made for 4 tokens", bmburst.shard, x, balanced, mask=Documents((4,)))
         refused("disagree", bmburst.shard, x, balanced, mask=Documents((2, 3)))
         refused("unknown mask 'docs'", bmburst.shard, x, balanced, mask="docs")
         refused("mask must be a mask of bmburst or its name, got list", bmburst.shard, x, {}, mask=[good])
         refused("made for 5 tokens", bmburst.unshard, torch.zeros(1, 8), balanced | {"length": 5}, length=6)
-        refused("there is none\npass mask=", bmburst.unshard, torch.zeros(1, 8), balanced | {"length": 5}, mask=None)
+        refused(
+            "there is none\nfix: pass mask=", bmburst.unshard, torch.zeros(1, 8), balanced | {"length": 5}, mask=None
+        )
         refused("disagree", bmburst.unshard, torch.zeros(1, 8), balanced | {"length": 5}, mask=Documents((2, 3)))
 
     run_ranks(2, body)
     cut = partial(SequenceShard.cut, 5, size=2, rank=0)
-    with pytest.raises(UserError, match=r"balanced.*\npass mask="):
+    with pytest.raises(UserError, match=r"balanced.*\nfix: pass mask="):
         cut(layout="balanced")
     with pytest.raises(UserError, match="made for 6 tokens"):
         cut(layout="zigzag", mask=Documents((6,)))

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.attention.cells import Cell, mask_of, sizes
 from benchmarks.attention.methods.ours import traffic
 from bmburst.schedule import make_schedule
-from bmburst.schedule.gather_plan import GatherShapes, Sight, make_gather_plan
+from bmburst.schedule.gather_plan import GatherShapes, Visibility, make_gather_plan
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.strategy import Strategy
 
@@ -40,8 +40,8 @@ def cell_and_call(mask, layout, ranks, outer, travellers="kv"):
 @pytest.mark.parametrize(("mask", "layout", "ranks"), CASES)
 def test_a_gather_receives_what_its_exchanges_move(mask, layout, ranks):
     at, call = cell_and_call(mask, layout, ranks, "gather")
-    sight = Sight(call.layout, TOKENS, call.mask)
-    shapes = GatherShapes(sight=sight, batch=1, heads=4, kv_heads=2, head_dim=8, itemsize=2)
+    visibility = Visibility(call.layout, TOKENS, call.mask)
+    shapes = GatherShapes(visibility=visibility, batch=1, heads=4, kv_heads=2, head_dim=8, itemsize=2)
     inward, home = [], []
     for rank in range(ranks):
         plan = make_gather_plan(shapes, rank, 1)

@@ -14,14 +14,14 @@ import torch
 
 import bmburst
 from bmburst.attention import call, heads
-from bmburst.attention.graphs import Succession
+from bmburst.attention.graphs import UnitStreams
 from bmburst.comm import cuda_driver, peer
 from bmburst.comm.cuda_driver import Copies, Copy, DriverError, Signals
 from bmburst.comm.local import run_ranks
-from bmburst.comm.objects import gather_objects
+from bmburst.comm.memory import ring_exchange
 from bmburst.comm.peer import PeerCommunicator
+from bmburst.comm.protocol import gather_objects
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError
-from bmburst.comm.subgroups import hop_exchange
 from bmburst.schedule.exchange import Block, Move, make_exchange
 from bmburst_ops.bounded_cache import bounded_cache
 from tests.attention.oracle import draw, reference
@@ -193,7 +193,7 @@ def test_attention(driver, strategy, strided):
 def test_where_torch_fills_new_memory_kernels_follow_each_other(driver, monkeypatch):
     """It does so on the stream that asks for it, and what comes home to it on another one would be in a race."""
     turns, choose = [], call.choose_strategy
-    monkeypatch.setattr(heads, "Succession", lambda device, count: turns.append(count) or Succession(device, count))
+    monkeypatch.setattr(heads, "UnitStreams", lambda device, count: turns.append(count) or UnitStreams(device, count))
     monkeypatch.setattr(call, "choose_strategy", lambda *args: replace(choose(*args), most_kv_heads=1))
 
     def body(comm):
@@ -272,7 +272,7 @@ def test_ranks_of_two_hosts_share_nothing(driver, monkeypatch):
 @pytest.mark.parametrize("sizes", [(), (0,), (1,), (512,), (513, 0, 7), (40_000, 2, 4, 1024)])
 def test_the_exchange_of_a_hop(size, sizes):
     for shift in range(size):
-        ranks = [hop_exchange(rank, size, shift, sizes) for rank in range(size)]
+        ranks = [ring_exchange(rank, size, shift, sizes) for rank in range(size)]
         starts, total = ranks[0][1], ranks[0][0].nbytes
         ends = [start + nbytes for start, nbytes in zip(starts, sizes, strict=True)]
         assert all(start % 512 == 0 for start in starts) and total >= max(ends, default=0)

@@ -9,7 +9,7 @@ import bmburst
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.groups import communicator
-from bmburst.comm.levels import NODE_SWITCH
+from bmburst.comm.transports import NODE_SWITCH
 from tests.attention.oracle import draw, reference
 from tests.gpu.test_transports import attend_alone, errors, run
 
@@ -37,9 +37,9 @@ def _double_ring(places):
         for transport in ("auto", "nccl"):
             mine = [bmburst.shard(t, group=comm) for t in (q, k, v, grad)]
             options = {"mask": mask, "strategy": "double-ring", "transport": transport}
-            levels = decide(comm, *mine[:3], length, AttentionOptions(**options)).levels
-            assert (levels.inner.size, levels.outer.transport) == (places, "nccl")
-            assert levels.inner.transport == ("peer" if transport == "auto" else "nccl")
+            groups = decide(comm, *mine[:3], length, AttentionOptions(**options)).double_ring
+            assert (groups.intra.size, groups.inter.transport) == (places, "nccl")
+            assert groups.intra.transport == ("peer" if transport == "auto" else "nccl")
             for _ in range(3):  # boxes and streams are used again
                 inputs = [t.clone().requires_grad_() for t in mine[:3]]
                 out = bmburst.burst_attention(*inputs, length=length, group=comm, **options)

@@ -6,7 +6,7 @@ import torch
 import bmburst
 from benchmarks.engine.machine import kept_by_graphs
 from bmburst.attention import heads
-from bmburst.attention.graphs import CALLS, _studio, forget, recording
+from bmburst.attention.graphs import CALLS, RECORDINGS, _capture_resources
 from bmburst.comm.groups import communicator
 from bmburst_ops.flash import blind, varlen
 from tests.gpu.test_transports import GPUS, run
@@ -72,8 +72,8 @@ def _started_kernels():
     if not cases:
         return
     expected = {case: called(size, *case) for case in cases}
-    recording.cache_clear()
-    noise, begun = [], _studio.cache_info().currsize
+    RECORDINGS.clear()
+    noise, begun = [], _capture_resources.cache_info().currsize
     for turn in range(2 * CALLS + 4):
         for case in cases:
             inputs, grad = drawn(size, *case[1:])
@@ -87,7 +87,7 @@ def _started_kernels():
         if turn == CALLS + 2:  # boxes grow, and lie elsewhere
             far, grad = drawn(size, 24, 0, 16 * tokens)
             attend(far, grad, "causal")
-    assert _studio.cache_info().currsize > begun  # something was recorded
+    assert _capture_resources.cache_info().currsize > begun  # something was recorded
     assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) > 0
     other = torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
@@ -103,7 +103,7 @@ def _started_kernels():
 
 def _varying_documents(kv_heads):
     inputs, grad = drawn(2, kv_heads, 0)
-    forget()
+    RECORDINGS.clear()
     kept = []
     for count in (3, 4, 5, 6, 8):  # each pads more than the one before
         lengths = [TOKENS // count] * (count - 1)
@@ -112,7 +112,7 @@ def _varying_documents(kv_heads):
             attend(inputs, grad, bmburst.Documents(lengths))
         kept.append(kept_by_graphs(torch.device("cuda", torch.cuda.current_device())))
     assert 0 < kept[-1] <= kept[0]
-    forget()
+    RECORDINGS.clear()
     assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) == 0
 
 

@@ -15,7 +15,7 @@ from bmburst.comm import cuda_driver
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator
 from bmburst.comm.local import LocalCommunicator, Wire
-from bmburst.comm.transports import _over_peers, over_transport
+from bmburst.comm.transports import PEER_GROUPS, over_transport
 from bmburst.errors import UserError
 from bmburst.recompute import checkpoint
 from bmburst.schedule.strategy_names import STRATEGIES
@@ -63,7 +63,7 @@ def check_refusals():
     def refuse(handle):
         raise cuda_driver.DriverError("peer access is not supported between these devices")
 
-    _over_peers.cache_clear()
+    PEER_GROUPS.clear()
     if comm.rank == comm.size - 1:
         cuda_driver.open_exported = refuse
     try:
@@ -76,7 +76,7 @@ def check_refusals():
             over_transport(comm, "peer")
     finally:
         cuda_driver.open_exported = real
-        _over_peers.cache_clear()
+        PEER_GROUPS.clear()
 
 
 @pytest.mark.parametrize("size", range(1, min(GPUS, 8) + 1))

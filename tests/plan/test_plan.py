@@ -79,17 +79,21 @@ def test_bytes_are_those_of_the_tensors(preset, heads, outer):
     own, model, ranks = way(asked, heads, outer).sizes, asked.model, 8
     tokens = make_layout("zigzag", ranks, asked.sequence // ranks).tokens
     vector = model.head_dim * 2
-    assert (own.q, own.k) == (tokens * model.num_heads * vector, tokens * model.num_kv_heads * vector)
+    sizes = own.shapes
+    assert sizes.q_bytes == tokens * model.num_heads * vector
+    assert sizes.k_bytes == tokens * model.num_kv_heads * vector * max(1, heads // model.num_kv_heads)
     groups, rows = ranks // heads, tokens * heads  # after the exchange of heads
     kv = rows * max(1, model.num_kv_heads // heads) * vector
-    assert own.ring_forward == 2 * kv and own.gather_bytes == 2 * kv * (groups - 1)
+    assert 2 * sizes.k_bytes == 2 * kv and own.gather_bytes == 2 * kv * (groups - 1)
     if outer == "ring":
         q = rows * (model.num_heads // heads) * vector
         statistics = rows * (model.num_heads // heads) * 4
         queries = (groups - 1) * (2 * q + 2 * statistics) + groups * 2 * q
         keys = (groups - 1) * 2 * kv + groups * 4 * kv
         assert own.strategy.travellers == ("q" if queries <= keys else "kv")
-        assert own.ring_backward == ((2 * q + 2 * statistics, 2 * q) if queries <= keys else (2 * kv, 4 * kv))
+        assert sizes.ring_bytes(own.strategy.travellers) == (
+            (2 * q + 2 * statistics, 2 * q) if queries <= keys else (2 * kv, 4 * kv)
+        )
 
 
 @pytest.mark.parametrize("name", shipped())

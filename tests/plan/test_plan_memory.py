@@ -12,8 +12,9 @@ from bmburst.plan.memory import memory_of
 from bmburst.plan.operators import PLAIN
 from bmburst.plan.task import Task
 from bmburst.schedule.hardware import load_hardware
-from bmburst.schedule.heads_plan import HeadShapes, Strides, make_heads_plan
+from bmburst.schedule.heads_plan import Strides, make_heads_plan
 from bmburst.schedule.layout import make_layout
+from bmburst.schedule.units import HeadShapes
 from tests.distributed.programs import run_program
 from tests.plan.program import measure_all
 

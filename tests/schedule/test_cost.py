@@ -9,10 +9,10 @@ from bmburst.plan import accuracy
 from bmburst.schedule import cost as module
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.hardware import DEFAULT, HOST, Hardware, hardware_like, load_hardware
-from bmburst.schedule.heads_plan import HeadShapes
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.strategy_names import Strategy
+from bmburst.schedule.units import HeadShapes
 
 CAUSAL = Causal()
 H200, CPU = load_hardware("h200"), load_hardware(HOST)

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bmburst.schedule.double_schedule import make_double_schedule, make_itinerary
 from bmburst.schedule.layout import LAYOUTS, padded_layout
 from bmburst.schedule.mask import make_mask
-from bmburst.schedule.ring_schedule import make_schedule
+from bmburst.schedule.ring_schedule import make_double_schedule, make_itinerary, make_schedule
 
 MESHES = [(1, 1), (1, 3), (3, 1), (2, 2), (2, 4), (3, 2), (3, 3), (4, 2)]
 

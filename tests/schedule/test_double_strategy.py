@@ -7,12 +7,11 @@ import pytest
 from bmburst.errors import UserError
 from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import load_hardware
-from bmburst.schedule.heads_plan import HeadShapes
-from bmburst.schedule.layout import make_layout
+from bmburst.schedule.layout import Contiguous, make_layout
 from bmburst.schedule.mask import Causal
-from bmburst.schedule.ring_schedule import AttentionShape, backward_bytes, forward_bytes
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.schedule.strategy_names import Strategy
+from bmburst.schedule.units import HeadShapes, backward_bytes, forward_bytes
 
 TOKENS, SIZE = 1 << 17, 16
 H200 = load_hardware("h200")
@@ -60,8 +59,17 @@ def test_an_exchange_of_heads_across_nodes_waits_for_the_slow_link():
 
 
 def test_a_flat_ring_waits_for_the_slow_link_at_every_hop():
-    shape = AttentionShape(batch=1, tokens=TOKENS // SIZE, heads=7, kv_heads=7, head_dim=128)
-    moved = forward_bytes(shape, SIZE) + backward_bytes(shape, SIZE, "kv")
+    sizes = HeadShapes(
+        layout=Contiguous(SIZE, TOKENS // SIZE),
+        degree=1,
+        batch=1,
+        heads=7,
+        kv_heads=7,
+        head_dim=128,
+        itemsize=2,
+        statistics_itemsize=4,
+    )
+    moved = forward_bytes(sizes) + backward_bytes(sizes, "kv")
     lone = replace(H200, inter_lone_bandwidth=H200.inter_bandwidth * 2)  # one rank of each node sends at once
     assert seconds("ring", 1) < seconds("ring", 2) == pytest.approx(seconds("ring", 8))
     assert seconds("ring", 2) - seconds("ring", 1) <= moved / H200.inter_bandwidth

@@ -10,9 +10,9 @@ import torch
 from bmburst.schedule.documents import Documents, PrefixLM
 from bmburst.schedule.gather_plan import (
     GatherShapes,
-    Rows,
-    Sight,
-    Sums,
+    GradientSums,
+    SummedTokens,
+    Visibility,
     make_gather_plan,
     most_seen,
     pulled,
@@ -32,7 +32,7 @@ def _plain():
     layouts += [(name, Full()) for name in ("contiguous", "zigzag", "striped")]
     for (name, mask), size, tokens in product(layouts, (1, 2, 3, 5), (2, 6)):
         for length in sorted({1, size * tokens // 2 + 1, size * tokens}):
-            yield Sight(make_layout(name, size, tokens), length, mask)
+            yield Visibility(make_layout(name, size, tokens), length, mask)
 
 
 def _drawn(count):
@@ -42,7 +42,7 @@ def _drawn(count):
         name, size = rng.choice(("contiguous", "zigzag", "balanced")), rng.randint(1, 6)
         length = rng.randint(size, size + 50)
         mask = random_mask(rng, length)
-        yield Sight(padded_layout(name, size, length, mask), length, mask)
+        yield Visibility(padded_layout(name, size, length, mask), length, mask)
 
 
 CASES = [*_plain(), *_drawn(120)]
@@ -52,12 +52,13 @@ cases = pytest.mark.parametrize(
 
 
 def shapes(at, batch=2, heads=6, kv_heads=3, head_dim=2, itemsize=4):
-    return GatherShapes(sight=at, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, itemsize=itemsize)
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "itemsize": itemsize}
+    return GatherShapes(visibility=at, **sizes)
 
 
-def sight(layout, mask, size, tokens, length=None):
+def visibility(layout, mask, size, tokens, length=None):
     length = size * tokens if length is None else length
-    return Sight(make_layout(layout, size, tokens, mask, length), length, mask)
+    return Visibility(make_layout(layout, size, tokens, mask, length), length, mask)
 
 
 def plans_of(at, most=0):
@@ -262,14 +263,14 @@ def moved(exchange):
 
 def test_halves_of_an_outbox_are_aligned():
     """Kernels write vectors of 16 bytes, and copies are fastest from whole sectors."""
-    plan = make_gather_plan(shapes(sight("zigzag", Causal(), 3, 6), batch=1, kv_heads=1, head_dim=1), 1, 0)
+    plan = make_gather_plan(shapes(visibility("zigzag", Causal(), 3, 6), batch=1, kv_heads=1, head_dim=1), 1, 0)
     assert all(exchange.nbytes % 1024 == 0 for exchange in (*plan.inbound, *plan.outbound))
 
 
 def test_zigzag_moves_less_than_everything():
     """Rank r of P sees 2P - 1 - r chunks before its last; its first run's keys are among them."""
     for size in (2, 3, 4, 8):
-        at = sight("zigzag", Causal(), size, 8)
+        at = visibility("zigzag", Causal(), size, 8)
         for rank, plan in enumerate(plans_of(at)):
             chunks = 2 * size - 2 - rank
             assert plan.seen == 4 * chunks
@@ -283,14 +284,14 @@ def test_zigzag_moves_less_than_everything():
 
 def test_a_window_pulls_what_it_shows_and_no_more():
     """With 16 tokens a rank and a window of 5, the 4 keys before one's own."""
-    at = sight("contiguous", SlidingWindow(5), 4, 16)
+    at = visibility("contiguous", SlidingWindow(5), 4, 16)
     assert [plan.seen for plan in plans_of(at)] == [0, 4, 4, 4]
     assert most_seen(at) == 4
     assert all(moved(plan.inbound[0]) == plan.seen * 2 * 2 * 3 * 2 * 4 for plan in plans_of(at))
     assert [pulled(at, 2)[0].owner, pulled(at, 2)[0].tokens] == [1, Span(12, 16)]
-    both = sight("contiguous", SlidingWindow(5, causal=False), 4, 16)
+    both = visibility("contiguous", SlidingWindow(5, causal=False), 4, 16)
     assert [plan.seen for plan in plans_of(both)] == [4, 8, 8, 4]
-    seam = plans_of(sight("zigzag", SlidingWindow(5), 4, 16))  # the last rank's two chunks are neighbours
+    seam = plans_of(visibility("zigzag", SlidingWindow(5), 4, 16))  # the last rank's two chunks are neighbours
     assert [plan.seen for plan in seam] == [4, 8, 8, 4]
 
 
@@ -299,12 +300,12 @@ def test_blocks_that_nobody_sees_do_not_move():
     blocks = BlockSparse(np.eye(8, dtype=bool), 8)
     prefixes = PrefixLM([n // 2 for n in lengths], lengths)
     for mask in (Documents(lengths), Documents(lengths, causal=False), prefixes, blocks):
-        at = sight("contiguous", mask, 4, 16)
+        at = visibility("contiguous", mask, 4, 16)
         for plan in plans_of(at):
             assert (plan.seen, plan.most_seen, plan.forward, plan.backward, plan.key_parts) == (0, 0, (), (), 1)
-            assert plan.own and plan.query_sums.rows == plan.key_sums.rows == (Rows(Span(0, 16), 1),)
+            assert plan.own and plan.query_sums.rows == plan.key_sums.rows == (SummedTokens(Span(0, 16), 1),)
             assert not any(moved(exchange) for exchange in (*plan.inbound, *plan.outbound))
-    one = plans_of(sight("contiguous", Documents([16, 24, 24]), 4, 16))  # only the middle of three is on two ranks each
+    one = plans_of(visibility("contiguous", Documents([16, 24, 24]), 4, 16))  # the middle of three is on two ranks each
     assert [plan.seen for plan in one] == [0, 0, 16, 8]
     assert {plan.most_seen for plan in one} == {16}  # every rank takes part
 
@@ -314,15 +315,15 @@ def test_what_several_runs_see_is_pulled_once(early, late):
     """Rank 0 has blocks 0 to 3 and 12 to 15, of 4 tokens; what both see may be nested, overlap or touch."""
     on = np.zeros((16, 16), dtype=bool)
     on[0, slice(*early)] = on[13, slice(*late)] = True
-    at = sight("zigzag", BlockSparse(on, 4), 2, 32)
+    at = visibility("zigzag", BlockSparse(on, 4), 2, 32)
     assert pulled(at, 0) == ((1, Span(0, 12), 0),)
     assert pulled(at, 1) == () and most_seen(at) == 12
 
 
 def test_parts_of_those_who_see_most_come_first():
     """So nothing need be zero: rank 1 sees all keys of the last rank, and rank 0 the first three."""
-    plan = plans_of(sight("contiguous", SlidingWindow(20, causal=False), 3, 16))[2]
-    assert plan.key_sums == Sums((Rows(Span(0, 3), 3), Rows(Span(3, 16), 2)), zeroed=False)
+    plan = plans_of(visibility("contiguous", SlidingWindow(20, causal=False), 3, 16))[2]
+    assert plan.key_sums == GradientSums((SummedTokens(Span(0, 3), 3), SummedTokens(Span(3, 16), 2)), zeroed=False)
 
 
 def test_documents_are_a_call_of_segments():
@@ -331,6 +332,6 @@ def test_documents_are_a_call_of_segments():
     lengths.append(-sum(lengths) % 64 + 64)
     total = sum(lengths)
     for causal, name in product((True, False), ("contiguous", "zigzag", "balanced")):
-        for plan in plans_of(sight(name, Documents(lengths, causal), 4, total // 4)):
+        for plan in plans_of(visibility(name, Documents(lengths, causal), 4, total // 4)):
             assert [type(tile.pattern) for tile in plan.own] == [Segments]
             assert len(plan.forward) <= 2 and len(plan.backward) <= 2

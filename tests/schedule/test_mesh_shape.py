@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 
 from bmburst.errors import UserError
-from bmburst.schedule.heads_plan import HeadShapes
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mesh_shape import MeshShape, divisors
+from bmburst.schedule.units import HeadShapes
 
 AXES = [axes for axes in product(range(1, 5), repeat=3) if axes[0] * axes[1] * axes[2] <= 24]
 
@@ -39,15 +39,18 @@ def test_inside_a_sequence():
     shape = MeshShape.fit(16, data=1, tensor=2, heads=2, nodes=2)
     assert (shape.sequence, shape.heads, shape.nodes) == (8, 2, 2)
     assert (MeshShape.fit(4).heads, MeshShape.fit(4).nodes) == (None, 1)
-    assert refused(MeshShape.fit, 8, nodes=3) == "nodes 3 does not divide 8 sequence ranks\nnearest that work: 2 and 4"
+    assert (
+        refused(MeshShape.fit, 8, nodes=3)
+        == "nodes 3 does not divide 8 sequence ranks\nfix: nearest that work: 2 and 4"
+    )
     text = refused(MeshShape.fit, 12, nodes=2, heads=4)
-    assert text == "heads 4 does not divide 6 sequence ranks a node\nnearest that work: 3 and 6"
+    assert text == "heads 4 does not divide 6 sequence ranks a node\nfix: nearest that work: 3 and 6"
     assert "heads 0" in refused(MeshShape.fit, 8, heads=0)
     assert "nodes 16 does not divide 8" in refused(MeshShape.fit, 8, nodes=16)
 
 
 def test_axes_that_do_not_multiply_are_refused():
-    assert refused(MeshShape.fit, 12, tensor=5) == "tensor 5 does not divide 12 ranks\nnearest that work: 4 and 6"
+    assert refused(MeshShape.fit, 12, tensor=5) == "tensor 5 does not divide 12 ranks\nfix: nearest that work: 4 and 6"
     assert "data 2 x sequence 2 with tensor 2" in refused(MeshShape.fit, 12, 2, 2, tensor=2)
     assert "each one of 1, 2, 3, 6" in refused(MeshShape.fit, 12, 5, tensor=2)
     assert "data 1 x sequence 3" in refused(MeshShape.fit, 2, sequence=3)
@@ -91,12 +94,12 @@ def test_heads_are_dealt_where_attention_can_deal_them(heads, kv_heads):
 
 def test_heads_over_both_axes():
     shape = MeshShape(1, 6, tensor=2, heads=3)
-    assert "heads 3 cannot share 4 query heads and 4 KV heads\nnearest that work: 2" in refused(
+    assert "heads 3 cannot share 4 query heads and 4 KV heads\nfix: nearest that work: 2" in refused(
         shape.require_heads, 8, 8
     )
     assert shape.require_heads(12, 2) == (6, 1)
     assert shape.require_width("intermediate_size", 40) == 20
-    assert "tensor 2 does not divide intermediate_size 41\nnearest that work: 1 and 41" in refused(
+    assert "tensor 2 does not divide intermediate_size 41\nfix: nearest that work: 1 and 41" in refused(
         shape.require_width, "intermediate_size", 41
     )
     assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(7) == [1, 7]

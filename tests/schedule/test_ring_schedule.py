@@ -9,18 +9,24 @@ import numpy as np
 import pytest
 
 from bmburst.schedule.documents import Documents, PrefixLM
-from bmburst.schedule.layout import LAYOUTS, Layout, Run, make_layout, padded_layout, rank_areas, real_positions
+from bmburst.schedule.layout import (
+    LAYOUTS,
+    Contiguous,
+    Layout,
+    Run,
+    make_layout,
+    padded_layout,
+    rank_areas,
+    real_positions,
+)
 from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
 from bmburst.schedule.ring_schedule import (
-    AttentionShape,
-    backward_bytes,
-    choose_travellers,
     distances,
-    forward_bytes,
     make_schedule,
     meet,
 )
 from bmburst.schedule.tiles import Span
+from bmburst.schedule.units import HeadShapes, backward_bytes, choose_travellers, forward_bytes
 from bmburst_ops.pattern import CAUSAL, Segments
 from tests.mask_oracle import random_mask, visible
 from tests.ops.masks import visible as shown
@@ -226,11 +232,16 @@ def test_a_schedule_is_made_once_and_is_its_own():
 
 def test_bytes_follow_the_published_break_even():
     """prior work: queries travel for less than keys where heads / kv_heads is below about 1.49 (fp32 gradients)."""
-    shape = AttentionShape(batch=1, tokens=1024, heads=32, kv_heads=32, head_dim=128)
-    assert choose_travellers(shape, 64) == "q"
-    assert forward_bytes(shape, 4) == 3 * 2 * 1024 * 32 * 128 * 2
+
+    def shapes(size, heads, kv_heads):
+        layout = Contiguous(size, 1024)
+        sizes = {"batch": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": 128}
+        return HeadShapes(layout=layout, degree=1, **sizes, itemsize=2, statistics_itemsize=4)
+
+    assert choose_travellers(shapes(64, 32, 32)) == "q"
+    assert forward_bytes(shapes(4, 32, 32)) == 3 * 2 * 1024 * 32 * 128 * 2
     for heads, kv_heads, travellers in ((47, 32, "q"), (48, 32, "kv"), (32, 8, "kv")):
-        grouped = AttentionShape(batch=1, tokens=1024, heads=heads, kv_heads=kv_heads, head_dim=128)
-        assert choose_travellers(grouped, 1000) == travellers
-        assert backward_bytes(grouped, 1, "kv") == backward_bytes(grouped, 1, "q") == 0
-        assert choose_travellers(grouped, 1) == "q"  # a tie
+        assert choose_travellers(shapes(1000, heads, kv_heads)) == travellers
+        alone = shapes(1, heads, kv_heads)
+        assert backward_bytes(alone, "kv") == backward_bytes(alone, "q") == 0
+        assert choose_travellers(alone) == "q"  # a tie

@@ -9,11 +9,12 @@ from bmburst.errors import UserError
 from bmburst.schedule.cost import AttentionCost, Placement, Problem
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.hardware import HOST, load_hardware
-from bmburst.schedule.heads_plan import HeadShapes, Strides, make_heads_plan
+from bmburst.schedule.heads_plan import Strides, make_heads_plan
 from bmburst.schedule.layout import LAYOUTS, make_layout, rank_areas
 from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
 from bmburst.schedule.strategy import choose_strategy, gather_refusal
 from bmburst.schedule.strategy_names import STRATEGIES, Strategy
+from bmburst.schedule.units import HeadShapes
 
 CAUSAL = Causal()
 TRANSPORTS = ("peer", "nccl", "gloo", "threads")

@@ -259,7 +259,7 @@ def test_mesh(values, world, mesh):
         (
             {"parallel.tensor_parallel": 8},
             8,
-            "tensor 8 cannot share 4 query heads and 2 KV heads\nnearest that work: 4",
+            "tensor 8 cannot share 4 query heads and 2 KV heads\nfix: nearest that work: 4",
         ),
         (
             {"parallel.strategy": "heads"},
@@ -280,7 +280,7 @@ def test_mesh(values, world, mesh):
         (
             {"parallel.tensor_parallel": 4, "model.intermediate_size": 510},
             4,
-            "tensor 4 does not divide intermediate_size 510\nnearest that work: 3 and 5",
+            "tensor 4 does not divide intermediate_size 510\nfix: nearest that work: 3 and 5",
         ),
     ],
 )

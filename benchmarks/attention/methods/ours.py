@@ -13,7 +13,7 @@ from bmburst.attention.api import burst_attention, resolve_group
 from bmburst.attention.call import AttentionCall, decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.transports import TRANSPORTS
-from bmburst.schedule.gather_plan import Sight, pulled
+from bmburst.schedule.gather_plan import Visibility, pulled
 from bmburst.schedule.layout import Balanced
 from bmburst.schedule.ring_schedule import distances
 from bmburst.schedule.strategy_names import STRATEGIES
@@ -113,7 +113,7 @@ def traffic(cell: Cell, call: AttentionCall) -> Traffic:
     keys = 2 * own.k * copies  # of a group's tokens, for a rank's heads
     if call.strategy.outer == "gather":
         token = keys / outer.tokens
-        pieces = [pulled(Sight(outer, call.length, call.mask), rank) for rank in range(outer.size)]
+        pieces = [pulled(Visibility(outer, call.length, call.mask), rank) for rank in range(outer.size)]
         seen = [sum(len(piece.tokens) for piece in own_pieces) for own_pieces in pieces]
         given = [sum(len(p.tokens) for p in chain(*pieces) if p.owner == rank) for rank in range(outer.size)]
         both = max(2 * mine + others for mine, others in zip(seen, given, strict=True))

@@ -1,4 +1,4 @@
-"""Nodes are found, and both levels move what the group would; over threads, processes and BMTrain."""
+"""Nodes are found, and both groups of a double ring move what the group would; over threads, processes and BMTrain."""
 
 import os
 
@@ -8,38 +8,37 @@ import torch
 import bmburst
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator
-from bmburst.comm.levels import NODE_SWITCH, Nodes, find_nodes, over_levels
 from bmburst.comm.local import run_ranks
-from bmburst.comm.subgroups import Members
+from bmburst.comm.transports import NODE_SWITCH, Members, Nodes, double_ring_groups, find_nodes
 from bmburst.errors import UserError
 from tests.attention.test_burst_attention import compare
 from tests.distributed.processes import run_processes
 from tests.distributed.programs import run_program
 
 
-def check_levels(comm, nodes, every=1):
-    """Each level's ring passes on what its rank holds, both at once, in any order of waiting."""
-    levels = over_levels(comm, nodes, "auto", every)
-    inner, outer, places = levels.inner, levels.outer, comm.size // nodes
-    assert levels is over_levels(comm, nodes, "auto", every)
-    assert (inner.size, outer.size) == (places // every, nodes)
-    assert outer.rank * inner.size + inner.rank == comm.rank // every
+def check_groups(comm, nodes, every=1):
+    """Each group's ring passes on what its rank holds, both at once, in any order of waiting."""
+    groups = double_ring_groups(comm, nodes, "auto", every)
+    intra, inter, places = groups.intra, groups.inter, comm.size // nodes
+    assert groups is double_ring_groups(comm, nodes, "auto", every)
+    assert (intra.size, inter.size) == (places // every, nodes)
+    assert inter.rank * intra.size + intra.rank == comm.rank // every
     node, place = divmod(comm.rank, places)
     mine = torch.tensor([comm.rank]), torch.full((3, 2), comm.rank / 2).t()
-    for shift in (1, -1, inner.size + 1):
-        hops = [level.ring(*mine, shift=shift) for level in (outer, inner) if shift % level.size]
+    for shift in (1, -1, intra.size + 1):
+        hops = [group.ring(*mine, shift=shift) for group in (inter, intra) if shift % group.size]
         arrived = [[int(t.flatten()[0] * (1 + i)) for i, t in enumerate(hop.wait())] for hop in reversed(hops)]
         wanted = []
-        if shift % inner.size:
+        if shift % intra.size:
             wanted.append(node * places + (place - shift * every) % places)
-        if shift % outer.size:
+        if shift % inter.size:
             wanted.append((node - shift) % nodes * places + place)
         assert arrived == [[rank, rank] for rank in wanted]
 
 
 @pytest.mark.parametrize(("size", "nodes", "every"), [(4, 2, 1), (6, 3, 1), (6, 2, 1), (2, 2, 1), (2, 1, 1), (8, 2, 2)])
 def test_over_threads(size, nodes, every):
-    run_ranks(size, check_levels, nodes, every)
+    run_ranks(size, check_groups, nodes, every)
 
 
 def test_over_processes():
@@ -48,8 +47,8 @@ def test_over_processes():
 
 def _over_processes():
     comm = communicator(None)
-    check_levels(comm, 2)
-    check_levels(comm, 1)
+    check_groups(comm, 2)
+    check_groups(comm, 1)
     for names in ("abab", "aaab", "abca"):
         comm = named(comm, names[comm.rank])
         with pytest.raises(UserError, match="hold equal numbers of neighbouring ranks, but the group has "):
@@ -73,7 +72,7 @@ def test_over_bmtrain():
 
 def _over_bmtrain():
     comm = communicator(None)
-    check_levels(comm, 2)
+    check_groups(comm, 2)
     os.environ[NODE_SWITCH] = "ab"[comm.rank // 2]
     for heads, kv_heads in ((2, 2), (4, 1)):
         compare(comm, "zigzag", "causal", 31, heads, kv_heads, {"strategy": "double-ring"})
