@@ -327,7 +327,7 @@ def _require_strategy(config: TrainConfig, world_size: int) -> None:
     import torch
 
     from bmburst.attention.call import head_shapes
-    from bmburst.comm.levels import NODE_SWITCH
+    from bmburst.comm.transports import NODE_SWITCH
     from bmburst.schedule.cost import Placement
     from bmburst.schedule.hardware import HOST, hardware_like
     from bmburst.schedule.layout import padded_layout
