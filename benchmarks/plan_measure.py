@@ -80,9 +80,8 @@ def main() -> int:
 def predicted(case: Case, gpus: int, hardware: str) -> dict[str, Any]:
     """Return what the planner says of a case."""
     from bmburst.blocks.presets import preset
-    from bmburst.plan.candidates import Candidate
+    from bmburst.plan.candidates import Candidate, Task
     from bmburst.plan.search import predict
-    from bmburst.plan.task import Task
     from bmburst.schedule.hardware import load_hardware
 
     model = dataclasses.replace(preset(case.preset), num_layers=case.layers)

@@ -1,6 +1,15 @@
-"""Amounts and words as people read and write them."""
+"""Reads and writes numbers and text as users give them: 64K tokens, lists of numbers, arrays, printable names."""
 
+import hashlib
+import operator
 import unicodedata
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from bmburst.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 GIB = 2**30
 """Bytes."""
@@ -52,3 +61,87 @@ def why_not_text(text: str) -> str | None:
         if kind in ("Cc", "Zl", "Zp"):
             return "holds a control character"
     return None
+
+
+def numbers(option: str, text: str, read: Callable[[str], int] = whole) -> tuple[int, ...]:
+    """Return the numbers of `N,...`.
+
+    Args:
+        option: What they were given by.
+        text: As given.
+        read: Returns the number of a word, or raises ValueError: `whole`, or `tokens`.
+
+    Raises:
+        UserError: It is something else, or one is less than 1.
+    """
+    try:
+        found = tuple(read(word) for word in text.split(","))
+    except ValueError:
+        example = "64K,131072" if read is tokens else "2,4"
+        raise UserError(f"{option} {text}\nallowed: whole numbers with commas between, for example {example}") from None
+    if min(found) < 1:
+        raise UserError(f"{option} {text}\nallowed: 1 and more")
+    return found
+
+
+def digest(array: "NDArray[Any]") -> str:
+    """Return a short text that differs for different arrays."""
+    return hashlib.blake2b(array.tobytes(), digest_size=6).hexdigest()
+
+
+def array_of(what: str, values: Any) -> "NDArray[Any]":
+    """Return an array of what may be a tensor on any device.
+
+    Raises:
+        UserError: It is no array.
+    """
+    import numpy as np  # only here: the command line's help starts without numpy
+
+    try:
+        return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    except (ValueError, TypeError, NotImplementedError):  # the last of a meta tensor
+        raise UserError(f"{what} must be an array of numbers, got {brief(values)}") from None
+
+
+def whole_numbers(what: str, values: Any) -> list[Any]:
+    """Return the whole numbers of a sequence, an array, a tensor or a single number.
+
+    Raises:
+        UserError: There is anything else in it.
+    """
+    array = array_of(what, values)
+    if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
+        raise UserError(f"{what} must be whole numbers, one after another, got {brief(values)}")
+    found: list[Any] = array.reshape(-1).tolist()
+    return found
+
+
+def brief(values: Any) -> str:
+    """Return values on one line, of long ones the beginning."""
+    text = " ".join(repr(values).split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def whole_number(what: str, value: object, least: int) -> int:
+    """Return the number.
+
+    Raises:
+        UserError: It is no whole number, or too small.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # what is none raises
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise UserError(f"{what} must be a whole number of at least {least}, got {value!r}")
+    return number
+
+
+def require_flag(what: str, value: object) -> None:
+    """Refuse what is neither true nor false.
+
+    Raises:
+        UserError: It is not.
+    """
+    if not isinstance(value, bool):
+        raise UserError(f"{what} must be a bool, got {value!r}\nallowed: True or False")

@@ -15,7 +15,7 @@ from bmburst.comm.groups import Split, alone, bmtrain_groups, bmtrain_tensor_deg
 from bmburst.errors import UserError
 from bmburst.schedule.mesh_shape import MeshShape
 
-__all__ = ["Mesh", "MeshShape", "current_mesh", "using_mesh"]
+__all__ = ["Mesh", "MeshShape", "current_mesh", "require_mesh", "using_mesh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,26 @@ def using_mesh(mesh: Mesh | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def require_mesh(mesh: object, made: str, whose: str) -> None:
+    """Check that an argument is a `Mesh` without tensor parallelism.
+
+    Args:
+        mesh: The argument.
+        made: The call that makes such a mesh, for the message.
+        whose: The project whose models have no tensor parallelism, for the message.
+
+    Raises:
+        UserError: It is not.
+    """
+    if not isinstance(mesh, Mesh):
+        raise UserError(f"mesh must be a bmburst.Mesh, got {type(mesh).__name__}\nfix: {made}")
+    if mesh.shape.tensor > 1:
+        raise UserError(
+            f"mesh has tensor {mesh.shape.tensor}, but {whose} models cannot split their matrices\n"
+            "allowed: tensor 1\nfix: make the mesh with tensor=1"
+        )
 
 
 _current: ContextVar[Mesh | None] = ContextVar("bmburst_mesh", default=None)

@@ -1,7 +1,7 @@
-"""ModelCenter's Llama over a split sequence: bmburst's LLaMA under ModelCenter's names and calls."""
+"""ModelCenter's Llama over a split sequence: bmburst's LLaMA with ModelCenter's parameter names and call signature."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,14 +16,13 @@ from bmburst.blocks.model import Llama as Blocks
 from bmburst.checkpoint.sharded_files import together
 from bmburst.comm.checks import contents, describe
 from bmburst.comm.groups import alone, communicator
-from bmburst.convert.directory import Weights, open_weights
-from bmburst.convert.model_center import model_center_name
+from bmburst.convert.model_center import ATTENTION_PLACES, BLOCK_PLACES, MLP_PLACES, model_center_name
+from bmburst.convert.weights import Weights, open_weights
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, current_mesh
 from bmburst.sequence import SequenceShard
 from bmburst.zero import named_shards, scatter_piece
 from model_center_ext.config import LlamaConfig
-from model_center_ext.names import as_model_center, initial_values
 
 Directory = str | os.PathLike[str]
 
@@ -79,8 +78,8 @@ class Llama(Blocks):
             norm_kernel=config.norm_kernel,
         )
         self.model_center_config, self._sequence, self._layout = config, sequence, layout
-        as_model_center(self)
-        initial_values(self, _initializers(config))
+        _rename_parameters(self)
+        _set_initializers(self, _initializers(config))
 
     @classmethod
     def from_pretrained(
@@ -283,3 +282,56 @@ def _initializers(config: LlamaConfig) -> Mapping[str, bmt.ParameterInitializer]
         "ffn": normal(config.ffn_init_mean, config.ffn_init_std),
         "output_projection": normal(config.proj_init_mean, config.proj_init_std),
     }
+
+
+def _move(module: torch.nn.Module, places: Mapping[str, str], into: torch.nn.Module | None = None) -> None:
+    """Register children of a module under dotted paths of names below another.
+
+    The module's own code still reaches them under their first names, as plain attributes.
+
+    Args:
+        module: Has the children.
+        places: First name to path; what the module has not is passed over.
+        into: The root of the paths; by default the module itself.
+    """
+    root = module if into is None else into
+    taken = {name: module._modules.pop(name) for name in places if name in module._modules}
+    for name, child in taken.items():
+        assert child is not None
+        module.__dict__[name] = child
+        *parents, last = places[name].split(".")
+        at = root
+        for parent in parents:
+            if parent not in at._modules:
+                at.add_module(parent, torch.nn.Module())
+            at = at.get_submodule(parent)
+        at.add_module(last, child)
+
+
+def _rename_parameters(model: torch.nn.Module) -> None:
+    """Give the parameters of a `bmburst.blocks.model.Llama` the names that they have in ModelCenter's Llama."""
+    inner = model.get_submodule("model")
+    for block in inner.get_submodule("layers"):  # type: ignore[attr-defined]  # a list of BMTrain's
+        layer = block._module
+        _move(layer.self_attn, ATTENTION_PLACES)
+        _move(layer.mlp, MLP_PLACES)
+        _move(layer, BLOCK_PLACES)
+        now = {id(parameter): name for name, parameter in layer.named_parameters()}
+        for info in block._param_info:  # by which BMTrain saves and loads
+            info["name"] = now[id(info["parameter"])]
+    places = {"embed_tokens": "input_embedding", "layers": "encoder.layers", "norm": "encoder.output_layernorm"}
+    _move(inner, places, into=model)
+    model.__dict__["model"] = model._modules.pop("model")
+    _move(model, {"lm_head": "output_projection"})
+
+
+def _set_initializers(model: torch.nn.Module, methods: Mapping[str, bmt.ParameterInitializer]) -> None:
+    """Say what `bmtrain.init_parameters` fills parameters with.
+
+    Args:
+        model: Whose parameters.
+        methods: By a part of a parameter's name; the first that fits counts.
+    """
+    parameters: Iterable[tuple[str, Any]] = model.named_parameters()
+    for name, parameter in parameters:
+        parameter._init_method = next(method for part, method in methods.items() if part in name)

@@ -13,8 +13,7 @@ from typing import Any
 
 from benchmarks.engine.kind import KINDS, Kind, load_kind
 from benchmarks.engine.results import Results
-from bmburst.amounts import TOKENS_TOO
-from bmburst.cli.numbers import numbers
+from bmburst.amounts import TOKENS_TOO, numbers
 from bmburst.errors import UserError
 from bmburst.outputs import is_picture, require_file, require_folder, require_own
 

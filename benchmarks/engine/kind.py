@@ -10,8 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic
 
 from benchmarks.engine.results import C, Results, Row
-from bmburst.amounts import tokens
-from bmburst.cli.numbers import numbers
+from bmburst.amounts import numbers, tokens
 from bmburst.errors import UserError, require_known, unknown
 
 if TYPE_CHECKING:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.training.cells import TrainCell
-from bmburst.plan.counts import attention_flops, model_flops, multiplied
-from bmburst.plan.task import Task
+from bmburst.plan.candidates import Task
+from bmburst.plan.counts import attention_flops, multiplied
+from bmburst.plan.step import model_flops
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 WEIGHT_FLOPS = 6.0  # a weight and token: forward, its input's gradient, its own

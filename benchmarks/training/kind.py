@@ -12,7 +12,7 @@ from benchmarks.training import figure, table
 from benchmarks.training.bound import flops
 from benchmarks.training.cells import STEPS, TrainCell, TrainSelection, list_cells
 from benchmarks.training.methods import METHODS
-from bmburst.cli.numbers import numbers
+from bmburst.amounts import numbers
 from bmburst.errors import UserError
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import machine_of

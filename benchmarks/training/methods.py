@@ -7,9 +7,8 @@ from types import MappingProxyType
 from benchmarks.training.cells import OURS, TrainCell
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
-from bmburst.plan.candidates import Candidate, candidates, way_of
+from bmburst.plan.candidates import Candidate, Task, candidates, way_of
 from bmburst.plan.search import Prediction, predict
-from bmburst.plan.task import Task
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware, load_hardware
 from bmburst.schedule.mesh_shape import MeshShape

@@ -22,11 +22,11 @@ from bmburst.attention.differentiable import gradient_signature, no_autocast, ou
 from bmburst.attention.options import require_scale, require_transport, scale_of
 from bmburst.attention.single_ring import carry_home, visits
 from bmburst.comm.checks import Checked, describe, require_numbers
+from bmburst.comm.meter import traced
 from bmburst.comm.transports import TRANSPORTS, over_transport
 from bmburst.errors import UserError, require_known
 from bmburst.recompute import keep
 from bmburst.schedule.ring_schedule import Schedule, Step
-from bmburst.trace import traced
 from bmburst_ops.biased import (
     BiasedGradients,
     BiasedKernel,

@@ -5,7 +5,7 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall
 from bmburst.attention.heads import heads_backward, heads_forward
 from bmburst.attention.outer import outer_backward, outer_forward
-from bmburst.trace import traced
+from bmburst.comm.meter import traced
 from bmburst_ops.flash import Given, Gradients, Kernel, Partial
 
 

@@ -1,9 +1,30 @@
-"""The parameters of LLaMA as BMTrain modules: matrix, norm and embedding table."""
+"""LLaMA's parameters as BMTrain modules (matrix, norm, embedding table), and the tensor group that shares them.
+
+A tensor group holds one part of a sequence. Outside of attention and MLP each of its ranks has a run of those tokens
+(embedding, norms, residual stream, loss: arXiv:2205.05198, "sequence parallelism"). Before the projections of attention
+and MLP the ranks gather all tokens of the group; after them a reduce-scatter returns each rank its own. The two are
+each other's transposes, so every rank's gradients are those of its own token losses, as between sequence ranks:
+BMTrain's sum over ranks and `bmburst.loss.global_mean` need no special case.
+
+Matrices are BMTrain's tensor-parallel parameters, which ZeRO shards over the ranks that hold the same part
+(`tp_zero_comm`). BMTrain's own layers (`bmtrain.nn.ColumnParallelLinear`, `RowParallelLinear`, version 1.0.1) are not
+used. They gather along the first dimension, which is the batch here. Their reduce-scatter fails unless a rank's rows
+divide by 2 (IndexError in `async_reduce_scatter_linear_func`). Query, key and value would each gather the same tokens,
+as would gate and up, in forward and again in backward. Where the layer does not gather its input, its backward assumes
+the same loss on all ranks and sums the input's gradient itself.
+"""
+
+from typing import Any
 
 import bmtrain as bmt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from bmburst.comm.checks import Checked
+from bmburst.comm.groups import alone, communicator
+from bmburst.errors import UserError
+from bmburst_ops.first_order import first_order
 from bmburst_ops.linears import linears
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
@@ -36,7 +57,7 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         out_features: Width of the output, likewise.
         dtype: Of the weight.
         split: Of which width each rank of a tensor group has a part: 0, out; 1, in, so that results add up to the
-            product; None, of neither. See `bmburst.blocks.tensor_parallel`.
+            product; None, of neither. See the module's docstring.
         rows: Which of its outputs this rank computes.
         bias: Whether something is added. Not for parts.
     """
@@ -111,3 +132,82 @@ class Table(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     def __init__(self, rows: int, features: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = parameter(rows, features, dtype=dtype)
+
+
+class TensorGroup:
+    """The ranks that share this rank's matrices, and how they share tokens. A group of one does nothing.
+
+    Every rank has `ceil(tokens / size)` tokens; those beyond the last are padding.
+    """
+
+    def __init__(self, comm: Checked) -> None:
+        self._comm = comm
+        self.size, self.rank = comm.size, comm.rank
+
+    @classmethod
+    def of_bmtrain(cls) -> "TensorGroup":
+        """Return the group of this rank in the running BMTrain, which was started with `tp_size` ranks in each."""
+        return cls(communicator(bmt.config["tp_comm"]) if bmt.config["tp_size"] > 1 else alone())
+
+    def own(self, x: Tensor, pad_value: int = 0) -> Tensor:
+        """Return this rank's tokens of `[batch, tokens]`, which all ranks of the group hold; no gradient."""
+        if self.size == 1:
+            return x
+        each = -(-x.shape[1] // self.size)
+        padded = pad(x, (0, each * self.size - x.shape[1]), value=pad_value)
+        return padded[:, self.rank * each : (self.rank + 1) * each]
+
+    def gather(self, x: Tensor, tokens: int) -> Tensor:
+        """Return all ranks' `[batch, own tokens, features]` as `[batch, tokens, features]`, without padding.
+
+        Its backward adds up the ranks' gradients and returns those of this rank's tokens.
+        """
+        if self.size == 1:
+            return x
+        gathered: Tensor = _Gather.apply(x, tokens, self._comm)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks of `[batch, tokens, features]`, of this rank's tokens: the transpose of `gather`.
+
+        Summed in the dtype of `x`. Its backward gathers.
+        """
+        if self.size == 1:
+            return x
+        summed: Tensor = _AddUp.apply(x, self._comm)  # type: ignore[no-untyped-call]
+        return summed
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: int, comm: Checked) -> Tensor:
+        ctx.comm = comm
+        return _gathered(x, tokens, comm)
+
+    @staticmethod
+    @first_order(UserError)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _added_up(grad, ctx.comm), None, None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Checked) -> Tensor:
+        ctx.comm, ctx.tokens = comm, x.shape[1]
+        return _added_up(x, comm)
+
+    @staticmethod
+    @first_order(UserError)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(grad, ctx.tokens, ctx.comm), None
+
+
+def _gathered(x: Tensor, tokens: int, comm: Checked) -> Tensor:
+    (parts,) = comm.all_gather(x).wait()
+    return parts.movedim(0, 1).flatten(1, 2)[:, :tokens].contiguous()
+
+
+def _added_up(x: Tensor, comm: Checked) -> Tensor:
+    padded = pad(x, (0, 0, 0, -x.shape[1] % comm.size))
+    (mine,) = comm.reduce_scatter(padded.unflatten(1, (comm.size, -1)).movedim(1, 0)).wait()
+    return mine

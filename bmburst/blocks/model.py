@@ -11,9 +11,8 @@ from torch import Tensor
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.layers import RMSNorm, Table
+from bmburst.blocks.layers import RMSNorm, Table, TensorGroup
 from bmburst.blocks.rope import rotary_tables
-from bmburst.blocks.tensor_parallel import TensorGroup
 from bmburst.blocks.transformer import AttentionFactory, NormFactory, TransformerBlock
 from bmburst.errors import UserError
 from bmburst.loss import DEFAULT_CHUNK, IGNORE_INDEX, require_ids, token_loss_sum
@@ -111,7 +110,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
 
     Every rank of the world builds it with the same arguments and calls the same methods in the same order. Where
     BMTrain was started with tensor parallelism (`bmburst.start(tensor=N)`), the ranks of a tensor group share its
-    matrices and heads, and are given the same tokens; see `bmburst.blocks.tensor_parallel`.
+    matrices and heads, and are given the same tokens; see `bmburst.blocks.layers`.
 
     Args:
         config: The shape.

@@ -14,8 +14,7 @@ from bmburst import recompute
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.config import mlp_chunk as choose_chunk
-from bmburst.blocks.layers import Linear, RMSNorm, project
-from bmburst.blocks.tensor_parallel import TensorGroup
+from bmburst.blocks.layers import Linear, RMSNorm, TensorGroup, project
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
 from bmburst_ops.gated_mlp import gated_mlp

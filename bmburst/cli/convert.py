@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from bmburst.checkpoint.files import verified, warn
-    from bmburst.convert.run import convert
+    from bmburst.convert.conversion import convert
     from bmburst.errors import UserError
 
     if not 0 < args.part_size < math.inf:

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bmburst.amounts import TOKENS_TOO, tokens
-from bmburst.cli.numbers import numbers
+from bmburst.amounts import TOKENS_TOO, numbers, tokens
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import is_picture, require_file
 
@@ -132,10 +131,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from bmburst.plan.candidates import RECOMPUTE, ZERO
+    from bmburst.plan.candidates import RECOMPUTE, ZERO, Task, model_named
+    from bmburst.plan.presentation import as_json, report
     from bmburst.plan.search import best_of_each, search
-    from bmburst.plan.table import as_json, report
-    from bmburst.plan.task import Task, model_named
     from bmburst.schedule.hardware import load_hardware
 
     for name in ("model", "seq"):
@@ -171,7 +169,7 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         print(report(task, hardware, shown, len(found)))
     if args.output is not None:
-        from bmburst.plan.figure import draw
+        from bmburst.plan.presentation import draw
 
         draw(shown, args.output)
         print(f"{args.output}: drawn", file=sys.stderr)
@@ -181,8 +179,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _calibrate(args: argparse.Namespace) -> int:
     import torch
 
-    from bmburst.plan.calibrate.facts import write
-    from bmburst.plan.calibrate.run import calibrate
+    from bmburst.plan.calibrate import calibrate, write
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = args.ranks if args.ranks is not None else max(1, gpus)

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.disagreement import decoded, disagreement, encoded
-from bmburst.comm.meter import WaitMeter
+from bmburst.comm.meter import WaitMeter, traced
 from bmburst.comm.protocol import Arrived, Communicator, Transfer
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Exchange
-from bmburst.trace import traced
 
 T = TypeVar("T")
 

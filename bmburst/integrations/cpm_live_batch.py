@@ -20,9 +20,8 @@ from bmburst.integrations.cpm_live_checks import (
     require_segments,
     vectors,
 )
-from bmburst.integrations.mesh_check import require_mesh
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
-from bmburst.mesh import Mesh
+from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import BIASED_NAMES, RelativeBias, Tokens, ant_relations, ant_tokens, bee_tokens

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bmburst.amounts import array_of, whole_number
 from bmburst.errors import UserError
-from bmburst.numbers import array_of, whole_number
 
 Data = Mapping[str, Any]
 """What CPM-Live's loaders yield: NumPy arrays or tensors by name, whole sequences."""

@@ -16,13 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import contents, describe
 from bmburst.errors import UserError
-from bmburst.integrations.mesh_check import require_mesh
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, whole_batch
-from bmburst.integrations.transformers_models import require_rows, require_splittable
-from bmburst.integrations.transformers_recompute import recompute
+from bmburst.integrations.transformers_models import recompute, require_rows, require_splittable
 from bmburst.loss import count_valid, global_mean
-from bmburst.mesh import Mesh
+from bmburst.mesh import Mesh, require_mesh
 from bmburst.sequence import SequenceShard, unshard
 from bmburst_ops.constants import IGNORE_INDEX
 

@@ -13,11 +13,9 @@ from typing import Any
 from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
-from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import attention_flops
-from bmburst.plan.operators import FUSED, OPERATORS
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.counts import FUSED, OPERATORS, attention_flops
 from bmburst.plan.search import predict
-from bmburst.plan.task import Task
 from bmburst.schedule.hardware import Hardware, load_hardware
 from bmburst_ops.constants import ATTENTION_BACKWARD
 

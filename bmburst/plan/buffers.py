@@ -8,7 +8,7 @@ kernels take where they are started as CUDA graphs stays with the graphs, and no
 from typing import NamedTuple
 
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.operators import WIDE
+from bmburst.plan.counts import WIDE
 from bmburst.schedule.sizes import Sizes
 from bmburst.schedule.units import records_kernels
 

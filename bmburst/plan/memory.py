@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from bmburst.plan.buffers import attention_buffers, held_by_graphs, held_outside
-from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import adam_bytes, held_block, mlp_matrix, table
-from bmburst.plan.operators import CURRENT, WIDE, Operators
-from bmburst.plan.task import Task
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.counts import CURRENT, WIDE, Operators, adam_bytes, held_block, mlp_matrix, table
 from bmburst.recompute.policy import BlockBytes
 from bmburst.schedule.hardware import Hardware
 

@@ -3,10 +3,23 @@
 import math
 from dataclasses import dataclass, fields, replace
 
-from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import BACKWARD, block_matrices, held_block, mlp_matrix, model_flops, table, tables
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.counts import (
+    BACKWARD,
+    CURRENT,
+    DELTA,
+    SCALED,
+    WIDE,
+    Operators,
+    block_matrices,
+    causal_pairs,
+    held_block,
+    mlp_matrix,
+    step_flops,
+    table,
+    tables,
+)
 from bmburst.plan.memory import block_bytes
-from bmburst.plan.operators import CURRENT, DELTA, SCALED, WIDE, Operators
 from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 
@@ -84,8 +97,14 @@ def step_time(
     return StepTime(**parts, host=max(0.0, least - sum(parts.values())))
 
 
+def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
+    """Return the FLOPs of a task's step: causal attention over whole sequences, or over the model's window."""
+    pairs = task.batch * causal_pairs([task.sequence], task.model.sliding_window)
+    return step_flops(task.model, task.batch * task.sequence, pairs, attention_backward=attention_backward)
+
+
 def utilisation(candidate: Candidate, hardware: Hardware, seconds: float, *, attention_backward: float = 2.0) -> float:
-    """Return model FLOPs utilisation of a step; see `bmburst.plan.counts.model_flops`."""
+    """Return model FLOPs utilisation of a step; see `model_flops`."""
     flops = model_flops(candidate.task, attention_backward=attention_backward)
     return flops / seconds / candidate.task.gpus / hardware.peak
 

@@ -10,11 +10,10 @@ from bmburst.amounts import GIB
 from bmburst.comm.objects import gather_objects
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
-from bmburst.plan.candidates import Candidate, way_of
-from bmburst.plan.choice import choose
+from bmburst.plan.candidates import ITEMSIZE, Candidate, Task, way_of
 from bmburst.plan.counts import adam_bytes
 from bmburst.plan.memory import HOST_SHARE, memory_of
-from bmburst.plan.task import ITEMSIZE, Task
+from bmburst.plan.search import choose
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.train.config import TrainConfig

@@ -13,8 +13,8 @@ import torch
 
 from bmburst.amounts import GIB
 from bmburst.errors import RunError, UserError
-from bmburst.plan.first_layers import of_first_layers
 from bmburst.plan.memory import Memory, memory_of
+from bmburst.plan.search import of_first_layers
 from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.train.config import TrainConfig

@@ -15,6 +15,7 @@ from bmburst import data
 from bmburst.amounts import GIB
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint import training as checkpoint
+from bmburst.comm.meter import traced
 from bmburst.comm.objects import gather_objects
 from bmburst.errors import UserError
 from bmburst.loss import count_valid, global_mean
@@ -23,7 +24,6 @@ from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.plan.counts import causal_pairs
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
-from bmburst.trace import traced
 from bmburst.train.clock import StepClock, measure_waits
 from bmburst.train.config import TrainConfig
 from bmburst.train.evaluate import measure

@@ -17,10 +17,10 @@ from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.checkpoint.training import FORMAT
 from bmburst.cli import main
-from bmburst.convert import run as converting
+from bmburst.convert import conversion as converting
+from bmburst.convert.conversion import convert
 from bmburst.convert.model_center import model_center_name
-from bmburst.convert.run import convert
-from bmburst.convert.torch_file import TorchFileWriter
+from bmburst.convert.weights import TorchFileWriter
 from bmburst.errors import UserError
 
 CONFIG = LlamaConfig(

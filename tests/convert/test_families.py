@@ -14,7 +14,7 @@ from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import FAMILIES
 from bmburst.blocks.presets import PRESETS
 from bmburst.checkpoint import hugging_face
-from bmburst.convert.run import convert
+from bmburst.convert.conversion import convert
 from bmburst.errors import UserError
 from tests.convert.test_convert import TOKENIZER, assert_same, hugging_face_directory, tensors, weights_of
 

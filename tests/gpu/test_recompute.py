@@ -9,9 +9,8 @@ import torch
 import bmburst
 from bmburst.blocks.config import LlamaConfig, mlp_chunk
 from bmburst.blocks.presets import PRESETS
-from bmburst.plan.candidates import Candidate
+from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.memory import memory_of
-from bmburst.plan.task import Task
 from bmburst.recompute import checkpoint
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import POLICIES, Policy

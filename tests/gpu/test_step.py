@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from bmburst.blocks.presets import PRESETS
-from bmburst.plan.candidates import Candidate
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.counts import CURRENT
 from bmburst.plan.memory import memory_of
-from bmburst.plan.operators import CURRENT
-from bmburst.plan.task import Task
 from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 from tests.distributed.programs import run_program

@@ -12,13 +12,10 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape
-from bmburst.plan.candidates import Candidate, way_of
-from bmburst.plan.choice import choose
-from bmburst.plan.first_layers import of_first_layers, with_margin
+from bmburst.plan.candidates import Candidate, Task, way_of
 from bmburst.plan.memory import HOST_SHARE, memory_of, taken
-from bmburst.plan.search import predict, search
-from bmburst.plan.table import options
-from bmburst.plan.task import Task
+from bmburst.plan.presentation import options
+from bmburst.plan.search import choose, of_first_layers, predict, search, with_margin
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.schedule.cost import Placement
 from bmburst.schedule.hardware import hardware_like, load_hardware

@@ -12,13 +12,12 @@ from bmburst.cli import CommandParser, main
 from bmburst.cli import train as train_command
 from bmburst.config import given_options
 from bmburst.errors import UserError
-from bmburst.plan.candidates import Candidate, candidates
-from bmburst.plan.counts import attention_flops, model_flops
+from bmburst.plan.candidates import Candidate, Task, candidates
+from bmburst.plan.counts import attention_flops
 from bmburst.plan.memory import taken
+from bmburst.plan.presentation import options
 from bmburst.plan.search import best_of_each, predict, search
-from bmburst.plan.step import collective, step_time, utilisation
-from bmburst.plan.table import options
-from bmburst.plan.task import Task
+from bmburst.plan.step import collective, model_flops, step_time, utilisation
 from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import load_hardware, shipped
 from bmburst.schedule.layout import make_layout

@@ -6,11 +6,9 @@ import pytest
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.plan.buffers import attention_buffers, held_outside
-from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import block_matrices, held_block
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.counts import PLAIN, block_matrices, held_block
 from bmburst.plan.memory import memory_of
-from bmburst.plan.operators import PLAIN
-from bmburst.plan.task import Task
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.heads_plan import HeadShapes, Strides, make_heads_plan
 from bmburst.schedule.layout import make_layout

@@ -7,9 +7,8 @@ import torch
 
 from bmburst.blocks.presets import preset
 from bmburst.errors import RunError
-from bmburst.plan.candidates import Candidate
+from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.memory import memory_of
-from bmburst.plan.task import Task
 from bmburst.schedule.hardware import load_hardware
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
 from bmburst.train.memory_plan import planned

@@ -16,9 +16,16 @@ from bmburst.checkpoint.files import require_whole
 from bmburst.checkpoint.sharded_files import index_name
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, write_text
 from bmburst.config import read_json
-from bmburst.convert.directory import CONFIG_FILE, HUGGING_FACE, MODEL_CENTER, MODEL_CENTER_FILE, Weights, open_weights
 from bmburst.convert.model_center import ModelCenterConfig, model_center_name
-from bmburst.convert.torch_file import TorchFileWriter
+from bmburst.convert.weights import (
+    CONFIG_FILE,
+    HUGGING_FACE,
+    MODEL_CENTER,
+    MODEL_CENTER_FILE,
+    TorchFileWriter,
+    Weights,
+    open_weights,
+)
 from bmburst.data.tokenizer import require_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import replacing
