@@ -105,6 +105,7 @@ KIND = Kind(
     starts=_starts,
     estimate=_estimate,
     rank_run=_rank_run,
+    timelines=lambda cell: tuple(f"{cell.key}/{direction}" for direction in report.DIRECTIONS),
     describe=report.describe,
     tables=report.tables,
     draw=report.draw,

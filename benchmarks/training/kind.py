@@ -113,6 +113,7 @@ KIND = Kind(
     starts=_starts,
     estimate=_estimate,
     rank_run=_rank_run,
+    timelines=lambda cell: (cell.key,),
     describe=table.describe,
     tables=table.tables,
     draw=figure.draw,

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,6 +100,38 @@ def test_outputs_are_made_again_and_others_kept(here, capsys, monkeypatch):
     ):
         assert f"{name}: is there, and no " in refused(capsys, *command)
     assert {path: path.read_bytes() for path in here.iterdir() if path.is_file()} == found
+
+
+@pytest.mark.parametrize("what", ["attention", "train"])
+def test_bench_replaces_only_its_own_timelines(here, capsys, monkeypatch, what):
+    import torch
+    from torch.profiler import profile
+
+    import benchmarks.engine.job
+    from benchmarks.engine.timeline import record
+
+    monkeypatch.setattr(benchmarks.engine.job, "run_job", lambda *_args, **_options: 9)
+    group = SimpleNamespace(rank=0, device=torch.device("cpu"), barrier=lambda: None)
+    bench = ["bench", what, "--ranks", "2", "--tokens", "1K", "--methods", "ours"]
+    assert main([*bench, "--list"]) == 0
+    cell = capsys.readouterr().out.split()[0]
+    name = cell if what == "train" else f"{cell}/forward_backward"
+    file = Path("trace", f"{name.replace('/', '.')}.json")
+    trace = [*bench, "--trace", "trace"]
+    record(lambda: None, file.parent, name, group)
+    assert main(trace) == 9, "its own timeline may be recorded again"
+    with profile() as other:
+        pass
+    other.export_chrome_trace("elsewhere.json")
+    for theirs in (b"mine", b'{"traceEvents": []}', Path("elsewhere.json").read_bytes()):
+        file.write_bytes(theirs)
+        message = refused(capsys, *trace)
+        assert f"--trace {file}" in message and "timeline" in message and "fix: " in message
+        assert file.read_bytes() == theirs
+    file.unlink()
+    file.with_suffix(".png").write_bytes(b"mine")
+    message = refused(capsys, *trace)
+    assert f"--trace {file.with_suffix('.png')}" in message and "picture" in message
 
 
 PLAN = ("--model", "llama-tiny", "--seq", "1024")
