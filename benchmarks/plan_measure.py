@@ -86,7 +86,7 @@ def predicted(case: Case, gpus: int, hardware: str) -> dict[str, Any]:
 
     model = dataclasses.replace(preset(case.preset), num_layers=case.layers)
     task = Task(model=model, preset=case.preset, sequence=case.tokens, gpus=gpus)
-    way = Candidate(task=task, data=1, tensor=1, heads=gpus, outer="none", recompute=case.recompute, zero=case.zero)
+    way = Candidate(task=task, ulysses_degree=gpus, recompute=case.recompute, zero=case.zero)
     found = predict(way, load_hardware(hardware))
     return {
         "predicted_seconds": found.seconds,

@@ -162,12 +162,12 @@ def _decide(
             strategy=choose(layout, real, mask, Placement(comm.transport, None)),
             deterministic=options.deterministic,
         )
-        hints = f"nodes {comm.nodes}\nheads {comm.heads}"
+        hints = f"nodes {comm.nodes}\nheads {comm.ulysses_degree}"
         return call, f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
 
     def choose(layout: Layout, real: int, mask: Mask, placement: Placement) -> Strategy:
         shapes = head_shapes(layout, q, k)
-        return choose_strategy(options.strategy, shapes, real, mask, placement, hardware, comm.heads)
+        return choose_strategy(options.strategy, shapes, real, mask, placement, hardware, comm.ulysses_degree)
 
     call = comm.decided(here)
     # What follows is collective the first time: not before all agree.

@@ -104,8 +104,8 @@ class Checked:
         self.rank, self.size, self.transport = inner.rank, inner.size, inner.transport
         self.nodes: int | None = None
         """On how many nodes the ranks lie, in order, each with as many; None: what they find (`levels.find_nodes`)."""
-        self.heads: int | None = None
-        """How many neighbouring ranks exchange attention heads, 1 for none; None: what is cheapest."""
+        self.ulysses_degree: int | None = None
+        """How many neighbouring ranks exchange attention heads, 1 for none; None: the cheapest degree."""
         self.always = always or os.environ.get(DEBUG_SWITCH) == "1"
         self._switch = _Switch(self.always)
 
@@ -133,10 +133,10 @@ class Checked:
         other.always, other._switch = self.always, self._switch
         return other
 
-    def hinted(self, nodes: int | None, heads: int | None) -> "Checked":
+    def hinted(self, nodes: int | None, ulysses_degree: int | None) -> "Checked":
         """Return the same group with what a mesh says of it; whoever else has the group is not told."""
         other = self.over(self.inner)
-        other.nodes, other.heads, other.base = nodes, heads, self.base
+        other.nodes, other.ulysses_degree, other.base = nodes, ulysses_degree, self.base
         return other
 
     def __deepcopy__(self, memo: object) -> "Checked":

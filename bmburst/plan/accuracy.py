@@ -100,9 +100,9 @@ def _attention_task(heads: int, kv_heads: int, tokens: int, gpus: int, nodes: in
 
 def _way(task: Task, row: Mapping[str, Any], **more: Any) -> Candidate:
     data = row.get("data", 1)
-    heads = row["heads"]
-    outer = row["outer"] if task.gpus // data > heads else "none"
-    return Candidate(task=task, data=data, tensor=1, heads=heads, outer=outer, travellers=row["travellers"], **more)
+    degree = row["heads"]
+    outer = row["outer"] if task.gpus // data > degree else "none"
+    return Candidate(task=task, data=data, ulysses_degree=degree, outer=outer, travellers=row["travellers"], **more)
 
 
 def _measured_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
@@ -114,7 +114,7 @@ def _measured_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Compariso
         if alone:  # the same FLOPs on one GPU
             tokens = int(row["tokens"] / row["ranks"] ** 0.5)
             task = _attention_task(row["num_heads"], row["num_kv_heads"], tokens, 1, 1)
-            way = Candidate(task=task, data=1, tensor=1, heads=1, outer="none")
+            way = Candidate(task=task)
         else:
             way = _way(task, row, transport=row["transport"])
         cost = way.attention_cost(hardware)
@@ -143,7 +143,7 @@ def _measured_training(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison
         model = replace(whole, num_layers=row.get("layers", whole.num_layers))
         task = Task(model=model, preset=row["preset"], sequence=row["sequence"], gpus=row["gpus"])
         choices = {key: row[key] for key in ("recompute", "zero") if key in row}
-        way = Candidate(task=task, data=1, tensor=1, heads=row["gpus"], outer="none", **choices)
+        way = Candidate(task=task, ulysses_degree=row["gpus"], **choices)
         found = predict(way, hardware, operators=OPERATORS[row["operators"]])
         quantities = [("step, s", row["seconds"], found.seconds)]
         if "memory_gib" in row:

@@ -35,15 +35,15 @@ def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:
     """Return a pass's buffers at its fullest."""
     own = candidate.sizes
     if backward:
-        replicas = own.shapes.replicas if candidate.heads > 1 else 1.0
+        replicas = own.shapes.replicas if candidate.ulysses_degree > 1 else 1.0
         joined = 2 * own.k if replicas > 1 else 0.0
         results = own.q + 2 * own.k * replicas + joined + own.statistics
     else:
         results = own.q + own.statistics
     inner = Buffers(results, 0.0, 0.0, 0.0)
-    if candidate.heads > 1:
+    if candidate.ulysses_degree > 1:
         inner = _heads(candidate, own, results, backward=backward)
-    share = max(own.unit_shares(backward=backward)) if candidate.heads > 1 else 1.0
+    share = max(own.unit_shares(backward=backward)) if candidate.ulysses_degree > 1 else 1.0
     kernel = _kernel(candidate, own, share, backward=backward)
     working, boxes = inner.working, inner.boxes
     if candidate.groups > 1:
@@ -63,7 +63,7 @@ def held_outside(candidate: Candidate) -> float:
 def held_by_graphs(candidate: Candidate) -> float:
     """Return the bytes that kernels of one tile take for themselves where they are CUDA graphs, which keep them."""
     own = candidate.sizes
-    is_taken = candidate.heads > 1 and candidate.groups == 1 and candidate.sequence_nodes == 1
+    is_taken = candidate.ulysses_degree > 1 and candidate.groups == 1 and candidate.sequence_nodes == 1
     if not (is_taken and records_kernels(candidate.transport, own.q * WIDE / candidate.task.itemsize)):
         return 0.0
     return _kernel(candidate, own, 1.0, backward=True)

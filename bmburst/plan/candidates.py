@@ -125,7 +125,7 @@ class Candidate:
         task: What is trained.
         data: Groups of ranks with sequences of their own.
         tensor: Ranks that share each matrix.
-        heads: Ranks of a sequence that exchange heads among themselves.
+        ulysses_degree: Neighbouring ranks of a sequence that exchange attention heads; 1 for none.
         outer: Between groups of these: blocks go round one ring ("ring"), round rings inside nodes and between them
             ("double-ring"), or each rank gathers what it sees ("gather"); "none" where there is one group.
         recompute: Name of a policy of `bmburst.recompute.policy`.
@@ -135,10 +135,10 @@ class Candidate:
     """
 
     task: Task
-    data: int
-    tensor: int
-    heads: int
-    outer: str
+    data: int = 1
+    tensor: int = 1
+    ulysses_degree: int = 1
+    outer: str = "none"
     recompute: str = "block-keep-attention"
     zero: int = 3
     transport: str = "peer"
@@ -152,7 +152,7 @@ class Candidate:
     @cached_property
     def groups(self) -> int:
         """Groups of ranks that exchange heads."""
-        return self.sequence // self.heads
+        return self.sequence // self.ulysses_degree
 
     @cached_property
     def tokens(self) -> int:
@@ -213,7 +213,7 @@ class Candidate:
         """Sizes of one layer's attention, of a micro batch, after the exchange of heads."""
         return HeadShapes(
             layout=Zigzag(self.sequence, self.tokens),
-            degree=self.heads,
+            degree=self.ulysses_degree,
             batch=self.task.micro_batch,
             heads=self.own_heads,
             kv_heads=self.own_kv_heads,
@@ -229,7 +229,12 @@ class Candidate:
         least = choose_travellers(attention_shape(self.shapes), self.groups)
         travellers = least if self.travellers == "auto" else cast(Travellers, self.travellers)
         most = most_kv_heads(self.shapes, *self._pattern)
-        return Sizes(Strategy(self.heads, outer, travellers, most), self.shapes)
+        return Sizes(Strategy(self.ulysses_degree, outer, travellers, most), self.shapes)
+
+    def with_strategy(self, ulysses_degree: int, outer: str) -> "Candidate":
+        """Return this candidate with another attention strategy; a single group has no outer one."""
+        outer = "none" if ulysses_degree == self.sequence else outer
+        return replace(self, ulysses_degree=ulysses_degree, outer=outer)
 
     def problem(self, hardware: Hardware) -> Problem:
         """Return one layer's attention as strategies for it are compared."""
@@ -257,7 +262,7 @@ class Candidate:
     @property
     def strategy(self) -> str:
         """How attention is spread, in words."""
-        inner = f"heads x{self.heads}" if self.heads > 1 else ""
+        inner = f"heads x{self.ulysses_degree}" if self.ulysses_degree > 1 else ""
         outer = f"{self.outer} x{self.groups}" if self.groups > 1 else ""
         return " + ".join(filter(None, (inner, outer))) or "alone"
 
@@ -286,9 +291,9 @@ def candidates(
     for policy in recompute:
         Policy.parse(policy).require_layers(task.model.num_layers)
     found = [
-        Candidate(task=task, data=data, tensor=degree, heads=heads, outer=outer, recompute=policy, zero=stage)
+        replace(each, recompute=policy, zero=stage)
         for data, degree in _meshes(task, tensor)
-        for heads, outer in strategies(task, data, degree)
+        for each in attention_candidates(task, data, degree)
         for policy, stage in product(recompute, zero)
     ]
     if not found:
@@ -319,32 +324,33 @@ def _meshes(task: Task, tensor: Sequence[int] | None) -> Iterator[tuple[int, int
                 yield data, degree
 
 
-def strategies(task: Task, data: int, tensor: int) -> Iterator[tuple[int, str]]:
-    """Yield the ranks that exchange heads, and what goes on between groups of them."""
-    one = Candidate(task=task, data=data, tensor=tensor, heads=1, outer="ring")
+def attention_candidates(task: Task, data: int, tensor: int) -> Iterator[Candidate]:
+    """Yield a candidate for each attention strategy that a mesh can run."""
+    one = Candidate(task=task, data=data, tensor=tensor, ulysses_degree=1, outer="ring")
     _, mask, _ = one._pattern
     for strategy in possible_strategies(STRATEGIES["auto"], one.shapes, mask, one.placement):
-        degree = strategy.ulysses_degree
-        yield degree, "none" if degree == one.sequence else strategy.outer
+        yield one.with_strategy(strategy.ulysses_degree, strategy.outer)
 
 
-def way_of(candidate: Candidate, strategy: str, heads: int | None, hardware: Hardware) -> Candidate:
-    """Return the way that a run goes: like a candidate, with attention spread as `burst_attention` does it.
+def with_attention_choice(
+    candidate: Candidate, strategy: str, ulysses_degree: int | None, hardware: Hardware
+) -> Candidate:
+    """Return a candidate with the attention strategy that `burst_attention` takes on its mesh.
 
     Args:
-        candidate: Its mesh counts.
+        candidate: The mesh; its own strategy does not count.
         strategy: One of `bmburst.schedule.strategy_names.STRATEGIES`.
-        heads: Ranks that exchange heads, if that is set.
-        hardware: By which "auto" takes the fastest.
+        ulysses_degree: Ranks that exchange heads; None for the fastest degree.
+        hardware: The machine by whose rates "auto" takes the fastest.
     """
     asked = candidate.problem(hardware)
     try:
-        taken = choose_strategy(strategy, asked.shapes, asked.length, asked.mask, asked.placement, hardware, heads)
-    except UserError:  # attention will refuse it
-        return replace(candidate, heads=1, outer="none" if candidate.sequence == 1 else "ring")
-    degree = taken.ulysses_degree
-    outer = "none" if degree == candidate.sequence else taken.outer
-    return replace(candidate, heads=degree, outer=outer, travellers=taken.travellers)
+        chosen = choose_strategy(
+            strategy, asked.shapes, asked.length, asked.mask, asked.placement, hardware, ulysses_degree
+        )
+    except UserError:  # burst_attention will refuse it
+        return candidate.with_strategy(1, "ring")
+    return replace(candidate.with_strategy(chosen.ulysses_degree, chosen.outer), travellers=chosen.travellers)
 
 
 def _none(task: Task, tensor: Sequence[int] | None) -> UserError:

@@ -98,7 +98,7 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     )
 
 
-def taken(task: Task, hardware: Hardware) -> float:
+def reserved_memory(task: Task, hardware: Hardware) -> float:
     """Return the bytes of a GPU that no tensor of a run can have."""
     return sum(_libraries(task, hardware).values())
 

@@ -28,9 +28,9 @@ def options(candidate: Candidate) -> list[str]:
     words += ["--data-parallel", str(candidate.data), "--sequence-parallel", str(candidate.sequence)]
     if candidate.tensor > 1:
         words += ["--tensor-parallel", str(candidate.tensor)]
-    if 1 < candidate.heads < candidate.sequence:
-        words += ["--head-parallel", str(candidate.heads)]
-    strategy = name_of(candidate.heads, candidate.sequence, candidate.outer)
+    if 1 < candidate.ulysses_degree < candidate.sequence:
+        words += ["--head-parallel", str(candidate.ulysses_degree)]
+    strategy = name_of(candidate.ulysses_degree, candidate.sequence, candidate.outer)
     words += ["--strategy", strategy, "--recompute", candidate.recompute]
     words += ["--parallel.zero_level", str(candidate.zero)]
     if task.loss_chunk != 1024:
@@ -143,7 +143,7 @@ def _way(prediction: Prediction) -> dict[str, Any]:
     return {
         "name": way.name,
         "mesh": {"data": way.data, "sequence": way.sequence, "tensor": way.tensor},
-        "attention": {"heads": way.heads, "outer": way.outer, "groups": way.groups},
+        "attention": {"heads": way.ulysses_degree, "outer": way.outer, "groups": way.groups},
         "recompute": way.recompute,
         "zero": way.zero,
         "seconds": prediction.seconds,

@@ -10,10 +10,10 @@ from bmburst.amounts import GIB
 from bmburst.comm.objects import gather_objects
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
-from bmburst.plan.candidates import ITEMSIZE, Candidate, Task, way_of
+from bmburst.plan.candidates import ITEMSIZE, Candidate, Task, with_attention_choice
 from bmburst.plan.counts import adam_bytes
 from bmburst.plan.memory import HOST_SHARE, memory_of
-from bmburst.plan.search import choose
+from bmburst.plan.search import choose_recompute
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.train.config import TrainConfig
@@ -94,13 +94,11 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         task=task,
         data=shape.data,
         tensor=shape.tensor,
-        heads=1,
-        outer="none",
         recompute=_UNDECIDED if config.recompute == AUTO else config.recompute,
         zero=parallel.zero_level,
         transport="nccl" if parallel.transport in ("nccl", "gloo") else "peer",
     )
-    return way_of(way, parallel.strategy, parallel.head_parallel, hardware)
+    return with_attention_choice(way, parallel.strategy, parallel.head_parallel, hardware)
 
 
 def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
@@ -132,9 +130,9 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     if is_auto:
         on_gpu = torch.cuda.is_available()
         policies = POLICIES if on_gpu else [name for name in POLICIES if "offload" not in name]
-        choice = choose(way, hardware, free, layout=config.parallel.layout, policies=policies)
+        choice = choose_recompute(way, hardware, free, layout=config.parallel.layout, policies=policies)
         if mesh.rank == 0:
-            sys.stderr.write(f"{choice.said}\n")
+            sys.stderr.write(f"{choice.message}\n")
         return choice.name
     needed = memory_of(way, hardware).in_host
     if known and needed > HOST_SHARE * min(known):

@@ -14,7 +14,7 @@ import torch
 from bmburst.amounts import GIB
 from bmburst.errors import RunError, UserError
 from bmburst.plan.memory import Memory, memory_of
-from bmburst.plan.search import of_first_layers
+from bmburst.plan.search import first_layer_candidates
 from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.train.config import TrainConfig
@@ -147,7 +147,7 @@ def _first_layers(
         way = planned(config, ranks, nodes, hardware)
     except UserError:
         return
-    for each in of_first_layers(way, dataclasses.replace(hardware, memory=limit), ("none", _DEFAULT)):
+    for each in first_layer_candidates(way, dataclasses.replace(hardware, memory=limit), ("none", _DEFAULT)):
         yield f"--recompute {each.recompute}", config.replace(recompute=each.recompute), 1
 
 

@@ -129,7 +129,7 @@ def _peaks_are_those_of_the_formulas():
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-        way = Candidate(task=task, data=1, tensor=1, heads=1, outer="none", recompute=policy)
+        way = Candidate(task=task, recompute=policy)
         predicted = memory_of(way, load_hardware("h200"))
         measured = torch.cuda.max_memory_allocated()
         error = predicted.allocated / measured - 1

@@ -69,7 +69,7 @@ def _peaks_that_are_the_losses():
             (model.loss(ids[:, :-1], positions, ids[:, 1:]) / tokens).backward()
             torch.cuda.synchronize()
         task = Task(model=config, sequence=tokens, gpus=1)
-        way = Candidate(task=task, data=1, tensor=1, heads=1, outer="none", recompute=policy)
+        way = Candidate(task=task, recompute=policy)
         predicted = memory_of(way, load_hardware("h200"))
         assert predicted.moment == "loss"
         without_optimizer = predicted.allocated - predicted.lines["optimizer"]
