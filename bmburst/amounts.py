@@ -78,9 +78,9 @@ def numbers(option: str, text: str, read: Callable[[str], int] = whole) -> tuple
         found = tuple(read(word) for word in text.split(","))
     except ValueError:
         example = "64K,131072" if read is tokens else "2,4"
-        raise UserError(f"{option} {text}\nallowed: whole numbers with commas between, for example {example}") from None
+        raise UserError(f"{option} {text}\nallowed: whole numbers separated by commas, for example {example}") from None
     if min(found) < 1:
-        raise UserError(f"{option} {text}\nallowed: 1 and more")
+        raise UserError(f"{option} {text}\nallowed: at least 1")
     return found
 
 
@@ -111,7 +111,7 @@ def whole_numbers(what: str, values: Any) -> list[Any]:
     """
     array = array_of(what, values)
     if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
-        raise UserError(f"{what} must be whole numbers, one after another, got {brief(values)}")
+        raise UserError(f"{what} must be a list of whole numbers, got {brief(values)}")
     found: list[Any] = array.reshape(-1).tolist()
     return found
 

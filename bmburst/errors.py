@@ -56,7 +56,7 @@ def needs_bmtrain(name: str) -> UserError:
     """
     return UserError(
         f"{name} needs BMTrain, and importing it failed\n"
-        "start the script by bmburst launch -- SCRIPT, or call bmburst.start() before this import"
+        "fix: start the script with bmburst launch -- SCRIPT, or call bmburst.start() before this import"
     )
 
 

@@ -34,7 +34,7 @@ def require_own(option: str, path: Path, what: str, is_own: Callable[[Path], boo
     Args:
         option: What it was given by.
         path: The file, which need not be there.
-        what: What is written there, for example "token file".
+        what: What the command writes there, with its article, for example "a token file".
         is_own: Returns whether a file is such a one; it need not catch an OSError or a ValueError.
 
     Raises:
@@ -45,7 +45,7 @@ def require_own(option: str, path: Path, what: str, is_own: Callable[[Path], boo
             return
     except (OSError, ValueError):
         pass
-    raise UserError(f"{option} {path}: is there, and no {what}\nfix: the name of a new file")
+    raise UserError(f"{option} {path}: this file exists and is not {what}\nfix: give the name of a new file")
 
 
 @contextlib.contextmanager
@@ -104,7 +104,7 @@ def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bo
     """
     try:
         if not path.absolute().parent.is_dir():
-            raise UserError(f"{option} {path}: there is no such folder\nfix: make it, or another file")
+            raise UserError(f"{option} {path}: there is no such folder\nfix: create it, or give another file")
         is_new = not path.exists()
         if not is_new and not path.is_file() and not path.is_dir():
             return  # a pipe or a device: to open it may wait, or mean something
@@ -114,7 +114,8 @@ def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bo
             path.unlink()
     except OSError as error:
         raise UserError(
-            f"{option} {path}: cannot be written: {error.strerror}\nfix: a file in a folder that you may write in"
+            f"{option} {path}: cannot be written: {error.strerror}\n"
+            "fix: give a file in a folder where you have write permission"
         ) from None
 
 
@@ -132,7 +133,8 @@ def require_folder(option: str, path: Path) -> None:
         tempfile.TemporaryFile(dir=_existing(path)).close()
     except OSError as error:
         raise UserError(
-            f"{option} {path}: no file can be written there: {error.strerror}\nfix: a folder that you may write in"
+            f"{option} {path}: no file can be written there: {error.strerror}\n"
+            "fix: give a folder where you have write permission"
         ) from None
 
 
@@ -168,8 +170,8 @@ def require_space(needs: Mapping[str, tuple[Path, int]], fix: str) -> None:
         if needed > free:
             parts = " and ".join(f"{what} {amount(needs[what][1])}" for what in whats)
             raise UserError(
-                f"{needs[whats[0]][0]}: {amount(free)} are free there, and the run writes {amount(needed)}: {parts}\n"
-                f"fix: make room for {amount(needed - free)} more, {fix}"
+                f"{needs[whats[0]][0]}: the run writes {amount(needed)} ({parts}), but only {amount(free)} are free\n"
+                f"fix: free {amount(needed - free)} more, or give {fix}"
             )
 
 
@@ -194,7 +196,7 @@ def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator
         if time.monotonic() >= give_up:
             raise UserError(
                 f"{folder}: another run is using this folder: {_holder(path)}\n"
-                "fix: wait until it ends or end it, or give another --output"
+                "fix: wait for it to end, stop it, or give another --output"
             )
         time.sleep(0.05)
     try:

@@ -133,7 +133,7 @@ class Llama(Blocks):
                 if ours != theirs:
                     raise UserError(
                         f"{name} has shape {ours} in this model, but {theirs} in {directory}\n"
-                        "fix: leave config out, so that the directory's own is taken"
+                        "fix: leave config out, to use the directory's own"
                     )
 
         together(compare)
@@ -198,7 +198,7 @@ class Llama(Blocks):
             if is_set:
                 raise UserError(f"{name} is not supported\nfix: leave it out; length and mask say what attention sees")
         if input_ids is None:
-            raise UserError("input_ids are missing\nfix: [batch, local_tokens] int64")
+            raise UserError("input_ids are missing\nfix: pass input_ids, int64 of shape [batch, local_tokens]")
         positions = self._placed(input_ids, positions, length)
         whole = length if isinstance(length, int) else None
         embedding = self.model.embed_tokens.weight
@@ -257,13 +257,16 @@ class Llama(Blocks):
     def _positions(self, ids: Tensor, length: int | None) -> Tensor:
         size, local = self._sequence.size, ids.shape[-1]
         if self._layout == "balanced":
-            raise UserError("layout balanced is another one for each mask\nfix: pass positions, of SequenceShard.batch")
+            raise UserError(
+                "layout balanced needs positions, for it differs between masks\n"
+                "fix: pass positions of bmburst.SequenceShard.batch"
+            )
         whole = local * size if length is None else length
         cut = SequenceShard.cut(whole, layout=self._layout, size=size, rank=self._sequence.rank)
         is_alone = size == 1 and whole <= local  # nothing is cut, and padding may be of any size
         if ids.dim() != 2 or not (is_alone or cut.local_tokens == local):
             raise UserError(
-                f"input_ids {list(ids.shape)} are no part of {whole} tokens over {size} ranks in layout "
+                f"input_ids {list(ids.shape)} are not a part of {whole} tokens over {size} ranks in layout "
                 f"{self._layout}\nallowed: [batch, {cut.local_tokens}]\n"
                 "fix: bmburst.SequenceShard.cut(...).batch(...), and pass length"
             )

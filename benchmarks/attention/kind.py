@@ -40,7 +40,7 @@ def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tu
     for name in ("heads", "kv_heads", "head_dim"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}\nallowed: 1 and more")
+            raise UserError(f"--{name.replace('_', '-')} {value}\nallowed: at least 1")
     if len(ranks) > 1:
         given = f"--gpus {args.gpus}" if args.ranks is None else f"--ranks {args.ranks}"
         raise UserError(f"{given}: attention is measured on one number of ranks\nfix: a run for each")

@@ -121,13 +121,15 @@ def _settle(args: argparse.Namespace, kind: Kind[Any]) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.repeats < 1:
-        raise UserError(f"--repeats {args.repeats}\nallowed: 1 and more")
+        raise UserError(f"--repeats {args.repeats}\nallowed: at least 1")
     for name in ("cell_seconds", "cell_timeout", "budget"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {value:g}\nallowed: seconds above 0")
     if args.gpus is not None and args.ranks is not None:
-        raise UserError("--gpus and --ranks exclude each other\nfix: --gpus for GPUs, --ranks for ranks on the CPU")
+        raise UserError(
+            "--gpus and --ranks cannot be combined\nfix: give --gpus for GPUs, or --ranks for ranks on the CPU"
+        )
     if args.list:
         return
     if args.output is not None:
@@ -143,9 +145,9 @@ def _require_output(path: Path, kind: Kind[Any]) -> None:
     is_new = not path.exists()
     require_file("--output", path, "results of this benchmark", lambda path: bool(Results.read(kind, path)))
     if is_new:  # the files beside existing results were made from them
-        require_own("--output", path.with_suffix(".md"), "table of this benchmark", lambda _: False)
+        require_own("--output", path.with_suffix(".md"), "a table of this benchmark", lambda _: False)
         for picture in path.parent.glob(f"{glob.escape(path.stem)}-*.png"):
-            require_own("--output", picture, "picture of bmburst", is_picture)
+            require_own("--output", picture, "a picture of bmburst", is_picture)
 
 
 def _place(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:

@@ -89,8 +89,8 @@ def require_timelines(folder: Path, names: Iterable[str]) -> None:
         UserError: One of the files is something else.
     """
     for path in (timeline_file(folder, name) for name in names):
-        require_own("--trace", path, "timeline of bmburst bench", _is_timeline)
-        require_own("--trace", path.with_suffix(".png"), "picture of bmburst", is_picture)
+        require_own("--trace", path, "a timeline of bmburst bench", _is_timeline)
+        require_own("--trace", path.with_suffix(".png"), "a picture of bmburst", is_picture)
 
 
 def _is_timeline(path: Path) -> bool:

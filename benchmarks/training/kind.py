@@ -50,7 +50,7 @@ def _configure(group: argparse._ArgumentGroup) -> None:
 
 def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tuple[TrainCell, ...]:
     if args.steps is not None and args.steps < 1:
-        raise UserError(f"--steps {args.steps}\nallowed: 1 and more\nfix: leave it out for each suite's own number")
+        raise UserError(f"--steps {args.steps}\nallowed: at least 1\nfix: leave it out for each suite's own number")
     if args.recompute:
         Policy.parse(args.recompute)
     if args.text != "stdlib" and not Path(args.text).exists():

@@ -131,12 +131,14 @@ class LlamaConfig:
         given = [name for name in SCALES if getattr(self, name) is not None]
         if given and len(given) < len(SCALES):
             missing = ", ".join(name for name in SCALES if name not in given)
-            raise UserError(f"{', '.join(given)} without {missing}\nfix: give all three, as MiniCPM has them, or none")
+            raise UserError(
+                f"{', '.join(given)} given without {missing}\nfix: give all three (as MiniCPM does) or none"
+            )
         self._family()
         if self.head_dim == 0:
             if self.hidden_size % self.num_heads:
                 raise UserError(
-                    f"hidden_size {self.hidden_size} does not divide by num_heads {self.num_heads}\n"
+                    f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}\n"
                     "fix: change one of them, or give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
@@ -148,8 +150,8 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise UserError(
-                f"head_dim {self.head_dim} is odd, and rotary embedding turns pairs\n"
-                "fix: an even head_dim, given or as hidden_size / num_heads"
+                f"head_dim {self.head_dim} is odd, but rotary embedding rotates pairs of features\n"
+                "fix: give an even head_dim, or make hidden_size / num_heads even"
             )
 
     def _family(self) -> str:
@@ -196,8 +198,8 @@ class LlamaConfig:
         """
         if shape.tensor > 1 and (self.qkv_bias or self.qk_norm):
             raise UserError(
-                f"tensor parallelism {shape.tensor} has no {'biases' if self.qkv_bias else 'norms of heads'}\n"
-                "allowed: tensor parallelism 1 with qkv_bias or qk_norm"
+                f"tensor parallelism {shape.tensor} does not support {'qkv_bias' if self.qkv_bias else 'qk_norm'}\n"
+                "allowed: tensor parallelism 1 for models with qkv_bias or qk_norm"
             )
         shape.require_heads(self.num_heads, self.num_kv_heads)
         shape.require_width("intermediate_size", self.intermediate_size)
@@ -292,12 +294,12 @@ def _rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
         given = values.get(key)
         if given is not None and not isinstance(given, Mapping):
             raise UserError(
-                f'{key} {shown(given)} is no object\nallowed: for example {{"rope_type": "linear", "factor": 4.0}}'
+                f'{key} {shown(given)} is not an object\nallowed: for example {{"rope_type": "linear", "factor": 4.0}}'
             )
     rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     if by_layer := [key for key, value in rope.items() if isinstance(value, Mapping)]:
         raise UserError(
-            f"rotary settings of each type of layer ({shown(by_layer[0])}) are not supported\n"
+            f"different rotary settings for types of layers ({shown(by_layer[0])}) are not supported\n"
             "allowed: the same for all layers, as one object"
         )
     for key in ("rope_theta", "partial_rotary_factor"):

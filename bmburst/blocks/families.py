@@ -77,7 +77,7 @@ def family_of(*, qkv_bias: bool, qk_norm: bool, sliding_window: int | None, scal
             return name
     if scaled:
         raise UserError(
-            f"{', '.join(SCALES)} (MiniCPM) go with neither qkv_bias, qk_norm nor sliding_window\n"
+            f"{', '.join(SCALES)} (MiniCPM) cannot be combined with qkv_bias, qk_norm or sliding_window\n"
             "allowed: a model without these three"
         )
     raise UserError("no family of Hugging Face has both qkv_bias (Qwen2) and qk_norm (Qwen3)\nallowed: one of them")
@@ -92,7 +92,8 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     name = values.get("model_type")
     if isinstance(name, str) and name in _LACKING:
         raise UserError(
-            f"a {name} model has {_LACKING[name]}, which attention here does not do; without, it is another model\n"
+            f"a {name} model has {_LACKING[name]}, which bmburst's attention does not support; without it "
+            "the model computes something else\n"
             f"allowed: model_type {', '.join(FAMILIES)}"
         )
     require_known("model_type", name, FAMILIES)
@@ -142,7 +143,7 @@ def write_settings(
 def _never(values: Mapping[str, Any]) -> None:
     if values.get("sliding_window") is not None:
         raise UserError(
-            f"a {values['model_type']} model has no sliding_window\nfix: model_type 'mistral', or take the key out"
+            f"a {values['model_type']} model has no sliding_window\nfix: set model_type 'mistral', or remove the key"
         )
 
 

@@ -150,17 +150,17 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         policy = Policy.parse(recompute)
         policy.require_layers(config.num_layers)
         if zero_level not in (2, 3):
-            raise UserError(f"zero_level {zero_level} is unknown\nknown: 2, 3")
+            raise UserError(f"zero_level {zero_level}\nallowed: 2 or 3")
         if loss_chunk < 1:
-            raise UserError(f"loss_chunk {loss_chunk} is not positive\nfix: the tokens of a chunk, for example 1024")
+            raise UserError(f"loss_chunk {loss_chunk}\nallowed: at least 1 token, for example 1024")
         if mlp_chunk is not None and mlp_chunk < 0:
-            raise UserError(f"mlp_chunk {mlp_chunk} is negative\nfix: the tokens of a chunk, 0 for all, or None")
+            raise UserError(f"mlp_chunk {mlp_chunk}\nallowed: at least 1 token, 0 for all tokens, or None")
         _require_norm(norm_kernel, config, dtype)
         tensor = TensorGroup.of_bmtrain()
         config.require_mesh(MeshShape(1, 1, tensor.size))
         if tensor.size > 1 and attention is None and current_mesh() is None:
             raise UserError(
-                f"with tensor {tensor.size} the world is more than the ranks of a sequence\n"
+                f"with tensor parallelism {tensor.size} attention must know which ranks share a sequence\n"
                 "fix: with mesh.current(): Llama(...), or attention=functools.partial(BurstAttention, "
                 "group=mesh.sequence)"
             )
@@ -173,7 +173,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         layout = getattr(getattr(self.model.layers[0].self_attn.attention, "options", None), "layout", None)
         if config.sliding_window is not None and layout == "balanced":
             raise UserError(
-                "layout 'balanced' is cut for the mask of a batch, which sliding_window narrows\n"
+                "layout 'balanced' is made for the mask of a batch and cannot be combined with sliding_window\n"
                 "fix: layout 'zigzag' or 'striped', or sliding_window none"
             )
         if not config.tie_embeddings:
@@ -253,7 +253,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     ) -> Tensor:
         if tokens.shape != positions.shape or tokens.dim() != 2:
             raise UserError(
-                f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)} do not fit\n"
+                f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)} differ in shape\n"
                 "allowed: both [batch, tokens]"
             )
         if not (tokens.is_cuda and self._checked_on_device):

@@ -78,7 +78,7 @@ class CommandParser(argparse.ArgumentParser):
         own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is a script's
         for word in own:
             if (reason := why_not_text(word)) is not None:
-                raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the word")
+                raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the argument")
         args, rest = self.parse_known_args(list(argv))
         if rest:
             raise self._unexpected(rest[0].partition("=")[0])
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A path that the user gave, which no file system takes, or where one may not look.
         if error.errno not in _BAD_PATHS or error.filename is None or _LAUNCHED in os.environ:
             raise
-        refusal = UserError(f"{error.filename}: {error.strerror}\nfix: a path that exists and that you may use")
+        refusal = UserError(f"{error.filename}: {error.strerror}\nfix: give a path that exists and that you may access")
         print(f"bmburst {command}: {refusal}", file=sys.stderr)
         return _BAD_INPUT
 
@@ -156,9 +156,9 @@ def _require_open_files() -> None:
     most = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
     if most < _FEWEST_FILES:
         raise UserError(
-            f"{hard} files may be open at once in a process (ulimit -n)\n"
-            f"allowed: {_FEWEST_FILES} and more; each rank has one for every connection\n"
-            f"fix: ulimit -n {_ENOUGH_FILES}, or LimitNOFILE, --ulimit nofile= where a service or container set it"
+            f"the limit of open files is {hard} (ulimit -n)\n"
+            f"allowed: at least {_FEWEST_FILES}; each rank opens one for every connection\n"
+            f"fix: ulimit -n {_ENOUGH_FILES}; in a service set LimitNOFILE, in a container --ulimit nofile="
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 

@@ -59,7 +59,7 @@ def find_clone() -> Path:
         )
     if f'__version__ = "{__version__}"' not in (here / "bmburst" / "__init__.py").read_text(encoding="utf-8"):
         raise UserError(
-            f"the clone in {here} is not of bmburst {__version__}, which is installed\n"
+            f"the clone in {here} is of another version than the installed bmburst {__version__}\n"
             "fix: pip install --no-build-isolation --editable . inside the clone"
         )
     return here

@@ -101,9 +101,9 @@ def settle(args: argparse.Namespace) -> TrainConfig:
     if "RANK" in os.environ:
         raise UserError("check starts its ranks itself, but RANK is set\nfix: run it without a launcher, or unset RANK")
     if args.check_steps < 1:
-        raise UserError(f"--check-steps {args.check_steps}\nallowed: 1 and more")
+        raise UserError(f"--check-steps {args.check_steps}\nallowed: at least 1")
     if args.json is not None:
-        require_file("--json", args.json, "report of bmburst check", _is_report)
+        require_file("--json", args.json, "a report of bmburst check", _is_report)
     config = resolve((Path(args.config),) if args.config is not None else (), given_options(args, TrainConfig))
     if config.resume:
         config = train.settle(args)
@@ -123,7 +123,7 @@ def plan(config: TrainConfig, nproc: int) -> tuple[_Phase, ...]:
     check_text(config, config.data.cache)
     if nproc == 1:
         raise UserError(
-            "check compares several ranks with one, but there is 1\n"
+            "check compares several ranks with one, but this run has 1 rank\n"
             "fix: --nproc 2; or CUDA_VISIBLE_DEVICES= (empty) to check on the CPU"
         )
     alone = dataclasses.replace(

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     skipped: list[str] = []
     text = Text(load_tokenizer(args.tokenizer), find_sources(args.input))
-    require_own("--output", args.output, "token file", is_token_file)
+    require_own("--output", args.output, "a token file", is_token_file)
     file = tokenize(
         text,
         args.output,

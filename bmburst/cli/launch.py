@@ -86,7 +86,8 @@ def script_command(words: list[str]) -> list[str]:
     """
     if words and words[0] != "--":
         raise UserError(
-            f"'{words[0]}' stands where the options end, without a --\nuse: bmburst launch --nproc 2 -- {words[0]} ..."
+            f"'{words[0]}' is not an option, and there is no -- before it\n"
+            f"fix: bmburst launch --nproc 2 -- {words[0]} ..."
         )
     return words[1:]
 

@@ -146,8 +146,8 @@ def settle(args: argparse.Namespace) -> TrainConfig:
     own = folder / CONFIG_FILE
     if not own.is_file():
         raise UserError(
-            f"--resume: {folder} is no run folder, for it has no {CONFIG_FILE}\n"
-            "fix: --output with the folder of an earlier run, or leave --resume out to begin one"
+            f"--resume: {folder} is not a run folder: it has no {CONFIG_FILE}\n"
+            "fix: give --output with the folder of an earlier run, or leave --resume out to begin a new one"
         )
     files = (own,) if given is None or given.resolve() == own.resolve() else (own, given)
     config = resolve(files, options | {"resume": "true", "output": str(folder)})
@@ -259,8 +259,8 @@ def _settle_in_rank(args: argparse.Namespace, stack: contextlib.ExitStack) -> Tr
         config = settle(args)
     if config.output is None:
         raise UserError(
-            "started as a rank without a run folder: ranks cannot agree on a new name\n"
-            "fix: --output DIR, or let bmburst train start the ranks (--nproc)"
+            "started as a rank (RANK is set) without --output: ranks cannot agree on the name of a new folder\n"
+            "fix: give --output DIR, or let bmburst train start the ranks (--nproc)"
         )
     check_run(config, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
     if RUN_CONFIG not in os.environ and os.environ["RANK"] == "0":
@@ -285,9 +285,9 @@ def _refusing(folder: Path | None, config: TrainConfig | None = None) -> Iterato
     except OSError as error:
         if error.errno not in _CANNOT_WRITE:
             raise
-        fix = "give the right to write"
+        fix = "change its permissions, or give another --output"
         if error.errno in FULL:
-            fix = f"make room: {amount(free_bytes(folder))} are free" if folder is not None else "make room"
+            fix = f"free disk space: {amount(free_bytes(folder))} are left" if folder is not None else "free disk space"
             if config is not None and config.checkpoint_every is not None:
                 fix += f", and a checkpoint needs {amount(nbytes(config))}"
         raise UserError(
@@ -336,7 +336,7 @@ def _check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
 
 def _require_no_file(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"output {folder}: is a file\nfix: --output with a new or empty folder")
+        raise UserError(f"output {folder}: is a file\nfix: give --output with a new or empty folder")
 
 
 def _is_run_config(path: Path) -> bool:
@@ -350,7 +350,8 @@ def _is_run_config(path: Path) -> bool:
 
 def _occupied(folder: Path, name: str) -> UserError:
     return UserError(
-        f"output {folder}: not empty, it holds {name}\nfix: --resume to continue the run in it, or another --output"
+        f"output {folder}: not empty, it holds {name}\n"
+        "fix: give --resume to continue the run in it, or another --output"
     )
 
 
@@ -360,6 +361,7 @@ def _folder_to_resume(config: TrainConfig, given: Path | None) -> Path:
     if given is not None and given.name == CONFIG_FILE:
         return given.parent
     raise UserError(
-        "--resume does not say which run\nfix: --output RUN_FOLDER, for example one under runs/, or --config "
+        "--resume does not say which run to resume\n"
+        "fix: give --output RUN_FOLDER, for example one under runs/, or --config "
         f"RUN_FOLDER/{CONFIG_FILE}"
     )

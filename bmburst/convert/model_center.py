@@ -132,8 +132,8 @@ class ModelCenterConfig:
         foreign = [key for key in values if key not in known and key not in _WITHOUT_MEANING]
         if foreign:
             raise UserError(
-                f"{source or 'config.json'} is not of ModelCenter's LLaMA, which has no {foreign[0]}\n"
-                "fix: the directory of a ModelCenter LLaMA; other models of ModelCenter cannot be read"
+                f"{source or 'config.json'} is not a config.json of ModelCenter's LLaMA, which has no {foreign[0]}\n"
+                "fix: give the directory of a ModelCenter LLaMA; other models of ModelCenter are not supported"
             )
         plain = {key: value for key, value in values.items() if key not in _WITHOUT_MEANING}
         return build(cls, read_layer(cls, plain, source))

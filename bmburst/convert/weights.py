@@ -67,7 +67,7 @@ def open_weights(directory: str | Path) -> Weights:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise UserError(f"no directory {directory}\nfix: a folder with config.json and a model's weights")
+        raise UserError(f"no directory {directory}\nfix: give a directory with config.json and a model's weights")
     values = read_json(directory / CONFIG_FILE)
     if is_model_center(values):
         return _open_model_center(directory, values)
@@ -84,18 +84,20 @@ def _open_model_center(directory: Path, values: Mapping[str, Any]) -> Weights:
     expected = {name: (model_center_name(name), shape) for name, shape in hugging_face.expected_shapes(config).items()}
     for inside, shape in expected.values():
         if inside not in file.shapes:
-            raise UserError(f"{directory / MODEL_CENTER_FILE} lacks {inside}\nfix: the complete weights of its Llama")
+            raise UserError(
+                f"{directory / MODEL_CENTER_FILE} lacks {inside}\nfix: give the complete weights of the model"
+            )
         if file.shapes[inside] != shape:
             raise UserError(
                 f"{inside} in {directory / MODEL_CENTER_FILE} has shape {list(file.shapes[inside])}, its config.json "
-                f"says {list(shape)}\nfix: weights and config.json must be of the same model"
+                f"says {list(shape)}\nfix: give weights and config.json of the same model"
             )
     known = {inside for inside, _ in expected.values()}
     extra = [name for name in file.shapes if name not in known and not name.endswith(_DERIVED)]
     if extra:
         raise UserError(
-            f"{directory / MODEL_CENTER_FILE} has {extra[0]}, which its config.json does not\n"
-            "fix: weights and config.json must be of the same model"
+            f"{directory / MODEL_CENTER_FILE} has {extra[0]}, which the model of its config.json does not have\n"
+            "fix: give weights and config.json of the same model"
         )
     places = {name: (file, inside) for name, (inside, _) in expected.items()}
     return Weights(directory=directory, family=MODEL_CENTER, values=values, config=config, places=places)

@@ -261,6 +261,5 @@ def _require_number(name: str, value: object, least: float) -> None:
 def _refuse_dense(name: str, value: object) -> NoReturn:
     got = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise UserError(
-        f"{name} must be what a position bias module of bmburst.integrations.cpm_live returned, got {got}\n"
-        f"no matrix of all pairs of tokens is needed\n{_GUIDE}"
+        f"{name} must be what a position bias module of bmburst.integrations.cpm_live returned, got {got}\n{_GUIDE}"
     )

@@ -70,7 +70,7 @@ class SplitTokens:
         if self.most > formula.num_relations:
             raise UserError(
                 f"the batch has relation {self.most} between segments, but the bias table holds "
-                f"{formula.num_relations}\nmax_depth of the data and the model's number of segment buckets do not fit"
+                f"{formula.num_relations}\nfix: a model with more segment buckets, or data of a smaller max_depth"
             )
         if formula not in self._sequences:
             self._sequences[formula] = BiasedSequence(

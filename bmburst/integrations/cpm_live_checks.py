@@ -38,7 +38,10 @@ def ints(data: Data, name: str) -> Tensor:
         UserError: There is none of that name, or it is no array of whole numbers that int32 holds.
     """
     if name not in data:
-        raise UserError(f"the batch has no '{name}'\nit has {', '.join(sorted(map(str, data))) or 'nothing'}")
+        raise UserError(
+            f"the batch has no '{name}'\n"
+            f"known: {', '.join(sorted(map(str, data))) or 'nothing'}\nfix: pass what CPM-Live's loader yields"
+        )
     try:
         found = array_of(f"'{name}' of the batch", data[name])
     except UserError as error:
@@ -117,9 +120,10 @@ def relations(data: Data, whole: Mapping[str, Tensor], real: Tensor) -> Tensor:
     if bool((wrong & is_real).any()):
         b, at = (int(i) for i in (wrong & is_real).nonzero()[0])
         raise UserError(
-            f"token {at} of sequence {b} is of segment {int(segment[b, at])} of {int(count[b, at])}, whose relations "
-            f"begin at {int(first[b, at])} of {found.shape[1]}\nallowed: segments below their number, and all of "
-            "its square there"
+            f"token {at} of sequence {b} has segment {int(segment[b, at])} of {int(count[b, at])}, with relations at "
+            f"offset {int(first[b, at])} of {found.shape[1]}\n"
+            "allowed: a segment below their number, and a whole square of "
+            "relations at its offset"
         )
     return found
 
@@ -160,5 +164,5 @@ def require_segments(segment: Tensor, num_segments: int) -> None:
     if bool(((segment < 0) | (segment >= num_segments)).any()):
         raise UserError(
             f"segments go from {int(segment.min())} to {int(segment.max())}, num_segments={num_segments}\n"
-            f"allowed: 0 to {num_segments - 1}\nfix: the num_segments that the data are made for"
+            f"allowed: 0 to {num_segments - 1}\nfix: pass the num_segments that the data were made for"
         )

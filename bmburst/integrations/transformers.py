@@ -29,6 +29,7 @@ __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
 CHUNK = 4096
 """Tokens whose logits exist in fp32 at one time."""
 
+_OPTIONS = frozenset({"deterministic", "kernel", "strategy", "transport"})
 _OWN = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 
 
@@ -78,7 +79,10 @@ class Part:
 
         def decide() -> tuple[None, str]:
             if twice := sorted(_OWN & set(inputs)):
-                raise UserError(f"a part has {twice[0]} of its own\nfix: give those of the whole batch to split.part")
+                raise UserError(
+                    f"{twice[0]} is already part of the split batch\n"
+                    f"fix: pass the whole batch's {twice[0]} to split.part"
+                )
             require_splittable(model, self.ends)
             require_rows(model, self.largest)
             return None, f"{type(model).__name__} on a split sequence"
@@ -128,12 +132,16 @@ class SplitSequences:
 
     def __init__(self, mesh: Mesh, *, layout: str = "zigzag", **options: Any) -> None:
         require_mesh(mesh, "bmburst.Mesh.over_process_group(), after init_process_group", "transformers'")
-        unknown = sorted(set(options) - {"kernel", "strategy", "transport", "deterministic"})
+        unknown = sorted(set(options) - _OPTIONS)
         if unknown:
-            raise UserError(f"SplitSequences has no option {unknown[0]!r}\nthe model itself says scale and mask")
+            raise UserError(
+                f"SplitSequences has no option {unknown[0]!r}\n"
+                f"allowed: {', '.join(sorted(_OPTIONS))}; the model itself sets scale and mask"
+            )
         if layout == "balanced":
             raise UserError(
-                "layout 'balanced' is made for one mask, but a model's layers may differ\nuse 'striped' or 'zigzag'"
+                "layout 'balanced' is made for one mask, but layers of a model may have different masks\n"
+                "fix: layout 'striped' or 'zigzag'"
             )
         self.mesh = mesh
         self.options = AttentionOptions(layout=layout, **options)

@@ -133,7 +133,7 @@ def layer_mask(
     if not q_length == kv_length == attention_mask.shape[-1]:
         raise UserError(
             f"{NAME} attention has no KV cache, but there are {q_length} queries and {kv_length} keys a rank\n"
-            'pass use_cache=False; to generate: model.set_attn_implementation("sdpa")'
+            'fix: pass use_cache=False; to generate: model.set_attn_implementation("sdpa")'
         )
     return attention_mask.seen(_window(mask_function))
 
@@ -245,7 +245,7 @@ def _not_split(got: object) -> UserError:
     what = "no attention_mask" if got is None else f"a {type(got).__name__}"
     return UserError(
         f"{NAME} attention needs a part of a split batch as attention_mask, got {what}\n"
-        "to train: SplitSequences(mesh).part(input_ids, attention_mask=..., position_ids=...).loss(model)\n"
+        "fix: to train: SplitSequences(mesh).part(input_ids, attention_mask=..., position_ids=...).loss(model)\n"
         'to generate, or for a whole sequence: model.set_attn_implementation("sdpa")'
     )
 

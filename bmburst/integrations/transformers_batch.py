@@ -85,12 +85,12 @@ def _largest(input_ids: Tensor, labels: Tensor | None) -> int | None:
     if input_ids.is_cuda:
         return None
     if bool((input_ids < 0).any()):
-        raise UserError(f"input_ids hold {int(input_ids.min())}\nallowed: 0 and more; -100 stands in labels alone")
+        raise UserError(f"input_ids hold {int(input_ids.min())}\nallowed: at least 0; -100 is allowed in labels only")
     if labels is None:
         return int(input_ids.max())
     wrong = (labels < 0) & (labels != IGNORE_INDEX)
     if bool(wrong.any()):
-        raise UserError(f"labels hold {int(labels[wrong][0])}\nallowed: 0 and more, or {IGNORE_INDEX} for no loss")
+        raise UserError(f"labels hold {int(labels[wrong][0])}\nallowed: at least 0, or {IGNORE_INDEX} for no loss")
     return max(int(input_ids.max()), int(labels.max()))
 
 
@@ -118,7 +118,7 @@ def _shaped(name: str, tensor: Tensor | None, input_ids: Tensor, *, integers: bo
     if tensor.shape != input_ids.shape:
         raise UserError(
             f"{name} must be {list(input_ids.shape)} as input_ids are, got {list(tensor.shape)}\n"
-            "fix: those of the whole batch, neither shifted nor cut"
+            "fix: pass the whole batch's tensor, neither shifted nor cut"
         )
     return tensor.to(input_ids.device, torch.int64 if integers else None)
 
@@ -130,7 +130,8 @@ def _documents(
     if documents is not None:
         if hidden is not None:
             raise UserError(
-                "give documents or an attention_mask with padding, not both\nwhat lies behind documents is padding"
+                "documents cannot be combined with an attention_mask that has padding\n"
+                "fix: leave attention_mask out; tokens after the documents are padding"
             )
         return _given(documents, input_ids)
     if hidden is not None:
@@ -151,12 +152,14 @@ def _given(documents: Documents | Sequence[Documents], input_ids: Tensor) -> tup
     masks = (documents,) if isinstance(documents, Documents) else tuple(documents)
     if len(masks) not in (1, batch):
         raise UserError(
-            f"got documents of {len(masks)} samples for a batch of {batch}\ngive one for all, or one for each"
+            f"got documents of {len(masks)} samples for a batch of {batch}\n"
+            "fix: give one for all samples, or one for each"
         )
     for mask in masks:
         if not isinstance(mask, Documents) or not mask.causal:
             raise UserError(
-                f"documents must be causal bmburst.Documents, got {mask}\na causal LM sees what is before it"
+                f"documents must be causal bmburst.Documents, got {mask}\n"
+                "fix: bmburst.Documents(lengths), without causal=False"
             )
         if mask.length > length:
             mask.require(length)

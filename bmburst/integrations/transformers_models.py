@@ -32,7 +32,7 @@ def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...
     parts = _parts(model)
     if not parts:
         raise UserError(
-            f"{type(model).__name__} holds no model of transformers\ngive a PreTrainedModel, wrapped or not"
+            f"{type(model).__name__} contains no model of transformers\nfix: give a PreTrainedModel, wrapped or not"
         )
     for part in parts:
         if (problem := _problem(part)) is not None:
@@ -56,8 +56,8 @@ def require_rows(model: torch.nn.Module, largest: int | None) -> None:
         rows = None
     if largest is not None and rows is not None and largest >= rows:
         raise UserError(
-            f"the batch has token id {largest}, but the model {rows} of them\nallowed: 0 to {rows - 1}\n"
-            "fix: the tokenizer that the model was made for, or model.resize_token_embeddings"
+            f"the batch has token id {largest}, but the model's vocabulary has {rows}\nallowed: 0 to {rows - 1}\n"
+            "fix: use the tokenizer that the model was made for, or model.resize_token_embeddings"
         )
 
 
@@ -133,13 +133,13 @@ def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> N
     layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
-            f"{type(model).__name__} has no layers of transformers that can be computed again\n"
-            "give a PreTrainedModel, wrapped or not, of a family that has gradient checkpointing"
+            f"{type(model).__name__} has no transformers layers that support gradient checkpointing\n"
+            "fix: give a PreTrainedModel, wrapped or not, of a family that supports it"
         )
     dropout = _dropout(model)
     if dropout is not None:
         raise UserError(
-            f"a layer computed again would draw other random numbers, and the model has {dropout}\n"
+            f"recomputed layers would draw other random numbers: the model has {dropout}\n"
             "fix: set it to 0, or model.gradient_checkpointing_enable()"
         )
     store = HostStore()

@@ -110,7 +110,7 @@ def write(text: str, path: Path) -> None:
         with replacing(path) as partial:
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output {path}: cannot be written: {error.strerror}") from None
+        raise UserError(f"--output {path}: cannot be written: {error.strerror}\nfix: give another file") from None
 
 
 def _text(value: str) -> str:

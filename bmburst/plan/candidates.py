@@ -14,7 +14,7 @@ from typing import Literal, cast
 from bmburst.blocks.config import LlamaConfig, mlp_chunk
 from bmburst.blocks.presets import PRESETS
 from bmburst.errors import UserError, unknown
-from bmburst.plan.counts import WIDE
+from bmburst.plan.counts import ITEMSIZE, WIDE
 from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem, most_kv_heads
 from bmburst.schedule.hardware import Hardware
@@ -27,7 +27,6 @@ from bmburst.schedule.sizes import Sizes, attention_shape
 from bmburst.schedule.strategy import choose_strategy, possible_strategies
 from bmburst.schedule.strategy_names import STRATEGIES, Outer, Strategy, Travellers
 
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
 MOST_GPUS = 65536
 
 
@@ -67,21 +66,21 @@ class Task:
     def __post_init__(self) -> None:
         for name in ("sequence", "gpus", "nodes", "batch", "micro_batch", "loss_chunk"):
             if getattr(self, name) < 1:
-                raise UserError(f"--{_option(name)} {getattr(self, name)}\nallowed: 1 and more")
+                raise UserError(f"--{_option(name)} {getattr(self, name)}\nallowed: at least 1")
         if self.mlp_chunk is not None and self.mlp_chunk < 0:
-            raise UserError(f"--mlp-chunk {self.mlp_chunk}\nallowed: 1 and more, or 0 for all tokens at once")
+            raise UserError(f"--mlp-chunk {self.mlp_chunk}\nallowed: at least 1, or 0 for all tokens at once")
         if self.gpus > MOST_GPUS:
             raise UserError(f"--gpus {self.gpus}\nallowed: 1 to {MOST_GPUS}")
         if self.gpus % self.nodes:
             near = [n for n in (self.gpus // self.nodes * self.nodes, -(-self.gpus // self.nodes) * self.nodes) if n]
             raise UserError(
-                f"--gpus {self.gpus} do not divide over --nodes {self.nodes}: every node has as many\n"
+                f"--gpus {self.gpus} is not divisible by --nodes {self.nodes}: every node has the same number of GPUs\n"
                 f"fix: --gpus {' or '.join(map(str, near))}, or another --nodes"
             )
         if self.batch % self.micro_batch:
             raise UserError(
                 f"--micro-batch {self.micro_batch} does not divide --batch {self.batch}\n"
-                "allowed: a number that does, for example 1"
+                "allowed: a divisor of --batch, for example 1"
             )
         if self.dtype not in ITEMSIZE:
             raise unknown("dtype", self.dtype, ITEMSIZE)
@@ -358,8 +357,9 @@ def _none(task: Task, tensor: Sequence[int] | None) -> UserError:
         tensor = None
     if tensor is not None:
         return UserError(
-            f"--tensor {','.join(map(str, tensor))} cannot share this model over {task.gpus_per_node} GPUs of a node\n"
-            "allowed: divisors of these GPUs that divide the heads and the MLP"
+            f"--tensor {','.join(map(str, tensor))}: no such degree divides this model over "
+            f"{task.gpus_per_node} GPUs a node\n"
+            "allowed: divisors of the GPUs a node that divide the attention heads and intermediate_size"
         )
     return UserError(
         f"--seq {task.sequence} with --batch {task.batch} leaves some of {task.gpus} GPUs without a token\n"

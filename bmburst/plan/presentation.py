@@ -66,7 +66,7 @@ def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: i
     best, tokens = shown[0], short(task.sequence, commas=True)
     lines = [
         f"{task.preset}, {tokens} tokens x {task.batch} a step, {task.gpus} x {hardware.name} on "
-        f"{task.nodes} node{'s' if task.nodes > 1 else ''}: {total} ways, the best of each mesh and strategy",
+        f"{task.nodes} node{'s' if task.nodes > 1 else ''}: {total} configurations, the best of each mesh and strategy",
         "",
         *comparison(shown),
         "",
@@ -79,7 +79,7 @@ def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: i
         command(best.candidate),
     ]
     if not best.memory.fits:
-        lines[-2:] = ["", "No way fits: more GPUs, a shorter sequence, or a smaller model."]
+        lines[-2:] = ["", "No configuration fits into memory: use more GPUs, a shorter sequence or a smaller model."]
     return "\n".join(lines)
 
 
@@ -236,4 +236,4 @@ def _save(figure: Any, path: Path) -> None:
     try:
         save_picture(figure, path)
     except OSError as error:
-        raise UserError(f"--output {path}: cannot be written: {error.strerror}") from None
+        raise UserError(f"--output {path}: cannot be written: {error.strerror}\nfix: give another file") from None

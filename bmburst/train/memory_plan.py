@@ -10,8 +10,8 @@ from bmburst.amounts import GIB
 from bmburst.comm.objects import gather_objects
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
-from bmburst.plan.candidates import ITEMSIZE, Candidate, Task, with_attention_choice
-from bmburst.plan.counts import adam_bytes
+from bmburst.plan.candidates import Candidate, Task, with_attention_choice
+from bmburst.plan.counts import ITEMSIZE, adam_bytes
 from bmburst.plan.memory import HOST_SHARE, memory_of
 from bmburst.plan.search import choose_recompute
 from bmburst.recompute.policy import AUTO, POLICIES, Policy

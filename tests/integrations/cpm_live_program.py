@@ -204,8 +204,8 @@ def refuses_by_a_clear_line():
         (lambda: split.bee({**data, "spans": data["spans"][:, 1:]}), r"'spans' must be \[batch, length\] as 'inputs'"),
         (lambda: split.bee({**data, "length": np.array([21, 22])}), "'length' must be 2 lengths from 0 to 21, got"),
         (lambda: split.bee({**data, "segment_rel": data["segment_rel"][:1]}), r"'segment_rel' must be \[2, entries\]"),
-        (lambda: split.bee({**data, "segment_rel": data["segment_rel"][:, :1]}), "token . of sequence . is of segment"),
-        (lambda: split.bee({**data, "num_segments": data["segment_ids"]}), "token . of sequence 0 is of segment"),
+        (lambda: split.bee({**data, "segment_rel": data["segment_rel"][:, :1]}), "token . of sequence . has segment"),
+        (lambda: split.bee({**data, "num_segments": data["segment_ids"]}), "token . of sequence 0 has segment"),
         (lambda: split.ant(ant, 2), "segments go from 0 to 2, num_segments=2"),
         (lambda: split.ant({**ant, "len_ctx": ant_batch}, 3), "'len_ctx' must be 2 lengths from 0 to 29"),
     ):

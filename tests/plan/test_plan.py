@@ -263,7 +263,7 @@ def test_many_gpus_are_answered(gpus, nodes, capsys):
 def test_nothing_that_fits_is_said(capsys):
     assert plan("--model", "llama-2-13b", "--seq", "4194304", "--gpus", "1") == 0
     printed = capsys.readouterr().out
-    assert "No way fits" in printed
+    assert "No configuration fits" in printed
     assert "inputs to host" in printed.splitlines()[3], "the first is nearest to fitting, not the fastest"
 
 
@@ -287,7 +287,7 @@ REFUSALS = {
     "--model llama-3-8b --seq 4096 --output plan.pdf": "a .png file",
     "--model llama-3-8b --seq 4096 --dtype int8": "unknown dtype",
     "--model llama-3-8b --seq 4096 --ways 0": "--ways 0",
-    "--check --calibrate": "exclude each other",
+    "--check --calibrate": "cannot be combined",
 }
 
 

@@ -232,7 +232,7 @@ def test_what_a_run_will_write_is_compared_with_what_is_free(tmp_path, monkeypat
         assert main([*argv, *more]) == status, (free, more)
         err = capsys.readouterr().err
         if status:
-            assert "are free there, and the run writes" in err and "make room for" in err
+            assert "the run writes" in err and "fix: free " in err
             assert len(err.splitlines()) <= 3
             assert not (tmp_path / "run").exists()
     require_space({"nothing": (tmp_path, 0)}, "")
