@@ -1,4 +1,4 @@
-"""Bad input: one clear message, exit status 2, never a traceback from deep inside."""
+"""Exceptions for bad input and for runs that must end: one clear message in place of a traceback."""
 
 import difflib
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Public names that are imported from their module when they are first used, and modules that have moved."""
+"""Imports public names on first use, and finds modules that have moved under their earlier names."""
 
 import sys
 from collections.abc import Mapping, Sequence

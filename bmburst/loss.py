@@ -1,4 +1,4 @@
-"""The training loss of a sequence that lies on several ranks: a token mean over the whole world.
+"""The training loss of a sequence split over ranks: the mean over all tokens of all ranks.
 
 Each rank sums the losses of its own tokens. BMTrain adds the ranks' gradients and divides by the number of ranks
 (`OptimManager.scale_loss` multiplies the loss by 1 / zero_size; ZeRO's reduce-scatter sums), so what it descends is

@@ -1,6 +1,6 @@
-"""The ranks as a grid, data x sequence x tensor, with the communicators of its groups. Only a Mesh knows groups.
+"""The device mesh: ranks as a grid of data x sequence x tensor, with a communicator for each group.
 
-`bmburst.schedule.mesh_shape` says which rank stands where.
+Only `Mesh` knows groups; `bmburst.schedule.mesh_shape` says which rank is where in the grid.
 """
 
 from collections.abc import Callable, Iterator

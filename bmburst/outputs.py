@@ -1,4 +1,4 @@
-"""Whether what a command writes can be written: the place, the room, and that no other run writes there."""
+"""Checks and writes output files: permissions, disk space, locks on run folders, atomic replacement."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Where a parameter's numbers lie: BMTrain's ZeRO cuts every tensor over all ranks, this finds the pieces by name.
+"""Finds, gathers and scatters the shards of parameters: BMTrain's ZeRO shards every tensor over all ranks.
 
 BMTrain flattens the parameters of a `Block` into one storage for each dtype and group, cut evenly over the ranks, so a
 rank's piece of one tensor is any run of its numbers, or none. A `DistributedParameter` outside a Block is cut alone.

@@ -1,4 +1,4 @@
-"""Shape of a LLaMA model, as plain data, and its exchange with Hugging Face's config.json. Imports no torch."""
+"""Configuration of a LLaMA-family model, read from and written to Hugging Face's config.json. Imports no torch."""
 
 import dataclasses
 import math

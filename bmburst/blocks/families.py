@@ -1,4 +1,4 @@
-"""Families of models that are LLaMA but for a setting, as Hugging Face's config.json names them. Imports no torch."""
+"""The supported variants of LLaMA (Mistral, Qwen2, Qwen3, MiniCPM) in Hugging Face's config.json. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Named LLaMA shapes. One row adds one."""
+"""Named model configurations, each with the source of its numbers."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

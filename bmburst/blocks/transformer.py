@@ -1,4 +1,4 @@
-"""One LLaMA block: attention and gated MLP, each behind a norm and added to the stream.
+"""One LLaMA block: attention and gated MLP, each with a pre-norm and a residual connection.
 
 With tensor parallelism the stream holds this rank's tokens of its tensor group, attention and MLP all of the group's.
 """

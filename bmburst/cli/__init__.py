@@ -1,4 +1,4 @@
-"""The command line: finds the command, turns bad input into one message and an exit status.
+"""The command line: runs the command, and turns bad input into one message and an exit status.
 
 Every command is a module `bmburst/cli/<command>.py` with `HELP` (what it does), `configure(parser)` and `run(args)`,
 imported only when it is called, so that `bmburst --help` takes milliseconds.

@@ -1,4 +1,4 @@
-"""`bmburst build-bmtrain`: a BMTrain wheel for this Python, CUDA and GPUs."""
+"""`bmburst build-bmtrain`: builds a BMTrain wheel for this Python, CUDA and GPUs."""
 
 import argparse
 import sys

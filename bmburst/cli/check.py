@@ -1,4 +1,4 @@
-"""`bmburst check`: runs a few steps of the user's configuration on its ranks and on one, and compares every tensor."""
+"""`bmburst check`: runs a few steps of a configuration on its ranks and on one rank, and compares every tensor."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""`bmburst convert`: a model's directory of one family into another's."""
+"""`bmburst convert`: converts a model's directory to another family's format."""
 
 import argparse
 import math

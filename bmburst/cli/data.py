@@ -1,4 +1,4 @@
-"""`bmburst data`: text files, JSONL and directories to a token file."""
+"""`bmburst data`: tokenizes text files, JSONL and directories into a token file."""
 
 import argparse
 import sys

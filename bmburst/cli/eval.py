@@ -1,4 +1,4 @@
-"""`bmburst eval`: settles what to evaluate, starts the ranks, and in each of them evaluates."""
+"""`bmburst eval`: resolves the configuration, starts the ranks, and evaluates in each of them."""
 
 import argparse
 import os

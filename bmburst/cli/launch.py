@@ -1,4 +1,4 @@
-"""`bmburst launch`: start any BMTrain script on all ranks of this node."""
+"""`bmburst launch`: starts any BMTrain script on all ranks of this node and supervises them."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""`bmburst plan`: predict step time and memory of every sensible way to train, and print the best one's command."""
+"""`bmburst plan`: predicts step time and memory of every sensible way to train, and prints the best one's command."""
 
 import argparse
 import json

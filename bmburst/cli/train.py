@@ -1,4 +1,4 @@
-"""`bmburst train`: settles the configuration and the run folder, starts the ranks, and in each of them trains."""
+"""`bmburst train`: resolves the configuration and the run folder, starts the ranks, and trains in each of them."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""One field of a configuration: its help, unit and bounds, and what a value given for it must be.
+"""Declares one field of a configuration (help, unit, bounds), and converts and checks values given for it.
 
 A field is declared with `field(...)` beside its type. The same declaration serves the help text, the command line,
 the reader of configuration files and the check of values given from Python.

@@ -1,4 +1,4 @@
-"""JSON and YAML from outside, with bounds on size, depth and numbers; and JSON back, written atomically."""
+"""Reads JSON and YAML with limits on size, depth and numbers, and writes JSON atomically."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""One model's directory into another family's: read and written piece by piece, tensor after tensor."""
+"""Converts a model's directory to another family's format, reading and writing piece by piece."""
 
 import json
 import os

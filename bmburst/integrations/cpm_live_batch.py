@@ -1,4 +1,4 @@
-"""Batches as CPM-Live's data sets give them, cut for one rank: vectors of a token go where the token goes."""
+"""Splits batches of CPM-Live's data sets over ranks: each rank gets the values of its own tokens."""
 
 from dataclasses import dataclass, field
 

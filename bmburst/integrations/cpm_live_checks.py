@@ -1,4 +1,4 @@
-"""What batches of CPM-Live's loaders must be, checked before anything is cut: a kernel does not look."""
+"""Checks batches of CPM-Live's loaders before they are split: kernels check nothing."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Causal language models of transformers on sequences that are split over ranks.
+"""Trains causal language models of transformers on sequences that are split over ranks.
 
 `register` adds attn_implementation="bmburst", and `SplitSequences` gives each rank its part of every batch, with its
 loss. docs/hugging_face.md is the guide.

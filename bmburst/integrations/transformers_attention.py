@@ -1,4 +1,4 @@
-"""Attention as transformers calls it: which mask a layer asks for, and attention over the split sequence under it.
+"""The attention and mask functions that transformers calls: attention over the split sequence.
 
 A model of transformers makes one mask a kind of layer from its `attention_mask` (`transformers.masking_utils`), and
 each layer gives its mask to the attention function. Here a `SequenceMask` goes that way, in the place of a tensor: it

@@ -1,4 +1,4 @@
-"""Whole batches as transformers has them: labels, position ids, padding, documents. What is shifted is shifted here."""
+"""Completes whole batches of transformers before the split: shifted labels, position ids, padding, documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

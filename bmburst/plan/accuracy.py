@@ -1,4 +1,4 @@
-"""What the planner says beside what was measured, by this project and by others: `bmburst plan --check`.
+"""Compares predictions with measured and published numbers: `bmburst plan --check`.
 
 `data/measured.toml` and `data/published.toml` hold the runs and their sources.
 """

@@ -1,4 +1,4 @@
-"""Bytes that attention's executors hold beside inputs and results, on one rank and for one layer.
+"""Predicts the bytes of attention's buffers beside inputs and results, on one rank and for one layer.
 
 The formulas are those of the docstrings of `bmburst/attention/heads.py`, `gather.py` and `ring.py`. Boxes that other
 ranks read or write lie outside of torch's allocator where copy engines move blocks, and stay for the next layer. What

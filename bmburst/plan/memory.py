@@ -1,4 +1,4 @@
-"""Bytes that are alive at the fullest moment of a training step, line by line.
+"""Predicts the peak memory of a training step, line by line.
 
 A step has few moments that can be the fullest: inside the last block, forward, where each activation is still there;
 the head and its loss; the last norm's backward; inside the last block, backward, at the activation and at the products

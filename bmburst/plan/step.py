@@ -1,4 +1,4 @@
-"""Seconds of a training step, part by part."""
+"""Predicts the seconds of a training step, part by part."""
 
 import math
 from dataclasses import dataclass, fields, replace
