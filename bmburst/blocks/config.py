@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from bmburst.blocks.families import FAMILIES, SCALES, family_of, read_settings, write_settings
@@ -15,6 +16,18 @@ ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
 # Far above every model there is, and low enough that a file with a number of another order is refused at once.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 10_000, 65_536, 2**24
 _MOST_SCALE = 1e6  # of yarn's mscale, so that its ratio is a number
+# Fields that every config.json has, by the name there.
+_HF_REQUIRED = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+}
+# Settings of transformers' LLaMA that have one value in every supported model.
+_HF_FIXED: Mapping[str, Any] = MappingProxyType(
+    {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
+)
 # Hugging Face's own defaults, used where a config.json leaves the key out.
 _HF_NORM_EPS, _HF_INIT_STD, _HF_ROPE_THETA, _HF_MAX_POSITIONS = 1e-6, 0.02, 10000.0, 2048
 
@@ -216,18 +229,13 @@ class LlamaConfig:
         """
         settings = read_settings(values)
         _refuse_foreign(values)
-        required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        missing = [key for key in required if values.get(key) is None]
+        missing = [key for key in _HF_REQUIRED if values.get(key) is None]
         if missing:
             raise UserError(f"config.json of a {values['model_type']} lacks {', '.join(missing)}\nfix: add the keys")
         rope = _rope_of(values)
         max_positions = values.get("max_position_embeddings") or _HF_MAX_POSITIONS
         return cls(
-            vocab_size=values["vocab_size"],
-            hidden_size=values["hidden_size"],
-            intermediate_size=values["intermediate_size"],
-            num_layers=values["num_hidden_layers"],
-            num_heads=values["num_attention_heads"],
+            **{name: values[key] for key, name in _HF_REQUIRED.items()},
             num_kv_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
             head_dim=values.get("head_dim") or 0,
             rope_theta=_HF_ROPE_THETA if rope.get("rope_theta") is None else rope["rope_theta"],
@@ -249,17 +257,10 @@ class LlamaConfig:
         named = {"rope_type": FAMILIES[family].rope_key}
         return {
             **write_settings(family, self.num_layers, self.sliding_window, scales),
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
+            **{key: getattr(self, name) for key, name in _HF_REQUIRED.items()},
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "attention_dropout": 0.0,
+            **_HF_FIXED,
             "rms_norm_eps": self.norm_eps,
             "initializer_range": self.init_std,
             "max_position_embeddings": max_positions,
@@ -271,8 +272,7 @@ class LlamaConfig:
 
 
 def _refuse_foreign(values: Mapping[str, Any]) -> None:
-    plain: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
-    for key, allowed in plain.items():
+    for key, allowed in _HF_FIXED.items():
         if values.get(key, allowed) != allowed:
             raise UserError(
                 f"{key} {shown(values[key])} is not supported\nallowed: {allowed!r}, as in Meta's LLaMA models"

@@ -44,8 +44,8 @@ _KINDS = MappingProxyType(
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 _FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files: what ranks of a small job need, and those of a large one
 _INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
-# Set in a rank by the launcher, which shows the first rank's error once for all of them.
-_LAUNCHED = "BMBURST_LAUNCH_FOLDER"
+LAUNCHED = "BMBURST_LAUNCH_FOLDER"
+"""Environment variable that the launcher sets in its ranks. It shows the first rank's error once for all of them."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _require_open_files()
         return _run(command, words[1:])
     except UserError as error:
-        if _LAUNCHED in os.environ:
+        if LAUNCHED in os.environ:
             raise
         name = f"bmburst {command}" if command in COMMANDS else "bmburst"
         print(f"{name}: {error}", file=sys.stderr)
@@ -137,11 +137,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _BROKEN_PIPE
     except OSError as error:
         # A path that the user gave, which no file system takes, or where one may not look.
-        if error.errno not in _BAD_PATHS or error.filename is None or _LAUNCHED in os.environ:
+        if error.errno not in _BAD_PATHS or error.filename is None or LAUNCHED in os.environ:
             raise
         refusal = UserError(f"{error.filename}: {error.strerror}\nfix: give a path that exists and that you may access")
         print(f"bmburst {command}: {refusal}", file=sys.stderr)
         return _BAD_INPUT
+
+
+def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
+    """Return the number of ranks for this machine: as asked, else one for each GPU, else `fewest` processes.
+
+    Raises:
+        UserError: There are fewer GPUs than ranks.
+    """
+    import torch
+
+    from bmburst.runtime.launch.spec import require_devices
+
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    nproc = asked or devices or fewest
+    require_devices(nproc, devices)
+    return nproc
+
+
+def leaves_errors_to_rank_0() -> bool:
+    """Return whether rank 0 shows the errors that all ranks have: this is another rank, and torchrun started it."""
+    return os.environ.get("RANK", "0") != "0" and LAUNCHED not in os.environ
 
 
 def _require_open_files() -> None:

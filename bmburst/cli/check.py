@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something in the configuration cannot work.
     """
     config = settle(args)
-    phases = plan(config, train.ranks_to_start(config))
+    phases = plan(config, train.ranks_of(config))
     with tempfile.TemporaryDirectory(prefix="bmburst-check-") as name:
         folder = Path(name)
         _require_space(folder, phases)

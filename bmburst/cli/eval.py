@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 
 from bmburst.checkpoint.files import VERIFIED
+from bmburst.cli import leaves_errors_to_rank_0, ranks_to_start
 from bmburst.cli.train import telling
 from bmburst.config import add_options, build, given_options, option_name, read_layer, to_dict
 from bmburst.errors import UserError
@@ -30,8 +31,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = settle(args, world_size=int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None)
     except UserError:
-        # Every rank finds the same, and torchrun would show it once for each.
-        if os.environ.get("RANK", "0") != "0" and "BMBURST_LAUNCH_FOLDER" not in os.environ:
+        if leaves_errors_to_rank_0():
             return 2
         raise
     if "RANK" in os.environ:
@@ -83,21 +83,10 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> EvalConfi
             "allowed: a checkpoint, a run folder, or a directory of a Hugging Face LLaMA"
         )
     check_data_path(config.data, config.text_field)
-    nproc = world_size or _ranks_to_start(config.nproc)
+    nproc = world_size or ranks_to_start(config.nproc)
     if config.sequence_length < nproc:
         raise UserError(
             f"sequence_length {config.sequence_length} leaves some of {nproc} ranks without a token\n"
             f"allowed: at least {nproc}\nfix: a longer --sequence-length or a smaller --nproc"
         )
     return build(EvalConfig, {**values, "nproc": nproc})
-
-
-def _ranks_to_start(asked: int | None) -> int:
-    import torch
-
-    from bmburst.runtime.launch.spec import require_devices
-
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    nproc = asked or devices or 2
-    require_devices(nproc, devices)
-    return nproc

@@ -4,6 +4,7 @@ import argparse
 import os
 from typing import Any
 
+from bmburst.cli import ranks_to_start
 from bmburst.errors import UserError
 
 HELP = (
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     command = script_command(args.command)
     spec = LaunchSpec(
-        nproc=_default_nproc() if args.nproc is None else args.nproc,
+        nproc=ranks_to_start(None, 1) if args.nproc is None else args.nproc,
         hang_timeout=args.hang_timeout,
         start_timeout=args.start_timeout,
         host_runtime=not args.no_host_runtime,
@@ -102,9 +103,3 @@ def placement(args: argparse.Namespace) -> dict[str, Any]:
     if step is None:
         return given
     return {name: getattr(step, name) for name in (*names, "job")} | given
-
-
-def _default_nproc() -> int:
-    import torch
-
-    return max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 1

@@ -135,7 +135,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from bmburst.plan.candidates import RECOMPUTE, ZERO, Task, model_named
+    from bmburst.blocks.presets import preset
+    from bmburst.plan.candidates import RECOMPUTE, ZERO, Task
     from bmburst.plan.presentation import as_json, report
     from bmburst.plan.search import best_of_each, search
     from bmburst.schedule.hardware import load_hardware
@@ -148,7 +149,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix != ".png":
         raise UserError(f"--output {args.output}\nallowed: a .png file")
     task = Task(
-        model=model_named(args.model),
+        model=preset(args.model, "model"),
         preset=args.model,
         sequence=args.seq,
         gpus=args.gpus,

@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 from bmburst.checkpoint.files import VERIFIED, bytes_to_come, nbytes, newest_whole, read_progress, verified, warn
+from bmburst.cli import leaves_errors_to_rank_0, ranks_to_start
 from bmburst.config import add_options, build, given_options, read_layer, to_dict
 from bmburst.errors import RunError, UserError
 from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, amount, free_bytes, held, require_folder, require_space
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         if is_held:  # before anything of it is read
             _hold(stack, folder)
             config = settle(args)
-        nproc = ranks_to_start(config)
+        nproc = ranks_of(config)
         check_run(config, nproc)
         told: dict[str, str] = {}
         if config.resume:
@@ -155,25 +156,16 @@ def settle(args: argparse.Namespace) -> TrainConfig:
     return config
 
 
-def ranks_to_start(config: TrainConfig) -> int:
-    """Return how many ranks this machine gets: as configured, else all GPUs, else 2 processes.
+def ranks_of(config: TrainConfig) -> int:
+    """Return how many ranks this machine gets: as configured, else all GPUs, else 2 processes or more.
 
     Raises:
         UserError: There are fewer GPUs than ranks.
     """
-    import torch
-
-    from bmburst.runtime.launch.spec import require_devices
-
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    parallel = config.parallel
-    nproc = config.nproc
+    parallel, nproc = config.parallel, config.nproc
     if nproc is None and parallel.sequence_parallel is not None:
         nproc = parallel.data_parallel * parallel.sequence_parallel * parallel.tensor_parallel
-    if nproc is None:
-        nproc = devices or max(2, parallel.data_parallel * parallel.tensor_parallel)
-    require_devices(nproc, devices)
-    return nproc
+    return ranks_to_start(nproc, max(2, parallel.data_parallel * parallel.tensor_parallel))
 
 
 def _to_resume(folder: Path) -> Path:
@@ -231,8 +223,7 @@ def _run_rank(args: argparse.Namespace) -> int:
         try:
             config = _settle_in_rank(args, stack)
         except UserError:
-            # Every rank finds the same, and torchrun would show it once for each.
-            if os.environ["RANK"] != "0" and "BMBURST_LAUNCH_FOLDER" not in os.environ:
+            if leaves_errors_to_rank_0():
                 return 2
             raise
 
@@ -242,9 +233,7 @@ def _run_rank(args: argparse.Namespace) -> int:
             with _refusing(config.output, config):
                 train(config)
         except RunError as error:
-            # A rank that another one's launcher did not start has nobody who shows it once for all.
-            alone = "BMBURST_LAUNCH_FOLDER" not in os.environ and os.environ["RANK"] != "0" and error.on_all_ranks
-            raise SystemExit(1 if alone else str(error)) from None
+            raise SystemExit(1 if error.on_all_ranks and leaves_errors_to_rank_0() else str(error)) from None
         return 0
 
 

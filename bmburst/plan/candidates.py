@@ -12,8 +12,7 @@ from itertools import product
 from typing import Literal, cast
 
 from bmburst.blocks.config import LlamaConfig, mlp_chunk
-from bmburst.blocks.presets import PRESETS
-from bmburst.errors import UserError, unknown
+from bmburst.errors import UserError, require_known
 from bmburst.plan.counts import ITEMSIZE, WIDE
 from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem, most_kv_heads
@@ -82,8 +81,7 @@ class Task:
                 f"--micro-batch {self.micro_batch} does not divide --batch {self.batch}\n"
                 "allowed: a divisor of --batch, for example 1"
             )
-        if self.dtype not in ITEMSIZE:
-            raise unknown("dtype", self.dtype, ITEMSIZE)
+        require_known("dtype", self.dtype, ITEMSIZE)
 
     @property
     def gpus_per_node(self) -> int:
@@ -94,17 +92,6 @@ class Task:
     def itemsize(self) -> int:
         """Bytes of a weight, and of a number of an activation."""
         return ITEMSIZE[self.dtype]
-
-
-def model_named(name: str) -> LlamaConfig:
-    """Return the shape of that name.
-
-    Raises:
-        UserError: There is none; the message names the nearest.
-    """
-    if name not in PRESETS:
-        raise unknown("model", name, PRESETS)
-    return PRESETS[name]
 
 
 def _option(name: str) -> str:
