@@ -194,9 +194,15 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
         (["--sequence-length", "1"], "without a token"),
         (["--output", "full"], "output full: not empty, it holds x"),
         (["--output", "full/x"], "is a file"),
-        (["--output", "full/x/run"], "output full/x/run: no file can be written there: Not a directory\nfix: a folder"),
+        (
+            ["--output", "full/x/run"],
+            "output full/x/run: no file can be written there: Not a directory\nfix: give a folder",
+        ),
         (["--output", "/proc/none"], "output /proc/none: no file can be written there: No such file"),
-        (["--data.cache", "full/x"], "data.cache full/x: no file can be written there: Not a directory\nfix: a folder"),
+        (
+            ["--data.cache", "full/x"],
+            "data.cache full/x: no file can be written there: Not a directory\nfix: give a folder",
+        ),
         (["--data.cache", "full/x/y"], "data.cache full/x/y: no file can be written there: Not a directory"),
         (["--output", "cut/run"], "data.cache cut/tokens: no file can be written there: Not a directory"),
         (["--output", "x" * 5000], "names of at most 255"),

@@ -200,7 +200,7 @@ def refuses_by_a_clear_line():
         (lambda: cpm_live.SplitSequences(mesh, layout="balanced"), "unknown layout 'balanced'"),
         (lambda: cpm_live.SplitSequences(mesh, kernel="fa4"), "unknown kernel 'fa4'"),
         (lambda: cpm_live.SplitSequences(mesh, transport="mpi"), "unknown transport 'mpi'"),
-        (lambda: split.bee({"inputs": data["inputs"]}), "the batch has no 'inputs_sub'\nit has inputs"),
+        (lambda: split.bee({"inputs": data["inputs"]}), "the batch has no 'inputs_sub'\nknown: inputs"),
         (lambda: split.bee({**data, "spans": data["spans"][:, 1:]}), r"'spans' must be \[batch, length\] as 'inputs'"),
         (lambda: split.bee({**data, "length": np.array([21, 22])}), "'length' must be 2 lengths from 0 to 21, got"),
         (lambda: split.bee({**data, "segment_rel": data["segment_rel"][:1]}), r"'segment_rel' must be \[2, entries\]"),
