@@ -13,7 +13,7 @@ from bmburst.errors import UserError, require_known
 from bmburst.schedule.mesh_shape import MeshShape
 
 ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
-# Far above every model there is, and low enough that a file with a number of another order is refused at once.
+# Far above every model there is, and low enough to refuse a wrong number in a file at once.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 10_000, 65_536, 2**24
 _MOST_SCALE = 1e6  # of yarn's mscale, so that its ratio is a number
 # Fields that every config.json has, by the name there.
@@ -85,9 +85,9 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Shape of a LLaMA-family model. Weights are `[out_features, in_features]`; with `qkv_bias` three have a bias.
+    """A LLaMA-family model. Weights are `[out_features, in_features]`; with `qkv_bias` three have a bias.
 
-    What Mistral, Qwen2, Qwen3 and MiniCPM have besides LLaMA's are the last six fields (`bmburst.blocks.families`).
+    The last six fields are settings of Mistral, Qwen2, Qwen3 and MiniCPM (`bmburst.blocks.families`).
     """
 
     vocab_size: int = field(
@@ -175,12 +175,12 @@ class LlamaConfig:
 
     @property
     def embedding_scale(self) -> float:
-        """Factor on what is looked up in the embedding."""
+        """Factor on embeddings."""
         return 1.0 if self.scale_emb is None else self.scale_emb
 
     @property
     def residual_scale(self) -> float:
-        """Factor on what attention and MLP add to the stream."""
+        """Factor on the outputs of attention and MLP before they are added to the residual stream."""
         return 1.0 if self.scale_depth is None else self.scale_depth / math.sqrt(self.num_layers)
 
     @property
@@ -190,12 +190,12 @@ class LlamaConfig:
 
     @property
     def matrix_std(self) -> float:
-        """Standard deviation of fresh matrices inside of blocks: MiniCPM's shrink with the width (its table 7)."""
+        """Standard deviation of initial matrices in blocks; in MiniCPM it falls with the width (its table 7)."""
         return self.init_std * math.sqrt(self.logit_scale)
 
     @property
     def num_parameters(self) -> int:
-        """Number of trained numbers, a tied head counted once."""
+        """Number of trained parameters; a tied head counts once."""
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * kv)
         attention += (query + 2 * kv) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
@@ -364,13 +364,13 @@ its share of the weights' gradients reads and writes 1.3 GiB, 2 % of its product
 
 
 def mlp_chunk(rows: int, wanted: int | None, *, recomputes: bool) -> int:
-    """Return how many rows pass at once, as even as they can be; `rows` itself: all, and nothing is cut.
+    """Return how many rows an MLP computes at once, in chunks of nearly equal size; `rows` itself for no chunks.
 
     Args:
-        rows: Tokens of all sequences of a rank's batch, of all its tensor group.
-        wanted: At most how many, as the user set it; 0: all. None: `AUTOMATIC_CHUNK` where the block is recomputed,
-            which makes cutting free of products; else all, since backward would form gate and up again.
-        recomputes: Whether backward computes the block again.
+        rows: Tokens of all sequences of a rank's batch, over its tensor group.
+        wanted: Largest chunk, as the user set it; 0: all rows. None: `AUTOMATIC_CHUNK` where the block is recomputed,
+            since chunks then cost no further products; else all, since backward would recompute gate and up.
+        recomputes: Whether backward recomputes the block.
     """
     if wanted is None:
         wanted = AUTOMATIC_CHUNK if recomputes else rows

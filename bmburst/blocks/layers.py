@@ -30,16 +30,16 @@ from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 
 NO_DECAY = "no_decay"
-"""BMTrain's parameter group of everything that weight decay leaves alone: vectors."""
+"""BMTrain's parameter group without weight decay: vectors."""
 
 
 def parameter(*shape: int, dtype: torch.dtype, split: int | None = None) -> bmt.DistributedParameter:
-    """Return a parameter of undefined value, cut over all ranks: a vector without weight decay, a matrix with.
+    """Return an uninitialized parameter, sharded over all ranks; only matrices have weight decay.
 
     Args:
-        shape: Of the whole parameter.
-        dtype: Its type.
-        split: Dimension of which each rank of a tensor group has a part; it divides. None: every rank has all.
+        shape: Shape of the whole parameter.
+        dtype: Its dtype.
+        split: Dimension that the ranks of a tensor group share evenly; None: every rank has the whole.
     """
     degree = bmt.config["tp_size"]
     if split is None or degree == 1:
@@ -50,16 +50,16 @@ def parameter(*shape: int, dtype: torch.dtype, split: int | None = None) -> bmt.
 
 
 class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """A matrix, or this rank's part of it. `weight` is `[out, in]`, `bias` `[out]`; nothing is sent.
+    """A linear layer, or this rank's part of it, without communication. `weight` is `[out, in]`, `bias` `[out]`.
 
     Args:
         in_features: Width of the input, over all ranks of a tensor group.
-        out_features: Width of the output, likewise.
-        dtype: Of the weight.
-        split: Of which width each rank of a tensor group has a part: 0, out; 1, in, so that results add up to the
-            product; None, of neither. See the module's docstring.
-        rows: Which of its outputs this rank computes.
-        bias: Whether something is added. Not for parts.
+        out_features: Width of the output, over all ranks of a tensor group.
+        dtype: dtype of the weight.
+        split: Dimension that the ranks of a tensor group share: 0, outputs; 1, inputs, whose results sum up to the
+            product; None, neither. See the module's docstring.
+        rows: The outputs that this rank computes.
+        bias: Whether there is a bias; not with `split`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         self.has_bias, self.rows = bias, rows
 
     def forward(self, x: Tensor, *, is_needed: bool = True) -> Tensor:
-        """Return x @ weight[rows].T + bias; undefined if it is not needed, of a recomputation that goes no further."""
+        """Return x @ weight[rows].T + bias; undefined where a recomputation does not need the result."""
         (result,) = project(x, self, is_needed=is_needed)
         return result
 
@@ -135,7 +135,7 @@ class Table(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
 
 
 class TensorGroup:
-    """The ranks that share this rank's matrices, and how they share tokens. A group of one does nothing.
+    """The ranks that share this rank's matrices, with the transfers of their tokens. A group of one does nothing.
 
     Every rank has `ceil(tokens / size)` tokens; those beyond the last are padding.
     """
@@ -150,7 +150,7 @@ class TensorGroup:
         return cls(communicator(bmt.config["tp_comm"]) if bmt.config["tp_size"] > 1 else alone())
 
     def own(self, x: Tensor, pad_value: int = 0) -> Tensor:
-        """Return this rank's tokens of `[batch, tokens]`, which all ranks of the group hold; no gradient."""
+        """Return this rank's part of `[batch, tokens]`, which all ranks of the group hold; no gradient."""
         if self.size == 1:
             return x
         each = -(-x.shape[1] // self.size)

@@ -25,16 +25,16 @@ _HEAD_DIM = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One number.
+    """One measured number beside its prediction.
 
     Attributes:
-        group: "measured" or "published", and of what: attention or training.
+        group: Whose number it is, and of what: attention or training.
         name: The run.
-        source: Where it stands.
-        quantity: What the number is, with its unit.
-        actual: As it was.
-        predicted: As the planner says.
-        assumed: What the source does not say, or what speaks against taking the error at its word.
+        source: File or publication that has the number.
+        quantity: What was measured, with its unit.
+        actual: The measured number.
+        predicted: The planner's number.
+        assumed: Facts that the source does not state, or that limit the comparison.
     """
 
     group: str
@@ -63,7 +63,7 @@ def compare() -> list[Comparison]:
 
 
 def markdown(comparisons: Sequence[Comparison]) -> str:
-    """Return the tables, and in front of each the median and the largest error."""
+    """Return the comparisons as Markdown tables, after a summary of median and largest errors."""
     groups: dict[tuple[str, str], list[Comparison]] = {}
     for each in comparisons:
         groups.setdefault((each.group, each.quantity), []).append(each)
@@ -106,7 +106,7 @@ def _way(task: Task, row: Mapping[str, Any], **more: Any) -> Candidate:
 
 
 def _measured_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
-    """Rows by one GPU's kernel, beside which each was measured: its drift with heat is not the planner's."""
+    """Compare each row; a run on one GPU gets the FLOPs of one rank of the others."""
     hardware = load_hardware("h200")
     for row in rows:
         task = _attention_task(row["num_heads"], row["num_kv_heads"], row["tokens"], row["ranks"], 1)
@@ -208,7 +208,7 @@ def _published_training(published: Mapping[str, Any]) -> Iterator[Comparison]:
 def _published(
     what: str, name: str, row: Mapping[str, Any], values: Mapping[str, tuple[str, float]]
 ) -> Iterator[Comparison]:
-    """Yield those of the values, `(quantity, predicted)` by their keys, that a row has."""
+    """Yield a comparison for each of the values, `(quantity, predicted)` by key, that a row has."""
     for key, (quantity, predicted) in values.items():
         if key in row:
             yield Comparison(

@@ -23,12 +23,12 @@ def calibrate(base: str, ranks: int, say: Say) -> str:
     """Measure this machine and return its hardware file.
 
     Args:
-        base: The known machine that gives what cannot be measured here.
-        ranks: Ranks between which links are measured; 1 measures none.
+        base: Name or file of the hardware whose numbers stand in for those that cannot be measured here.
+        ranks: Number of ranks between which links are measured; 1 measures none.
         say: Told what is being done.
 
     Raises:
-        UserError: The known machine is none, or the ranks cannot start.
+        UserError: `base` is unknown, or the ranks cannot start.
     """
     known = read_facts(base)
     on_gpu = torch.cuda.is_available()
@@ -48,7 +48,7 @@ def calibrate(base: str, ranks: int, say: Say) -> str:
 
 
 def _of_a_cpu(found: dict[str, Fact]) -> dict[str, Fact]:
-    """A CPU has no peak of its own here: utilisation is then of the products' rate. Nothing is reserved on it."""
+    """Return the numbers of a CPU: its peak is the measured rate of matrix products, and it reserves no memory."""
     peak = measured(found["matmul"].value, "FLOP/s", "the rate of its products")
     none = measured(0.0, "bytes", "a CPU")
     return {"peak": peak, "reserved": none, "nccl_memory": none, "workspace": none}

@@ -34,17 +34,17 @@ class Task:
     """A training step of a model on some GPUs.
 
     Attributes:
-        model: The shape.
-        preset: The shape's name, for the command line.
+        model: The model's configuration.
+        preset: Its name, for the command line.
         sequence: Tokens of a sequence.
-        gpus: GPUs in all.
-        nodes: Nodes they are on, as many on each.
+        gpus: Number of GPUs.
+        nodes: Number of nodes, with the same number of GPUs each.
         batch: Sequences of a step.
-        micro_batch: Sequences that a data rank computes at once.
-        dtype: Of weights and activations.
-        loss_chunk: Tokens of a rank whose logits exist at once.
-        mlp_chunk: Tokens of a rank that pass through an MLP at once: `bmburst.blocks.config`.
-        host_optimizer: Whether AdamW's state lies in host memory. Only memory takes that into account.
+        micro_batch: Sequences that a data parallel group computes at once.
+        dtype: dtype of weights and activations.
+        loss_chunk: Tokens of a rank whose logits are computed at once.
+        mlp_chunk: Tokens of a rank that an MLP computes at once; see `bmburst.blocks.config.mlp_chunk`.
+        host_optimizer: Whether AdamW's state is in host memory. Only the memory prediction uses it.
 
     Raises:
         UserError: A value is out of range or the values do not fit together.
@@ -90,7 +90,7 @@ class Task:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a weight, and of a number of an activation."""
+        """Bytes of a weight and of an element of an activation."""
         return ITEMSIZE[self.dtype]
 
 
@@ -109,15 +109,15 @@ class Candidate:
 
     Attributes:
         task: What is trained.
-        data: Groups of ranks with sequences of their own.
-        tensor: Ranks that share each matrix.
+        data: Data parallel degree.
+        tensor: Tensor parallel degree.
         ulysses_degree: Neighbouring ranks of a sequence that exchange attention heads; 1 for none.
-        outer: Between groups of these: blocks go round one ring ("ring"), round rings inside nodes and between them
-            ("double-ring"), or each rank gathers what it sees ("gather"); "none" where there is one group.
-        recompute: Name of a policy of `bmburst.recompute.policy`.
-        zero: ZeRO's stage.
-        transport: What moves blocks inside a node.
-        travellers: What a ring sends backward: "kv", "q", or "auto" for whatever is less.
+        outer: Strategy between the groups that exchange heads: "ring", "double-ring" (rings inside nodes and between
+            them) or "gather"; "none" where there is one group.
+        recompute: Recompute policy (`bmburst.recompute.policy`).
+        zero: ZeRO stage.
+        transport: Transport inside a node.
+        travellers: What a ring sends in backward: "kv", "q", or "auto" for the smaller.
     """
 
     task: Task
@@ -152,14 +152,14 @@ class Candidate:
 
     @cached_property
     def policy(self) -> Policy:
-        """What backward computes again, in the layers that it holds for."""
+        """The recompute policy of the layers that it names."""
         return Policy.parse(self.recompute)
 
     @cached_property
     def kinds(self) -> tuple[tuple["Candidate", int], ...]:
-        """The ways of the layers and how many go each, the first layers first: one, unless a policy names the first.
+        """Kinds of layers with their counts, the first layers first: more than one where a policy names the first N.
 
-        Each is a candidate whose policy is that of all of its layers.
+        Each kind is a candidate whose policy holds for all of its layers.
         """
         kinds = self.policy.kinds(self.task.model.num_layers)
         return tuple((replace(self, recompute=policy.name), layers) for policy, layers in kinds)
@@ -210,7 +210,7 @@ class Candidate:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """What attention's executors move and cut, in the largest units: as if transfers took no time."""
+        """Sizes of attention's transfers and units, with the largest units: as if transfers took no time."""
         outer = cast(Outer, "ring" if self.outer == "none" else self.outer)
         least = choose_travellers(attention_shape(self.shapes), self.groups)
         travellers = least if self.travellers == "auto" else cast(Travellers, self.travellers)
@@ -223,13 +223,13 @@ class Candidate:
         return replace(self, ulysses_degree=ulysses_degree, outer=outer)
 
     def problem(self, hardware: Hardware) -> Problem:
-        """Return one layer's attention as strategies for it are compared."""
+        """Return the input of the cost model for one layer's attention."""
         length, mask, _ = self._pattern
         return Problem(self.shapes, length, mask, self.placement, hardware)
 
     @property
     def placement(self) -> Placement:
-        """Where the ranks of a sequence lie. Only a double ring has communicators of its own inside nodes."""
+        """Placement of the ranks of a sequence. Only a double ring has communicators of its own inside nodes."""
         nodes = self.sequence_nodes
         even = self.sequence % self.sequence_ranks_per_node == 0
         return Placement(self.transport if nodes == 1 else "nccl", nodes, even, within=self.transport)
@@ -241,20 +241,20 @@ class Candidate:
 
     @property
     def _pattern(self) -> tuple[int, Mask, str]:
-        """The sequence's tokens, the mask, and what moves blocks between its ranks."""
+        """Tokens of a sequence, the mask, and the transport between its ranks."""
         window = self.task.model.sliding_window
         return self.task.sequence, SlidingWindow(window) if window else Causal(), self.placement.transport
 
     @property
     def strategy(self) -> str:
-        """How attention is spread, in words."""
+        """The attention strategy in words."""
         inner = f"heads x{self.ulysses_degree}" if self.ulysses_degree > 1 else ""
         outer = f"{self.outer} x{self.groups}" if self.groups > 1 else ""
         return " + ".join(filter(None, (inner, outer))) or "alone"
 
     @property
     def name(self) -> str:
-        """The whole way, in words."""
+        """The candidate in words."""
         tensor = f" x tensor {self.tensor}" if self.tensor > 1 else ""
         mesh = f"data {self.data} x sequence {self.sequence}{tensor}"
         return f"{mesh}, {self.strategy}, {_in_words(self.policy)}, ZeRO-{self.zero}"
@@ -263,13 +263,13 @@ class Candidate:
 def candidates(
     task: Task, *, recompute: Sequence[str] = RECOMPUTE, zero: Sequence[int] = ZERO, tensor: Sequence[int] | None = None
 ) -> list[Candidate]:
-    """Return every sensible way.
+    """Return every sensible candidate.
 
     Args:
         task: What is trained.
-        recompute: Policies to try.
-        zero: Stages to try.
-        tensor: Tensor degrees to try; by default all that fit into a node.
+        recompute: Recompute policies to try.
+        zero: ZeRO stages to try.
+        tensor: Tensor parallel degrees to try; by default all that fit into a node.
 
     Raises:
         UserError: There is none, or a policy is unknown or names too many layers.

@@ -20,10 +20,10 @@ WIDE = 4  # bytes of what is fp32: inside operators, AdamW's state, log-sum-exp 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operators:
-    """Bytes moved, for each element of the operator's input.
+    """Bytes that a set of operators moves for each element of its input.
 
     Attributes:
-        name: What they are called.
+        name: Name of the set.
         norm_forward: Of the hidden state.
         norm_backward: Likewise.
         swiglu_forward: Of one of the two halves.
@@ -140,14 +140,14 @@ BLOCK_NORMS = 2
 
 
 def block_matrices(model: LlamaConfig, tensor: int = 1) -> int:
-    """Return the numbers in a tensor rank's matrices of a block; KV heads are held by several ranks where few."""
+    """Return the elements of a block's matrices on a tensor rank; ranks share KV heads where there are few."""
     query = model.num_heads // tensor * model.head_dim
     kv = max(1, model.num_kv_heads // tensor) * model.head_dim
     return model.hidden_size * (2 * query + 2 * kv + 3 * (model.intermediate_size // tensor))
 
 
 def mlp_matrix(model: LlamaConfig, tensor: int = 1) -> int:
-    """Return the numbers in a tensor rank's part of one of an MLP's three matrices."""
+    """Return the elements of one of an MLP's three matrices on a tensor rank."""
     return model.hidden_size * (model.intermediate_size // tensor)
 
 
@@ -157,7 +157,7 @@ def adam_bytes(itemsize: int) -> int:
 
 
 def held_block(model: LlamaConfig, tensor: int = 1) -> int:
-    """Return the numbers that a tensor rank holds of a gathered block.
+    """Return the elements that a tensor rank holds of a gathered block.
 
     BMTrain keeps the whole of a K or V projection that has fewer heads than there are tensor ranks.
     """
@@ -168,12 +168,12 @@ def held_block(model: LlamaConfig, tensor: int = 1) -> int:
 
 
 def table(model: LlamaConfig) -> int:
-    """Return the numbers in the embedding, and in the head."""
+    """Return the elements of the embedding, which are those of the head."""
     return model.vocab_size * model.hidden_size
 
 
 def tables(model: LlamaConfig) -> int:
-    """Return how many such tables there are."""
+    """Return 2 for embedding and head, 1 where they are tied."""
     return 1 if model.tie_embeddings else 2
 
 
@@ -183,12 +183,12 @@ def attention_flops(model: LlamaConfig, sequence: int) -> float:
 
 
 def multiplied(model: LlamaConfig) -> int:
-    """Return the numbers that every token is multiplied with: all but an embedding, which is looked up."""
+    """Return the parameters in matrix products: all but the embedding, which is a lookup."""
     return model.num_parameters - (table(model) if tables(model) == 2 else 0)
 
 
 def causal_pairs(lengths: Iterable[int], window: int | None = None) -> float:
-    """Return how many scores causal attention of texts counts: of each half of its square, or what its window shows.
+    """Return the query-key pairs of causal attention over texts: half of each square, or those inside the window.
 
     Args:
         lengths: Tokens of each text: of a sequence, or of each document packed into one.

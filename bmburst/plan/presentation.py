@@ -17,7 +17,7 @@ from bmburst.schedule.strategy_names import name_of
 
 
 def options(candidate: Candidate) -> list[str]:
-    """Return the options of `bmburst train` that make a run of this way."""
+    """Return the options of `bmburst train` that run a candidate."""
     task, model = candidate.task, candidate.task.model
     words = ["--preset", task.preset, "--sequence-length", str(task.sequence)]
     if task.sequence > model.max_position_embeddings:
@@ -41,7 +41,7 @@ def options(candidate: Candidate) -> list[str]:
 
 
 def command(candidate: Candidate) -> str:
-    """Return the shell command; on several nodes, what each of them starts."""
+    """Return the shell command of a candidate; on several nodes, the command of each node."""
     task = candidate.task
     if task.nodes == 1:
         return shlex.join(["bmburst", "train", "--nproc", str(task.gpus), *options(candidate)])
@@ -55,13 +55,13 @@ PARTS = {declared.name: declared.name.replace("_", " ") for declared in fields(S
 
 
 def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: int) -> str:
-    """Return everything: the question, the comparison, the best one's parts, its memory and its command.
+    """Return the report: the task, the comparison, and of the best candidate its time, memory and command.
 
     Args:
-        task: What was asked.
-        hardware: Of which machine.
-        shown: The ways to show, the best first.
-        total: How many ways there were.
+        task: What is trained.
+        hardware: The machine.
+        shown: The predictions to show, the best first.
+        total: Number of candidates that were predicted.
     """
     best, tokens = shown[0], short(task.sequence, commas=True)
     lines = [
@@ -84,7 +84,7 @@ def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: i
 
 
 def comparison(shown: Sequence[Prediction]) -> list[str]:
-    """Return a line for each way."""
+    """Return the table of predictions, line by line."""
     head = ("step s", "tokens/s/GPU", "MFU", "GiB", "")
     rows = [head] + [
         (
@@ -101,7 +101,7 @@ def comparison(shown: Sequence[Prediction]) -> list[str]:
 
 
 def seconds_of(prediction: Prediction) -> list[str]:
-    """Return where a step's time goes."""
+    """Return the parts of a step's time, line by line."""
     parts = asdict(prediction.time)
     lines = [f"time of a step: {prediction.seconds:.4g} s, {prediction.kernel_utilisation:.1%} of the peak with "]
     lines[0] += "attention's backward at 2.5 times its forward"
@@ -112,7 +112,7 @@ def seconds_of(prediction: Prediction) -> list[str]:
 
 
 def memory_of(prediction: Prediction) -> list[str]:
-    """Return what is alive at the peak."""
+    """Return the memory at the peak, line by line."""
     memory = prediction.memory
     lines = [
         f"peak memory of a GPU: {memory.total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, "
@@ -130,7 +130,7 @@ def memory_of(prediction: Prediction) -> list[str]:
 
 
 def as_json(task: Task, hardware: Hardware, found: Sequence[Prediction]) -> dict[str, Any]:
-    """Return the predictions as JSON knows them, in bytes and seconds."""
+    """Return the predictions as plain data for JSON, in bytes and seconds."""
     question = {
         name: getattr(task, name)
         for name in ("preset", "sequence", "gpus", "nodes", "batch", "micro_batch", "dtype", "loss_chunk", "mlp_chunk")
@@ -182,10 +182,10 @@ _FITS, _DOES_NOT = "#4393c3", "#d6604d"
 
 
 def draw(shown: Sequence[Prediction], path: Path) -> None:
-    """Draw ways, the best on top.
+    """Draw predictions, the best on top.
 
     Args:
-        shown: What to draw, the best first.
+        shown: The predictions to draw, the best first.
         path: PNG file to write.
 
     Raises:

@@ -71,7 +71,7 @@ def _once(call: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large the measured things are: seconds on a GPU, seconds on a CPU.
+    """Sizes of the measured operations, each of which takes seconds.
 
     Attributes:
         matrix: Rows and columns of a large product.
