@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 GIB = 2**30
 """Bytes."""
 MOST = 10**15
-"""No number of steps, tokens, ranks or bytes that a user gives is larger."""
+"""Largest number of steps, tokens, ranks or bytes that a user may give."""
 TOKENS_TOO = "also as 64K for 65536"
-"""What `tokens` reads beside digits, for help and messages."""
+"""The suffixes that `tokens` reads, for help and messages."""
 _UNITS = (("M", 1 << 20), ("K", 1 << 10))
 
 
 def short(number: int, *, commas: bool = False) -> str:
-    """Return 65536 as 64K and 1048576 as 1M; what is no multiple of 1024 as it is, or with `commas`."""
+    """Return 65536 as "64K" and 1048576 as "1M"; a number that is not a multiple of 1024 in digits, or with commas."""
     for unit, size in _UNITS:
         if number >= size and number % size == 0:
             return f"{number // size}{unit}"
@@ -53,7 +53,7 @@ def whole(text: str) -> int:
 
 
 def why_not_text(text: str) -> str | None:
-    """Return why a name or a path cannot be kept, printed and passed on, None where it can."""
+    """Return why a name or path cannot be stored and printed, or None if it can."""
     for character in text:
         kind = unicodedata.category(character)
         if kind == "Cs":
@@ -64,15 +64,15 @@ def why_not_text(text: str) -> str | None:
 
 
 def numbers(option: str, text: str, read: Callable[[str], int] = whole) -> tuple[int, ...]:
-    """Return the numbers of `N,...`.
+    """Return the numbers of an option `N,...`.
 
     Args:
-        option: What they were given by.
-        text: As given.
-        read: Returns the number of a word, or raises ValueError: `whole`, or `tokens`.
+        option: The option, for messages.
+        text: Its value.
+        read: Returns the number of a word, or raises ValueError: `whole` or `tokens`.
 
     Raises:
-        UserError: It is something else, or one is less than 1.
+        UserError: A word is not a number, or a number is less than 1.
     """
     try:
         found = tuple(read(word) for word in text.split(","))
@@ -85,15 +85,15 @@ def numbers(option: str, text: str, read: Callable[[str], int] = whole) -> tuple
 
 
 def digest(array: "NDArray[Any]") -> str:
-    """Return a short text that differs for different arrays."""
+    """Return a short hash of an array."""
     return hashlib.blake2b(array.tobytes(), digest_size=6).hexdigest()
 
 
 def array_of(what: str, values: Any) -> "NDArray[Any]":
-    """Return an array of what may be a tensor on any device.
+    """Return a NumPy array of lists, arrays or a tensor on any device.
 
     Raises:
-        UserError: It is no array.
+        UserError: The values cannot be made an array.
     """
     import numpy as np  # only here: the command line's help starts without numpy
 
@@ -107,7 +107,7 @@ def whole_numbers(what: str, values: Any) -> list[Any]:
     """Return the whole numbers of a sequence, an array, a tensor or a single number.
 
     Raises:
-        UserError: There is anything else in it.
+        UserError: A value is not a whole number.
     """
     array = array_of(what, values)
     if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
@@ -117,7 +117,7 @@ def whole_numbers(what: str, values: Any) -> list[Any]:
 
 
 def brief(values: Any) -> str:
-    """Return values on one line, of long ones the beginning."""
+    """Return values as text on one line of at most 100 characters."""
     text = " ".join(repr(values).split())
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -138,7 +138,7 @@ def whole_number(what: str, value: object, least: int) -> int:
 
 
 def require_flag(what: str, value: object) -> None:
-    """Refuse what is neither true nor false.
+    """Check that a value is a bool.
 
     Raises:
         UserError: It is not.

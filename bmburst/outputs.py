@@ -29,16 +29,16 @@ _PATIENCE = 1.0  # seconds for a holder to say who it is
 
 
 def require_own(option: str, path: Path, what: str, is_own: Callable[[Path], bool]) -> None:
-    """Refuse to replace a file that bmburst did not write. An empty one may be anybody's.
+    """Refuse to replace a file that bmburst did not write, unless it is empty.
 
     Args:
-        option: What it was given by.
-        path: The file, which need not be there.
+        option: The option that names the file, for messages.
+        path: The file, which need not exist.
         what: What the command writes there, with its article, for example "a token file".
-        is_own: Returns whether a file is such a one; it need not catch an OSError or a ValueError.
+        is_own: Returns whether a file is one of bmburst's; it may raise OSError or ValueError.
 
     Raises:
-        UserError: Another file is there.
+        UserError: The file exists and is not one of bmburst's.
     """
     try:
         if not path.is_file() or not path.stat().st_size or is_own(path):
@@ -50,11 +50,11 @@ def require_own(option: str, path: Path, what: str, is_own: Callable[[Path], boo
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Write a file or a folder whole or not at all: readers see the old one or the new one, never a part.
+    """Write a file or folder atomically: readers see the old one or the new one, never a part.
 
     Args:
-        path: The file to make or replace, or the folder to make, which may be there and empty.
-        durable: Whether the file's bytes are on the disk before it takes its name.
+        path: The file to create or replace, or the folder to create, which may exist if it is empty.
+        durable: Whether the file's bytes are flushed to the disk before it takes its name.
 
     Yields:
         The path to write to, in the same folder. It takes the name of `path` if the block ends without an error, and
@@ -74,7 +74,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure as a PNG that `is_picture` knows, whole or not at all.
+    """Write a matplotlib figure atomically as a PNG that `is_picture` recognizes.
 
     Raises:
         OSError: It cannot be written.
@@ -91,16 +91,16 @@ def is_picture(path: Path) -> bool:
 
 
 def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bool]) -> None:
-    """Check that a file can be written and replaces nothing but its like; one that is not there is not left behind.
+    """Check that a file can be written and replaces only a file of its kind. No file is left behind.
 
     Args:
-        option: See `require_own`, as all.
-        path: The file.
-        what: What is written there.
-        is_own: Returns whether a file is such a one.
+        option: See `require_own`.
+        path: See `require_own`.
+        what: See `require_own`.
+        is_own: See `require_own`.
 
     Raises:
-        UserError: It cannot, or another file is there.
+        UserError: The file cannot be written, or is another one.
     """
     try:
         if not path.absolute().parent.is_dir():
@@ -120,14 +120,14 @@ def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bo
 
 
 def require_folder(option: str, path: Path) -> None:
-    """Check that files can be written in a folder; one that is not there could be made, and is not.
+    """Check that files can be written in a folder, which need not exist and is not created.
 
     Args:
-        option: What it was given by.
+        option: The option that names the folder, for messages.
         path: The folder.
 
     Raises:
-        UserError: They cannot.
+        UserError: No file can be written there.
     """
     try:
         tempfile.TemporaryFile(dir=_existing(path)).close()
@@ -147,19 +147,19 @@ def amount(nbytes: float) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """Return what can still be written at a path, which need not be there yet."""
+    """Return the free bytes of the file system of a path, which need not exist."""
     return shutil.disk_usage(_existing(path)).free
 
 
 def require_space(needs: Mapping[str, tuple[Path, int]], fix: str) -> None:
-    """Check that everything that will be written has room; what lies on one file system is added up.
+    """Check that file systems have room for everything that will be written on them.
 
     Args:
-        needs: What is written, in words, with its place and its bytes.
-        fix: What to do where there is too little room.
+        needs: Path and bytes of each thing to write, by its name for messages.
+        fix: What to give instead where there is too little room.
 
     Raises:
-        UserError: It has not.
+        UserError: A file system has too little room.
     """
     devices: dict[int, list[str]] = {}
     for what, (path, nbytes) in needs.items():
@@ -177,15 +177,15 @@ def require_space(needs: Mapping[str, tuple[Path, int]], fix: str) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator[None]:
-    """Keep other processes from a run folder until the block ends, or this process does, however it ends.
+    """Lock a run folder until the block or this process ends.
 
-    The lock is `flock` on a file in the folder, which says who holds it and goes with the block. On a file system that
-    does not lock, the file itself is the lock: one left by a process of this host that is gone does not count.
+    The lock is `flock` on a file in the folder, which names the holder and is removed with the block. On a file system
+    without locks the file itself is the lock; a file left by a dead process of this host does not count.
 
     Args:
-        folder: The folder, which is there.
-        lock: Which of its locks.
-        patience: Seconds to wait for one who holds it.
+        folder: The folder, which exists.
+        lock: Name of the lock file.
+        patience: Seconds to wait for another holder.
 
     Raises:
         UserError: Another process holds it; the message says which, where and since when.
@@ -205,7 +205,7 @@ def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator
         yield
     finally:
         if _is_at(descriptor, path):
-            path.unlink()  # while it is held: nobody else takes this file for a lock of his own
+            path.unlink()  # while the lock is held, so that no other process locks a removed file
         os.close(descriptor)
 
 
@@ -241,13 +241,13 @@ def _take(path: Path) -> int | None:
 
 
 def _removed_stale(path: Path) -> bool:
-    """Remove a lock file whose process is gone, where the file itself is the lock; return whether it was."""
+    """Remove a lock file whose process has ended, where the file itself is the lock; return whether it was removed."""
     found = _read(path)
     with contextlib.suppress(FileNotFoundError):
         if found and not _is_gone(found):
             return False
         if not found and time.time() - path.stat().st_mtime < _PATIENCE:
-            return False  # made a moment ago: its holder is about to write who he is
+            return False  # created a moment ago: its holder is about to write its name
         path.unlink()
     return True
 
@@ -269,7 +269,7 @@ def _myself() -> dict[str, object]:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process of this host began, in the kernel's ticks; None where there is none."""
+    """Return the start time of a process of this host in the kernel's ticks, or None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -292,7 +292,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _holder(path: Path) -> str:
-    """Return who holds a lock, in words; it may be about to write that."""
+    """Return the holder of a lock in words, waiting a moment for it to write its name."""
     give_up = time.monotonic() + _PATIENCE
     while (not (found := _read(path)) or _is_gone(found)) and time.monotonic() < give_up:
         time.sleep(0.02)

@@ -17,14 +17,14 @@ _MOST_MERGED = 10_000  # keys that YAML's << may put together: a few lines of it
 
 
 def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
-    """Return the object that a JSON file of others holds.
+    """Return the object in a JSON file.
 
     Args:
         path: The file.
         finite: Whether Infinity and NaN, which are no JSON, are refused as well.
 
     Raises:
-        UserError: It is missing, no file, larger than 256 MiB, or not what `parse_json` takes.
+        UserError: It is missing, not a file, larger than 256 MiB, or not valid for `parse_json`.
     """
     try:
         data = _read_bytes(path, _MOST_JSON)
@@ -45,15 +45,15 @@ def parse_json(
     finite: bool = False,
     pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None,
 ) -> Any:
-    """Return what JSON from outside says: bounded in depth (64) and integers (64 bits).
+    """Parse JSON with limits on depth (64) and integers (64 bits).
 
     Args:
         data: UTF-8, or text.
         finite: See `read_json`.
-        pairs: Makes an object of its keys and values.
+        pairs: Returns an object of its keys and values.
 
     Raises:
-        ValueError: It is none; the message says what it "is" or "holds". JSONDecodeError where it is malformed.
+        ValueError: It is not valid; the message begins with "is" or "holds". JSONDecodeError if it is malformed.
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
@@ -75,11 +75,11 @@ def parse_json(
 
 
 def _read_bytes(path: Path, most: int) -> bytes:
-    """Return what a regular file holds: a pipe or a device may never end.
+    """Return the bytes of a regular file: a pipe or a device may never end.
 
     Raises:
         OSError: It cannot be read.
-        UserError: It is no file, or larger than that.
+        UserError: It is not a file, or has more than `most` bytes.
     """
     try:
         mode = path.stat().st_mode
@@ -155,7 +155,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write an object as JSON; a reader sees the old file or the new one, never a part of it."""
+    """Write an object as JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
         partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ Config = TypeVar("Config")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One field that can be given a value, or an optional object, which can only be given none.
+    """One field that takes a value, or an optional object, which can only be set to none.
 
     Attributes:
         name: Dotted name, for example "optimizer.lr".
@@ -67,17 +67,17 @@ def leaves(config: Any, prefix: str = "") -> Iterator[Leaf]:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return a configuration as nested dictionaries of what JSON knows; `build` turns it back."""
+    """Return a configuration as nested dictionaries of JSON types; `build` is the inverse."""
     return {declared.name: _plain(getattr(config, declared.name)) for declared in dataclasses.fields(config)}
 
 
 def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return values given for some of the fields, checked one by one, as nested dictionaries.
+    """Check values for some of the fields one by one, and return them as nested dictionaries.
 
     Args:
         cls: The configuration dataclass they are for.
         values: Nested dictionaries; a key may also be a dotted name.
-        source: Where they were given, for messages: a file's name, or "" for the command line.
+        source: Origin of the values, for messages: a file's name, or "" for the command line.
 
     Raises:
         UserError: A key is unknown (the nearest is named), or a value does not fit its field.
@@ -97,7 +97,7 @@ def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, A
 
 
 def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dictionaries laid over each other, later ones on top; objects merge field by field."""
+    """Merge nested dictionaries; later ones override earlier ones field by field."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
@@ -127,7 +127,7 @@ def build(cls: type[Config], values: Mapping[str, Any], prefix: str = "") -> Con
 
 
 def nearest_name(name: str, known: Mapping[str, Any]) -> str | None:
-    """Return the known dotted name that was most likely meant: by its last part first ("lr"), then by spelling."""
+    """Return the known dotted name nearest to a name: by its last part first ("lr"), then by spelling."""
     name = name.replace("-", "_")
     same_leaf = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
     near = difflib.get_close_matches(name, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
@@ -198,8 +198,8 @@ def add_options(
 ) -> None:
     """Add an option `--dotted.name VALUE` for every field of a configuration.
 
-    An option takes hyphens and underscores alike. Options that are not given leave no trace in the namespace, so that
-    `given_options` returns exactly what the user wrote; values stay text until `read_layer` converts them.
+    Hyphens and underscores in options are equal. Options that are not given are not in the namespace, so that
+    `given_options` returns exactly what the user wrote. Values stay text until `read_layer` converts them.
 
     Args:
         parser: Where the options go.
@@ -229,7 +229,7 @@ def given_options(args: argparse.Namespace, config: Any) -> dict[str, str]:
 
 
 class FieldHelpFormatter(argparse.HelpFormatter):
-    """Shows an option once, in its first spelling, where hyphen and underscore both serve."""
+    """Shows only the first spelling of an option that takes hyphens and underscores."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
