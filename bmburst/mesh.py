@@ -85,7 +85,7 @@ class Mesh:
         def fit() -> MeshShape:
             if tensor is not None and tensor != started:
                 raise UserError(
-                    f"tensor is {tensor}, but BMTrain was started with tensor parallelism {started}\n"
+                    f"tensor {tensor}, but BMTrain was started with {started}\n"
                     f"fix: bmburst.start(tensor={tensor}), or bmtrain.init_distributed(tp_size={tensor})"
                 )
             return MeshShape.fit(world.size, data, sequence, started, heads, nodes)
