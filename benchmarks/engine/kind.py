@@ -40,11 +40,11 @@ class Kind(Generic[C]):
         starts: Returns, for each start of the ranks, what of its `Job` the kind decides: cells, ranks, options.
         estimate: Returns about how many seconds a cell will take; 0 where nothing is known.
         rank_run: Returns what runs the cells on a rank.
-        timelines: Returns the names of the timelines that `--trace` records of a cell.
         describe: Returns what a measured row says in a line, printed as the cell is done.
         tables: Returns all tables as lines of Markdown; the notes are those of `benchmarks.engine.table.grid`.
         draw: Draws every comparison that has a measured cell, by the path that the pictures' names begin with, and
             returns the pictures' paths.
+        timelines: Returns the names of the timelines that `--trace` records of a cell: by default its key.
     """
 
     name: str
@@ -58,10 +58,10 @@ class Kind(Generic[C]):
     starts: Callable[[argparse.Namespace, Sequence[C], tuple[int, ...]], list[dict[str, Any]]]
     estimate: Callable[[Results[C], C], float]
     rank_run: "Callable[[], type[RankRun[C]]]"
-    timelines: Callable[[C], tuple[str, ...]]
     describe: Callable[[C, Row], str]
     tables: Callable[[Results[C], dict[str, int]], list[str]]
     draw: Callable[[Results[C], Path], list[Path]]
+    timelines: Callable[[C], tuple[str, ...]] = lambda cell: (cell.key,)
 
 
 def load_kind(name: str) -> Kind[Any]:

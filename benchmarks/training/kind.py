@@ -113,7 +113,6 @@ KIND = Kind(
     starts=_starts,
     estimate=_estimate,
     rank_run=_rank_run,
-    timelines=lambda cell: (cell.key,),
     describe=table.describe,
     tables=table.tables,
     draw=figure.draw,

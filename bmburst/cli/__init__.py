@@ -36,7 +36,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "build-bmtrain": "build BMTrain from source for this Python and CUDA",
     }
 )
-# What argparse says of a value that is none.
+# argparse's message for a value of the wrong type.
 _WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float|tokens) value: '(.*)'", re.DOTALL)
 _KINDS = MappingProxyType(
     {"int": "a whole number", "float": "a number", "tokens": f"a whole number, {TOKENS_TOO}"},
@@ -90,7 +90,7 @@ class CommandParser(argparse.ArgumentParser):
         known: dict[str, str] = {}
         for option in self._option_string_actions:
             if option.startswith("--"):
-                # Of two spellings the first one is shown, as in help.
+                # An option with two spellings is shown by its first one, as in help.
                 known.setdefault(option[2:].replace("-", "_"), option)
         near = nearest_name(word.lstrip("-"), known)
         hint = f"; did you mean '{known[near]}'?" if near else ""
@@ -132,11 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output, for example head, has gone. Python would complain again when it flushes at exit.
+        # The reader of the output, for example head, has ended. Python would fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except OSError as error:
-        # A path that the user gave, which no file system takes, or where one may not look.
+        # A path of the user that no file system accepts, or without permission.
         if error.errno not in _BAD_PATHS or error.filename is None or LAUNCHED in os.environ:
             raise
         refusal = UserError(f"{error.filename}: {error.strerror}\nfix: give a path that exists and that you may access")
@@ -166,10 +166,10 @@ def leaves_errors_to_rank_0() -> bool:
 
 
 def _require_open_files() -> None:
-    """Refuse a limit of open files that torch's own imports exceed, and raise a low one as far as this user may.
+    """Raise a low limit of open files as far as permitted: torch's imports alone can exceed it.
 
     Raises:
-        UserError: It is below what any command needs, and may not be raised.
+        UserError: The hard limit is below what any command needs.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_FILES:

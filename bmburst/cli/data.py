@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the token file and say what is in it."""
+    """Write the token file and print what it holds."""
     from bmburst.data.corpus import Text, tokenize
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file

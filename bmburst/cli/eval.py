@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from bmburst.checkpoint.files import VERIFIED
 from bmburst.cli import leaves_errors_to_rank_0, ranks_to_start
-from bmburst.cli.train import telling
+from bmburst.cli.train import rank_environment
 from bmburst.config import add_options, build, given_options, option_name, read_layer, to_dict
 from bmburst.errors import UserError
 from bmburst.train.eval_config import EvalConfig
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work.
     """
     try:
-        config = settle(args, world_size=int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None)
+        config = resolve_options(args, world_size=int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None)
     except UserError:
         if leaves_errors_to_rank_0():
             return 2
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             )
         return 0
 
-    # Torch comes with it, and the command line's help does without.
+    # Imported here because it imports torch, which the help does not need.
     from bmburst.train.evaluate import check
 
     directory = check(config)
@@ -61,16 +61,16 @@ def run(args: argparse.Namespace) -> int:
         for word in (option_name(name, _SHORT), str(value))
     ]
     spec = LaunchSpec(nproc=config.nproc or 1, hang_timeout=config.hang_timeout)
-    with telling({VERIFIED: str(directory)}):
+    with rank_environment({VERIFIED: str(directory)}):
         return launch(spec, ["-m", "bmburst", "eval", *options])
 
 
-def settle(args: argparse.Namespace, world_size: int | None = None) -> EvalConfig:
-    """Return the configuration, with the number of ranks settled.
+def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> EvalConfig:
+    """Return the configuration that the options give, with its number of ranks.
 
     Args:
         args: Parsed options.
-        world_size: Ranks there are; None before they are started.
+        world_size: Number of ranks; None before they are started.
 
     Raises:
         UserError: A value is wrong, a file is missing, or a rank would have no token.

@@ -80,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def script_command(words: list[str]) -> list[str]:
-    """Return what stands after the `--`.
+    """Return the words after the `--`.
 
     Raises:
-        UserError: There is no `--`: the script's options could not be told from the launcher's.
+        UserError: There is no `--`, so the script's options cannot be told from the launcher's.
     """
     if words and words[0] != "--":
         raise UserError(
@@ -94,7 +94,7 @@ def script_command(words: list[str]) -> list[str]:
 
 
 def placement(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of LaunchSpec that say where this node stands: given ones first, then SLURM's."""
+    """Return the options of LaunchSpec for the nodes: those that were given, else SLURM's."""
     from bmburst.runtime.launch.slurm import read_step
 
     names = ("nnodes", "node_rank", "master_addr", "master_port")

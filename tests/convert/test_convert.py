@@ -282,7 +282,7 @@ def test_a_checkpoint_brings_no_file_from_elsewhere(
     assert main(["convert", str(source), str(tmp_path / "out"), "--to", "huggingface"]) == 0
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     said = capsys.readouterr().err
-    assert f"tokenizer {name} lies outside of" in said and "--tokenizer PATH" in said
+    assert f"tokenizer {name} is outside of" in said and "--tokenizer PATH" in said
     # The user may name it.
     words = ["convert", str(source), str(tmp_path / "named"), "--to", "huggingface", "--tokenizer", name]
     assert main(words) == 0
