@@ -28,7 +28,7 @@ Directory = str | os.PathLike[str]
 
 
 class LlamaOutput(NamedTuple):
-    """What `Llama` returns, under the names of ModelCenter's BaseModelOutput; what it never has is None.
+    """Output of `Llama` with the names of ModelCenter's BaseModelOutput; fields that it never has are None.
 
     Attributes:
         last_hidden_state: `[batch, local_tokens, dim_model]`, after the last norm; of a MiniCPM times its factor on
@@ -55,8 +55,8 @@ class Llama(Blocks):
 
     Args:
         config: The model, and how it runs.
-        mesh: Says which ranks share a sequence. Default: the mesh that is current now, or else none do: every rank has
-            sequences of its own, as with ModelCenter's.
+        mesh: The ranks that share a sequence. Default: the current mesh, or else every rank has sequences of its own,
+            as with ModelCenter's.
 
     Raises:
         UserError: An option is unknown, or ranks of a tensor group cannot share the model.
@@ -288,13 +288,13 @@ def _initializers(config: LlamaConfig) -> Mapping[str, bmt.ParameterInitializer]
 
 
 def _move(module: torch.nn.Module, places: Mapping[str, str], into: torch.nn.Module | None = None) -> None:
-    """Register children of a module under dotted paths of names below another.
+    """Register children of a module under other dotted names.
 
-    The module's own code still reaches them under their first names, as plain attributes.
+    The module's code still reaches them under their first names, as plain attributes.
 
     Args:
         module: Has the children.
-        places: First name to path; what the module has not is passed over.
+        places: Dotted name by first name; names that the module lacks are skipped.
         into: The root of the paths; by default the module itself.
     """
     root = module if into is None else into
@@ -329,11 +329,11 @@ def _rename_parameters(model: torch.nn.Module) -> None:
 
 
 def _set_initializers(model: torch.nn.Module, methods: Mapping[str, bmt.ParameterInitializer]) -> None:
-    """Say what `bmtrain.init_parameters` fills parameters with.
+    """Set the initializers that `bmtrain.init_parameters` uses.
 
     Args:
-        model: Whose parameters.
-        methods: By a part of a parameter's name; the first that fits counts.
+        model: The model.
+        methods: Initializers by a part of a parameter's name; the first match counts.
     """
     parameters: Iterable[tuple[str, Any]] = model.named_parameters()
     for name, parameter in parameters:

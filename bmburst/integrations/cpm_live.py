@@ -44,8 +44,8 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
         num_heads: Attention heads.
         dim_head: Width of a head.
         dtype: Of the parameters.
-        dropout_p: None or 0: weights that nobody holds cannot be dropped.
-        int4: None or False: what CPM-Bee's own repository hands on.
+        dropout_p: None or 0: attention weights are never stored, so they cannot be dropped.
+        int4: None or False, as CPM-Bee's repository passes it.
 
     Raises:
         UserError: A width is no whole number above 0, the dtype is none of floating point, `dropout_p` is above 0, or
@@ -92,8 +92,8 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
         Args:
             hidden_q: `[batch, local_tokens, dim_model]`.
             hidden_kv: Of the same tokens.
-            attention_mask: What the position bias module returned first.
-            position_bias: What it returned second: the table of biases `[rows, num_heads]`.
+            attention_mask: The first result of the position bias module.
+            position_bias: Its second result, the table of biases `[rows, num_heads]`.
             use_cache: False: this is for training.
             past_kv: None.
 
@@ -109,7 +109,7 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
             _refuse_dense("position_bias", position_bias)
         if use_cache or past_kv is not None:
             raise UserError("use_cache and past_kv are for generation\nfix: generate with CPM-Live's own Attention")
-        # Before weights are gathered: a rank that refuses alone would be waited for.
+        # Before weights are gathered: the others would wait for a rank that refuses alone.
         given = {"hidden_q": hidden_q, "hidden_kv": hidden_kv}
         hidden_q, hidden_kv = attention_mask.group.decided(lambda: (self._checked(given), "CPM-Live's Attention"))
         q = self.project_q(hidden_q).unflatten(-1, (self.num_heads, self.dim_head))
@@ -134,7 +134,7 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
 
 
 class _PositionBias(bmt.DistributedModule):  # type: ignore[misc]
-    """A table of biases, and the formula by which it is looked up."""
+    """A table of position biases and the formula of its lookup."""
 
     def __init__(
         self, make: Callable[[], RelativeBias], num_heads: int, dtype: torch.dtype, init_mean: float, init_std: float
@@ -155,11 +155,11 @@ class _PositionBias(bmt.DistributedModule):  # type: ignore[misc]
         )
 
     def forward(self, tokens: SplitTokens, *matrices: Tensor) -> tuple[BiasedSequence, Tensor]:
-        """Return what `Attention` takes as mask and as bias: the second is the table, through which gradients flow.
+        """Return the mask and the bias arguments of `Attention`; gradients flow through the second, the table.
 
         Args:
-            tokens: Of a part of `SplitSequences`.
-            matrices: None: what CPM-Live's own module is called with.
+            tokens: The `tokens` of a part of `SplitSequences`.
+            matrices: Nothing; CPM-Live's own module takes matrices here.
 
         Raises:
             UserError: It was called as CPM-Live's own, or the batch has relations that the table does not.
@@ -224,7 +224,7 @@ class SegmentPositionEmbedding(_PositionBias):
 
 
 class _Linear(bmt.DistributedModule):  # type: ignore[misc]
-    """CPM-Live's `Linear`: products are divided by the root of their terms' number."""
+    """CPM-Live's `Linear`, which divides products by sqrt(dim_in)."""
 
     def __init__(self, dim_in: int, dim_out: int, dtype: torch.dtype) -> None:
         super().__init__()

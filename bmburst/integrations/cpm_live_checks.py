@@ -11,17 +11,17 @@ from bmburst.amounts import array_of, whole_number
 from bmburst.errors import UserError
 
 Data = Mapping[str, Any]
-"""What CPM-Live's loaders yield: NumPy arrays or tensors by name, whole sequences."""
+"""A batch of CPM-Live's loaders: NumPy arrays or tensors of whole sequences, by name."""
 
 _INT32 = torch.iinfo(torch.int32)
-_TRUTHS = ("context",)  # the others are numbers
+_TRUTHS = ("context",)  # arrays of bools; the others hold whole numbers
 
 
 def require_batch(data: object) -> Data:
-    """Return the batch.
+    """Check that a batch is a mapping, and return it.
 
     Raises:
-        UserError: It is none.
+        UserError: It is not.
     """
     if not isinstance(data, Mapping):
         raise UserError(
@@ -35,7 +35,7 @@ def ints(data: Data, name: str) -> Tensor:
     """Return an array of a batch, int32 on the CPU.
 
     Raises:
-        UserError: There is none of that name, or it is no array of whole numbers that int32 holds.
+        UserError: The name is missing, or the array does not hold whole numbers in the range of int32.
     """
     if name not in data:
         raise UserError(
@@ -58,10 +58,10 @@ def ints(data: Data, name: str) -> Tensor:
 
 
 def vectors(data: Data, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return vectors of whole sequences, `[batch, length]` each as the first of them.
+    """Return vectors of whole sequences, all of the same shape `[batch, length]`.
 
     Raises:
-        UserError: One is missing, of another shape, or there is no token.
+        UserError: One is missing or of another shape, or there is no token.
     """
     found = {name: ints(data, name) for name in names}
     first, shape = next((name, vector.shape) for name, vector in found.items())
@@ -80,10 +80,10 @@ def vectors(data: Data, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def lengths(data: Data, name: str, batch: int, length: int) -> Tensor:
-    """Return the real tokens of each sequence, int32 `[batch]`.
+    """Return the number of real tokens of each sequence, int32 `[batch]`.
 
     Raises:
-        UserError: There are not as many, or one is longer than the sequences.
+        UserError: The number of lengths is wrong, or one is out of range.
     """
     found = ints(data, name)
     if found.shape != (batch,) or bool(((found < 0) | (found > length)).any()):
@@ -101,10 +101,10 @@ def relations(data: Data, whole: Mapping[str, Tensor], real: Tensor) -> Tensor:
     Args:
         data: The batch.
         whole: Its vectors.
-        real: The real tokens of each sequence.
+        real: Number of real tokens of each sequence.
 
     Raises:
-        UserError: Some that are asked for are not there.
+        UserError: A token refers to relations that are not in the batch.
     """
     found = ints(data, "segment_rel")
     batch, length = whole["inputs"].shape
@@ -132,7 +132,7 @@ def additional_rows(data: Data) -> tuple[Tensor, Tensor]:
     """Return ids and numbers of a batch's additional rows of the vocabulary, int32 `[rows]` each.
 
     Raises:
-        UserError: They are no two vectors of one length.
+        UserError: They are not two vectors of the same length.
     """
     ids, numbers = ints(data, "ext_ids"), ints(data, "ext_sub")
     if ids.dim() != 1 or numbers.shape != ids.shape:
@@ -144,10 +144,10 @@ def additional_rows(data: Data) -> tuple[Tensor, Tensor]:
 
 
 def require_segment_types(num_segments: object) -> None:
-    """Check the number of CPM-Ant's kinds of segments.
+    """Check the number of CPM-Ant's segment types.
 
     Raises:
-        UserError: It is no whole number above 0.
+        UserError: It is not a whole number above 0.
     """
     try:
         whole_number("num_segments", num_segments, 1)
@@ -156,7 +156,7 @@ def require_segment_types(num_segments: object) -> None:
 
 
 def require_segments(segment: Tensor, num_segments: int) -> None:
-    """Check that segments are of kinds that there are.
+    """Check that segments are in the range of the segment types.
 
     Raises:
         UserError: One is not.

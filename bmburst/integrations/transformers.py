@@ -53,7 +53,7 @@ class Part:
         mesh: The ranks.
         cut: Which tokens these are.
         ends: Returns the largest position id + 1 of each rank of the sequence.
-        largest: The largest id of the whole batch; None where that lies on a GPU, which is not waited for.
+        largest: The largest id of the whole batch; None on a GPU, to avoid a synchronization.
     """
 
     input_ids: Tensor
@@ -70,11 +70,11 @@ class Part:
 
         Args:
             model: A causal LM of transformers, also inside FSDP2, DDP or PEFT. All ranks call it.
-            inputs: What else to call it with.
+            inputs: Further arguments of the model.
 
         Raises:
-            UserError: The model would not compute what it computes on whole sequences, has no such token, or gets
-                twice what the part has.
+            UserError: The model is not exact on split sequences, lacks a token id, or an argument is part of the
+                split batch.
         """
 
         def decide() -> tuple[None, str]:
@@ -93,10 +93,10 @@ class Part:
         return found
 
     def loss(self, model: torch.nn.Module, valid: Tensor | int | None = None, **inputs: object) -> Tensor:
-        """Return what this rank runs backward from, a scalar in fp32.
+        """Return this rank's loss for backward, a scalar in fp32.
 
-        Its mean over all ranks is the mean loss of all labels of all ranks, in nats; and so the mean of the ranks'
-        gradients, which DDP and FSDP2 take, is the gradient of that.
+        Its mean over all ranks is the mean loss of all labels of all ranks, in nats. DDP and FSDP2 average gradients
+        over ranks, which gives the gradient of that mean.
 
         Args:
             model: As in `logits`.
@@ -113,7 +113,7 @@ class Part:
         return global_mean(_loss_sum(logits, self.labels), total, self.mesh.world.size)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return, on every rank, the whole tensor of which each has the local tokens in dimension `dim`."""
+        """Gather the ranks' local tokens in dimension `dim`; return the whole tensor on every rank."""
         return unshard(x, dim, self.cut.layout.name, self.mesh.sequence, self.cut.length)
 
 
@@ -188,11 +188,11 @@ class SplitSequences:
         return self._cut(whole, cut)
 
     def valid(self, *parts: Part) -> Tensor:
-        """Return how many labels all ranks have together in some parts: a scalar int64 tensor."""
+        """Return the number of labels of some parts over all ranks, a scalar int64 tensor."""
         return valid_labels(self.mesh, *parts)
 
     def mean(self, loss: Tensor) -> float:
-        """Return the mean of the ranks' losses: the mean loss of a label, in nats. Blocks the host.
+        """Return the mean of the ranks' losses, which is the mean loss of a label in nats. Blocks the host.
 
         Raises:
             UserError: A loss is no tensor of one number; on every rank, where calls are compared.
@@ -222,7 +222,7 @@ class SplitSequences:
 
 
 def valid_labels(mesh: Mesh, *parts: Part) -> Tensor:
-    """Return how many labels all ranks have together in some parts: a scalar int64 tensor.
+    """Return the number of labels of some parts over all ranks, a scalar int64 tensor.
 
     Raises:
         UserError: There is no part, or something else; on every rank, where calls are compared.
@@ -276,7 +276,7 @@ def _ends(position_ids: Tensor, cut: SequenceShard) -> tuple[int, ...]:
 
 
 def _signature(whole: WholeBatch) -> str:
-    """Return a text that tells batches apart; waits for the device that holds them."""
+    """Return a text that differs for different batches; synchronizes with their device."""
     tensors = (whole.input_ids, whole.labels, whole.position_ids)
     names = ("input_ids", "labels", "position_ids")
     told = [f"{name} {contents(tensor)}" for name, tensor in zip(names, tensors, strict=True)]

@@ -19,15 +19,15 @@ _ATTENTION = frozenset({"attention", "full_attention", "sliding_attention"})
 
 
 def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]]) -> None:
-    """Check that a model's tokens meet each other in our attention and nowhere else.
+    """Check that a model mixes tokens only in bmburst's attention.
 
     Args:
         model: A model of transformers, also inside DDP, FSDP2, PEFT or torch.compile.
-        ends: Returns the largest position id + 1 of each rank; asked only where the model depends on it.
+        ends: Returns the largest position id + 1 of each rank; called only if the model depends on it.
 
     Raises:
-        UserError: It is none of transformers, has another attention, mixes tokens elsewhere, or has losses or rotary
-            frequencies that depend on which tokens a rank has.
+        UserError: It is not a model of transformers, has another attention, mixes tokens elsewhere, or has losses or
+            rotary frequencies that depend on which tokens a rank has.
     """
     parts = _parts(model)
     if not parts:
@@ -41,14 +41,14 @@ def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...
 
 
 def require_rows(model: torch.nn.Module, largest: int | None) -> None:
-    """Check that a model has a row for each id: on a GPU nobody else would say which is missing.
+    """Check that a model's embedding has a row for each token id: a kernel on a GPU would not name a wrong one.
 
     Args:
         model: As in `require_splittable`, which has passed.
-        largest: The largest id; None is not looked at.
+        largest: The largest id; None skips the check.
 
     Raises:
-        UserError: It has fewer.
+        UserError: The embedding has fewer rows.
     """
     try:  # not the weight's shape, which sharding may have changed
         rows = getattr(_parts(model)[0].get_input_embeddings(), "num_embeddings", None)
@@ -68,7 +68,7 @@ def _parts(model: object) -> list[PreTrainedModel]:
 
 
 def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
-    """Return why a model cannot, and what to do."""
+    """Return why a model cannot be split and what to do, or None."""
     config, another = model.config, "use another model"
     chosen = config._attn_implementation
     if not model._supports_attention_backend:
@@ -114,19 +114,19 @@ def _frequencies_by_length(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> None:
-    """Make a model's layers compute their activations again in backward, by a policy of bmburst.
+    """Set activation checkpointing of a model's layers by a recompute policy of bmburst.
 
-    In the place of `gradient_checkpointing_enable`, which would send keys and values a second time.
+    Use it in place of `gradient_checkpointing_enable`, which would run attention's communication a second time.
 
     Args:
         model: A model of transformers, before or after it is wrapped.
         policy: One of `bmburst.recompute.policy`; a part of attention, as "block-keep-attention:0.5" keeps, must be
-            one that the layout has. "block-keep-attention+first-20" holds for the first 20 layers, in the order of
+            one that the layout has. "block-keep-attention+first-20" names the first 20 layers, in the order of
             `model.modules()`.
 
     Raises:
-        UserError: The policy is unknown or names too many layers, or the model has no layers that can, or has dropout:
-            random numbers are not drawn again.
+        UserError: The policy is unknown or names too many layers, or the model has no such layers, or has dropout:
+            recomputation would draw other random numbers.
     """
     chosen = Policy.parse(policy)
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
@@ -149,7 +149,7 @@ def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> N
 
 
 def _dropout(model: torch.nn.Module) -> str | None:
-    """Return a dropout that is on: of a module, or of a configuration for a function."""
+    """Return a dropout that is on, of a module or of a configuration, or None."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
             return f"{name} of {module.p:g}"
