@@ -100,8 +100,8 @@ def test_the_engine_runs_it(tmp_path, monkeypatch, capsys):
         return 0, ""
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("benchmarks.engine.command.KINDS", KINDS)  # first: its import copies the other
     monkeypatch.setattr(kind_module, "KINDS", KINDS)
+    monkeypatch.setattr("benchmarks.engine.command.KINDS", KINDS)
     monkeypatch.setattr(job_module, "_start", start)
     output = tmp_path / "r.json"
     words = ["bench", "sums", "--ranks", "2", "--factor", "10"]
@@ -121,7 +121,7 @@ def test_the_engine_runs_it(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("tokens", ["7", "0"])
 def test_the_engine_checks_its_lengths(tokens, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("benchmarks.engine.command.KINDS", KINDS)  # first: its import copies the other
     monkeypatch.setattr(kind_module, "KINDS", KINDS)
+    monkeypatch.setattr("benchmarks.engine.command.KINDS", KINDS)
     assert main(["bench", "sums", "--ranks", "2", "--tokens", tokens]) == 2
     assert f"--tokens {tokens}" in capsys.readouterr().err
