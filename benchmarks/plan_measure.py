@@ -80,14 +80,13 @@ def main() -> int:
 def predicted(case: Case, gpus: int, hardware: str) -> dict[str, Any]:
     """Return what the planner says of a case."""
     from bmburst.blocks.presets import preset
-    from bmburst.plan.candidates import Candidate
+    from bmburst.plan.candidates import Candidate, Task
     from bmburst.plan.search import predict
-    from bmburst.plan.task import Task
     from bmburst.schedule.hardware import load_hardware
 
     model = dataclasses.replace(preset(case.preset), num_layers=case.layers)
     task = Task(model=model, preset=case.preset, sequence=case.tokens, gpus=gpus)
-    way = Candidate(task=task, data=1, tensor=1, heads=gpus, outer="none", recompute=case.recompute, zero=case.zero)
+    way = Candidate(task=task, ulysses_degree=gpus, recompute=case.recompute, zero=case.zero)
     found = predict(way, load_hardware(hardware))
     return {
         "predicted_seconds": found.seconds,

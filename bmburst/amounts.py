@@ -1,18 +1,27 @@
-"""Amounts and words as people read and write them."""
+"""Reads and writes numbers and text as users give them: 64K tokens, lists of numbers, arrays, printable names."""
 
+import hashlib
+import operator
 import unicodedata
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from bmburst.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 GIB = 2**30
 """Bytes."""
 MOST = 10**15
-"""No number of steps, tokens, ranks or bytes that a user gives is larger."""
+"""Largest number of steps, tokens, ranks or bytes that a user may give."""
 TOKENS_TOO = "also as 64K for 65536"
-"""What `tokens` reads beside digits, for help and messages."""
+"""The suffixes that `tokens` reads, for help and messages."""
 _UNITS = (("M", 1 << 20), ("K", 1 << 10))
 
 
 def short(number: int, *, commas: bool = False) -> str:
-    """Return 65536 as 64K and 1048576 as 1M; what is no multiple of 1024 as it is, or with `commas`."""
+    """Return 65536 as "64K" and 1048576 as "1M"; a number that is not a multiple of 1024 in digits, or with commas."""
     for unit, size in _UNITS:
         if number >= size and number % size == 0:
             return f"{number // size}{unit}"
@@ -44,7 +53,7 @@ def whole(text: str) -> int:
 
 
 def why_not_text(text: str) -> str | None:
-    """Return why a name or a path cannot be kept, printed and passed on, None where it can."""
+    """Return why a name or path cannot be stored and printed, or None if it can."""
     for character in text:
         kind = unicodedata.category(character)
         if kind == "Cs":
@@ -52,3 +61,87 @@ def why_not_text(text: str) -> str | None:
         if kind in ("Cc", "Zl", "Zp"):
             return "holds a control character"
     return None
+
+
+def numbers(option: str, text: str, read: Callable[[str], int] = whole) -> tuple[int, ...]:
+    """Return the numbers of an option `N,...`.
+
+    Args:
+        option: The option, for messages.
+        text: Its value.
+        read: Returns the number of a word, or raises ValueError: `whole` or `tokens`.
+
+    Raises:
+        UserError: A word is not a number, or a number is less than 1.
+    """
+    try:
+        found = tuple(read(word) for word in text.split(","))
+    except ValueError:
+        example = "64K,131072" if read is tokens else "2,4"
+        raise UserError(f"{option} {text}\nallowed: whole numbers separated by commas, for example {example}") from None
+    if min(found) < 1:
+        raise UserError(f"{option} {text}\nallowed: at least 1")
+    return found
+
+
+def digest(array: "NDArray[Any]") -> str:
+    """Return a short hash of an array."""
+    return hashlib.blake2b(array.tobytes(), digest_size=6).hexdigest()
+
+
+def array_of(what: str, values: Any) -> "NDArray[Any]":
+    """Return a NumPy array of lists, arrays or a tensor on any device.
+
+    Raises:
+        UserError: The values cannot be made an array.
+    """
+    import numpy as np  # only here: the command line's help starts without numpy
+
+    try:
+        return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    except (ValueError, TypeError, NotImplementedError):  # the last of a meta tensor
+        raise UserError(f"{what} must be an array of numbers, got {brief(values)}") from None
+
+
+def whole_numbers(what: str, values: Any) -> list[Any]:
+    """Return the whole numbers of a sequence, an array, a tensor or a single number.
+
+    Raises:
+        UserError: A value is not a whole number.
+    """
+    array = array_of(what, values)
+    if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
+        raise UserError(f"{what} must be a list of whole numbers, got {brief(values)}")
+    found: list[Any] = array.reshape(-1).tolist()
+    return found
+
+
+def brief(values: Any) -> str:
+    """Return values as text on one line of at most 100 characters."""
+    text = " ".join(repr(values).split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def whole_number(what: str, value: object, least: int) -> int:
+    """Return the number.
+
+    Raises:
+        UserError: It is no whole number, or too small.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # what is none raises
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise UserError(f"{what} must be a whole number of at least {least}, got {value!r}")
+    return number
+
+
+def require_flag(what: str, value: object) -> None:
+    """Check that a value is a bool.
+
+    Raises:
+        UserError: It is not.
+    """
+    if not isinstance(value, bool):
+        raise UserError(f"{what} must be a bool, got {value!r}\nallowed: True or False")

@@ -1,4 +1,4 @@
-"""Bad input: one clear message, exit status 2, never a traceback from deep inside."""
+"""Exceptions for bad input and for runs that must end: one clear message in place of a traceback."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,11 +7,10 @@ _MOST_LINES, _MOST_CHARACTERS = 3, 1000  # of a message; of one of its lines
 
 
 class UserError(ValueError):
-    """What the user gave cannot work.
+    """An argument, option or file cannot work.
 
-    The message is at most three lines: the value, what is allowed, and what to do. The command line prints it
-    as it stands and exits with status 2. A value in it may be anything: what cannot be printed is escaped, and what
-    would make more or endless lines is cut.
+    The message has at most three lines: the value, what is allowed, and what to do. The command line prints it and
+    exits with status 2. Characters of a value that cannot be printed are escaped, and long lines are shortened.
     """
 
     def __init__(self, text: str) -> None:
@@ -37,11 +36,11 @@ def _shortened(line: str) -> str:
 
 
 class RunError(Exception):
-    """A run cannot go on, though nothing that was given is wrong: the command line shows the text alone, status 1.
+    """A run must end although its input is right. The command line prints the text and exits with status 1.
 
     Args:
         text: What happened, and what to do.
-        on_all_ranks: Whether every rank raises it.
+        on_all_ranks: Whether every rank raises the error.
     """
 
     def __init__(self, text: str, *, on_all_ranks: bool = True) -> None:
@@ -50,23 +49,23 @@ class RunError(Exception):
 
 
 def needs_bmtrain(name: str) -> UserError:
-    """Return the error for a name that was imported before BMTrain could be.
+    """Return the error for a name whose module needs BMTrain, which cannot be imported yet.
 
-    What BMTrain itself then advises, `pip install nvidia-nccl-cu11`, breaks torch.
+    BMTrain's own advice in this case, `pip install nvidia-nccl-cu11`, breaks torch.
     """
     return UserError(
         f"{name} needs BMTrain, and importing it failed\n"
-        "start the script by bmburst launch -- SCRIPT, or call bmburst.start() before this import"
+        "fix: start the script with bmburst launch -- SCRIPT, or call bmburst.start() before this import"
     )
 
 
 def unknown(kind: str, value: object, known: Iterable[str]) -> UserError:
-    """Return the error for a name that is none of the known ones, with the nearest of them.
+    """Return the error for an unknown name; the message lists the known names and suggests the nearest.
 
     Args:
-        kind: What the name names, for example "layout".
-        value: What was given.
-        known: Every name that would have worked.
+        kind: What the name is for, for example "layout".
+        value: The unknown name.
+        known: The known names.
     """
     names = sorted(known)
     near = difflib.get_close_matches(str(value), names, n=1)

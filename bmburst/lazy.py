@@ -1,4 +1,4 @@
-"""Public names that are imported from their module when they are first used, and modules that have moved."""
+"""Imports public names on first use, and finds modules that have moved under their earlier names."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,21 +18,21 @@ MOVED = {
     "bmburst.tiles": "bmburst.schedule.tiles",
     "bmburst.units": "bmburst.schedule.units",
 }
-"""Import paths that an earlier README or page of the documentation showed, and the module that has their names now."""
+"""Import paths that an earlier README or page of the documentation showed, and the modules that replace them."""
 
 
 def public_name(package: str, name: str, homes: Mapping[str, str], *, over_bmtrain: str | None = None) -> Any:
-    """Return a public name of a package: what its module `__getattr__` returns.
+    """Return a public name of a package, for its module `__getattr__`.
 
     Args:
         package: The package's name.
-        name: What is asked for.
-        homes: The module of the package in which each public name lives.
-        over_bmtrain: The module that imports BMTrain at its top, if one does.
+        name: The name.
+        homes: The module of the package that defines each public name.
+        over_bmtrain: The module that imports BMTrain at its top, if there is one.
 
     Raises:
         AttributeError: The package has no such name.
-        UserError: It lives in `over_bmtrain`, which could not be imported.
+        UserError: `over_bmtrain` defines the name and cannot be imported.
     """
     home = homes.get(name)
     if home is None:
@@ -49,7 +49,7 @@ def public_name(package: str, name: str, homes: Mapping[str, str], *, over_bmtra
 
 
 def keep_moved_modules() -> None:
-    """Let `import` find the modules of `MOVED` under their earlier names, each when it is asked for."""
+    """Let `import` find the modules of `MOVED` under their earlier names."""
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
         sys.meta_path.append(_Moved())
 
@@ -65,5 +65,5 @@ class _Moved(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if fullname in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module of the new name in place of the empty one that `import` has made."""
+        """Replace the empty module that `import` created by the module of the new name."""
         sys.modules[module.__name__] = import_module(MOVED[module.__name__])

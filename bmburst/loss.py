@@ -1,4 +1,4 @@
-"""The training loss of a sequence that lies on several ranks: a token mean over the whole world.
+"""The training loss of a sequence split over ranks: the mean over all tokens of all ranks.
 
 Each rank sums the losses of its own tokens. BMTrain adds the ranks' gradients and divides by the number of ranks
 (`OptimManager.scale_loss` multiplies the loss by 1 / zero_size; ZeRO's reduce-scatter sums), so what it descends is
@@ -17,18 +17,18 @@ __all__ = ["DEFAULT_CHUNK", "IGNORE_INDEX", "count_valid", "global_mean", "num_c
 
 
 def count_valid(labels: Tensor) -> Tensor:
-    """Return how many of the labels count in the loss: a scalar int64 tensor, to be summed over the world."""
+    """Return the number of labels that count in the loss, a scalar int64 tensor to be summed over the world."""
     return (labels != IGNORE_INDEX).sum()
 
 
 def global_mean(loss_sum: Tensor, num_valid_world: int | Tensor, world_size: int) -> Tensor:
-    """Return the loss that a rank gives to `OptimManager.backward`.
+    """Return the loss that a rank passes to `OptimManager.backward`.
 
     Args:
         loss_sum: Sum of this rank's token losses, a scalar, in nats.
-        num_valid_world: Valid labels of all ranks together, of all micro-batches that make up the step. Where there
-            is not a single one the result is 0, and so are the gradients.
-        world_size: Ranks that BMTrain averages over.
+        num_valid_world: Valid labels of all ranks and of all micro-batches of the step. If there is none, the result
+            and the gradients are 0.
+        world_size: Number of ranks that BMTrain averages over.
 
     Returns:
         `loss_sum * world_size / num_valid_world`. Its mean over ranks is the mean loss of a token, in nats.
@@ -41,15 +41,15 @@ def global_mean(loss_sum: Tensor, num_valid_world: int | Tensor, world_size: int
 def token_loss_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = DEFAULT_CHUNK, check: bool | None = None
 ) -> Tensor:
-    """Return the sum of the token losses of this rank, in nats, without ever holding all logits.
+    """Return the sum of this rank's token losses in nats, computing logits a chunk at a time.
 
     Args:
-        hidden: `[batch, tokens, features]`, what the model's last norm gave.
-        weight: `[vocabulary, features]`, the head. Of a BMTrain parameter, the value read once: each read gathers.
+        hidden: `[batch, tokens, features]`, the output of the model's final norm.
+        weight: `[vocabulary, features]`, the head. Read a BMTrain parameter once: each read gathers it.
         labels: `[batch, tokens]` int64, already shifted; `IGNORE_INDEX` where there is no loss.
-        chunk: Tokens whose logits exist at one time. How many chunks there are depends only on the number of tokens,
-            which all ranks share.
-        check: Whether to look for labels out of range; by default where that is cheap, on a CPU.
+        chunk: Tokens whose logits are computed at once. The number of chunks depends only on the number of tokens,
+            which is the same on all ranks.
+        check: Whether to check the range of labels; by default only on a CPU, where it is cheap.
 
     Returns:
         A scalar in fp32 or wider; exactly 0, with zero gradients, on a rank without a valid label.
@@ -63,16 +63,16 @@ def token_loss_sum(
 
 
 def require_ids(kind: str, ids: Tensor, vocab_size: int, *, ignored: int | None = None) -> None:
-    """Check that ids are rows of the vocabulary. The host waits for the device.
+    """Check that ids are in the vocabulary. The host waits for the device.
 
     Args:
-        kind: What the ids are, for the message.
+        kind: Name of the ids, for the message.
         ids: int64, any shape.
         vocab_size: Ids are in [0, vocab_size).
-        ignored: An id that is allowed besides.
+        ignored: Another id that is allowed.
 
     Raises:
-        UserError: One is not.
+        UserError: An id is out of range.
     """
     wrong = (ids < 0) | (ids >= vocab_size)
     if ignored is not None:

@@ -1,6 +1,6 @@
-"""The ranks as a grid, data x sequence x tensor, with the communicators of its groups. Only a Mesh knows groups.
+"""The device mesh: ranks as a grid of data x sequence x tensor, with a communicator for each group.
 
-`bmburst.schedule.mesh_shape` says which rank stands where.
+Only `Mesh` knows groups; `bmburst.schedule.mesh_shape` says which rank is where in the grid.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,12 +15,12 @@ from bmburst.comm.groups import Split, alone, bmtrain_groups, bmtrain_tensor_deg
 from bmburst.errors import UserError
 from bmburst.schedule.mesh_shape import MeshShape
 
-__all__ = ["Mesh", "MeshShape", "current_mesh", "using_mesh"]
+__all__ = ["Mesh", "MeshShape", "current_mesh", "require_mesh", "using_mesh"]
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's place in the grid, with the communicators of its groups.
+    """This rank's position in the grid, with the communicators of its groups.
 
     Made by `Mesh.over_bmtrain` or `Mesh.over_process_group`. `with mesh.current():` makes its sequence group the one
     that `burst_attention`, `shard` and `unshard` use when no group is named.
@@ -29,9 +29,9 @@ class Mesh:
         shape: Ranks on each axis.
         rank: This rank in the world.
         world: All ranks.
-        sequence: Ranks that share this rank's sequences, and, under tensor parallelism, its heads.
+        sequence: Ranks that share this rank's sequences (and, under tensor parallelism, its heads).
         data: Ranks that hold the same part of other sequences.
-        tensor: Ranks that share this rank's matrices; they hold the same part of the same sequences.
+        tensor: Ranks that share this rank's matrices and hold the same part of the same sequences.
     """
 
     shape: MeshShape
@@ -43,17 +43,17 @@ class Mesh:
 
     @property
     def sequence_rank(self) -> int:
-        """This rank's place on its sequence ring."""
+        """This rank's index in its sequence group."""
         return self.shape.coordinates(self.rank)[1]
 
     @property
     def data_rank(self) -> int:
-        """Which sample of a batch this rank works on."""
+        """This rank's index among data parallel groups."""
         return self.shape.coordinates(self.rank)[0]
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of every matrix this rank has."""
+        """This rank's index in its tensor group."""
         return self.shape.coordinates(self.rank)[2]
 
     @classmethod
@@ -76,8 +76,8 @@ class Mesh:
             nodes: See `MeshShape`.
 
         Raises:
-            UserError: BMTrain was not started, or with another tensor degree, the axes do not match the ranks, or the
-                ranks ask for different axes.
+            UserError: BMTrain was not started, or was started with another tensor degree, the axes do not match the
+                ranks, or the ranks ask for different axes.
         """
         world, split = bmtrain_groups()
         started = bmtrain_tensor_degree()
@@ -127,15 +127,15 @@ class Mesh:
         return cls(shape, world.rank, world, sequence, data, split(shape.tensor_groups()))
 
     def current(self) -> AbstractContextManager[None]:
-        """Make this the mesh that functions use when no group is named, in this thread, until the block ends.
+        """Make this the current mesh of this thread until the block ends: functions use it when no group is given.
 
-        `bmburst.recompute.checkpoint` calls again under the mesh of the first call. Other checkpointing may do it in
-        autograd's own thread, where none is current: name the group there, or use `bmburst.BurstAttention`.
+        `bmburst.recompute.checkpoint` recomputes under the mesh of the first call. Other checkpointing may recompute in
+        autograd's thread, which has no current mesh: pass the group there, or use `bmburst.BurstAttention`.
         """
         return using_mesh(self)
 
     def set_checks(self, active: bool) -> None:
-        """Compare the ranks' calls on GPUs, or no longer do (unless BMBURST_CHECK=1); on CPUs they always are."""
+        """Turn comparison of the ranks' calls on GPUs on or off. It is always on with BMBURST_CHECK=1 and on CPUs."""
         for comm in (self.world, self.sequence, self.data, self.tensor):
             comm.active = active or comm.always
 
@@ -152,12 +152,32 @@ def current_mesh() -> Mesh | None:
 
 @contextmanager
 def using_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """Make `mesh` the current one, or None of them, until the block ends."""
+    """Make `mesh`, or none, the current mesh until the block ends."""
     token = _current.set(mesh)
     try:
         yield
     finally:
         _current.reset(token)
+
+
+def require_mesh(mesh: object, made: str, whose: str) -> None:
+    """Check that an argument is a `Mesh` without tensor parallelism.
+
+    Args:
+        mesh: The argument.
+        made: The call that makes such a mesh, for the message.
+        whose: The project whose models have no tensor parallelism, for the message.
+
+    Raises:
+        UserError: It is not.
+    """
+    if not isinstance(mesh, Mesh):
+        raise UserError(f"mesh must be a bmburst.Mesh, got {type(mesh).__name__}\nfix: {made}")
+    if mesh.shape.tensor > 1:
+        raise UserError(
+            f"mesh has tensor {mesh.shape.tensor}, but {whose} models cannot split their matrices\n"
+            "allowed: tensor 1\nfix: make the mesh with tensor=1"
+        )
 
 
 _current: ContextVar[Mesh | None] = ContextVar("bmburst_mesh", default=None)

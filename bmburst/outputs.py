@@ -1,4 +1,4 @@
-"""Whether what a command writes can be written: the place, the room, and that no other run writes there."""
+"""Checks and writes output files: permissions, disk space, locks on run folders, atomic replacement."""
 
 import contextlib
 import errno
@@ -29,32 +29,32 @@ _PATIENCE = 1.0  # seconds for a holder to say who it is
 
 
 def require_own(option: str, path: Path, what: str, is_own: Callable[[Path], bool]) -> None:
-    """Refuse to replace a file that bmburst did not write. An empty one may be anybody's.
+    """Refuse to replace a file that bmburst did not write, unless it is empty.
 
     Args:
-        option: What it was given by.
-        path: The file, which need not be there.
-        what: What is written there, for example "token file".
-        is_own: Returns whether a file is such a one; it need not catch an OSError or a ValueError.
+        option: The option that names the file, for messages.
+        path: The file, which need not exist.
+        what: What the command writes there, with its article, for example "a token file".
+        is_own: Returns whether a file is one of bmburst's; it may raise OSError or ValueError.
 
     Raises:
-        UserError: Another file is there.
+        UserError: The file exists and is not one of bmburst's.
     """
     try:
         if not path.is_file() or not path.stat().st_size or is_own(path):
             return
     except (OSError, ValueError):
         pass
-    raise UserError(f"{option} {path}: is there, and no {what}\nfix: the name of a new file")
+    raise UserError(f"{option} {path}: this file exists and is not {what}\nfix: give the name of a new file")
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Write a file or a folder whole or not at all: readers see the old one or the new one, never a part.
+    """Write a file or folder atomically: readers see the old one or the new one, never a part.
 
     Args:
-        path: The file to make or replace, or the folder to make, which may be there and empty.
-        durable: Whether the file's bytes are on the disk before it takes its name.
+        path: The file to create or replace, or the folder to create, which may exist if it is empty.
+        durable: Whether the file's bytes are flushed to the disk before it takes its name.
 
     Yields:
         The path to write to, in the same folder. It takes the name of `path` if the block ends without an error, and
@@ -74,7 +74,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure as a PNG that `is_picture` knows, whole or not at all.
+    """Write a matplotlib figure atomically as a PNG that `is_picture` recognizes.
 
     Raises:
         OSError: It cannot be written.
@@ -91,20 +91,20 @@ def is_picture(path: Path) -> bool:
 
 
 def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bool]) -> None:
-    """Check that a file can be written and replaces nothing but its like; one that is not there is not left behind.
+    """Check that a file can be written and replaces only a file of its kind. No file is left behind.
 
     Args:
-        option: See `require_own`, as all.
-        path: The file.
-        what: What is written there.
-        is_own: Returns whether a file is such a one.
+        option: See `require_own`.
+        path: See `require_own`.
+        what: See `require_own`.
+        is_own: See `require_own`.
 
     Raises:
-        UserError: It cannot, or another file is there.
+        UserError: The file cannot be written, or is another one.
     """
     try:
         if not path.absolute().parent.is_dir():
-            raise UserError(f"{option} {path}: there is no such folder\nfix: make it, or another file")
+            raise UserError(f"{option} {path}: there is no such folder\nfix: create it, or give another file")
         is_new = not path.exists()
         if not is_new and not path.is_file() and not path.is_dir():
             return  # a pipe or a device: to open it may wait, or mean something
@@ -114,25 +114,27 @@ def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bo
             path.unlink()
     except OSError as error:
         raise UserError(
-            f"{option} {path}: cannot be written: {error.strerror}\nfix: a file in a folder that you may write in"
+            f"{option} {path}: cannot be written: {error.strerror}\n"
+            "fix: give a file in a folder where you have write permission"
         ) from None
 
 
 def require_folder(option: str, path: Path) -> None:
-    """Check that files can be written in a folder; one that is not there could be made, and is not.
+    """Check that files can be written in a folder, which need not exist and is not created.
 
     Args:
-        option: What it was given by.
+        option: The option that names the folder, for messages.
         path: The folder.
 
     Raises:
-        UserError: They cannot.
+        UserError: No file can be written there.
     """
     try:
         tempfile.TemporaryFile(dir=_existing(path)).close()
     except OSError as error:
         raise UserError(
-            f"{option} {path}: no file can be written there: {error.strerror}\nfix: a folder that you may write in"
+            f"{option} {path}: no file can be written there: {error.strerror}\n"
+            "fix: give a folder where you have write permission"
         ) from None
 
 
@@ -145,19 +147,19 @@ def amount(nbytes: float) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """Return what can still be written at a path, which need not be there yet."""
+    """Return the free bytes of the file system of a path, which need not exist."""
     return shutil.disk_usage(_existing(path)).free
 
 
 def require_space(needs: Mapping[str, tuple[Path, int]], fix: str) -> None:
-    """Check that everything that will be written has room; what lies on one file system is added up.
+    """Check that file systems have room for everything that will be written on them.
 
     Args:
-        needs: What is written, in words, with its place and its bytes.
-        fix: What to do where there is too little room.
+        needs: Path and bytes of each thing to write, by its name for messages.
+        fix: What to give instead where there is too little room.
 
     Raises:
-        UserError: It has not.
+        UserError: A file system has too little room.
     """
     devices: dict[int, list[str]] = {}
     for what, (path, nbytes) in needs.items():
@@ -168,22 +170,22 @@ def require_space(needs: Mapping[str, tuple[Path, int]], fix: str) -> None:
         if needed > free:
             parts = " and ".join(f"{what} {amount(needs[what][1])}" for what in whats)
             raise UserError(
-                f"{needs[whats[0]][0]}: {amount(free)} are free there, and the run writes {amount(needed)}: {parts}\n"
-                f"fix: make room for {amount(needed - free)} more, {fix}"
+                f"{needs[whats[0]][0]}: the run writes {amount(needed)} ({parts}), but only {amount(free)} are free\n"
+                f"fix: free {amount(needed - free)} more, or give {fix}"
             )
 
 
 @contextlib.contextmanager
 def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator[None]:
-    """Keep other processes from a run folder until the block ends, or this process does, however it ends.
+    """Lock a run folder until the block or this process ends.
 
-    The lock is `flock` on a file in the folder, which says who holds it and goes with the block. On a file system that
-    does not lock, the file itself is the lock: one left by a process of this host that is gone does not count.
+    The lock is `flock` on a file in the folder, which names the holder and is removed with the block. On a file system
+    without locks the file itself is the lock; a file left by a dead process of this host does not count.
 
     Args:
-        folder: The folder, which is there.
-        lock: Which of its locks.
-        patience: Seconds to wait for one who holds it.
+        folder: The folder, which exists.
+        lock: Name of the lock file.
+        patience: Seconds to wait for another holder.
 
     Raises:
         UserError: Another process holds it; the message says which, where and since when.
@@ -194,7 +196,7 @@ def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator
         if time.monotonic() >= give_up:
             raise UserError(
                 f"{folder}: another run is using this folder: {_holder(path)}\n"
-                "fix: wait until it ends or end it, or give another --output"
+                "fix: wait for it to end, stop it, or give another --output"
             )
         time.sleep(0.05)
     try:
@@ -203,7 +205,7 @@ def held(folder: Path, lock: str = LOCK_FILE, patience: float = 0.0) -> Iterator
         yield
     finally:
         if _is_at(descriptor, path):
-            path.unlink()  # while it is held: nobody else takes this file for a lock of his own
+            path.unlink()  # while the lock is held, so that no other process locks a removed file
         os.close(descriptor)
 
 
@@ -239,13 +241,13 @@ def _take(path: Path) -> int | None:
 
 
 def _removed_stale(path: Path) -> bool:
-    """Remove a lock file whose process is gone, where the file itself is the lock; return whether it was."""
+    """Remove a lock file whose process has ended, where the file itself is the lock; return whether it was removed."""
     found = _read(path)
     with contextlib.suppress(FileNotFoundError):
         if found and not _is_gone(found):
             return False
         if not found and time.time() - path.stat().st_mtime < _PATIENCE:
-            return False  # made a moment ago: its holder is about to write who he is
+            return False  # created a moment ago: its holder is about to write its name
         path.unlink()
     return True
 
@@ -267,7 +269,7 @@ def _myself() -> dict[str, object]:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process of this host began, in the kernel's ticks; None where there is none."""
+    """Return the start time of a process of this host in the kernel's ticks, or None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -290,7 +292,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _holder(path: Path) -> str:
-    """Return who holds a lock, in words; it may be about to write that."""
+    """Return the holder of a lock in words, waiting a moment for it to write its name."""
     give_up = time.monotonic() + _PATIENCE
     while (not (found := _read(path)) or _is_gone(found)) and time.monotonic() < give_up:
         time.sleep(0.02)

@@ -1,13 +1,13 @@
-"""Where a parameter's numbers lie: BMTrain's ZeRO cuts every tensor over all ranks, this finds the pieces by name.
+"""Finds, gathers and scatters the shards of parameters: BMTrain's ZeRO shards every tensor over all ranks.
 
-BMTrain flattens the parameters of a `Block` into one storage for each dtype and group, cut evenly over the ranks, so a
-rank's piece of one tensor is any run of its numbers, or none. A `DistributedParameter` outside a Block is cut alone.
-What an optimizer keeps (`exp_avg` and so on) has the shape of the piece, so the same map serves weights, gradients and
-optimizer states, on any number of ranks.
+BMTrain flattens the parameters of a `Block` into one storage for each dtype and group and shards it evenly over the
+ranks, so a rank's shard of one tensor is any run of its elements, or none. A `DistributedParameter` outside a Block is
+sharded alone. Optimizer states (`exp_avg` and so on) have the shape of the shard, so the same map serves weights,
+gradients and optimizer states on any number of ranks.
 
-Under tensor parallelism a rank of each tensor group has a part of a matrix, and ZeRO cuts that part over the ranks that
-have the same. Names and shapes are those of whole tensors all the same: what is gathered, saved and loaded does not
-show on how many ranks it lay.
+Under tensor parallelism a rank of each tensor group has a part of a matrix, and ZeRO shards that part over the ranks
+that have the same one. Names and shapes are still those of whole tensors: what is gathered, saved and loaded does not
+depend on the number of ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,17 +24,17 @@ from bmburst.comm.bmtrain_nccl import Flat, launched_together
 
 
 class Weights(Enum):
-    """Stands for the weights themselves where a tensor laid out like them may be given."""
+    """Selects the weights themselves where another tensor of their layout may be given."""
 
     THEMSELVES = auto()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NamedShard:
-    """One parameter of a model and this rank's piece of it.
+    """One parameter of a model and this rank's shard of it.
 
-    Its numbers are counted in shard order: of a tensor that tensor ranks share, one rank's part after the other, each
-    flattened. That is the order of the flattened tensor itself unless it is split along another dimension than 0.
+    Elements are counted in shard order: the parts of the tensor ranks one after the other, each flattened. This is the
+    order of the flattened tensor itself unless tensor ranks split it along another dimension than 0.
     """
 
     name: str
@@ -177,7 +177,7 @@ def gather(
     dtype: torch.dtype | None = None,
     root: int | None = None,
 ) -> Tensor | None:
-    """Put a tensor together from all ranks' pieces. Every rank calls it, for the same shard.
+    """Gather a tensor from all ranks' shards. Every rank calls it for the same shard.
 
     Args:
         shard: Which parameter.
@@ -222,7 +222,7 @@ def gather(
 
 @torch.no_grad()
 def scatter(shard: NamedShard, full: Tensor, into: Tensor | Weights = Weights.THEMSELVES) -> None:
-    """Write this rank's piece of a full tensor; the inverse of `gather`. Local: nothing is sent.
+    """Write this rank's piece of a full tensor, without communication; the inverse of `gather`.
 
     Args:
         shard: Which parameter.

@@ -1,4 +1,4 @@
-"""Configuration of the ModelCenter LLaMA with BurstAttention: ModelCenter's fields, and how it is trained. No torch."""
+"""Configuration of ModelCenter's LLaMA with BurstAttention: ModelCenter's fields and how it runs. Imports no torch."""
 
 import dataclasses
 import os

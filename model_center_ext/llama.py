@@ -1,7 +1,7 @@
-"""ModelCenter's Llama over a split sequence: bmburst's LLaMA under ModelCenter's names and calls."""
+"""ModelCenter's Llama over a split sequence: bmburst's LLaMA with ModelCenter's parameter names and call signature."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,20 +16,19 @@ from bmburst.blocks.model import Llama as Blocks
 from bmburst.checkpoint.sharded_files import together
 from bmburst.comm.checks import contents, describe
 from bmburst.comm.groups import alone, communicator
-from bmburst.convert.directory import Weights, open_weights
-from bmburst.convert.model_center import model_center_name
+from bmburst.convert.model_center import ATTENTION_PLACES, BLOCK_PLACES, MLP_PLACES, model_center_name
+from bmburst.convert.weights import Weights, open_weights
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, current_mesh
 from bmburst.sequence import SequenceShard
 from bmburst.zero import named_shards, scatter_piece
 from model_center_ext.config import LlamaConfig
-from model_center_ext.names import as_model_center, initial_values
 
 Directory = str | os.PathLike[str]
 
 
 class LlamaOutput(NamedTuple):
-    """What `Llama` returns, under the names of ModelCenter's BaseModelOutput; what it never has is None.
+    """Output of `Llama` with the names of ModelCenter's BaseModelOutput; fields that it never has are None.
 
     Attributes:
         last_hidden_state: `[batch, local_tokens, dim_model]`, after the last norm; of a MiniCPM times its factor on
@@ -56,8 +55,8 @@ class Llama(Blocks):
 
     Args:
         config: The model, and how it runs.
-        mesh: Says which ranks share a sequence. Default: the mesh that is current now, or else none do: every rank has
-            sequences of its own, as with ModelCenter's.
+        mesh: The ranks that share a sequence. Default: the current mesh, or else every rank has sequences of its own,
+            as with ModelCenter's.
 
     Raises:
         UserError: An option is unknown, or ranks of a tensor group cannot share the model.
@@ -79,8 +78,8 @@ class Llama(Blocks):
             norm_kernel=config.norm_kernel,
         )
         self.model_center_config, self._sequence, self._layout = config, sequence, layout
-        as_model_center(self)
-        initial_values(self, _initializers(config))
+        _rename_parameters(self)
+        _set_initializers(self, _initializers(config))
 
     @classmethod
     def from_pretrained(
@@ -134,7 +133,7 @@ class Llama(Blocks):
                 if ours != theirs:
                     raise UserError(
                         f"{name} has shape {ours} in this model, but {theirs} in {directory}\n"
-                        "fix: leave config out, so that the directory's own is taken"
+                        "fix: leave config out, to use the directory's own"
                     )
 
         together(compare)
@@ -199,7 +198,7 @@ class Llama(Blocks):
             if is_set:
                 raise UserError(f"{name} is not supported\nfix: leave it out; length and mask say what attention sees")
         if input_ids is None:
-            raise UserError("input_ids are missing\nfix: [batch, local_tokens] int64")
+            raise UserError("input_ids are missing\nfix: pass input_ids, int64 of shape [batch, local_tokens]")
         positions = self._placed(input_ids, positions, length)
         whole = length if isinstance(length, int) else None
         embedding = self.model.embed_tokens.weight
@@ -258,13 +257,16 @@ class Llama(Blocks):
     def _positions(self, ids: Tensor, length: int | None) -> Tensor:
         size, local = self._sequence.size, ids.shape[-1]
         if self._layout == "balanced":
-            raise UserError("layout balanced is another one for each mask\nfix: pass positions, of SequenceShard.batch")
+            raise UserError(
+                "layout balanced needs positions, for it differs between masks\n"
+                "fix: pass positions of bmburst.SequenceShard.batch"
+            )
         whole = local * size if length is None else length
         cut = SequenceShard.cut(whole, layout=self._layout, size=size, rank=self._sequence.rank)
         is_alone = size == 1 and whole <= local  # nothing is cut, and padding may be of any size
         if ids.dim() != 2 or not (is_alone or cut.local_tokens == local):
             raise UserError(
-                f"input_ids {list(ids.shape)} are no part of {whole} tokens over {size} ranks in layout "
+                f"input_ids {list(ids.shape)} are not a part of {whole} tokens over {size} ranks in layout "
                 f"{self._layout}\nallowed: [batch, {cut.local_tokens}]\n"
                 "fix: bmburst.SequenceShard.cut(...).batch(...), and pass length"
             )
@@ -283,3 +285,56 @@ def _initializers(config: LlamaConfig) -> Mapping[str, bmt.ParameterInitializer]
         "ffn": normal(config.ffn_init_mean, config.ffn_init_std),
         "output_projection": normal(config.proj_init_mean, config.proj_init_std),
     }
+
+
+def _move(module: torch.nn.Module, places: Mapping[str, str], into: torch.nn.Module | None = None) -> None:
+    """Register children of a module under other dotted names.
+
+    The module's code still reaches them under their first names, as plain attributes.
+
+    Args:
+        module: Has the children.
+        places: Dotted name by first name; names that the module lacks are skipped.
+        into: The root of the paths; by default the module itself.
+    """
+    root = module if into is None else into
+    taken = {name: module._modules.pop(name) for name in places if name in module._modules}
+    for name, child in taken.items():
+        assert child is not None
+        module.__dict__[name] = child
+        *parents, last = places[name].split(".")
+        at = root
+        for parent in parents:
+            if parent not in at._modules:
+                at.add_module(parent, torch.nn.Module())
+            at = at.get_submodule(parent)
+        at.add_module(last, child)
+
+
+def _rename_parameters(model: torch.nn.Module) -> None:
+    """Give the parameters of a `bmburst.blocks.model.Llama` the names that they have in ModelCenter's Llama."""
+    inner = model.get_submodule("model")
+    for block in inner.get_submodule("layers"):  # type: ignore[attr-defined]  # a list of BMTrain's
+        layer = block._module
+        _move(layer.self_attn, ATTENTION_PLACES)
+        _move(layer.mlp, MLP_PLACES)
+        _move(layer, BLOCK_PLACES)
+        now = {id(parameter): name for name, parameter in layer.named_parameters()}
+        for info in block._param_info:  # by which BMTrain saves and loads
+            info["name"] = now[id(info["parameter"])]
+    places = {"embed_tokens": "input_embedding", "layers": "encoder.layers", "norm": "encoder.output_layernorm"}
+    _move(inner, places, into=model)
+    model.__dict__["model"] = model._modules.pop("model")
+    _move(model, {"lm_head": "output_projection"})
+
+
+def _set_initializers(model: torch.nn.Module, methods: Mapping[str, bmt.ParameterInitializer]) -> None:
+    """Set the initializers that `bmtrain.init_parameters` uses.
+
+    Args:
+        model: The model.
+        methods: Initializers by a part of a parameter's name; the first match counts.
+    """
+    parameters: Iterable[tuple[str, Any]] = model.named_parameters()
+    for name, parameter in parameters:
+        parameter._init_method = next(method for part, method in methods.items() if part in name)

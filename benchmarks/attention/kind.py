@@ -38,7 +38,7 @@ def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tu
     for name in ("heads", "kv_heads", "head_dim"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}\nallowed: 1 and more")
+            raise UserError(f"--{name.replace('_', '-')} {value}\nallowed: at least 1")
     if len(ranks) > 1:
         given = f"--gpus {args.gpus}" if args.ranks is None else f"--ranks {args.ranks}"
         raise UserError(f"{given}: attention takes one number of ranks\nfix: run the command once for each")
@@ -103,6 +103,7 @@ KIND = Kind(
     starts=_starts,
     estimate=_estimate,
     rank_run=_rank_run,
+    timelines=lambda cell: tuple(f"{cell.key}/{direction}" for direction in report.DIRECTIONS),
     describe=report.describe,
     tables=report.tables,
     draw=report.draw,

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.kind import KINDS, Kind, Results, load_kind
-from bmburst.amounts import TOKENS_TOO
-from bmburst.cli.numbers import numbers
+from bmburst.amounts import TOKENS_TOO, numbers
 from bmburst.errors import UserError
 from bmburst.outputs import is_picture, require_file, require_folder, require_own
 
@@ -109,6 +108,10 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _print_cells(kind, cells, args.output)
         return 0
+    if args.trace is not None:
+        from benchmarks.engine.timeline import require_timelines
+
+        require_timelines(args.trace, [name for cell in cells for name in kind.timelines(cell)])
     return _measure(args, kind, cells, device, ranks)
 
 
@@ -122,7 +125,7 @@ def _settle(args: argparse.Namespace, kind: Kind[Any]) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.repeats < 1:
-        raise UserError(f"--repeats {args.repeats}\nallowed: 1 and more")
+        raise UserError(f"--repeats {args.repeats}\nallowed: at least 1")
     for name in ("cell_seconds", "cell_timeout", "budget"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
@@ -144,9 +147,9 @@ def _require_output(path: Path, kind: Kind[Any]) -> None:
     is_new = not path.exists()
     require_file("--output", path, "results of this benchmark", lambda path: bool(Results.read(kind, path)))
     if is_new:  # the files beside existing results were made from them
-        require_own("--output", path.with_suffix(".md"), "table of this benchmark", lambda _: False)
+        require_own("--output", path.with_suffix(".md"), "a table of this benchmark", lambda _: False)
         for picture in path.parent.glob(f"{glob.escape(path.stem)}-*.png"):
-            require_own("--output", picture, "picture of bmburst", is_picture)
+            require_own("--output", picture, "a picture of bmburst", is_picture)
 
 
 def _place(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:

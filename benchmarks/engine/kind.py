@@ -11,8 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from bmburst.amounts import tokens
-from bmburst.cli.numbers import numbers
+from bmburst.amounts import numbers, tokens
 from bmburst.config import read_json
 from bmburst.errors import UserError, require_known, unknown
 from bmburst.outputs import replacing
@@ -215,6 +214,7 @@ class Kind(Generic[C]):
         tables: Returns all tables as lines of Markdown; the notes are those of `benchmarks.engine.report.grid`.
         draw: Draws every comparison that has a measured cell, by the path that the pictures' names begin with, and
             returns the pictures' paths.
+        timelines: Returns the names of the timelines that `--trace` records of a cell: by default its key.
     """
 
     name: str
@@ -231,6 +231,7 @@ class Kind(Generic[C]):
     describe: Callable[[C, Row], str]
     tables: Callable[[Results[C], dict[str, int]], list[str]]
     draw: Callable[[Results[C], Path], list[Path]]
+    timelines: Callable[[C], tuple[str, ...]] = lambda cell: (cell.key,)
 
 
 def load_kind(name: str) -> Kind[Any]:

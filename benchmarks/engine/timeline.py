@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.engine.report import blank, save
 from benchmarks.engine.timing import RankGroup
+from bmburst.outputs import is_picture, require_own
 
 Span = tuple[float, float]
 """Begin and end, in milliseconds since the first one of the timeline."""
@@ -27,6 +28,7 @@ _COLOURS = {
     HOST: "#8c510a",
     INSIDE: "#80cdc1",
 }
+_TAIL = 8192  # bytes at the end of a timeline that hold its path
 _COMPUTE, _MOVES = (ATTENTION, PRODUCTS, OTHER), (NCCL, PEERS, HOST, INSIDE)
 _NAMES = (  # the first that is found in an event's name says what it is
     (NCCL, "^nccl"),
@@ -66,9 +68,37 @@ def record(call: Callable[[], object], folder: Path, name: str, group: RankGroup
         if on_gpu:
             torch.cuda.synchronize()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name.replace('/', '.')}.json"
+    path = timeline_file(folder, name)
     timeline.export_chrome_trace(str(path))
     draw(path, path.with_suffix(".png"))
+
+
+def timeline_file(folder: Path, name: str) -> Path:
+    """Return the file that `record` writes for a name; its picture has the suffix .png."""
+    return folder / f"{name.replace('/', '.')}.json"
+
+
+def require_timelines(folder: Path, names: Iterable[str]) -> None:
+    """Check that recording replaces only timelines and pictures that `record` wrote.
+
+    Args:
+        folder: See `record`.
+        names: Of all timelines to record.
+
+    Raises:
+        UserError: One of the files is something else.
+    """
+    for path in (timeline_file(folder, name) for name in names):
+        require_own("--trace", path, "a timeline of bmburst bench", _is_timeline)
+        require_own("--trace", path.with_suffix(".png"), "a picture of bmburst", is_picture)
+
+
+def _is_timeline(path: Path) -> bool:
+    """Return whether torch's profiler wrote a file under this name: it ends a timeline with the file's path."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        end = file.read().decode("utf-8", "replace")
+    return re.search(rf'"traceName": "(.*/)?{re.escape(path.name)}"\s*}}\s*$', end) is not None
 
 
 def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:

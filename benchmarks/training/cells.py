@@ -10,8 +10,9 @@ from benchmarks.engine.kind import BaseCell, BaseSelection
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.errors import UserError, require_known
-from bmburst.plan.counts import attention_flops, model_flops, multiplied
-from bmburst.plan.task import Task
+from bmburst.plan.candidates import Task
+from bmburst.plan.counts import attention_flops, multiplied
+from bmburst.plan.step import model_flops
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 _KIB = 1024

@@ -10,7 +10,7 @@ from benchmarks.engine.kind import OK, Kind, Results, selection_of
 from benchmarks.training import report
 from benchmarks.training.cells import STEPS, TrainCell, TrainSelection, flops, list_cells
 from benchmarks.training.methods import METHODS
-from bmburst.cli.numbers import numbers
+from bmburst.amounts import numbers
 from bmburst.errors import UserError
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import machine_of
@@ -48,7 +48,7 @@ def _configure(group: argparse._ArgumentGroup) -> None:
 
 def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tuple[TrainCell, ...]:
     if args.steps is not None and args.steps < 1:
-        raise UserError(f"--steps {args.steps}\nallowed: 1 and more\nfix: leave it out for each suite's own number")
+        raise UserError(f"--steps {args.steps}\nallowed: at least 1\nfix: leave it out for each suite's own number")
     if args.recompute:
         Policy.parse(args.recompute)
     if args.text != "stdlib" and not Path(args.text).exists():

@@ -7,9 +7,8 @@ from types import MappingProxyType
 from benchmarks.training.cells import OURS, TrainCell
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
-from bmburst.plan.candidates import Candidate, candidates, way_of
+from bmburst.plan.candidates import Candidate, Task, candidates, with_attention_choice
 from bmburst.plan.search import Prediction, predict
-from bmburst.plan.task import Task
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware, load_hardware
 from bmburst.schedule.mesh_shape import MeshShape
@@ -91,11 +90,9 @@ class TrainMethod:
     def _ways(self, cell: TrainCell, task: Task, policy: str, hardware: Hardware) -> list[Candidate]:
         if self.name == OURS:
             return candidates(task, recompute=(policy,), zero=(3,), tensor=(1,))
-        alone = Candidate(
-            task=task, data=1, tensor=self.tensor(cell), heads=1, outer="none", recompute=policy, transport="nccl"
-        )
+        alone = Candidate(task=task, tensor=self.tensor(cell), recompute=policy, transport="nccl")
         spread = "heads" if self.peer else self.strategy
-        return [way_of(alone, spread, None, hardware)]
+        return [with_attention_choice(alone, spread, None, hardware)]
 
     def memory_refusal(self, cell: TrainCell, machine: str | None, capacity: float) -> str | None:
         """Return why the cell would not fit, by the planner's prediction, or None.

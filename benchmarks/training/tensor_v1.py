@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bmburst.blocks.layers import RMSNorm
+from bmburst.blocks.layers import RMSNorm, TensorGroup
 from bmburst.blocks.model import Llama
-from bmburst.blocks.tensor_parallel import TensorGroup
 from bmburst.blocks.transformer import TransformerBlock
 from bmburst.comm.checks import Checked
 from bmburst.comm.groups import communicator

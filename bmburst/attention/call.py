@@ -236,7 +236,7 @@ def decide(
 def _decide(
     comm: Checked, q: Tensor, k: Tensor, v: Tensor, length: int | None, options: AttentionOptions
 ) -> AttentionCall:
-    request = StrategyRequest.of(comm, options.strategy, options.transport, comm.heads)
+    request = StrategyRequest.of(comm, options.strategy, options.transport, comm.ulysses_degree)
 
     def check() -> tuple[tuple[AttentionCall, HeadShapes], str]:
         options.validate()
@@ -258,7 +258,7 @@ def _decide(
             strategy=request.choose(shapes, real, mask),
             deterministic=options.deterministic,
         )
-        hints = f"nodes {comm.nodes}\nheads {comm.heads}"
+        hints = f"nodes {comm.nodes}\nheads {comm.ulysses_degree}"
         return (call, shapes), f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
 
     return request.place(*comm.decided(check))

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, Executor, SequenceCall
 from bmburst.attention.options import no_autocast
+from bmburst.comm.meter import traced
 from bmburst.errors import UserError
 from bmburst.recompute import keep
 from bmburst.recompute.policy import require_end
 from bmburst.schedule.layout import Contiguous, Layout, Striped
-from bmburst.trace import traced
 from bmburst_ops.first_order import first_order
 from bmburst_ops.flash import Given
 from bmburst_ops.merge import row_dots

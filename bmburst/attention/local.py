@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.call import AttentionCall
+from bmburst.comm.meter import traced
 from bmburst.schedule.tiles import Span, Tile
-from bmburst.trace import traced
 from bmburst_ops.flash import Given, Gradients, Partial
 from bmburst_ops.flash.memory import deliver_gradients
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_

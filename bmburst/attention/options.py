@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.amounts import brief, require_flag
 from bmburst.comm.checks import Checked, require_numbers, require_own_memory
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
-from bmburst.numbers import brief, require_flag
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst.schedule.strategy_names import STRATEGIES

@@ -1,4 +1,4 @@
-"""The LLaMA block zoo: configuration, presets, and the parts of the model on BMTrain.
+"""LLaMA-family models on BMTrain: configuration, presets, layers and the whole model.
 
 `config` and `presets` are plain data. The other modules define BMTrain classes and are imported only where the runtime
 was started (`bmburst.runtime.start`), because on a machine without CUDA it must be in place before BMTrain.

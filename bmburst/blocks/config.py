@@ -1,8 +1,9 @@
-"""Shape of a LLaMA model, as plain data, and its exchange with Hugging Face's config.json. Imports no torch."""
+"""Configuration of a LLaMA-family model, read from and written to Hugging Face's config.json. Imports no torch."""
 
 import dataclasses
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from bmburst.blocks.families import FAMILIES, SCALES, family_of, read_settings, write_settings
@@ -12,9 +13,21 @@ from bmburst.errors import UserError, require_known
 from bmburst.schedule.mesh_shape import MeshShape
 
 ROPE_KINDS = ("linear", "dynamic", "yarn", "llama3")
-# Far above every model there is, and low enough that a file with a number of another order is refused at once.
+# Far above every model there is, and low enough to refuse a wrong number in a file at once.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 10_000, 65_536, 2**24
 _MOST_SCALE = 1e6  # of yarn's mscale, so that its ratio is a number
+# Fields that every config.json has, by the name there.
+_HF_REQUIRED = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+}
+# Settings of transformers' LLaMA that have one value in every supported model.
+_HF_FIXED: Mapping[str, Any] = MappingProxyType(
+    {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
+)
 # Hugging Face's own defaults, used where a config.json leaves the key out.
 _HF_NORM_EPS, _HF_INIT_STD, _HF_ROPE_THETA, _HF_MAX_POSITIONS = 1e-6, 0.02, 10000.0, 2048
 
@@ -72,9 +85,9 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Shape of a LLaMA-family model. Weights are `[out_features, in_features]`; with `qkv_bias` three have a bias.
+    """A LLaMA-family model. Weights are `[out_features, in_features]`; with `qkv_bias` three have a bias.
 
-    What Mistral, Qwen2, Qwen3 and MiniCPM have besides LLaMA's are the last six fields (`bmburst.blocks.families`).
+    The last six fields are settings of Mistral, Qwen2, Qwen3 and MiniCPM (`bmburst.blocks.families`).
     """
 
     vocab_size: int = field(
@@ -131,12 +144,14 @@ class LlamaConfig:
         given = [name for name in SCALES if getattr(self, name) is not None]
         if given and len(given) < len(SCALES):
             missing = ", ".join(name for name in SCALES if name not in given)
-            raise UserError(f"{', '.join(given)} without {missing}\nfix: give all three, as MiniCPM has them, or none")
+            raise UserError(
+                f"{', '.join(given)} given without {missing}\nfix: give all three (as MiniCPM does) or none"
+            )
         self._family()
         if self.head_dim == 0:
             if self.hidden_size % self.num_heads:
                 raise UserError(
-                    f"hidden_size {self.hidden_size} does not divide by num_heads {self.num_heads}\n"
+                    f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}\n"
                     "fix: change one of them, or give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
@@ -148,8 +163,8 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise UserError(
-                f"head_dim {self.head_dim} is odd, and rotary embedding turns pairs\n"
-                "fix: an even head_dim, given or as hidden_size / num_heads"
+                f"head_dim {self.head_dim} is odd, but rotary embedding rotates pairs of features\n"
+                "fix: give an even head_dim, or make hidden_size / num_heads even"
             )
 
     def _family(self) -> str:
@@ -160,12 +175,12 @@ class LlamaConfig:
 
     @property
     def embedding_scale(self) -> float:
-        """Factor on what is looked up in the embedding."""
+        """Factor on embeddings."""
         return 1.0 if self.scale_emb is None else self.scale_emb
 
     @property
     def residual_scale(self) -> float:
-        """Factor on what attention and MLP add to the stream."""
+        """Factor on the outputs of attention and MLP before they are added to the residual stream."""
         return 1.0 if self.scale_depth is None else self.scale_depth / math.sqrt(self.num_layers)
 
     @property
@@ -175,12 +190,12 @@ class LlamaConfig:
 
     @property
     def matrix_std(self) -> float:
-        """Standard deviation of fresh matrices inside of blocks: MiniCPM's shrink with the width (its table 7)."""
+        """Standard deviation of initial matrices in blocks; in MiniCPM it falls with the width (its table 7)."""
         return self.init_std * math.sqrt(self.logit_scale)
 
     @property
     def num_parameters(self) -> int:
-        """Number of trained numbers, a tied head counted once."""
+        """Number of trained parameters; a tied head counts once."""
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * kv)
         attention += (query + 2 * kv) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
@@ -196,8 +211,8 @@ class LlamaConfig:
         """
         if shape.tensor > 1 and (self.qkv_bias or self.qk_norm):
             raise UserError(
-                f"tensor parallelism {shape.tensor} has no {'biases' if self.qkv_bias else 'norms of heads'}\n"
-                "allowed: tensor parallelism 1 with qkv_bias or qk_norm"
+                f"tensor parallelism {shape.tensor} does not support {'qkv_bias' if self.qkv_bias else 'qk_norm'}\n"
+                "allowed: tensor parallelism 1 for models with qkv_bias or qk_norm"
             )
         shape.require_heads(self.num_heads, self.num_kv_heads)
         shape.require_width("intermediate_size", self.intermediate_size)
@@ -214,18 +229,13 @@ class LlamaConfig:
         """
         settings = read_settings(values)
         _refuse_foreign(values)
-        required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        missing = [key for key in required if values.get(key) is None]
+        missing = [key for key in _HF_REQUIRED if values.get(key) is None]
         if missing:
             raise UserError(f"config.json of a {values['model_type']} lacks {', '.join(missing)}\nfix: add the keys")
         rope = _rope_of(values)
         max_positions = values.get("max_position_embeddings") or _HF_MAX_POSITIONS
         return cls(
-            vocab_size=values["vocab_size"],
-            hidden_size=values["hidden_size"],
-            intermediate_size=values["intermediate_size"],
-            num_layers=values["num_hidden_layers"],
-            num_heads=values["num_attention_heads"],
+            **{name: values[key] for key, name in _HF_REQUIRED.items()},
             num_kv_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
             head_dim=values.get("head_dim") or 0,
             rope_theta=_HF_ROPE_THETA if rope.get("rope_theta") is None else rope["rope_theta"],
@@ -247,17 +257,10 @@ class LlamaConfig:
         named = {"rope_type": FAMILIES[family].rope_key}
         return {
             **write_settings(family, self.num_layers, self.sliding_window, scales),
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
+            **{key: getattr(self, name) for key, name in _HF_REQUIRED.items()},
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "attention_dropout": 0.0,
+            **_HF_FIXED,
             "rms_norm_eps": self.norm_eps,
             "initializer_range": self.init_std,
             "max_position_embeddings": max_positions,
@@ -269,8 +272,7 @@ class LlamaConfig:
 
 
 def _refuse_foreign(values: Mapping[str, Any]) -> None:
-    plain: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
-    for key, allowed in plain.items():
+    for key, allowed in _HF_FIXED.items():
         if values.get(key, allowed) != allowed:
             raise UserError(
                 f"{key} {shown(values[key])} is not supported\nallowed: {allowed!r}, as in Meta's LLaMA models"
@@ -292,12 +294,12 @@ def _rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
         given = values.get(key)
         if given is not None and not isinstance(given, Mapping):
             raise UserError(
-                f'{key} {shown(given)} is no object\nallowed: for example {{"rope_type": "linear", "factor": 4.0}}'
+                f'{key} {shown(given)} is not an object\nallowed: for example {{"rope_type": "linear", "factor": 4.0}}'
             )
     rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     if by_layer := [key for key, value in rope.items() if isinstance(value, Mapping)]:
         raise UserError(
-            f"rotary settings of each type of layer ({shown(by_layer[0])}) are not supported\n"
+            f"different rotary settings for types of layers ({shown(by_layer[0])}) are not supported\n"
             "allowed: the same for all layers, as one object"
         )
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -362,13 +364,13 @@ its share of the weights' gradients reads and writes 1.3 GiB, 2 % of its product
 
 
 def mlp_chunk(rows: int, wanted: int | None, *, recomputes: bool) -> int:
-    """Return how many rows pass at once, as even as they can be; `rows` itself: all, and nothing is cut.
+    """Return how many rows an MLP computes at once, in chunks of nearly equal size; `rows` itself for no chunks.
 
     Args:
-        rows: Tokens of all sequences of a rank's batch, of all its tensor group.
-        wanted: At most how many, as the user set it; 0: all. None: `AUTOMATIC_CHUNK` where the block is recomputed,
-            which makes cutting free of products; else all, since backward would form gate and up again.
-        recomputes: Whether backward computes the block again.
+        rows: Tokens of all sequences of a rank's batch, over its tensor group.
+        wanted: Largest chunk, as the user set it; 0: all rows. None: `AUTOMATIC_CHUNK` where the block is recomputed,
+            since chunks then cost no further products; else all, since backward would recompute gate and up.
+        recomputes: Whether backward recomputes the block.
     """
     if wanted is None:
         wanted = AUTOMATIC_CHUNK if recomputes else rows

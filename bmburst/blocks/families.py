@@ -1,4 +1,4 @@
-"""Families of models that are LLaMA but for a setting, as Hugging Face's config.json names them. Imports no torch."""
+"""The supported variants of LLaMA (Mistral, Qwen2, Qwen3, MiniCPM) in Hugging Face's config.json. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from bmburst.errors import UserError, require_known
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """What a family has that LLaMA has not.
+    """Differences of a family from LLaMA.
 
     Attributes:
         architecture: transformers' class of its causal LM.
         qkv_bias: Whether its query, key and value projections have biases.
-        qk_norm: Whether the heads of queries and keys are normed.
-        scaled: Whether embeddings, what blocks add to the stream, and logits have factors.
-        ties: Whether its head is the embedding where config.json does not say it.
-        windows: How config.json tells a sliding window: "never", for "all" layers, or by "layer".
-        rope_key: Under which key its code looks for the kind in `rope_scaling`.
-        needs: Keys without which its code would take values of its own that LLaMA does not have.
-        foreign: Keys of relatives of the same model_type, which are other models.
+        qk_norm: Whether each head of queries and keys is normalized.
+        scaled: Whether embeddings, residual updates and logits have factors.
+        ties: Whether head and embedding are tied where config.json does not say.
+        windows: Where config.json sets a sliding window: "never", for "all" layers, or by "layer".
+        rope_key: Key of the scaling method in `rope_scaling`.
+        needs: Required keys: the family's defaults for them differ from LLaMA's.
+        foreign: Keys of other models with the same model_type.
     """
 
     architecture: str
@@ -62,7 +62,7 @@ FAMILIES = {
 
 
 _LACKING = {"gemma2": "logit softcap (attn_logit_softcapping)", "gpt_oss": "attention sinks"}
-"""Families that are refused for a part of their attention that switching off would not leave out but change."""
+"""Families that are refused, with the part of their attention that bmburst does not support."""
 
 
 def family_of(*, qkv_bias: bool, qk_norm: bool, sliding_window: int | None, scaled: bool) -> str:
@@ -77,7 +77,7 @@ def family_of(*, qkv_bias: bool, qk_norm: bool, sliding_window: int | None, scal
             return name
     if scaled:
         raise UserError(
-            f"{', '.join(SCALES)} (MiniCPM) go with neither qkv_bias, qk_norm nor sliding_window\n"
+            f"{', '.join(SCALES)} (MiniCPM) cannot be combined with qkv_bias, qk_norm or sliding_window\n"
             "allowed: a model without these three"
         )
     raise UserError("no family of Hugging Face has both qkv_bias (Qwen2) and qk_norm (Qwen3)\nallowed: one of them")
@@ -92,7 +92,8 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     name = values.get("model_type")
     if isinstance(name, str) and name in _LACKING:
         raise UserError(
-            f"a {name} model has {_LACKING[name]}, which attention here does not do; without, it is another model\n"
+            f"a {name} model has {_LACKING[name]}, which bmburst's attention does not support; without it "
+            "the model computes something else\n"
             f"allowed: model_type {', '.join(FAMILIES)}"
         )
     require_known("model_type", name, FAMILIES)
@@ -117,7 +118,7 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 def write_settings(
     name: str, num_layers: int, sliding_window: int | None, scales: Mapping[str, float | None]
 ) -> dict[str, Any]:
-    """Return what config.json of a family says besides what all of them say.
+    """Return the keys of config.json that only this family has.
 
     Args:
         name: Of the family.
@@ -142,7 +143,7 @@ def write_settings(
 def _never(values: Mapping[str, Any]) -> None:
     if values.get("sliding_window") is not None:
         raise UserError(
-            f"a {values['model_type']} model has no sliding_window\nfix: model_type 'mistral', or take the key out"
+            f"a {values['model_type']} model has no sliding_window\nfix: set model_type 'mistral', or remove the key"
         )
 
 

@@ -1,24 +1,45 @@
-"""The parameters of LLaMA as BMTrain modules: matrix, norm and embedding table."""
+"""LLaMA's parameters as BMTrain modules (matrix, norm, embedding table), and the tensor group that shares them.
+
+A tensor group holds one part of a sequence. Outside of attention and MLP each of its ranks has a run of those tokens
+(embedding, norms, residual stream, loss: arXiv:2205.05198, "sequence parallelism"). Before the projections of attention
+and MLP the ranks gather all tokens of the group; after them a reduce-scatter returns each rank its own. The two are
+each other's transposes, so every rank's gradients are those of its own token losses, as between sequence ranks:
+BMTrain's sum over ranks and `bmburst.loss.global_mean` need no special case.
+
+Matrices are BMTrain's tensor-parallel parameters, which ZeRO shards over the ranks that hold the same part
+(`tp_zero_comm`). BMTrain's own layers (`bmtrain.nn.ColumnParallelLinear`, `RowParallelLinear`, version 1.0.1) are not
+used. They gather along the first dimension, which is the batch here. Their reduce-scatter fails unless a rank's rows
+divide by 2 (IndexError in `async_reduce_scatter_linear_func`). Query, key and value would each gather the same tokens,
+as would gate and up, in forward and again in backward. Where the layer does not gather its input, its backward assumes
+the same loss on all ranks and sums the input's gradient itself.
+"""
+
+from typing import Any
 
 import bmtrain as bmt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from bmburst.comm.checks import Checked
+from bmburst.comm.groups import alone, communicator
+from bmburst.errors import UserError
+from bmburst_ops.first_order import first_order
 from bmburst_ops.linears import linears
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 
 NO_DECAY = "no_decay"
-"""BMTrain's parameter group of everything that weight decay leaves alone: vectors."""
+"""BMTrain's parameter group without weight decay: vectors."""
 
 
 def parameter(*shape: int, dtype: torch.dtype, split: int | None = None) -> bmt.DistributedParameter:
-    """Return a parameter of undefined value, cut over all ranks: a vector without weight decay, a matrix with.
+    """Return an uninitialized parameter, sharded over all ranks; only matrices have weight decay.
 
     Args:
-        shape: Of the whole parameter.
-        dtype: Its type.
-        split: Dimension of which each rank of a tensor group has a part; it divides. None: every rank has all.
+        shape: Shape of the whole parameter.
+        dtype: Its dtype.
+        split: Dimension that the ranks of a tensor group share evenly; None: every rank has the whole.
     """
     degree = bmt.config["tp_size"]
     if split is None or degree == 1:
@@ -29,16 +50,16 @@ def parameter(*shape: int, dtype: torch.dtype, split: int | None = None) -> bmt.
 
 
 class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """A matrix, or this rank's part of it. `weight` is `[out, in]`, `bias` `[out]`; nothing is sent.
+    """A linear layer, or this rank's part of it, without communication. `weight` is `[out, in]`, `bias` `[out]`.
 
     Args:
         in_features: Width of the input, over all ranks of a tensor group.
-        out_features: Width of the output, likewise.
-        dtype: Of the weight.
-        split: Of which width each rank of a tensor group has a part: 0, out; 1, in, so that results add up to the
-            product; None, of neither. See `bmburst.blocks.tensor_parallel`.
-        rows: Which of its outputs this rank computes.
-        bias: Whether something is added. Not for parts.
+        out_features: Width of the output, over all ranks of a tensor group.
+        dtype: dtype of the weight.
+        split: Dimension that the ranks of a tensor group share: 0, outputs; 1, inputs, whose results sum up to the
+            product; None, neither. See the module's docstring.
+        rows: The outputs that this rank computes.
+        bias: Whether there is a bias; not with `split`.
     """
 
     def __init__(
@@ -58,7 +79,7 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         self.has_bias, self.rows = bias, rows
 
     def forward(self, x: Tensor, *, is_needed: bool = True) -> Tensor:
-        """Return x @ weight[rows].T + bias; undefined if it is not needed, of a recomputation that goes no further."""
+        """Return x @ weight[rows].T + bias; undefined where a recomputation does not need the result."""
         (result,) = project(x, self, is_needed=is_needed)
         return result
 
@@ -111,3 +132,82 @@ class Table(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     def __init__(self, rows: int, features: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = parameter(rows, features, dtype=dtype)
+
+
+class TensorGroup:
+    """The ranks that share this rank's matrices, with the transfers of their tokens. A group of one does nothing.
+
+    Every rank has `ceil(tokens / size)` tokens; those beyond the last are padding.
+    """
+
+    def __init__(self, comm: Checked) -> None:
+        self._comm = comm
+        self.size, self.rank = comm.size, comm.rank
+
+    @classmethod
+    def of_bmtrain(cls) -> "TensorGroup":
+        """Return the group of this rank in the running BMTrain, which was started with `tp_size` ranks in each."""
+        return cls(communicator(bmt.config["tp_comm"]) if bmt.config["tp_size"] > 1 else alone())
+
+    def own(self, x: Tensor, pad_value: int = 0) -> Tensor:
+        """Return this rank's part of `[batch, tokens]`, which all ranks of the group hold; no gradient."""
+        if self.size == 1:
+            return x
+        each = -(-x.shape[1] // self.size)
+        padded = pad(x, (0, each * self.size - x.shape[1]), value=pad_value)
+        return padded[:, self.rank * each : (self.rank + 1) * each]
+
+    def gather(self, x: Tensor, tokens: int) -> Tensor:
+        """Return all ranks' `[batch, own tokens, features]` as `[batch, tokens, features]`, without padding.
+
+        Its backward adds up the ranks' gradients and returns those of this rank's tokens.
+        """
+        if self.size == 1:
+            return x
+        gathered: Tensor = _Gather.apply(x, tokens, self._comm)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks of `[batch, tokens, features]`, of this rank's tokens: the transpose of `gather`.
+
+        Summed in the dtype of `x`. Its backward gathers.
+        """
+        if self.size == 1:
+            return x
+        summed: Tensor = _AddUp.apply(x, self._comm)  # type: ignore[no-untyped-call]
+        return summed
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: int, comm: Checked) -> Tensor:
+        ctx.comm = comm
+        return _gathered(x, tokens, comm)
+
+    @staticmethod
+    @first_order(UserError)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _added_up(grad, ctx.comm), None, None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Checked) -> Tensor:
+        ctx.comm, ctx.tokens = comm, x.shape[1]
+        return _added_up(x, comm)
+
+    @staticmethod
+    @first_order(UserError)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(grad, ctx.tokens, ctx.comm), None
+
+
+def _gathered(x: Tensor, tokens: int, comm: Checked) -> Tensor:
+    (parts,) = comm.all_gather(x).wait()
+    return parts.movedim(0, 1).flatten(1, 2)[:, :tokens].contiguous()
+
+
+def _added_up(x: Tensor, comm: Checked) -> Tensor:
+    padded = pad(x, (0, 0, 0, -x.shape[1] % comm.size))
+    (mine,) = comm.reduce_scatter(padded.unflatten(1, (comm.size, -1)).movedim(1, 0)).wait()
+    return mine

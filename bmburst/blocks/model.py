@@ -11,9 +11,8 @@ from torch import Tensor
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.layers import RMSNorm, Table
+from bmburst.blocks.layers import RMSNorm, Table, TensorGroup
 from bmburst.blocks.rope import rotary_tables
-from bmburst.blocks.tensor_parallel import TensorGroup
 from bmburst.blocks.transformer import AttentionFactory, NormFactory, TransformerBlock
 from bmburst.errors import UserError
 from bmburst.loss import DEFAULT_CHUNK, IGNORE_INDEX, require_ids, token_loss_sum
@@ -34,11 +33,11 @@ _INTO_THE_STREAM = ("o_proj.weight", "down_proj.weight")
 def initialize(model: torch.nn.Module, config: LlamaConfig, seed: int) -> None:
     """Fill a model: norms with 1, biases with 0, tables from N(0, init_std), matrices of blocks from N(0, matrix_std).
 
-    The two projections of a block that add to the stream are drawn with matrix_std / sqrt(2 num_layers), so that the
-    stream's variance does not grow with depth (GPT-2, section 2.3 of "Language Models are Unsupervised Multitask
-    Learners"; common in LLaMA training codes). With scale_depth the model itself sees to that.
+    The output projections of attention and MLP are drawn with matrix_std / sqrt(2 num_layers), so that the variance of
+    the residual stream does not grow with depth (GPT-2, section 2.3 of "Language Models are Unsupervised Multitask
+    Learners"; common in LLaMA training codes). With scale_depth the model scales them itself.
 
-    Numbers are drawn in fp32 and rounded, so runs in two dtypes start from the same weights, but for rounding.
+    Weights are drawn in fp32 and rounded: runs in two dtypes start from the same weights up to rounding.
     """
     for shard in named_shards(model):
         if not shard.count:
@@ -61,7 +60,7 @@ def _normal(shape: tuple[int, ...], std: float, key: str, device: torch.device) 
 
 
 class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """Embedding, blocks and last norm: what Hugging Face calls `model`."""
+    """Embedding, blocks and final norm: `model` in Hugging Face's names."""
 
     def __init__(
         self,
@@ -111,23 +110,23 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
 
     Every rank of the world builds it with the same arguments and calls the same methods in the same order. Where
     BMTrain was started with tensor parallelism (`bmburst.start(tensor=N)`), the ranks of a tensor group share its
-    matrices and heads, and are given the same tokens; see `bmburst.blocks.tensor_parallel`.
+    matrices and heads, and are given the same tokens; see `bmburst.blocks.layers`.
 
     Args:
-        config: The shape.
-        attention: Makes one block's attention; by default causal `BurstAttention` over the mesh that is current now.
-            To choose, pass for example `functools.partial(BurstAttention, layout="striped", group=mesh.sequence)`.
-        dtype: Of weights and activations.
-        recompute: Policy of `bmburst.recompute.policy`, for example "none", "block", "block-keep-attention",
+        config: The model's configuration.
+        attention: Returns one block's attention; by default causal `BurstAttention` over the current mesh. Pass for
+            example `functools.partial(BurstAttention, layout="striped", group=mesh.sequence)`.
+        dtype: dtype of weights and activations.
+        recompute: Recompute policy of `bmburst.recompute.policy`, for example "none", "block", "block-keep-attention",
             "block-keep-attention:0.5" or "block-keep-attention+offload", or of the first layers alone
-            "block-keep-attention+first-20". All but "auto", which needs to know the step.
-        zero_level: 2 or 3, BMTrain's.
-        seed: Of the fresh weights; they do not depend on the number of ranks. None leaves them undefined, for a
-            caller that loads them.
-        loss_chunk: Tokens whose logits exist at one time in `loss`.
-        mlp_chunk: Tokens of a rank that pass through an MLP at one time. None: 16384 where blocks are recomputed, else
-            all of them; 0: all.
-        norm_kernel: What computes norms: "auto", or another of `bmburst_ops.rms_norm.KERNELS`.
+            "block-keep-attention+first-20". Not "auto", which needs the whole step.
+        zero_level: BMTrain's ZeRO stage, 2 or 3.
+        seed: Seed of the initial weights, which do not depend on the number of ranks. None leaves them
+            uninitialized, for a caller that loads them.
+        loss_chunk: Tokens whose logits `loss` computes at once.
+        mlp_chunk: Tokens of a rank that an MLP computes at once. None: 16384 where blocks are recomputed, else all;
+            0: all.
+        norm_kernel: "auto", or another of `bmburst_ops.rms_norm.KERNELS`.
 
     Raises:
         UserError: An option has an unknown value, the ranks of a tensor group cannot share the model, or with tensor
@@ -151,17 +150,17 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         policy = Policy.parse(recompute)
         policy.require_layers(config.num_layers)
         if zero_level not in (2, 3):
-            raise UserError(f"zero_level {zero_level} is unknown\nknown: 2, 3")
+            raise UserError(f"zero_level {zero_level}\nallowed: 2 or 3")
         if loss_chunk < 1:
-            raise UserError(f"loss_chunk {loss_chunk} is not positive\nfix: the tokens of a chunk, for example 1024")
+            raise UserError(f"loss_chunk {loss_chunk}\nallowed: at least 1 token, for example 1024")
         if mlp_chunk is not None and mlp_chunk < 0:
-            raise UserError(f"mlp_chunk {mlp_chunk} is negative\nfix: the tokens of a chunk, 0 for all, or None")
+            raise UserError(f"mlp_chunk {mlp_chunk}\nallowed: at least 1 token, 0 for all tokens, or None")
         _require_norm(norm_kernel, config, dtype)
         tensor = TensorGroup.of_bmtrain()
         config.require_mesh(MeshShape(1, 1, tensor.size))
         if tensor.size > 1 and attention is None and current_mesh() is None:
             raise UserError(
-                f"with tensor {tensor.size} the world is more than the ranks of a sequence\n"
+                f"with tensor parallelism {tensor.size} attention must know which ranks share a sequence\n"
                 "fix: with mesh.current(): Llama(...), or attention=functools.partial(BurstAttention, "
                 "group=mesh.sequence)"
             )
@@ -174,7 +173,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         layout = getattr(getattr(self.model.layers[0].self_attn.attention, "options", None), "layout", None)
         if config.sliding_window is not None and layout == "balanced":
             raise UserError(
-                "layout 'balanced' is cut for the mask of a batch, which sliding_window narrows\n"
+                "layout 'balanced' is made for the mask of a batch and cannot be combined with sliding_window\n"
                 "fix: layout 'zigzag' or 'striped', or sliding_window none"
             )
         if not config.tie_embeddings:
@@ -185,22 +184,20 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     def forward(
         self, tokens: Tensor, positions: Tensor, length: int | None = None, mask: MaskOption | None = None
     ) -> Tensor:
-        """Return what the head multiplies of this rank's tokens, `[batch, tokens, hidden_size]`.
+        """Return the final hidden states of this rank's tokens, `[batch, tokens, hidden_size]`, as input of the head.
 
-        It is what the last norm gives, times `config.logit_scale`: 1 but for MiniCPM. Ranks of a tensor group return
-        the same. A loss made of it is the sum of what the ranks count: let each token count on one of them, as `loss`
-        does.
+        They are the output of the last norm times `config.logit_scale`, which is 1 except in MiniCPM. Ranks of a tensor
+        group return the same. Gradients sum over ranks, so count each token's loss on one of them, as `loss` does.
 
         Args:
             tokens: `[batch, tokens]` int64, this rank's part.
             positions: `[batch, tokens]` int64, of each token in the whole sequence, or in its document.
-            length: Real tokens of the whole sequence over all ranks, where padding follows them. Default: what the mask
-                is made for, or all of them.
-            mask: Which tokens of this batch see which, as in `burst_attention`. Default: the one that attention was
-                made with.
+            length: Real tokens of the whole sequence over all ranks, where padding follows them. Default: the length of
+                the mask, or all tokens.
+            mask: Mask of this batch, as in `burst_attention`. Default: the mask of the attention modules.
 
         Raises:
-            UserError: A token id is out of range. Looked at always on a CPU, in the first pass on a GPU.
+            UserError: A token id is out of range. Checked in every pass on a CPU and in the first pass on a GPU.
         """
         hidden = self._hidden(tokens, positions, length, self.model.embed_tokens.weight, mask)
         return self.tensor.gather(hidden, tokens.shape[1])
@@ -208,13 +205,13 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     def logits(
         self, tokens: Tensor, positions: Tensor, length: int | None = None, mask: MaskOption | None = None
     ) -> Tensor:
-        """Return the logits of every token, `[batch, tokens, vocab_size]`: for short inputs. See `forward`."""
+        """Return the logits of all tokens, `[batch, tokens, vocab_size]`, for short inputs. See `forward`."""
         embedding = self.model.embed_tokens.weight
         hidden = self.tensor.gather(self._hidden(tokens, positions, length, embedding, mask), tokens.shape[1])
         return torch.nn.functional.linear(hidden, self._head(embedding))
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Return the logits `[..., vocab_size]` of hidden states that `forward` gave: for a few tokens."""
+        """Return the logits `[..., vocab_size]` of a few tokens' hidden states, as `forward` returns them."""
         table = self.model.embed_tokens if self.config.tie_embeddings else self.lm_head
         return torch.nn.functional.linear(hidden, table.weight)
 
@@ -228,8 +225,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     ) -> Tensor:
         """Return the sum of this rank's token losses in nats, a scalar in fp32 or wider.
 
-        `bmburst.loss.global_mean` makes of it what BMTrain's `OptimManager.backward` is given. In a tensor group each
-        token counts on one rank, so that losses add up over all ranks of the world.
+        Pass it through `bmburst.loss.global_mean` to BMTrain's `OptimManager.backward`. In a tensor group each token
+        counts on one rank, so losses sum over all ranks of the world.
 
         Args:
             tokens: See `forward`, as `positions` and `length`.
@@ -254,7 +251,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     ) -> Tensor:
         if tokens.shape != positions.shape or tokens.dim() != 2:
             raise UserError(
-                f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)} do not fit\n"
+                f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)} differ in shape\n"
                 "allowed: both [batch, tokens]"
             )
         if not (tokens.is_cuda and self._checked_on_device):
@@ -283,11 +280,11 @@ def _require_norm(kernel: str, config: LlamaConfig, dtype: torch.dtype) -> None:
 
 
 def within(window: int | None, mask: MaskOption | None) -> MaskOption | None:
-    """Return a model's mask: what a token sees of the last `window` tokens, of all if it is None.
+    """Return a batch's mask narrowed to the model's sliding window.
 
     Args:
-        window: The configuration's `sliding_window`.
-        mask: Of the batch. None: the one that attention was made with, which for a window must be causal.
+        window: The configuration's `sliding_window`; None leaves the mask as it is.
+        mask: Mask of the batch. None: the attention modules' mask, which must be causal with a window.
     """
     if window is None:
         return mask
@@ -303,7 +300,7 @@ def _within(window: int, mask: Mask | str | None) -> Mask:
 
 
 def _embed(tokens: Tensor, table: Tensor, factor: float) -> Tensor:
-    """Look tokens up. On a CPU torch's backward sums a token's gradients in the table's dtype: give it a wide table."""
+    """Look tokens up. On a CPU torch sums a token's gradients in the table's dtype, so the table is cast to fp32."""
     wide = table if table.is_cuda else table.to(accumulation_dtype(table.dtype))
     rows = torch.nn.functional.embedding(tokens, wide).to(table.dtype)
     return rows if factor == 1 else rows * factor

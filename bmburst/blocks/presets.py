@@ -1,11 +1,11 @@
-"""Named LLaMA shapes. One row adds one."""
+"""Named model configurations, each with the source of its numbers."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from bmburst.blocks.config import LlamaConfig
-from bmburst.errors import unknown
+from bmburst.errors import require_known
 
 _MINICPM: Mapping[str, Any] = MappingProxyType(
     {
@@ -102,12 +102,15 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
 )
 
 
-def preset(name: str) -> LlamaConfig:
-    """Return the named shape.
+def preset(name: str, kind: str = "preset") -> LlamaConfig:
+    """Return the named configuration.
+
+    Args:
+        name: The preset.
+        kind: What the message calls a preset.
 
     Raises:
-        UserError: There is no preset of that name.
+        UserError: There is no preset of that name; the message names the nearest.
     """
-    if name not in PRESETS:
-        raise unknown("preset", name, PRESETS)
+    require_known(kind, name, PRESETS)
     return PRESETS[name]

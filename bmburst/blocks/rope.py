@@ -1,4 +1,4 @@
-"""Angles of the rotary embedding: frequencies, their scaling for longer contexts, and tables by position id.
+"""Rotary position embedding: frequencies, their scaling for longer contexts, and cosine and sine tables.
 
 Frequencies follow Hugging Face transformers (modeling_rope_utils.py), formula by formula and in fp32, so that weights
 trained with one give the same model in the other.

@@ -1,6 +1,6 @@
-"""One LLaMA block: attention and gated MLP, each behind a norm and added to the stream.
+"""One LLaMA block: attention and gated MLP, each with a pre-norm and a residual connection.
 
-With tensor parallelism the stream holds this rank's tokens of its tensor group, attention and MLP all of the group's.
+With tensor parallelism the residual stream holds this rank's tokens, and attention and MLP see all of the group's.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,7 @@ from bmburst import recompute
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.config import mlp_chunk as choose_chunk
-from bmburst.blocks.layers import Linear, RMSNorm, project
-from bmburst.blocks.tensor_parallel import TensorGroup
+from bmburst.blocks.layers import Linear, RMSNorm, TensorGroup, project
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
 from bmburst_ops.gated_mlp import gated_mlp
@@ -23,16 +22,16 @@ from bmburst_ops.rotary import apply_rotary
 from bmburst_ops.swiglu import swiglu
 
 AttentionFactory = Callable[[], torch.nn.Module]
-"""Makes the attention of one block: forward(q, k, v, length, mask) on `[batch, local_tokens, heads, head_dim]`."""
+"""Returns one block's attention: forward(q, k, v, length, mask) on `[batch, local_tokens, heads, head_dim]`."""
 NormFactory = Callable[..., RMSNorm]
-"""Makes a norm of so many features: `RMSNorm` with all but those and the factor given."""
+"""Returns an `RMSNorm` for a number of features and a factor."""
 
 
 class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
     """Projections and rotary embedding around BurstAttention; key and value heads stay unexpanded.
 
     A rank of a tensor group has its part of the query heads with their KV heads. Where there are fewer KV heads than
-    ranks, the ranks that share one compute it each; then all ranks of the world hold their projections in parts.
+    ranks, several ranks compute the same KV head, and ZeRO shards the projection over all ranks of the world.
     """
 
     def __init__(
@@ -78,13 +77,13 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
 
 
 class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """The gated MLP, down(silu(gate(x)) * up(x)), of which a rank of a tensor group has its part of the width.
+    """The gated MLP, down(silu(gate(x)) * up(x)); ranks of a tensor group share its width.
 
     Args:
-        config: The shape.
-        dtype: Of the weights.
-        tensor: The group.
-        chunk: Returns for a number of tokens how many of them pass at once. Default: all.
+        config: The model's configuration.
+        dtype: dtype of the weights.
+        tensor: The tensor group.
+        chunk: Returns how many of a number of tokens are computed at once. Default: all.
     """
 
     def __init__(
@@ -101,9 +100,9 @@ class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
         """Return `[batch, own tokens, hidden_size]`.
 
         Args:
-            hidden: As the result.
-            tokens: Of all ranks of the tensor group.
-            is_needed: Whether the result is: not in a recomputation that goes no further.
+            hidden: `[batch, own tokens, hidden_size]`.
+            tokens: Tokens of all ranks of the tensor group.
+            is_needed: Whether the result is needed; a recomputation needs only what backward reads.
         """
         gathered = self.tensor.gather(hidden, tokens)
         rows = gathered.shape[0] * gathered.shape[1]
@@ -117,17 +116,17 @@ class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
 
 
 class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
-    """What a `bmt.Block` wraps. Its forward takes positional arguments only: a Block drops keyword ones in silence.
+    """A transformer block for `bmt.Block`, which drops keyword arguments: forward takes positional arguments only.
 
     Args:
-        config: The shape.
-        attention: Makes attention.
-        dtype: Of the weights.
-        policy: What backward computes again of this layer.
+        config: The model's configuration.
+        attention: Returns the attention module.
+        dtype: dtype of the weights.
+        policy: Recompute policy of this layer.
         tensor: The tensor group.
-        store: Of all blocks, where `policy` offloads to.
+        store: Host memory of all blocks, where `policy` offloads to.
         mlp_chunk: See `Llama`.
-        norm: Makes a norm.
+        norm: Returns a norm.
     """
 
     def __init__(
@@ -151,14 +150,14 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int | None, mask: MaskOption | None = None
     ) -> Tensor:
-        """Return the stream after this block.
+        """Return the residual stream after this block.
 
         Args:
             hidden: `[batch, own tokens, hidden_size]`: this rank's tokens of its tensor group.
             cos: `[batch, tokens, head_dim / 2]` of all its tokens, fp32 or wider; all blocks share the tables.
             sin: As `cos`.
             length: Real tokens of the whole sequence over all ranks; None if all are.
-            mask: Instead of the one that attention was made with.
+            mask: Mask of the batch in place of the attention module's.
         """
         result: Tensor = recompute.checkpoint(
             self.recompute, self._forward, hidden, cos, sin, length, mask, store=self.store

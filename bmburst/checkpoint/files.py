@@ -15,8 +15,7 @@ from typing import Any
 from bmburst.checkpoint.checksum import damaged_file, is_sealed
 from bmburst.config import parse_json
 from bmburst.errors import UserError
-from bmburst.plan.counts import adam_bytes
-from bmburst.plan.task import ITEMSIZE
+from bmburst.plan.counts import ITEMSIZE, adam_bytes
 from bmburst.train.config import TrainConfig
 
 FOLDER = "checkpoints"

@@ -1,4 +1,4 @@
-"""The command line: finds the command, turns bad input into one message and an exit status.
+"""The command line: runs the command, and turns bad input into one message and an exit status.
 
 Every command is a module `bmburst/cli/<command>.py` with `HELP` (what it does), `configure(parser)` and `run(args)`,
 imported only when it is called, so that `bmburst --help` takes milliseconds.
@@ -36,7 +36,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "build-bmtrain": "build BMTrain from source for this Python and CUDA",
     }
 )
-# What argparse says of a value that is none.
+# argparse's message for a value of the wrong type.
 _WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float|tokens) value: '(.*)'", re.DOTALL)
 _KINDS = MappingProxyType(
     {"int": "a whole number", "float": "a number", "tokens": f"a whole number, {TOKENS_TOO}"},
@@ -44,8 +44,8 @@ _KINDS = MappingProxyType(
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 _FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files: what ranks of a small job need, and those of a large one
 _INTERRUPTED, _BAD_INPUT, _BROKEN_PIPE = 130, 2, 141
-# Set in a rank by the launcher, which shows the first rank's error once for all of them.
-_LAUNCHED = "BMBURST_LAUNCH_FOLDER"
+LAUNCHED = "BMBURST_LAUNCH_FOLDER"
+"""Environment variable that the launcher sets in its ranks. It shows the first rank's error once for all of them."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -78,7 +78,7 @@ class CommandParser(argparse.ArgumentParser):
         own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is a script's
         for word in own:
             if (reason := why_not_text(word)) is not None:
-                raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the word")
+                raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the argument")
         args, rest = self.parse_known_args(list(argv))
         if rest:
             raise self._unexpected(rest[0].partition("=")[0])
@@ -90,7 +90,7 @@ class CommandParser(argparse.ArgumentParser):
         known: dict[str, str] = {}
         for option in self._option_string_actions:
             if option.startswith("--"):
-                # Of two spellings the first one is shown, as in help.
+                # An option with two spellings is shown by its first one, as in help.
                 known.setdefault(option[2:].replace("-", "_"), option)
         near = nearest_name(word.lstrip("-"), known)
         hint = f"; did you mean '{known[near]}'?" if near else ""
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _require_open_files()
         return _run(command, words[1:])
     except UserError as error:
-        if _LAUNCHED in os.environ:
+        if LAUNCHED in os.environ:
             raise
         name = f"bmburst {command}" if command in COMMANDS else "bmburst"
         print(f"{name}: {error}", file=sys.stderr)
@@ -132,23 +132,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output, for example head, has gone. Python would complain again when it flushes at exit.
+        # The reader of the output, for example head, has ended. Python would fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except OSError as error:
-        # A path that the user gave, which no file system takes, or where one may not look.
-        if error.errno not in _BAD_PATHS or error.filename is None or _LAUNCHED in os.environ:
+        # A path of the user that no file system accepts, or without permission.
+        if error.errno not in _BAD_PATHS or error.filename is None or LAUNCHED in os.environ:
             raise
-        refusal = UserError(f"{error.filename}: {error.strerror}\nfix: a path that exists and that you may use")
+        refusal = UserError(f"{error.filename}: {error.strerror}\nfix: give a path that exists and that you may access")
         print(f"bmburst {command}: {refusal}", file=sys.stderr)
         return _BAD_INPUT
 
 
-def _require_open_files() -> None:
-    """Refuse a limit of open files that torch's own imports exceed, and raise a low one as far as this user may.
+def ranks_to_start(asked: int | None, fewest: int = 2) -> int:
+    """Return the number of ranks for this machine: as asked, else one for each GPU, else `fewest` processes.
 
     Raises:
-        UserError: It is below what any command needs, and may not be raised.
+        UserError: There are fewer GPUs than ranks.
+    """
+    import torch
+
+    from bmburst.runtime.launch.spec import require_devices
+
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    nproc = asked or devices or fewest
+    require_devices(nproc, devices)
+    return nproc
+
+
+def leaves_errors_to_rank_0() -> bool:
+    """Return whether rank 0 shows the errors that all ranks have: this is another rank, and torchrun started it."""
+    return os.environ.get("RANK", "0") != "0" and LAUNCHED not in os.environ
+
+
+def _require_open_files() -> None:
+    """Raise a low limit of open files as far as permitted: torch's imports alone can exceed it.
+
+    Raises:
+        UserError: The hard limit is below what any command needs.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_FILES:
@@ -156,9 +177,9 @@ def _require_open_files() -> None:
     most = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
     if most < _FEWEST_FILES:
         raise UserError(
-            f"{hard} files may be open at once in a process (ulimit -n)\n"
-            f"allowed: {_FEWEST_FILES} and more; each rank has one for every connection\n"
-            f"fix: ulimit -n {_ENOUGH_FILES}, or LimitNOFILE, --ulimit nofile= where a service or container set it"
+            f"the limit of open files is {hard} (ulimit -n)\n"
+            f"allowed: at least {_FEWEST_FILES}; each rank opens one for every connection\n"
+            f"fix: ulimit -n {_ENOUGH_FILES}; in a service set LimitNOFILE, in a container --ulimit nofile="
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 

@@ -21,7 +21,7 @@ HELP = (
     "Suites: step (32K to 2M tokens), loss (losses of all methods agree), curve (loss on real text)."
 )
 _PACKAGE = "benchmarks"
-_MARK = 'PROJECT = "bmburst"'  # a line of the package's engine, so that a stranger's package is not taken for it
+_MARK = 'PROJECT = "bmburst"'  # a line of the package's engine, to tell it from other packages of this name
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def find_clone() -> Path:
         )
     if f'__version__ = "{__version__}"' not in (here / "bmburst" / "__init__.py").read_text(encoding="utf-8"):
         raise UserError(
-            f"the clone in {here} is not of bmburst {__version__}, which is installed\n"
+            f"the clone in {here} is of another version than the installed bmburst {__version__}\n"
             "fix: pip install --no-build-isolation --editable . inside the clone"
         )
     return here
@@ -71,7 +71,7 @@ def _has_benchmarks(folder: Path) -> bool:
 
 
 def _engine(clone: Path, name: str) -> ModuleType:
-    """Return a module of the clone's engine, whatever packages of its name are on Python's path."""
+    """Return a module of the clone's engine, also if another package of its name is on Python's path."""
     folder = clone / _PACKAGE
     if list(getattr(sys.modules.get(_PACKAGE), "__path__", ())) != [str(folder)]:
         spec = importlib.util.spec_from_file_location(

@@ -1,4 +1,4 @@
-"""`bmburst build-bmtrain`: a BMTrain wheel for this Python, CUDA and GPUs."""
+"""`bmburst build-bmtrain`: builds a BMTrain wheel for this Python, CUDA and GPUs."""
 
 import argparse
 import sys
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     wanted = sorted({parse_architecture(text) for text in args.arch} if args.arch else set(capabilities()))
     if not wanted:
         raise UserError(
-            "no GPU here whose architecture could be taken\n"
-            "give --arch, for example 80 (A100), 90 (H100, H200), 100 (B200)"
+            "this machine has no GPU whose architecture could be detected\n"
+            "fix: give --arch, for example 80 (A100), 90 (H100, H200), 100 (B200)"
         )
     spec = BuildSpec(
         architectures=tuple(wanted),

@@ -1,4 +1,4 @@
-"""`bmburst check`: runs a few steps of the user's configuration on its ranks and on one, and compares every tensor."""
+"""`bmburst check`: runs a few steps of a configuration on its ranks and on one rank, and compares every tensor."""
 
 import argparse
 import dataclasses
@@ -41,7 +41,7 @@ _BAD_INPUT, _SIGNALS = 2, 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Phase:
+class _Run:
     """One run: a name for its folder, how many ranks, and what they do."""
 
     name: str
@@ -70,29 +70,29 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: Something in the configuration cannot work.
     """
-    config = settle(args)
-    phases = plan(config, train.ranks_to_start(config))
+    config = resolve_options(args)
+    runs = runs_to_compare(config, train.ranks_of(config))
     with tempfile.TemporaryDirectory(prefix="bmburst-check-") as name:
         folder = Path(name)
-        _require_space(folder, phases)
-        for number, phase in enumerate(phases, start=1):
-            _say(f"[{number}/{len(phases) + 1}] {phase}: {args.check_steps} steps of {_tokens(config)}")
-            status = _launch(phase, folder / phase.name, args.check_steps)
+        _require_space(folder, runs)
+        for number, each in enumerate(runs, start=1):
+            _print_progress(f"[{number}/{len(runs) + 1}] {each}: {args.check_steps} steps of {_tokens(config)}")
+            status = _launch(each, folder / each.name, args.check_steps)
             if status:
                 return status
-        _say(f"[{len(phases) + 1}/{len(phases) + 1}] comparing")
+        _print_progress(f"[{len(runs) + 1}/{len(runs) + 1}] comparing")
 
         from bmburst.train.check import compare
 
-        ranks, *single, exact = (folder / phase.name for phase in phases)
+        ranks, *single, exact = (folder / each.name for each in runs)
         report = compare(ranks, exact, *single)
-    print(to_text(report, phases[0].nproc, shown=None if args.all else _SHOWN))
+    print(to_text(report, runs[0].nproc, shown=None if args.all else _SHOWN))
     if args.json is not None:
-        args.json.write_text(json.dumps(to_json(report, config, phases[0].nproc), indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(to_json(report, config, runs[0].nproc), indent=2) + "\n", encoding="utf-8")
     return 0 if report.ok else 1
 
 
-def settle(args: argparse.Namespace) -> TrainConfig:
+def resolve_options(args: argparse.Namespace) -> TrainConfig:
     """Return the configuration that `bmburst train` would train with, without a run folder.
 
     Raises:
@@ -101,52 +101,52 @@ def settle(args: argparse.Namespace) -> TrainConfig:
     if "RANK" in os.environ:
         raise UserError("check starts its ranks itself, but RANK is set\nfix: run it without a launcher, or unset RANK")
     if args.check_steps < 1:
-        raise UserError(f"--check-steps {args.check_steps}\nallowed: 1 and more")
+        raise UserError(f"--check-steps {args.check_steps}\nallowed: at least 1")
     if args.json is not None:
-        require_file("--json", args.json, "report of bmburst check", _is_report)
+        require_file("--json", args.json, "a report of bmburst check", _is_report)
     config = resolve((Path(args.config),) if args.config is not None else (), given_options(args, TrainConfig))
     if config.resume:
-        config = train.settle(args)
+        config = train.resolve_options(args)
     return config.replace(output=None, resume=False, sample_tokens=0)
 
 
-def plan(config: TrainConfig, nproc: int) -> tuple[_Phase, ...]:
+def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_Run, ...]:
     """Return the runs to compare: on all ranks, on one, and for bfloat16 on one in float32.
 
     Raises:
         UserError: There is one rank only, or the configuration does not fit the ranks.
     """
     check_run(config, nproc)
-    # numpy comes with it, and the command line's help does without.
+    # Imported here because it imports numpy, which the help does not need.
     from bmburst.train.loading import check_text
 
     check_text(config, config.data.cache)
     if nproc == 1:
         raise UserError(
-            "check compares several ranks with one, but there is 1\n"
+            "check compares several ranks with one, but this run has 1 rank\n"
             "fix: --nproc 2; or CUDA_VISIBLE_DEVICES= (empty) to check on the CPU"
         )
     alone = dataclasses.replace(
         config.parallel, data_parallel=1, sequence_parallel=1, tensor_parallel=1, head_parallel=None, transport="auto"
     )
-    phases = [
-        _Phase(name="ranks", nproc=nproc, config=config),
-        _Phase(name="single", nproc=1, config=config.replace(parallel=alone)),
+    runs = [
+        _Run(name="ranks", nproc=nproc, config=config),
+        _Run(name="single", nproc=1, config=config.replace(parallel=alone)),
     ]
     if config.dtype != "float32":
-        # A kernel that was chosen for 16 bits need not take fp32.
+        # A kernel that was chosen for 16-bit inputs may not support fp32.
         exact = config.replace(parallel=dataclasses.replace(alone, kernel="auto"), dtype="float32")
-        phases.append(_Phase(name="exact", nproc=1, config=exact))
-    return tuple(phases)
+        runs.append(_Run(name="exact", nproc=1, config=exact))
+    return tuple(runs)
 
 
 def to_text(report: "Report", nproc: int, *, shown: int | None) -> str:
-    """Return the tables and the verdict.
+    """Return the tables and the verdict as text.
 
     Args:
-        report: What was found.
-        nproc: Ranks that were compared with one.
-        shown: How many tensors, the worst first; None for all.
+        report: The comparison.
+        nproc: Number of ranks that were compared with one.
+        shown: Number of tensors to show, the worst first; None for all.
     """
     tensors = sorted(report.tensors, key=lambda tensor: -tensor.severity)[:shown]
     lines = list(_tensor_table(report, tensors, nproc))
@@ -156,7 +156,7 @@ def to_text(report: "Report", nproc: int, *, shown: int | None) -> str:
 
 
 def verdict(report: "Report", nproc: int) -> str:
-    """Return the last line: ok or not ok, what is not, and the tolerances."""
+    """Return the last line: whether the ranks agree, what differs, and the tolerances."""
     from bmburst.train.check import BF16_FACTOR, TOLERANCES
 
     tolerance = TOLERANCES[report.dtype]
@@ -183,7 +183,7 @@ def verdict(report: "Report", nproc: int) -> str:
 
 
 def to_json(report: "Report", config: TrainConfig, nproc: int) -> dict[str, Any]:
-    """Return everything that was found as JSON knows it; null stands for infinite and for no number."""
+    """Return the comparison as plain data for JSON, with null for infinity and NaN."""
     from bmburst.train.check import BF16_FACTOR, TOLERANCES
 
     return {
@@ -204,22 +204,24 @@ def _is_report(path: Path) -> bool:
     return {"verdict", "tolerances", "tensors"} <= read_json(path).keys()
 
 
-def _launch(phase: _Phase, folder: Path, steps: int) -> int:
+def _launch(run: _Run, folder: Path, steps: int) -> int:
     from bmburst.runtime.launch import LaunchSpec, launch
 
     folder.mkdir()
-    write_run_config(phase.config, folder)
-    config = phase.config
-    spec = LaunchSpec(nproc=phase.nproc, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
+    write_run_config(run.config, folder)
+    config = run.config
+    spec = LaunchSpec(nproc=run.nproc, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
     status = launch(spec, ["-m", "bmburst.train.check", str(folder), str(steps)])
-    if status and phase.nproc == 1 and status != _BAD_INPUT and status < _SIGNALS:
-        _say("if one rank has too little memory for it: --model.num_layers 2, or a shorter --sequence-length")
+    if status and run.nproc == 1 and status != _BAD_INPUT and status < _SIGNALS:
+        _print_progress(
+            "if one rank has too little memory for it: --model.num_layers 2, or a shorter --sequence-length"
+        )
     return status
 
 
-def _require_space(folder: Path, phases: Sequence[_Phase]) -> None:
+def _require_space(folder: Path, runs: Sequence[_Run]) -> None:
     # Weights and gradients in the run's dtype, and weights in fp32 after the steps.
-    needed = sum(phase.config.model.num_parameters * (12 if phase.config.dtype == "float32" else 8) for phase in phases)
+    needed = sum(run.config.model.num_parameters * (12 if run.config.dtype == "float32" else 8) for run in runs)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
@@ -245,10 +247,10 @@ def _tensor_table(report: "Report", tensors: "Sequence[TensorReport]", nproc: in
 
 
 def _step_table(report: "Report", nproc: int) -> Iterator[str]:
-    runs = [f"{nproc} ranks", "one rank", *(["float32"] if report.dtype != "float32" else [])]
+    columns = [f"{nproc} ranks", "one rank", *(["float32"] if report.dtype != "float32" else [])]
     column = 19 if report.dtype != "float32" else 10
     for title, values, deviation in (("loss", "losses", "loss"), ("gradient norm", "grad_norms", "grad_norm")):
-        yield f"{title:15}" + "".join(f"{name:>12}" for name in runs) + f"{'error':>{column}}"
+        yield f"{title:15}" + "".join(f"{name:>12}" for name in columns) + f"{'error':>{column}}"
         for number, step in enumerate(report.steps, start=1):
             cells = "".join(f"{value:#12.7g}" for value in getattr(step, values))
             found = getattr(step, deviation)
@@ -280,5 +282,5 @@ def _tokens(config: TrainConfig) -> str:
     return f"{config.batch_size} x {config.sequence_length:,} tokens"
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

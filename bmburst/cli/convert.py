@@ -1,4 +1,4 @@
-"""`bmburst convert`: a model's directory of one family into another's."""
+"""`bmburst convert`: converts a model's directory to another family's format."""
 
 import argparse
 import math
@@ -50,11 +50,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, and say what was written."""
+    """Convert, and print what was written."""
     from tqdm import tqdm
 
     from bmburst.checkpoint.files import verified, warn
-    from bmburst.convert.run import convert
+    from bmburst.convert.conversion import convert
     from bmburst.errors import UserError
 
     if not 0 < args.part_size < math.inf:
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.output}: {done.tensors} tensors, {done.nbytes:,} bytes, from {source} ({done.family})")
     if done.tokenizer_elsewhere:
         print(
-            f"the tokenizer {done.tokenizer_elsewhere} lies outside of {source} and was not copied: "
-            "--tokenizer PATH copies it",
+            f"the tokenizer {done.tokenizer_elsewhere} is outside of {source} and was not copied; "
+            "give --tokenizer PATH to copy it",
             file=sys.stderr,
         )
     return 0

@@ -1,4 +1,4 @@
-"""`bmburst data`: text files, JSONL and directories to a token file."""
+"""`bmburst data`: tokenizes text files, JSONL and directories into a token file."""
 
 import argparse
 import sys
@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the token file and say what is in it."""
+    """Write the token file and print what it holds."""
     from bmburst.data.corpus import Text, tokenize
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     skipped: list[str] = []
     text = Text(load_tokenizer(args.tokenizer), find_sources(args.input))
-    require_own("--output", args.output, "token file", is_token_file)
+    require_own("--output", args.output, "a token file", is_token_file)
     file = tokenize(
         text,
         args.output,

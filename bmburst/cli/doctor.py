@@ -1,4 +1,4 @@
-"""`bmburst doctor`: what is installed and usable here, and the command that repairs the rest."""
+"""`bmburst doctor`: checks what is installed and usable, and prints the commands that repair the rest."""
 
 import argparse
 

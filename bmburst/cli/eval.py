@@ -1,11 +1,12 @@
-"""`bmburst eval`: settles what to evaluate, starts the ranks, and in each of them evaluates."""
+"""`bmburst eval`: resolves the configuration, starts the ranks, and evaluates in each of them."""
 
 import argparse
 import os
 from collections.abc import Mapping
 
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli.train import telling
+from bmburst.cli import leaves_errors_to_rank_0, ranks_to_start
+from bmburst.cli.train import rank_environment
 from bmburst.config import add_options, build, given_options, option_name, read_layer, to_dict
 from bmburst.errors import UserError
 from bmburst.train.resolve import EvalConfig, check_data_path
@@ -27,10 +28,9 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work.
     """
     try:
-        config = settle(args, world_size=int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None)
+        config = resolve_options(args, world_size=int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None)
     except UserError:
-        # Every rank finds the same, and torchrun would show it once for each.
-        if os.environ.get("RANK", "0") != "0" and "BMBURST_LAUNCH_FOLDER" not in os.environ:
+        if leaves_errors_to_rank_0():
             return 2
         raise
     if "RANK" in os.environ:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             )
         return 0
 
-    # Torch comes with it, and the command line's help does without.
+    # Imported here because it imports torch, which the help does not need.
     from bmburst.train.evaluate import check
 
     directory = check(config)
@@ -60,16 +60,16 @@ def run(args: argparse.Namespace) -> int:
         for word in (option_name(name, _SHORT), str(value))
     ]
     spec = LaunchSpec(nproc=config.nproc or 1, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
-    with telling({VERIFIED: str(directory)}):
+    with rank_environment({VERIFIED: str(directory)}):
         return launch(spec, ["-m", "bmburst", "eval", *options])
 
 
-def settle(args: argparse.Namespace, world_size: int | None = None) -> EvalConfig:
-    """Return the configuration, with the number of ranks settled.
+def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> EvalConfig:
+    """Return the configuration that the options give, with its number of ranks.
 
     Args:
         args: Parsed options.
-        world_size: Ranks there are; None before they are started.
+        world_size: Number of ranks; None before they are started.
 
     Raises:
         UserError: A value is wrong, a file is missing, or a rank would have no token.
@@ -82,21 +82,10 @@ def settle(args: argparse.Namespace, world_size: int | None = None) -> EvalConfi
             "allowed: a checkpoint, a run folder, or a directory of a Hugging Face LLaMA"
         )
     check_data_path(config.data, config.text_field)
-    nproc = world_size or _ranks_to_start(config.nproc)
+    nproc = world_size or ranks_to_start(config.nproc)
     if config.sequence_length < nproc:
         raise UserError(
             f"sequence_length {config.sequence_length} leaves some of {nproc} ranks without a token\n"
             f"allowed: at least {nproc}\nfix: a longer --sequence-length or a smaller --nproc"
         )
     return build(EvalConfig, {**values, "nproc": nproc})
-
-
-def _ranks_to_start(asked: int | None) -> int:
-    import torch
-
-    from bmburst.runtime.launch.spec import require_devices
-
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    nproc = asked or devices or 2
-    require_devices(nproc, devices)
-    return nproc

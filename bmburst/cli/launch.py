@@ -1,9 +1,10 @@
-"""`bmburst launch`: start any BMTrain script on all ranks of this node."""
+"""`bmburst launch`: starts any BMTrain script on all ranks of this node and supervises them."""
 
 import argparse
 import os
 from typing import Any
 
+from bmburst.cli import ranks_to_start
 from bmburst.errors import UserError
 
 HELP = (
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     command = script_command(args.command)
     spec = LaunchSpec(
-        nproc=_default_nproc() if args.nproc is None else args.nproc,
+        nproc=ranks_to_start(None, 1) if args.nproc is None else args.nproc,
         hang_timeout=args.hang_timeout,
         start_timeout=args.start_timeout,
         host_runtime=not args.no_host_runtime,
@@ -79,20 +80,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def script_command(words: list[str]) -> list[str]:
-    """Return what stands after the `--`.
+    """Return the words after the `--`.
 
     Raises:
-        UserError: There is no `--`: the script's options could not be told from the launcher's.
+        UserError: There is no `--`, so the script's options cannot be told from the launcher's.
     """
     if words and words[0] != "--":
         raise UserError(
-            f"'{words[0]}' stands where the options end, without a --\nuse: bmburst launch --nproc 2 -- {words[0]} ..."
+            f"'{words[0]}' is not an option, and there is no -- before it\n"
+            f"fix: bmburst launch --nproc 2 -- {words[0]} ..."
         )
     return words[1:]
 
 
 def placement(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of LaunchSpec that say where this node stands: given ones first, then SLURM's."""
+    """Return the options of LaunchSpec for the nodes: those that were given, else SLURM's."""
     from bmburst.runtime.launch.spec import read_step
 
     names = ("nnodes", "node_rank", "master_addr", "master_port")
@@ -101,9 +103,3 @@ def placement(args: argparse.Namespace) -> dict[str, Any]:
     if step is None:
         return given
     return {name: getattr(step, name) for name in (*names, "job")} | given
-
-
-def _default_nproc() -> int:
-    import torch
-
-    return max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 1

@@ -1,4 +1,4 @@
-"""`bmburst plan`: predict step time and memory of every sensible way to train, and print the best one's command."""
+"""`bmburst plan`: predicts step time and memory of every sensible way to train, and prints the best one's command."""
 
 import argparse
 import json
@@ -6,14 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bmburst.amounts import TOKENS_TOO, tokens
-from bmburst.cli.numbers import numbers
+from bmburst.amounts import TOKENS_TOO, numbers, tokens
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import is_picture, require_file
 
 HELP = (
     "Predict time and memory of a training step for every sensible mesh, attention strategy, recompute policy and ZeRO "
-    "stage. Print them in order, and the command of the best one. Needs no GPU."
+    "stage. Print those that fit, the fastest first, and the command of the best one. Needs no GPU."
 )
 _USAGE = (
     "bmburst plan --model NAME --seq TOKENS --gpus N [--nodes N] [--hardware NAME|FILE] [--output plan.png] [--json]\n"
@@ -44,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         metavar="NAME|FILE",
         default="h200",
-        help="hardware by name, or a file of --calibrate (default: h200)",
+        help="name of a GPU type, or a hardware file written by --calibrate (default: h200)",
     )
     add("--batch", type=int, metavar="N", default=1, help="sequences a step, over all GPUs (default: 1)")
     add(
@@ -76,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--recompute",
         metavar="POLICY,...",
-        help="recompute policies to try, and +first-N between them (default: those of docs/recompute.md)",
+        help="recompute policies to try, each also for the first N layers only (default: those of docs/recompute.md)",
     )
     add("--zero", metavar="STAGE,...", help="ZeRO stages to try (default: 2,3)")
     add("--tensor", metavar="N,...", help="tensor parallel degrees to try (default: all that fit into a node)")
@@ -85,7 +84,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="picture of the comparison, .png; with --calibrate the hardware file",
+        help="write a picture of the comparison (.png); with --calibrate, the hardware file",
     )
     add("--json", action="store_true", help="print the configurations as JSON")
     add("--check", action="store_true", help="predict recorded and published runs, and print the errors")
@@ -109,18 +108,22 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work.
     """
     if args.check and args.calibrate:
-        raise UserError("--check and --calibrate exclude each other\nfix: a command for each")
+        raise UserError("--check and --calibrate cannot be combined\nfix: run bmburst plan once with each")
     for name, what in (("check", "predicts recorded runs"), ("calibrate", "measures this machine")):
         if getattr(args, name) and (args.model is not None or args.seq is not None):
-            raise UserError(f"--{name} {what}, of no --model and --seq\nfix: leave them out, or --{name}")
+            raise UserError(
+                f"--{name} {what} and takes no --model and --seq\nfix: leave them out, or leave --{name} out"
+            )
         if getattr(args, name) and args.json:
-            raise UserError(f"--json prints planned ways, and --{name} {what}\nfix: leave one of them out")
+            raise UserError(f"--json prints planned configurations, but --{name} {what}\nfix: leave out one of the two")
     if args.ranks is not None and not args.calibrate:
-        raise UserError(f"--ranks {args.ranks} is an option of --calibrate\nfix: --gpus says how many GPUs to plan for")
+        raise UserError(
+            f"--ranks {args.ranks} is an option of --calibrate\nfix: give --gpus, the number of GPUs to plan for"
+        )
     if args.output is not None and args.calibrate:
-        require_file("--output", args.output, "hardware file of bmburst plan --calibrate", _is_hardware)
+        require_file("--output", args.output, "a hardware file of bmburst plan --calibrate", _is_hardware)
     elif args.output is not None and args.output.suffix == ".png":
-        require_file("--output", args.output, "picture of bmburst", is_picture)
+        require_file("--output", args.output, "a picture of bmburst", is_picture)
     if args.calibrate:
         return _calibrate(args)
     if args.check:
@@ -132,21 +135,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from bmburst.plan.candidates import RECOMPUTE, ZERO
+    from bmburst.blocks.presets import preset
+    from bmburst.plan.candidates import RECOMPUTE, ZERO, Task
+    from bmburst.plan.presentation import as_json, report
     from bmburst.plan.search import best_of_each, search
-    from bmburst.plan.table import as_json, report
-    from bmburst.plan.task import Task, model_named
     from bmburst.schedule.hardware import load_hardware
 
     for name in ("model", "seq"):
         if getattr(args, name) is None:
-            raise UserError(f"--{name} is missing\nfix: for example bmburst plan --model llama-3-8b --seq 1M")
+            raise UserError(f"--{name} is missing\nfix: add it, for example bmburst plan --model llama-3-8b --seq 1M")
     if args.ways < 1:
-        raise UserError(f"--ways {args.ways}\nallowed: 1 and more")
+        raise UserError(f"--ways {args.ways}\nallowed: at least 1")
     if args.output is not None and args.output.suffix != ".png":
         raise UserError(f"--output {args.output}\nallowed: a .png file")
     task = Task(
-        model=model_named(args.model),
+        model=preset(args.model, "model"),
         preset=args.model,
         sequence=args.seq,
         gpus=args.gpus,
@@ -171,7 +174,7 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         print(report(task, hardware, shown, len(found)))
     if args.output is not None:
-        from bmburst.plan.figure import draw
+        from bmburst.plan.presentation import draw
 
         draw(shown, args.output)
         print(f"{args.output}: drawn", file=sys.stderr)
@@ -181,13 +184,12 @@ def _plan(args: argparse.Namespace) -> int:
 def _calibrate(args: argparse.Namespace) -> int:
     import torch
 
-    from bmburst.plan.calibrate.facts import write
-    from bmburst.plan.calibrate.run import calibrate
+    from bmburst.plan.calibrate import calibrate, write
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = args.ranks if args.ranks is not None else max(1, gpus)
     if ranks < 1 or (gpus and ranks > gpus):
-        raise UserError(f"--ranks {ranks}\nallowed: 1 to {gpus or 'as many as the CPU bears'}")
+        raise UserError(f"--ranks {ranks}\nallowed: {f'1 to {gpus}' if gpus else 'at least 1'}")
     text = calibrate(args.hardware, ranks, lambda words: print(f"measuring: {words}", file=sys.stderr, flush=True))
     if args.output is None:
         print(text, end="")

@@ -1,4 +1,4 @@
-"""`bmburst train`: settles the configuration and the run folder, starts the ranks, and in each of them trains."""
+"""`bmburst train`: resolves the configuration and the run folder, starts the ranks, and trains in each of them."""
 
 import argparse
 import contextlib
@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 from bmburst.checkpoint.files import VERIFIED, bytes_to_come, nbytes, newest_whole, read_progress, verified, warn
+from bmburst.cli import leaves_errors_to_rank_0, ranks_to_start
 from bmburst.config import add_options, build, given_options, read_layer, to_dict
 from bmburst.errors import RunError, UserError
 from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, amount, free_bytes, held, require_folder, require_space
@@ -43,14 +44,14 @@ TITLES = {
     "schedule": "learning rate",
     "parallel": "ranks",
 }
-# What a run leaves in its folder once it has trained. Other files, such as the launcher's, may be there before.
+# Files of a run that has trained. Other files, such as the launcher's, may be there before.
 _RUN_TRACES = ("metrics.jsonl", "checkpoints")
-# Of metrics, plot and sample; data, weights and checkpoints have messages of their own.
+# Errors of writing metrics, plot and sample; data, weights and checkpoints have messages of their own.
 _CANNOT_WRITE = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 RUN_CONFIG = "BMBURST_RUN_CONFIG"
-"""Environment variable with the configuration that a launcher settled, as JSON: what its ranks train."""
-_LEFTOVER = 20.0  # seconds that ranks may live on when their launcher was killed
+"""Environment variable with the configuration that the launcher resolved, as JSON; its ranks train it."""
+_LEFTOVER = 20.0  # seconds that ranks may outlive a launcher that was killed
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -70,53 +71,53 @@ def run(args: argparse.Namespace) -> int:
     """
     if "RANK" in os.environ:
         return _run_rank(args)
-    config = settle(args)
+    config = resolve_options(args)
     folder = _name_folder(config)
     require_folder("output", folder)
     with contextlib.ExitStack() as stack:
-        is_held = config.output is not None and folder.is_dir()
-        if is_held:  # before anything of it is read
-            _hold(stack, folder)
-            config = settle(args)
-        nproc = ranks_to_start(config)
+        is_locked = config.output is not None and folder.is_dir()
+        if is_locked:  # before anything of it is read
+            _lock(stack, folder)
+            config = resolve_options(args)
+        nproc = ranks_of(config)
         check_run(config, nproc)
-        told: dict[str, str] = {}
+        environment: dict[str, str] = {}
         if config.resume:
             newest = _to_resume(folder)
             done = read_progress(newest).step
             if done >= config.steps:
                 print(f"{folder}: finished with {done} steps; a larger --steps goes on", file=sys.stderr)
                 return 0
-            told[VERIFIED] = str(newest)
+            environment[VERIFIED] = str(newest)
         elif config.init_from is not None:
-            told[VERIFIED] = str(verified(config.init_from, warn))
-        # numpy comes with it, and the command line's help does without.
+            environment[VERIFIED] = str(verified(config.init_from, warn))
+        # Imported here because it imports numpy, which the help does not need.
         from bmburst.train.loading import bytes_of_tokens, check_text, token_cache
 
         cache = token_cache(config, folder)
         text = check_text(config, cache)
         _require_room(config, folder, (cache, bytes_of_tokens(config, cache, text)))
-        if not is_held:  # another run may have made it by now
-            with _refusing(folder, config):
+        if not is_locked:  # another run may have made it by now
+            with _explaining_write_errors(folder, config):
                 folder = _make_folder(config, folder)
-            _hold(stack, folder)
+            _lock(stack, folder)
         if not config.resume:
-            with _refusing(folder, config):
+            with _explaining_write_errors(folder, config):
                 _check_fresh(folder)  # once more: it may have been made, and used, by another run meanwhile
                 write_run_config(config, folder)
-        told[RUN_CONFIG] = json.dumps(to_dict(config.replace(output=folder)))
+        environment[RUN_CONFIG] = json.dumps(to_dict(config.replace(output=folder)))
 
         from bmburst.runtime.launch import LaunchSpec, launch
 
         spec = LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
-        with telling(told):
+        with rank_environment(environment):
             words = ["--output", str(folder), *(["--resume"] if config.resume else [])]
             return launch(spec, ["-m", "bmburst", "train", *words])
 
 
 @contextlib.contextmanager
-def telling(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, which the ranks that are started in the block inherit."""
+def rank_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for ranks that are started in the block."""
     before = {name: os.environ.pop(name, None) for name in (RUN_CONFIG, VERIFIED)}
     os.environ.update(variables)
     try:
@@ -128,26 +129,26 @@ def telling(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def settle(args: argparse.Namespace) -> TrainConfig:
-    """Return the resolved configuration; of a resumed run, over the one in its folder, which is then `output`.
+def resolve_options(args: argparse.Namespace) -> TrainConfig:
+    """Return the configuration that the options give; with --resume, over the run folder's own, which is then `output`.
 
     Raises:
-        UserError: A value is wrong, a fresh run's folder is a file, or a resumed one has nothing to resume.
+        UserError: A value is wrong, the folder of a new run is a file, or there is no run to resume.
     """
     options = given_options(args, TrainConfig)
     given = Path(args.config) if args.config is not None else None
     config = resolve((given,) if given else (), options)
     if not config.resume:
         if config.output is not None:
-            with _refusing(config.output):
+            with _explaining_write_errors(config.output):
                 _require_no_file(config.output)
         return config
     folder = _folder_to_resume(config, given)
     own = folder / CONFIG_FILE
     if not own.is_file():
         raise UserError(
-            f"--resume: {folder} is no run folder, for it has no {CONFIG_FILE}\n"
-            "fix: --output with the folder of an earlier run, or leave --resume out to begin one"
+            f"--resume: {folder} is not a run folder: it has no {CONFIG_FILE}\n"
+            "fix: give --output with the folder of an earlier run, or leave --resume out to begin a new one"
         )
     files = (own,) if given is None or given.resolve() == own.resolve() else (own, given)
     config = resolve(files, options | {"resume": "true", "output": str(folder)})
@@ -155,29 +156,20 @@ def settle(args: argparse.Namespace) -> TrainConfig:
     return config
 
 
-def ranks_to_start(config: TrainConfig) -> int:
-    """Return how many ranks this machine gets: as configured, else all GPUs, else 2 processes.
+def ranks_of(config: TrainConfig) -> int:
+    """Return how many ranks this machine gets: as configured, else all GPUs, else 2 processes or more.
 
     Raises:
         UserError: There are fewer GPUs than ranks.
     """
-    import torch
-
-    from bmburst.runtime.launch.spec import require_devices
-
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    parallel = config.parallel
-    nproc = config.nproc
+    parallel, nproc = config.parallel, config.nproc
     if nproc is None and parallel.sequence_parallel is not None:
         nproc = parallel.data_parallel * parallel.sequence_parallel * parallel.tensor_parallel
-    if nproc is None:
-        nproc = devices or max(2, parallel.data_parallel * parallel.tensor_parallel)
-    require_devices(nproc, devices)
-    return nproc
+    return ranks_to_start(nproc, max(2, parallel.data_parallel * parallel.tensor_parallel))
 
 
 def _to_resume(folder: Path) -> Path:
-    """Return the newest checkpoint of a run folder whose files are what was written.
+    """Return the newest checkpoint of a run folder whose checksums are right.
 
     Raises:
         UserError: There is none.
@@ -191,21 +183,21 @@ def _to_resume(folder: Path) -> Path:
     return newest
 
 
-def _hold(stack: contextlib.ExitStack, folder: Path) -> None:
-    """Keep other runs from a folder until the stack is closed.
+def _lock(stack: contextlib.ExitStack, folder: Path) -> None:
+    """Lock a run folder until the stack is closed.
 
     Raises:
         UserError: Another run is using it.
     """
-    with _refusing(folder):
+    with _explaining_write_errors(folder):
         stack.enter_context(held(folder))
-        # The rank that writes may outlive a launcher that was killed by a few seconds.
+        # The writing rank may outlive a killed launcher by a few seconds.
         with held(folder, TRAINING_LOCK, patience=_LEFTOVER):
             pass
 
 
 def _require_room(config: TrainConfig, folder: Path, tokens: tuple[Path, int]) -> None:
-    """Check that there is room on disk for what the run will write.
+    """Check that the disk has room for everything that the run will write.
 
     Args:
         config: The run.
@@ -229,38 +221,35 @@ def _require_room(config: TrainConfig, folder: Path, tokens: tuple[Path, int]) -
 def _run_rank(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         try:
-            config = _settle_in_rank(args, stack)
+            config = _resolve_in_rank(args, stack)
         except UserError:
-            # Every rank finds the same, and torchrun would show it once for each.
-            if os.environ["RANK"] != "0" and "BMBURST_LAUNCH_FOLDER" not in os.environ:
+            if leaves_errors_to_rank_0():
                 return 2
             raise
 
         from bmburst.train.trainer import run as train
 
         try:
-            with _refusing(config.output, config):
+            with _explaining_write_errors(config.output, config):
                 train(config)
         except RunError as error:
-            # A rank that another one's launcher did not start has nobody who shows it once for all.
-            alone = "BMBURST_LAUNCH_FOLDER" not in os.environ and os.environ["RANK"] != "0" and error.on_all_ranks
-            raise SystemExit(1 if alone else str(error)) from None
+            raise SystemExit(1 if error.on_all_ranks and leaves_errors_to_rank_0() else str(error)) from None
         return 0
 
 
-def _settle_in_rank(args: argparse.Namespace, stack: contextlib.ExitStack) -> TrainConfig:
-    """Return what the launcher settled, whatever is in the run folder by now; without our launcher, settle it here.
+def _resolve_in_rank(args: argparse.Namespace, stack: contextlib.ExitStack) -> TrainConfig:
+    """Return the configuration that the launcher resolved; under torchrun, resolve it here.
 
-    There rank 0 keeps other runs from the folder until the stack is closed.
+    Under torchrun rank 0 locks the run folder until the stack is closed.
     """
     if RUN_CONFIG in os.environ:
         config = build(TrainConfig, read_layer(TrainConfig, json.loads(os.environ[RUN_CONFIG]), RUN_CONFIG))
     else:
-        config = settle(args)
+        config = resolve_options(args)
     if config.output is None:
         raise UserError(
-            "started as a rank without a run folder: ranks cannot agree on a new name\n"
-            "fix: --output DIR, or let bmburst train start the ranks (--nproc)"
+            "started as a rank (RANK is set) without --output: ranks cannot agree on the name of a new folder\n"
+            "fix: give --output DIR, or let bmburst train start the ranks (--nproc)"
         )
     check_run(config, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
     if RUN_CONFIG not in os.environ and os.environ["RANK"] == "0":
@@ -268,26 +257,26 @@ def _settle_in_rank(args: argparse.Namespace, stack: contextlib.ExitStack) -> Tr
 
         cache = token_cache(config, config.output)
         _require_room(config, config.output, (cache, bytes_of_tokens(config, cache, find_text(config))))
-        with _refusing(config.output, config):
+        with _explaining_write_errors(config.output, config):
             config.output.mkdir(parents=True, exist_ok=True)
-        _hold(stack, config.output)
+        _lock(stack, config.output)
     if RUN_CONFIG not in os.environ and not config.resume:
-        with _refusing(config.output, config):
+        with _explaining_write_errors(config.output, config):
             _check_fresh(config.output, _RUN_TRACES)
     return config
 
 
 @contextlib.contextmanager
-def _refusing(folder: Path | None, config: TrainConfig | None = None) -> Iterator[None]:
-    """Say in the user's words that a run folder cannot be written."""
+def _explaining_write_errors(folder: Path | None, config: TrainConfig | None = None) -> Iterator[None]:
+    """Turn an OSError of writing the run folder into a UserError."""
     try:
         yield
     except OSError as error:
         if error.errno not in _CANNOT_WRITE:
             raise
-        fix = "give the right to write"
+        fix = "change its permissions, or give another --output"
         if error.errno in FULL:
-            fix = f"make room: {amount(free_bytes(folder))} are free" if folder is not None else "make room"
+            fix = f"free disk space: {amount(free_bytes(folder))} are left" if folder is not None else "free disk space"
             if config is not None and config.checkpoint_every is not None:
                 fix += f", and a checkpoint needs {amount(nbytes(config))}"
         raise UserError(
@@ -321,10 +310,10 @@ def _check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
 
     Args:
         folder: The run folder.
-        traces: Names that tell of a run; None for any but those that a run which was refused in its ranks leaves.
+        traces: Names of files that only a run writes; None for all names but those that a refused run leaves.
 
     Raises:
-        UserError: It does.
+        UserError: It holds one.
     """
     _require_no_file(folder)
     if folder.is_dir():
@@ -336,11 +325,11 @@ def _check_fresh(folder: Path, traces: Container[str] | None = None) -> None:
 
 def _require_no_file(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"output {folder}: is a file\nfix: --output with a new or empty folder")
+        raise UserError(f"output {folder}: is a file\nfix: give --output with a new or empty folder")
 
 
 def _is_run_config(path: Path) -> bool:
-    # All that a run leaves which was refused in its ranks, for example for a line of JSONL that is none.
+    # The only file of a run that its ranks refused, for example for a malformed line of JSONL.
     try:
         resolve((path,))
     except UserError:
@@ -350,7 +339,8 @@ def _is_run_config(path: Path) -> bool:
 
 def _occupied(folder: Path, name: str) -> UserError:
     return UserError(
-        f"output {folder}: not empty, it holds {name}\nfix: --resume to continue the run in it, or another --output"
+        f"output {folder}: not empty, it holds {name}\n"
+        "fix: give --resume to continue the run in it, or another --output"
     )
 
 
@@ -360,6 +350,7 @@ def _folder_to_resume(config: TrainConfig, given: Path | None) -> Path:
     if given is not None and given.name == CONFIG_FILE:
         return given.parent
     raise UserError(
-        "--resume does not say which run\nfix: --output RUN_FOLDER, for example one under runs/, or --config "
+        "--resume does not say which run to resume\n"
+        "fix: give --output RUN_FOLDER, for example one under runs/, or --config "
         f"RUN_FOLDER/{CONFIG_FILE}"
     )

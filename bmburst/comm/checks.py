@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.disagreement import decoded, disagreement, encoded
-from bmburst.comm.meter import WaitMeter
+from bmburst.comm.meter import WaitMeter, traced
 from bmburst.comm.protocol import Arrived, Communicator, Transfer
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Exchange
-from bmburst.trace import traced
 
 T = TypeVar("T")
 
@@ -104,9 +103,9 @@ class Checked:
         self.device = device
         self.rank, self.size, self.transport = inner.rank, inner.size, inner.transport
         self.nodes: int | None = None
-        """Nodes, each with as many neighbouring ranks; None: `transports.find_nodes` asks the ranks."""
-        self.heads: int | None = None
-        """How many neighbouring ranks exchange attention heads, 1 for none; None: what is cheapest."""
+        """On how many nodes the ranks lie, in order, as many on each; None: what `transports.find_nodes` finds."""
+        self.ulysses_degree: int | None = None
+        """How many neighbouring ranks exchange attention heads, 1 for none; None: the cheapest degree."""
         self.always = always or os.environ.get(DEBUG_SWITCH) == "1"
         self._switch = _Switch(self.always)
 
@@ -134,10 +133,10 @@ class Checked:
         other.always, other._switch = self.always, self._switch
         return other
 
-    def hinted(self, nodes: int | None, heads: int | None) -> "Checked":
+    def hinted(self, nodes: int | None, ulysses_degree: int | None) -> "Checked":
         """Return the same group with what a mesh says of it; whoever else has the group is not told."""
         other = self.over(self.inner)
-        other.nodes, other.heads, other.base = nodes, heads, self.base
+        other.nodes, other.ulysses_degree, other.base = nodes, ulysses_degree, self.base
         return other
 
     def __deepcopy__(self, memo: object) -> "Checked":

@@ -1,9 +1,19 @@
 """Configuration: nested frozen dataclasses, to and from JSON, YAML and the command line. No torch, no ranks."""
 
-from bmburst.config.command_line import FieldHelpFormatter, add_options, given_options, option_name
 from bmburst.config.fields import check_fields, field
 from bmburst.config.files import parse_json, read_config_file, read_json, write_json
-from bmburst.config.tree import build, leaves, nearest_name, overlay, read_layer, to_dict
+from bmburst.config.tree import (
+    FieldHelpFormatter,
+    add_options,
+    build,
+    given_options,
+    leaves,
+    nearest_name,
+    option_name,
+    overlay,
+    read_layer,
+    to_dict,
+)
 
 __all__ = [
     "FieldHelpFormatter",

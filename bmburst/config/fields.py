@@ -1,7 +1,7 @@
-"""One field of a configuration: its help, unit and bounds, and what a value given for it must be.
+"""Declares one field of a configuration (help, unit, bounds), and converts and checks values given for it.
 
-A field is declared with `field(...)` beside its type. The same declaration serves the help text, the command line,
-the reader of configuration files and the check of values given from Python.
+A field is declared with `field(...)` beside its type. Help texts, the command line, the reader of configuration files
+and the check of values from Python all use this declaration.
 """
 
 import dataclasses
@@ -24,17 +24,17 @@ _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldSpec:
-    """What a field means and which values it takes.
+    """Meaning and allowed values of a field.
 
     Attributes:
-        help: What the field decides, in one line.
+        help: Meaning of the field, in one line.
         unit: Unit of the value, for example "tokens"; empty where there is none.
-        default_text: What stands for the default in help where the value is found out later; empty to show the value.
+        default_text: Text for the default in help where the value is computed later; empty to show the value.
         minimum: Smallest value allowed.
         above: Every value must be larger than this.
         maximum: Largest value allowed.
         below: Every value must be smaller than this.
-        none_text: What text may say for None beside "none", and what messages call it.
+        none_text: Another word for None beside "none", which messages use.
     """
 
     help: str
@@ -48,7 +48,7 @@ class FieldSpec:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the value is a number of tokens, which text may give as 64K."""
+        """Whether the value is a number of tokens, which may be given as 64K."""
         return self.unit == "tokens"
 
     def bounds(self) -> str:
@@ -129,7 +129,7 @@ def number_text(value: float) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message, at most 60 characters of it."""
+    """Return a value as text for a message, at most 60 characters."""
     # Not repr: a YAML file of a few lines can hold lists of lists that would take hours to write out.
     brief = reprlib.Repr()
     brief.maxlevel, brief.maxstring, brief.maxother = 2, 60, 60
@@ -141,7 +141,7 @@ def shown(value: object) -> str:
 
 
 def describe(annotation: Any, spec: FieldSpec) -> str:
-    """Return in words what a value must be, for example "an integer at least 1, or none"."""
+    """Return the allowed values in words, for example "an integer at least 1, or none"."""
     inner, none_allowed = optional_part(annotation)
     bounds = f" {spec.bounds()}" if spec.bounds() else ""
     if typing.get_origin(inner) is typing.Literal:

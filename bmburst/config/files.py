@@ -1,4 +1,4 @@
-"""JSON and YAML from outside, with bounds on size, depth and numbers; and JSON back, written atomically."""
+"""Reads JSON and YAML with limits on size, depth and numbers, and writes JSON atomically."""
 
 import json
 import math
@@ -17,25 +17,25 @@ _MOST_MERGED = 10_000  # keys that YAML's << may put together: a few lines of it
 
 
 def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
-    """Return the object that a JSON file of others holds.
+    """Return the object in a JSON file.
 
     Args:
         path: The file.
         finite: Whether Infinity and NaN, which are no JSON, are refused as well.
 
     Raises:
-        UserError: It is missing, no file, larger than 256 MiB, or not what `parse_json` takes.
+        UserError: It is missing, not a file, larger than 256 MiB, or not valid for `parse_json`.
     """
     try:
         data = _read_bytes(path, _MOST_JSON)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}\nfix: name a directory that has it") from error
+        raise UserError(f"cannot read {path}: {error.strerror}\nfix: give a directory that has it") from error
     try:
         values = parse_json(data, finite=finite)
     except ValueError as error:
         raise UserError(f"{path} {error}\nfix: copy the file again") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds no JSON object\nfix: copy the file again")
+        raise UserError(f"{path} does not hold a JSON object\nfix: copy the file again")
     return values
 
 
@@ -45,15 +45,15 @@ def parse_json(
     finite: bool = False,
     pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None,
 ) -> Any:
-    """Return what JSON from outside says: bounded in depth (64) and integers (64 bits).
+    """Parse JSON with limits on depth (64) and integers (64 bits).
 
     Args:
         data: UTF-8, or text.
         finite: See `read_json`.
-        pairs: Makes an object of its keys and values.
+        pairs: Returns an object of its keys and values.
 
     Raises:
-        ValueError: It is none; the message says what it "is" or "holds". JSONDecodeError where it is malformed.
+        ValueError: It is not valid; the message begins with "is" or "holds". JSONDecodeError if it is malformed.
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
@@ -75,22 +75,22 @@ def parse_json(
 
 
 def _read_bytes(path: Path, most: int) -> bytes:
-    """Return what a regular file holds: a pipe or a device may never end.
+    """Return the bytes of a regular file: a pipe or a device may never end.
 
     Raises:
         OSError: It cannot be read.
-        UserError: It is no file, or larger than that.
+        UserError: It is not a file, or has more than `most` bytes.
     """
     try:
         mode = path.stat().st_mode
     except ValueError as error:  # a zero byte in the name
-        raise UserError(f"cannot read {path}: {error}\nfix: the path of a file") from None
+        raise UserError(f"cannot read {path}: {error}\nfix: give the path of a file") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise UserError(f"cannot read {path}: it is a device or a pipe\nfix: the path of a file")
+        raise UserError(f"cannot read {path}: it is a device or a pipe\nfix: give the path of a file")
     with path.open("rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise UserError(f"{path} is larger than {most >> 20} MiB, and so nothing that is read here\nfix: another file")
+        raise UserError(f"{path} is larger than {most >> 20} MiB, the limit for such a file\nfix: give another file")
     return data
 
 
@@ -104,12 +104,12 @@ def _bounded_integer(digits: str) -> int:
 def _finite_number(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        raise ValueError(f"holds {digits[:30]}, which is no finite number")
+        raise ValueError(f"holds {digits[:30]}, which is not a finite number")
     return number
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"holds {name}, which is no finite number")
+    raise ValueError(f"holds {name}, which is not a finite number")
 
 
 def _require_shallow(values: Any) -> None:
@@ -136,7 +136,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
             key twice.
     """
     if path.suffix not in (".json", ".yaml", ".yml"):
-        raise UserError(f"{path}: a configuration file of unknown kind '{path.suffix}'\nallowed: .json, .yaml, .yml")
+        raise UserError(f"{path}: unknown type of configuration file '{path.suffix}'\nallowed: .json, .yaml, .yml")
     try:
         text = _read_bytes(path, _MOST_CONFIG).decode("utf-8-sig")
     except FileNotFoundError:
@@ -155,7 +155,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write an object as JSON; a reader sees the old file or the new one, never a part of it."""
+    """Write an object as JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
         partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -200,7 +200,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
                 raise
             except Exception as error:  # a tag or a date whose value is none: each raises its own
                 kind = node.tag.rpartition(":")[2]
-                problem = f"a value that is no {kind}" if kind else str(error)
+                problem = f"a value that is not a valid {kind}" if kind else str(error)
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:

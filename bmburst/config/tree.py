@@ -1,5 +1,9 @@
-"""A configuration as a tree: dataclasses to nested dictionaries and back, and layers of values laid over each other."""
+"""Configurations as trees: dataclasses to nested dictionaries and back, layers of values, command line options.
 
+`add_options` makes one option for every field, grouped by object, with unit, bounds and default in its help.
+"""
+
+import argparse
 import dataclasses
 import difflib
 import typing
@@ -7,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bmburst.config.fields import FieldSpec, convert, describe, is_none, optional_part, shown, spec_of
+from bmburst.amounts import TOKENS_TOO
+from bmburst.config.fields import FieldSpec, convert, describe, is_none, number_text, optional_part, shown, spec_of
 from bmburst.errors import UserError
 
 Config = TypeVar("Config")
@@ -15,7 +20,7 @@ Config = TypeVar("Config")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One field that can be given a value, or an optional object, which can only be given none.
+    """One field that takes a value, or an optional object, which can only be set to none.
 
     Attributes:
         name: Dotted name, for example "optimizer.lr".
@@ -62,17 +67,17 @@ def leaves(config: Any, prefix: str = "") -> Iterator[Leaf]:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return a configuration as nested dictionaries of what JSON knows; `build` turns it back."""
+    """Return a configuration as nested dictionaries of JSON types; `build` is the inverse."""
     return {declared.name: _plain(getattr(config, declared.name)) for declared in dataclasses.fields(config)}
 
 
 def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return values given for some of the fields, checked one by one, as nested dictionaries.
+    """Check values for some of the fields one by one, and return them as nested dictionaries.
 
     Args:
         cls: The configuration dataclass they are for.
         values: Nested dictionaries; a key may also be a dotted name.
-        source: Where they were given, for messages: a file's name, or "" for the command line.
+        source: Origin of the values, for messages: a file's name, or "" for the command line.
 
     Raises:
         UserError: A key is unknown (the nearest is named), or a value does not fit its field.
@@ -92,7 +97,7 @@ def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, A
 
 
 def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dictionaries laid over each other, later ones on top; objects merge field by field."""
+    """Merge nested dictionaries; later ones override earlier ones field by field."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
@@ -122,7 +127,7 @@ def build(cls: type[Config], values: Mapping[str, Any], prefix: str = "") -> Con
 
 
 def nearest_name(name: str, known: Mapping[str, Any]) -> str | None:
-    """Return the known dotted name that was most likely meant: by its last part first ("lr"), then by spelling."""
+    """Return the known dotted name nearest to a name: by its last part first ("lr"), then by spelling."""
     name = name.replace("-", "_")
     same_leaf = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
     near = difflib.get_close_matches(name, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
@@ -182,3 +187,105 @@ def _unknown_key(name: str, known: Mapping[str, Leaf]) -> UserError:
     prefix = f"{parent}." if parent else ""
     fields = dict.fromkeys(other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix))
     return UserError(f"unknown key '{name}'{hint}\nknown in {parent or 'the configuration'}: {', '.join(fields)}")
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    defaults: Any,
+    *,
+    short: Mapping[str, str],
+    titles: Mapping[str, str],
+) -> None:
+    """Add an option `--dotted.name VALUE` for every field of a configuration.
+
+    Hyphens and underscores in options are equal. Options that are not given are not in the namespace, so that
+    `given_options` returns exactly what the user wrote. Values stay text until `read_layer` converts them.
+
+    Args:
+        parser: Where the options go.
+        defaults: A configuration whose values are shown as the defaults.
+        short: Dotted name to a shorter option, for example {"data.source": "--data"}.
+        titles: Title of the group of options of each object; "" is the top level.
+    """
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for leaf in leaves(defaults):
+        if leaf.section not in groups:
+            groups[leaf.section] = parser.add_argument_group(titles.get(leaf.section, leaf.section))
+        inner, _ = optional_part(leaf.annotation)
+        flag: dict[str, Any] = {"nargs": "?", "const": "true"} if inner is bool else {}
+        groups[leaf.section].add_argument(
+            *_spellings(leaf, short.get(leaf.name)),
+            dest=leaf.name,
+            default=argparse.SUPPRESS,
+            metavar=_metavar(inner),
+            help=_help(leaf).replace("%", "%%"),
+            **flag,
+        )
+
+
+def given_options(args: argparse.Namespace, config: Any) -> dict[str, str]:
+    """Return the options of `add_options` that were given, by dotted name."""
+    return {leaf.name: getattr(args, leaf.name) for leaf in leaves(config) if hasattr(args, leaf.name)}
+
+
+class FieldHelpFormatter(argparse.HelpFormatter):
+    """Shows only the first spelling of an option that takes hyphens and underscores."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        shown: dict[str, str] = {}
+        for option in action.option_strings:
+            shown.setdefault(option.replace("_", "-"), option)
+        value = "" if action.nargs == 0 else " " + self._format_args(action, action.dest.upper())
+        return ", ".join(shown.values()) + value
+
+
+def option_name(name: str, short: Mapping[str, str]) -> str:
+    """Return the option that sets a field, as a user would write it."""
+    return short.get(name) or "--" + (name if "." in name else name.replace("_", "-"))
+
+
+def _spellings(leaf: Leaf, short: str | None) -> list[str]:
+    # Below the top level the dotted name is shown as it stands in a file; at the top level hyphens are usual.
+    dotted = f"--{leaf.name}"
+    hyphens = dotted.replace("_", "-")
+    spellings = ([short] if short else []) + ([dotted, hyphens] if "." in leaf.name else [hyphens, dotted])
+    return list(dict.fromkeys(spellings))
+
+
+def _metavar(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return "|".join(str(choice) for choice in typing.get_args(annotation))
+    if typing.get_origin(annotation) is tuple:
+        return "A,B"
+    if dataclasses.is_dataclass(annotation):
+        return "none"
+    return {bool: "true|false", int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}.get(annotation, "VALUE")
+
+
+def _help(leaf: Leaf) -> str:
+    number = optional_part(leaf.annotation)[0] in (int, float)
+    unit = leaf.spec.unit or ("no unit" if number else "")
+    too = TOKENS_TOO if leaf.spec.counts_tokens else ""
+    notes = [unit, too, leaf.spec.bounds(), _default_text(leaf)]
+    return f"{leaf.spec.help} [{'; '.join(note for note in notes if note)}]"
+
+
+def _default_text(leaf: Leaf) -> str:
+    if leaf.spec.default_text:
+        return f"default {leaf.spec.default_text}"
+    value = leaf.default
+    if value is dataclasses.MISSING:
+        return "no default"
+    if value is None:
+        return "default none"
+    if isinstance(value, bool):
+        return f"default {str(value).lower()}"
+    if isinstance(value, float):
+        return f"default {number_text(value)}"
+    if isinstance(value, tuple):
+        return f"default {','.join(map(str, value))}"
+    if dataclasses.is_dataclass(value):
+        return "default as below"
+    return f"default {value}"

@@ -1,5 +1,6 @@
-"""Weights of one model as Hugging Face, bmburst and ModelCenter keep them: names, configurations and files.
+"""Converts weights between Hugging Face, bmburst and ModelCenter: names, configurations and files.
 
-`model_center` is plain data and imports no torch; `directory` opens a model of any of these families as named tensors;
-`files` writes them; `run` is what `bmburst convert` calls. No process ever holds more than a piece of a tensor.
+`model_center` maps ModelCenter's configurations and names and imports no torch; `weights` opens a model of any of these
+families as named tensors and writes ModelCenter's file; `conversion` is `bmburst convert`. No process ever holds more
+than a piece of a tensor.
 """

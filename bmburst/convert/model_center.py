@@ -54,6 +54,21 @@ _ONLY: Mapping[str, Any] = MappingProxyType(
         "post_layer_norm": False,
     }
 )
+# Fields of a model in both configurations: ModelCenter's name, and bmburst's.
+_SAME = {
+    "vocab_size": "vocab_size",
+    "dim_model": "hidden_size",
+    "dim_ff": "intermediate_size",
+    "num_layers": "num_layers",
+    "num_heads": "num_heads",
+    "dim_head": "head_dim",
+    "norm_eps": "norm_eps",
+    "tied": "tie_embeddings",
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling",
+    "max_position_embeddings": "max_position_embeddings",
+    **{name: name for name in SCALES},
+}
 _OURS = ("num_heads_kv", "rope_theta", "rope_scaling", "max_position_embeddings", "dtype", *SCALES)
 # Attention sees only what a mask allows, so what hidden scores are set to says nothing. It is -Infinity, no JSON.
 _WITHOUT_MEANING = ("att_mask_value", "model_type")
@@ -132,8 +147,8 @@ class ModelCenterConfig:
         foreign = [key for key in values if key not in known and key not in _WITHOUT_MEANING]
         if foreign:
             raise UserError(
-                f"{source or 'config.json'} is not of ModelCenter's LLaMA, which has no {foreign[0]}\n"
-                "fix: the directory of a ModelCenter LLaMA; other models of ModelCenter cannot be read"
+                f"{source or 'config.json'} is not a config.json of ModelCenter's LLaMA, which has no {foreign[0]}\n"
+                "fix: give the directory of a ModelCenter LLaMA; other models of ModelCenter are not supported"
             )
         plain = {key: value for key, value in values.items() if key not in _WITHOUT_MEANING}
         return build(cls, read_layer(cls, plain, source))
@@ -147,44 +162,22 @@ class ModelCenterConfig:
                 "allowed: LLaMA and MiniCPM; not Mistral, Qwen2 and Qwen3"
             )
         return cls(
-            vocab_size=shape.vocab_size,
-            dim_model=shape.hidden_size,
-            num_heads=shape.num_heads,
-            dim_head=shape.head_dim,
-            dim_ff=shape.intermediate_size,
-            num_layers=shape.num_layers,
+            **{name: getattr(shape, same) for name, same in _SAME.items()},
+            num_heads_kv=shape.num_kv_heads,
             emb_init_std=shape.init_std,
-            norm_eps=shape.norm_eps,
             att_init_std=shape.matrix_std,
             ffn_init_std=shape.matrix_std,
             proj_init_std=shape.init_std,
             half=dtype == "float16",
-            tied=shape.tie_embeddings,
-            num_heads_kv=shape.num_kv_heads,
-            rope_theta=shape.rope_theta,
-            rope_scaling=shape.rope_scaling,
-            max_position_embeddings=shape.max_position_embeddings,
             dtype=dtype,
-            **{name: getattr(shape, name) for name in SCALES},
         )
 
     def shape(self) -> LlamaConfig:
-        """Return the same model in bmburst's words."""
+        """Return the configuration of the same model in bmburst."""
         return LlamaConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.dim_model,
-            intermediate_size=self.dim_ff,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
+            **{same: getattr(self, name) for name, same in _SAME.items()},
             num_kv_heads=self.num_heads_kv or self.num_heads,
-            head_dim=self.dim_head,
-            rope_theta=self.rope_theta,
-            rope_scaling=self.rope_scaling,
-            norm_eps=self.norm_eps,
-            tie_embeddings=self.tied,
             init_std=self.att_init_std if self.scale_emb is None else self.emb_init_std,
-            max_position_embeddings=self.max_position_embeddings,
-            **{name: getattr(self, name) for name in SCALES},
         )
 
     @property

@@ -1,1 +1,1 @@
-"""bmburst inside other projects' models: one module a project, imported only by its name."""
+"""Sequence parallelism for models of other projects: `transformers` and `cpm_live`, each imported by name."""

@@ -1,4 +1,4 @@
-"""Batches as CPM-Live's data sets give them, cut for one rank: vectors of a token go where the token goes."""
+"""Splits batches of CPM-Live's data sets over ranks: each rank gets the values of its own tokens."""
 
 from dataclasses import dataclass, field
 
@@ -20,9 +20,8 @@ from bmburst.integrations.cpm_live_checks import (
     require_segments,
     vectors,
 )
-from bmburst.integrations.mesh_check import require_mesh
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
-from bmburst.mesh import Mesh
+from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import SequenceShard
 from bmburst_ops.biased import BIASED_NAMES, RelativeBias, Tokens, ant_relations, ant_tokens, bee_tokens
@@ -36,14 +35,14 @@ _ANT_VECTORS = ("ctx", "tgt", "task", "context", "segment", "span")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitTokens:
-    """What the position bias modules are called with, instead of positions and matrices.
+    """Argument of the position bias modules in place of positions and matrices.
 
-    Position biases of one formula get the same sequence: what is found of a batch is found once.
+    Position biases of the same formula share one `BiasedSequence`, so a batch is analysed once.
 
     Attributes:
-        tokens: What this rank's tokens are.
-        relations: The relations between segments, whole.
-        most: The largest of them.
+        tokens: Positions and segments of this rank's tokens.
+        relations: The relations between all segments.
+        most: The largest relation.
         group: The ranks that share the sequences.
         kernel: As in `BiasedSequence`.
         transport: As in `BiasedSequence`.
@@ -58,10 +57,10 @@ class SplitTokens:
     _sequences: dict[RelativeBias, BiasedSequence] = field(default_factory=dict, init=False, repr=False)
 
     def under(self, formula: RelativeBias) -> BiasedSequence:
-        """Return what `Attention` takes as its mask.
+        """Return the mask argument of `Attention`.
 
         Raises:
-            UserError: There is a relation that the formula has no row for.
+            UserError: A relation has no row in the formula's table.
         """
         if not isinstance(formula, RelativeBias):
             raise UserError(
@@ -71,7 +70,7 @@ class SplitTokens:
         if self.most > formula.num_relations:
             raise UserError(
                 f"the batch has relation {self.most} between segments, but the bias table holds "
-                f"{formula.num_relations}\nmax_depth of the data and the model's number of segment buckets do not fit"
+                f"{formula.num_relations}\nfix: a model with more segment buckets, or data of a smaller max_depth"
             )
         if formula not in self._sequences:
             self._sequences[formula] = BiasedSequence(
@@ -90,11 +89,11 @@ class BeePart:
     """One rank's part of a batch of CPM-Bee; int32 `[batch, local_tokens]` on the mesh's device.
 
     Attributes:
-        inputs: Token ids; 0 where the cut is padded.
+        inputs: Token ids; 0 where the part is padded.
         inputs_sub: Their numbers among tokens of one name.
         target: Labels, -100 where there is none.
-        task_ids: Of which task a token is.
-        tokens: What the position bias is called with.
+        task_ids: Task of each token.
+        tokens: Argument of the position bias.
         ext_ids: Ids of the batch's additional rows of the vocabulary, whole.
         ext_sub: Their numbers, whole.
     """
@@ -113,12 +112,12 @@ class AntPart:
     """One rank's part of a batch of CPM-Ant; int32 `[batch, local_tokens]` on the mesh's device.
 
     Attributes:
-        input: Token ids; 0 where the cut is padded.
+        input: Token ids; 0 where the part is padded.
         target: Labels, -100 where there is none.
-        task: Of which task a token is; -1 of none.
-        segment: Kinds of segments.
-        place: In the whole sequence: below `prompt_length` stand prompts, whose embedding is another.
-        tokens: What the position bias is called with.
+        task: Task of each token; -1 for none.
+        segment: Segment types.
+        place: Index in the whole sequence; below `prompt_length` are prompts, which have another embedding.
+        tokens: Argument of the position bias.
     """
 
     input: Tensor
@@ -241,23 +240,23 @@ class SplitSequences:
         )
 
     def mean(self, loss_sum: Tensor, target: Tensor) -> Tensor:
-        """Return what this rank gives to `OptimManager.backward`; `bmt.sum_loss` of it is the mean loss of a token.
+        """Return the loss for `OptimManager.backward`; `bmt.sum_loss` of it is the mean loss of a token.
 
-        Tokens weigh the same on whatever rank they are. Every rank must call it.
+        Every token has the same weight on every rank. Every rank must call it.
 
         Args:
             loss_sum: Sum of this rank's token losses: `bmt.loss.FusedCrossEntropy(ignore_index=-100, reduction="sum")`.
-            target: The labels that it is of.
+            target: The labels of the loss.
 
         Raises:
-            UserError: They are something else; on every rank, where calls are compared.
+            UserError: An argument is wrong; on every rank, where calls are compared.
         """
         valid = self.mesh.world.decided(lambda: (_valid(loss_sum, target), "SplitSequences.mean"))
         (valid,) = self.mesh.world.all_reduce(valid).wait()
         return global_mean(loss_sum, valid, self.mesh.world.size)
 
     def _told(self, kind: str, vectors: Data) -> str:
-        """Return what of a batch must be equal on the ranks that share it."""
+        """Return the facts of a batch that must be equal on the ranks that share it."""
         if not self.mesh.sequence.active or self.mesh.sequence.size == 1:
             return ""
         shape = list(next(iter(vectors.values())).shape)
@@ -290,7 +289,7 @@ class SplitSequences:
 
 
 def _valid(loss_sum: Tensor, target: Tensor) -> Tensor:
-    """Return how many labels count, of what was checked."""
+    """Check the arguments of `mean`, and return the number of labels that count."""
     for name, value in (("loss_sum", loss_sum), ("target", target)):
         if not isinstance(value, Tensor):
             raise UserError(

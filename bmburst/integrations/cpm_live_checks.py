@@ -1,4 +1,4 @@
-"""What batches of CPM-Live's loaders must be, checked before anything is cut: a kernel does not look."""
+"""Checks batches of CPM-Live's loaders before they are split: kernels check nothing."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,21 +7,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bmburst.amounts import array_of, whole_number
 from bmburst.errors import UserError
-from bmburst.numbers import array_of, whole_number
 
 Data = Mapping[str, Any]
-"""What CPM-Live's loaders yield: NumPy arrays or tensors by name, whole sequences."""
+"""A batch of CPM-Live's loaders: NumPy arrays or tensors of whole sequences, by name."""
 
 _INT32 = torch.iinfo(torch.int32)
-_TRUTHS = ("context",)  # the others are numbers
+_TRUTHS = ("context",)  # arrays of bools; the others hold whole numbers
 
 
 def require_batch(data: object) -> Data:
-    """Return the batch.
+    """Check that a batch is a mapping, and return it.
 
     Raises:
-        UserError: It is none.
+        UserError: It is not.
     """
     if not isinstance(data, Mapping):
         raise UserError(
@@ -35,10 +35,13 @@ def ints(data: Data, name: str) -> Tensor:
     """Return an array of a batch, int32 on the CPU.
 
     Raises:
-        UserError: There is none of that name, or it is no array of whole numbers that int32 holds.
+        UserError: The name is missing, or the array does not hold whole numbers in the range of int32.
     """
     if name not in data:
-        raise UserError(f"the batch has no '{name}'\nit has {', '.join(sorted(map(str, data))) or 'nothing'}")
+        raise UserError(
+            f"the batch has no '{name}'\n"
+            f"known: {', '.join(sorted(map(str, data))) or 'nothing'}\nfix: pass what CPM-Live's loader yields"
+        )
     try:
         found = array_of(f"'{name}' of the batch", data[name])
     except UserError as error:
@@ -55,10 +58,10 @@ def ints(data: Data, name: str) -> Tensor:
 
 
 def vectors(data: Data, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return vectors of whole sequences, `[batch, length]` each as the first of them.
+    """Return vectors of whole sequences, all of the same shape `[batch, length]`.
 
     Raises:
-        UserError: One is missing, of another shape, or there is no token.
+        UserError: One is missing or of another shape, or there is no token.
     """
     found = {name: ints(data, name) for name in names}
     first, shape = next((name, vector.shape) for name, vector in found.items())
@@ -77,10 +80,10 @@ def vectors(data: Data, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def lengths(data: Data, name: str, batch: int, length: int) -> Tensor:
-    """Return the real tokens of each sequence, int32 `[batch]`.
+    """Return the number of real tokens of each sequence, int32 `[batch]`.
 
     Raises:
-        UserError: There are not as many, or one is longer than the sequences.
+        UserError: The number of lengths is wrong, or one is out of range.
     """
     found = ints(data, name)
     if found.shape != (batch,) or bool(((found < 0) | (found > length)).any()):
@@ -98,10 +101,10 @@ def relations(data: Data, whole: Mapping[str, Tensor], real: Tensor) -> Tensor:
     Args:
         data: The batch.
         whole: Its vectors.
-        real: The real tokens of each sequence.
+        real: Number of real tokens of each sequence.
 
     Raises:
-        UserError: Some that are asked for are not there.
+        UserError: A token refers to relations that are not in the batch.
     """
     found = ints(data, "segment_rel")
     batch, length = whole["inputs"].shape
@@ -117,9 +120,10 @@ def relations(data: Data, whole: Mapping[str, Tensor], real: Tensor) -> Tensor:
     if bool((wrong & is_real).any()):
         b, at = (int(i) for i in (wrong & is_real).nonzero()[0])
         raise UserError(
-            f"token {at} of sequence {b} is of segment {int(segment[b, at])} of {int(count[b, at])}, whose relations "
-            f"begin at {int(first[b, at])} of {found.shape[1]}\nallowed: segments below their number, and all of "
-            "its square there"
+            f"token {at} of sequence {b} has segment {int(segment[b, at])} of {int(count[b, at])}, with relations at "
+            f"offset {int(first[b, at])} of {found.shape[1]}\n"
+            "allowed: a segment below their number, and a whole square of "
+            "relations at its offset"
         )
     return found
 
@@ -128,7 +132,7 @@ def additional_rows(data: Data) -> tuple[Tensor, Tensor]:
     """Return ids and numbers of a batch's additional rows of the vocabulary, int32 `[rows]` each.
 
     Raises:
-        UserError: They are no two vectors of one length.
+        UserError: They are not two vectors of the same length.
     """
     ids, numbers = ints(data, "ext_ids"), ints(data, "ext_sub")
     if ids.dim() != 1 or numbers.shape != ids.shape:
@@ -140,10 +144,10 @@ def additional_rows(data: Data) -> tuple[Tensor, Tensor]:
 
 
 def require_segment_types(num_segments: object) -> None:
-    """Check the number of CPM-Ant's kinds of segments.
+    """Check the number of CPM-Ant's segment types.
 
     Raises:
-        UserError: It is no whole number above 0.
+        UserError: It is not a whole number above 0.
     """
     try:
         whole_number("num_segments", num_segments, 1)
@@ -152,7 +156,7 @@ def require_segment_types(num_segments: object) -> None:
 
 
 def require_segments(segment: Tensor, num_segments: int) -> None:
-    """Check that segments are of kinds that there are.
+    """Check that segments are in the range of the segment types.
 
     Raises:
         UserError: One is not.
@@ -160,5 +164,5 @@ def require_segments(segment: Tensor, num_segments: int) -> None:
     if bool(((segment < 0) | (segment >= num_segments)).any()):
         raise UserError(
             f"segments go from {int(segment.min())} to {int(segment.max())}, num_segments={num_segments}\n"
-            f"allowed: 0 to {num_segments - 1}\nfix: the num_segments that the data are made for"
+            f"allowed: 0 to {num_segments - 1}\nfix: pass the num_segments that the data were made for"
         )

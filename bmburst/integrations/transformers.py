@@ -1,4 +1,4 @@
-"""Causal language models of transformers on sequences that are split over ranks.
+"""Trains causal language models of transformers on sequences that are split over ranks.
 
 `register` adds attn_implementation="bmburst", and `SplitSequences` gives each rank its part of every batch, with its
 loss. docs/hugging_face.md is the guide.
@@ -16,13 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm.checks import contents, describe
 from bmburst.errors import UserError
-from bmburst.integrations.mesh_check import require_mesh
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, whole_batch
-from bmburst.integrations.transformers_models import require_rows, require_splittable
-from bmburst.integrations.transformers_recompute import recompute
+from bmburst.integrations.transformers_models import recompute, require_rows, require_splittable
 from bmburst.loss import count_valid, global_mean
-from bmburst.mesh import Mesh
+from bmburst.mesh import Mesh, require_mesh
 from bmburst.sequence import SequenceShard, unshard
 from bmburst_ops.constants import IGNORE_INDEX
 
@@ -31,6 +29,7 @@ __all__ = ["NAME", "Part", "SplitSequences", "recompute", "register"]
 CHUNK = 4096
 """Tokens whose logits exist in fp32 at one time."""
 
+_OPTIONS = frozenset({"deterministic", "kernel", "strategy", "transport"})
 _OWN = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 
 
@@ -54,7 +53,7 @@ class Part:
         mesh: The ranks.
         cut: Which tokens these are.
         ends: Returns the largest position id + 1 of each rank of the sequence.
-        largest: The largest id of the whole batch; None where that lies on a GPU, which is not waited for.
+        largest: The largest id of the whole batch; None on a GPU, to avoid a synchronization.
     """
 
     input_ids: Tensor
@@ -71,16 +70,19 @@ class Part:
 
         Args:
             model: A causal LM of transformers, also inside FSDP2, DDP or PEFT. All ranks call it.
-            inputs: What else to call it with.
+            inputs: Further arguments of the model.
 
         Raises:
-            UserError: The model would not compute what it computes on whole sequences, has no such token, or gets
-                twice what the part has.
+            UserError: The model is not exact on split sequences, lacks a token id, or an argument is part of the
+                split batch.
         """
 
         def decide() -> tuple[None, str]:
             if twice := sorted(_OWN & set(inputs)):
-                raise UserError(f"a part has {twice[0]} of its own\nfix: give those of the whole batch to split.part")
+                raise UserError(
+                    f"{twice[0]} is already part of the split batch\n"
+                    f"fix: pass the whole batch's {twice[0]} to split.part"
+                )
             require_splittable(model, self.ends)
             require_rows(model, self.largest)
             return None, f"{type(model).__name__} on a split sequence"
@@ -91,10 +93,10 @@ class Part:
         return found
 
     def loss(self, model: torch.nn.Module, valid: Tensor | int | None = None, **inputs: object) -> Tensor:
-        """Return what this rank runs backward from, a scalar in fp32.
+        """Return this rank's loss for backward, a scalar in fp32.
 
-        Its mean over all ranks is the mean loss of all labels of all ranks, in nats; and so the mean of the ranks'
-        gradients, which DDP and FSDP2 take, is the gradient of that.
+        Its mean over all ranks is the mean loss of all labels of all ranks, in nats. DDP and FSDP2 average gradients
+        over ranks, which gives the gradient of that mean.
 
         Args:
             model: As in `logits`.
@@ -111,7 +113,7 @@ class Part:
         return global_mean(_loss_sum(logits, self.labels), total, self.mesh.world.size)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return, on every rank, the whole tensor of which each has the local tokens in dimension `dim`."""
+        """Gather the ranks' local tokens in dimension `dim`; return the whole tensor on every rank."""
         return unshard(x, dim, self.cut.layout.name, self.mesh.sequence, self.cut.length)
 
 
@@ -130,12 +132,16 @@ class SplitSequences:
 
     def __init__(self, mesh: Mesh, *, layout: str = "zigzag", **options: Any) -> None:
         require_mesh(mesh, "bmburst.Mesh.over_process_group(), after init_process_group", "transformers'")
-        unknown = sorted(set(options) - {"kernel", "strategy", "transport", "deterministic"})
+        unknown = sorted(set(options) - _OPTIONS)
         if unknown:
-            raise UserError(f"SplitSequences has no option {unknown[0]!r}\nthe model itself says scale and mask")
+            raise UserError(
+                f"SplitSequences has no option {unknown[0]!r}\n"
+                f"allowed: {', '.join(sorted(_OPTIONS))}; the model itself sets scale and mask"
+            )
         if layout == "balanced":
             raise UserError(
-                "layout 'balanced' is made for one mask, but a model's layers may differ\nuse 'striped' or 'zigzag'"
+                "layout 'balanced' is made for one mask, but layers of a model may have different masks\n"
+                "fix: layout 'striped' or 'zigzag'"
             )
         self.mesh = mesh
         self.options = AttentionOptions(layout=layout, **options)
@@ -182,11 +188,11 @@ class SplitSequences:
         return self._cut(whole, cut)
 
     def valid(self, *parts: Part) -> Tensor:
-        """Return how many labels all ranks have together in some parts: a scalar int64 tensor."""
+        """Return the number of labels of some parts over all ranks, a scalar int64 tensor."""
         return valid_labels(self.mesh, *parts)
 
     def mean(self, loss: Tensor) -> float:
-        """Return the mean of the ranks' losses: the mean loss of a label, in nats. Blocks the host.
+        """Return the mean of the ranks' losses, which is the mean loss of a label in nats. Blocks the host.
 
         Raises:
             UserError: A loss is no tensor of one number; on every rank, where calls are compared.
@@ -216,7 +222,7 @@ class SplitSequences:
 
 
 def valid_labels(mesh: Mesh, *parts: Part) -> Tensor:
-    """Return how many labels all ranks have together in some parts: a scalar int64 tensor.
+    """Return the number of labels of some parts over all ranks, a scalar int64 tensor.
 
     Raises:
         UserError: There is no part, or something else; on every rank, where calls are compared.
@@ -270,7 +276,7 @@ def _ends(position_ids: Tensor, cut: SequenceShard) -> tuple[int, ...]:
 
 
 def _signature(whole: WholeBatch) -> str:
-    """Return a text that tells batches apart; waits for the device that holds them."""
+    """Return a text that differs for different batches; synchronizes with their device."""
     tensors = (whole.input_ids, whole.labels, whole.position_ids)
     names = ("input_ids", "labels", "position_ids")
     told = [f"{name} {contents(tensor)}" for name, tensor in zip(names, tensors, strict=True)]

@@ -1,4 +1,4 @@
-"""Attention as transformers calls it: which mask a layer asks for, and attention over the split sequence under it.
+"""The attention and mask functions that transformers calls: attention over the split sequence.
 
 A model of transformers makes one mask a kind of layer from its `attention_mask` (`transformers.masking_utils`), and
 each layer gives its mask to the attention function. Here a `SequenceMask` goes that way, in the place of a tensor: it
@@ -32,7 +32,7 @@ _NOT_ASKED = frozenset(
         "return_dict",
     }
 )
-"""What models pass along to attention and what does not change it."""
+"""Arguments that models pass to attention and that do not change it."""
 
 
 _ELSEWHERE = "train this model with another attn_implementation"
@@ -44,28 +44,28 @@ _KNOWN = {
         f"{_ELSEWHERE}: with attn_logit_softcapping=None it is another model",
     ),
 }
-"""What models are known to ask for, by the argument: what it is called, and what to do."""
+"""Arguments of features that are not supported: the feature's name, and what to do."""
 
 
 class _NoTensor(UserError, AttributeError):
-    """Something of a tensor was asked of a mask; an AttributeError for who only looks whether it is there."""
+    """A mask was used as a tensor; also an AttributeError, for code that only tests whether an attribute exists."""
 
 
 class SequenceMask:
-    """What attention must know of a split batch; a model takes it as its `attention_mask`.
+    """What attention needs to know of a split batch; a model takes it as its `attention_mask`.
 
-    No dataclass: FSDP2 takes those apart in search of tensors.
+    It is not a dataclass, because FSDP2 takes dataclasses apart in search of tensors.
 
     Args:
         comm: The ranks that share each sequence.
-        options: Everything but the mask.
-        shape: Samples and local tokens.
+        options: Options of attention but for the mask.
+        shape: Number of samples and local tokens.
         length: Real tokens of a sequence.
-        documents: Of all samples, one for each sample, or none.
-        mask: What one kind of layer sees; None until the model has asked for it.
+        documents: Documents of all samples, one for each sample, or none.
+        mask: Mask of one kind of layer; None until the model makes it by `layer_mask`.
     """
 
-    ndim = 4  # as a mask that is complete: models change those of 2 dimensions
+    ndim = 4  # as a complete mask: models change masks of 2 dimensions
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SequenceMask:
         self.comm, self.options, self.length, self.documents, self.mask = comm, options, length, documents, mask
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what a model asks of a mask that it takes for a tensor, to change it or to compute with it."""
+        """Refuse attributes of a tensor: a model would change the mask or compute with it."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise _NoTensor(str(_cannot(f"a model that computes with its mask (mask.{name})", _ELSEWHERE)))
@@ -92,7 +92,7 @@ class SequenceMask:
         raise _cannot("a model that computes with its mask (mask[...])", _ELSEWHERE)
 
     def seen(self, window: int | None) -> "SequenceMask":
-        """Return the same for layers that see the last `window` tokens, None for all, of their document."""
+        """Return the mask of layers that see the last `window` tokens of their document, or all of them for None."""
         near = Causal() if window is None or window >= self.length else SlidingWindow(window)
         masks = tuple(_joined(near, part) for part in self.documents) or (near,)
         batch, _, tokens, _ = self.shape
@@ -116,13 +116,13 @@ class SequenceMask:
 def layer_mask(
     *, mask_function: Callable[..., Any], attention_mask: object = None, q_length: int, kv_length: int, **_: object
 ) -> SequenceMask:
-    """Return the mask of one kind of layer: a mask function of transformers.
+    """Return the mask of one kind of layer, as a mask function of transformers.
 
     Args:
-        mask_function: What the layers see, as transformers composed it.
-        attention_mask: What the model was called with.
+        mask_function: The layers' mask, as transformers composed it.
+        attention_mask: The argument of the model.
         q_length: Local tokens.
-        kv_length: The same; more of them, or queries that begin elsewhere, come from a cache.
+        kv_length: Local tokens; any other number means a KV cache.
 
     Raises:
         UserError: The model was not called with a split batch, it has a KV cache, or its layers see anything else than
@@ -133,7 +133,7 @@ def layer_mask(
     if not q_length == kv_length == attention_mask.shape[-1]:
         raise UserError(
             f"{NAME} attention has no KV cache, but there are {q_length} queries and {kv_length} keys a rank\n"
-            'pass use_cache=False; to generate: model.set_attn_implementation("sdpa")'
+            'fix: pass use_cache=False; to generate: model.set_attn_implementation("sdpa")'
         )
     return attention_mask.seen(_window(mask_function))
 
@@ -150,25 +150,25 @@ def attention(
     is_causal: bool | None = None,
     **asked: object,
 ) -> tuple[Tensor, None]:
-    """Return attention's output of this rank's tokens: an attention function of transformers.
+    """Return attention's output of this rank's tokens, as an attention function of transformers.
 
     Args:
-        module: The model's attention module; asked whether it is causal where the model does not say.
+        module: The model's attention module; its `is_causal` counts if the argument is None.
         query: `[batch, heads, local_tokens, head_dim]`.
         key: `[batch, kv_heads, local_tokens, head_dim]`.
         value: `[batch, kv_heads, local_tokens, value_dim]`, at most `head_dim` of them.
-        attention_mask: What `layer_mask` returned.
+        attention_mask: The result of `layer_mask`.
         dropout: Must be 0.
         scaling: Factor on the scores; default `head_dim ** -0.5`.
         sliding_window: Must be the mask's, if given.
         is_causal: Must be true.
-        asked: What else the model asks for: refused unless it changes nothing.
+        asked: Further arguments of the model, refused unless they change nothing.
 
     Returns:
         `[batch, local_tokens, heads, value_dim]`, and no attention weights.
 
     Raises:
-        UserError: The model asks for what cannot be done exactly, or was not called with a split batch.
+        UserError: The model needs a feature that is not supported, or was not called with a split batch.
     """
     if not isinstance(attention_mask, SequenceMask):
         raise _not_split(attention_mask)
@@ -206,9 +206,9 @@ def _require_exact(mask: SequenceMask, dropout: float, sliding_window: int | Non
 
 
 def _window(function: Callable[..., Any]) -> int | None:
-    """Return how many tokens a mask function of transformers lets a query see, None for all before it.
+    """Return the sliding window of a mask function of transformers, None for a causal mask.
 
-    transformers gives functions of indices, made of closures. Only the two that are known are taken.
+    transformers composes functions of indices from closures. Only causal masks and sliding windows are recognized.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -245,7 +245,7 @@ def _not_split(got: object) -> UserError:
     what = "no attention_mask" if got is None else f"a {type(got).__name__}"
     return UserError(
         f"{NAME} attention needs a part of a split batch as attention_mask, got {what}\n"
-        "to train: SplitSequences(mesh).part(input_ids, attention_mask=..., position_ids=...).loss(model)\n"
+        "fix: to train: SplitSequences(mesh).part(input_ids, attention_mask=..., position_ids=...).loss(model)\n"
         'to generate, or for a whole sequence: model.set_attn_implementation("sdpa")'
     )
 

@@ -1,4 +1,4 @@
-"""Whole batches as transformers has them: labels, position ids, padding, documents. What is shifted is shifted here."""
+"""Completes whole batches of transformers before the split: shifted labels, position ids, padding, documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ DocumentsOption = Documents | Sequence[Documents] | None
 
 @dataclass(frozen=True, slots=True)
 class WholeBatch:
-    """A batch before it is cut, checked. Tensors are int64, `[batch, length]`."""
+    """A checked batch before the split. Tensors are int64, `[batch, length]`."""
 
     input_ids: Tensor
     labels: Tensor
@@ -26,7 +26,7 @@ class WholeBatch:
     documents: tuple[Documents, ...]
     """Of all samples, one for each sample, or none where every sample is one document without padding."""
     largest: int | None
-    """The largest id, of labels too; None where they lie on a GPU, which is not waited for."""
+    """The largest id of tokens and labels; None on a GPU, to avoid a synchronization."""
 
 
 def whole_batch(
@@ -36,11 +36,11 @@ def whole_batch(
     attention_mask: Tensor | None,
     documents: DocumentsOption,
 ) -> WholeBatch:
-    """Return the batch with everything that was left out; see `SplitSequences.part`.
+    """Return the batch with defaults for missing arguments; see `SplitSequences.part`.
 
     Raises:
-        UserError: Types, dtypes or shapes differ, an id is below 0, padding lies between tokens, or what is given
-            excludes each other.
+        UserError: Types, dtypes or shapes differ, an id is below 0, there is padding between tokens, or arguments
+            cannot be combined.
     """
     if not _are_integers(input_ids) or input_ids.dim() != 2 or 0 in input_ids.shape:
         raise UserError(
@@ -81,21 +81,21 @@ def _kind(value: object) -> str:
 
 
 def _largest(input_ids: Tensor, labels: Tensor | None) -> int | None:
-    """Return the largest id, having refused what no model has; of tensors on a GPU nothing is looked at."""
+    """Check ids and labels and return the largest; tensors on a GPU are not checked."""
     if input_ids.is_cuda:
         return None
     if bool((input_ids < 0).any()):
-        raise UserError(f"input_ids hold {int(input_ids.min())}\nallowed: 0 and more; -100 stands in labels alone")
+        raise UserError(f"input_ids hold {int(input_ids.min())}\nallowed: at least 0; -100 is allowed in labels only")
     if labels is None:
         return int(input_ids.max())
     wrong = (labels < 0) & (labels != IGNORE_INDEX)
     if bool(wrong.any()):
-        raise UserError(f"labels hold {int(labels[wrong][0])}\nallowed: 0 and more, or {IGNORE_INDEX} for no loss")
+        raise UserError(f"labels hold {int(labels[wrong][0])}\nallowed: at least 0, or {IGNORE_INDEX} for no loss")
     return max(int(input_ids.max()), int(labels.max()))
 
 
 def _hidden(attention_mask: Tensor | None) -> Tensor | None:
-    """Return where padding is, or None where there is none."""
+    """Return where padding is, or None without padding."""
     if attention_mask is None or bool((attention_mask == 1).all()):
         return None
     hidden = attention_mask == 0
@@ -118,7 +118,7 @@ def _shaped(name: str, tensor: Tensor | None, input_ids: Tensor, *, integers: bo
     if tensor.shape != input_ids.shape:
         raise UserError(
             f"{name} must be {list(input_ids.shape)} as input_ids are, got {list(tensor.shape)}\n"
-            "fix: those of the whole batch, neither shifted nor cut"
+            "fix: pass the whole batch's tensor, neither shifted nor cut"
         )
     return tensor.to(input_ids.device, torch.int64 if integers else None)
 
@@ -126,11 +126,12 @@ def _shaped(name: str, tensor: Tensor | None, input_ids: Tensor, *, integers: bo
 def _documents(
     input_ids: Tensor, position_ids: Tensor | None, hidden: Tensor | None, documents: DocumentsOption
 ) -> tuple[Documents, ...]:
-    """Return the documents that were given, or that padding or position ids that begin again tell."""
+    """Return the given documents, or those that padding or restarting position ids mark."""
     if documents is not None:
         if hidden is not None:
             raise UserError(
-                "give documents or an attention_mask with padding, not both\nwhat lies behind documents is padding"
+                "documents cannot be combined with an attention_mask that has padding\n"
+                "fix: leave attention_mask out; tokens after the documents are padding"
             )
         return _given(documents, input_ids)
     if hidden is not None:
@@ -151,12 +152,14 @@ def _given(documents: Documents | Sequence[Documents], input_ids: Tensor) -> tup
     masks = (documents,) if isinstance(documents, Documents) else tuple(documents)
     if len(masks) not in (1, batch):
         raise UserError(
-            f"got documents of {len(masks)} samples for a batch of {batch}\ngive one for all, or one for each"
+            f"got documents of {len(masks)} samples for a batch of {batch}\n"
+            "fix: give one for all samples, or one for each"
         )
     for mask in masks:
         if not isinstance(mask, Documents) or not mask.causal:
             raise UserError(
-                f"documents must be causal bmburst.Documents, got {mask}\na causal LM sees what is before it"
+                f"documents must be causal bmburst.Documents, got {mask}\n"
+                "fix: bmburst.Documents(lengths), without causal=False"
             )
         if mask.length > length:
             mask.require(length)
@@ -164,7 +167,7 @@ def _given(documents: Documents | Sequence[Documents], input_ids: Tensor) -> tup
 
 
 def _without_padding(hidden: Tensor, sample: int) -> Documents:
-    """Return a sample's tokens as a document, and the padding before them, if any, as another."""
+    """Return a sample's tokens as a document, after a document of the padding before them, if any."""
     edges = _edges(hidden.diff())
     kinds = [bool(hidden[sum(edges[:i])]) for i in range(len(edges))]
     if kinds.count(False) != 1:
@@ -177,7 +180,7 @@ def _without_padding(hidden: Tensor, sample: int) -> Documents:
 
 
 def _edges(changes: Tensor) -> tuple[int, ...]:
-    """Return the lengths of the pieces between places `[length - 1]` where something changes."""
+    """Return the lengths of the pieces between changes, given as `[length - 1]` bools."""
     inner = (changes.nonzero().flatten() + 1).tolist()
     edges = [0, *inner, len(changes) + 1]
     return tuple(after - before for before, after in pairwise(edges))
@@ -188,7 +191,7 @@ def _one_if_equal(masks: Sequence[Documents]) -> tuple[Documents, ...]:
 
 
 def _positions(input_ids: Tensor, documents: tuple[Documents, ...]) -> Tensor:
-    """Return positions that begin again at each document; 0 behind the last."""
+    """Return positions that restart at each document, and 0 after the last."""
     batch, length = input_ids.shape
     rows = []
     for mask in documents or (Documents((length,)),):
@@ -199,7 +202,7 @@ def _positions(input_ids: Tensor, documents: tuple[Documents, ...]) -> Tensor:
 
 
 def _labels(input_ids: Tensor, documents: tuple[Documents, ...]) -> Tensor:
-    """Return tokens as labels of their own, without the first of each document, which nothing foretells."""
+    """Return the tokens as labels, without the first of each document, which nothing predicts."""
     labels = input_ids.clone()
     for row, mask in enumerate(documents):
         labels[row if len(documents) > 1 else slice(None), list(mask.starts)] = IGNORE_INDEX
@@ -207,7 +210,7 @@ def _labels(input_ids: Tensor, documents: tuple[Documents, ...]) -> Tensor:
 
 
 def _counted(labels: Tensor, documents: tuple[Documents, ...], hidden: Tensor | None) -> Tensor:
-    """Return labels without those of padding and from padding."""
+    """Return labels without those of padding and of the tokens before it."""
     counted = labels.clone()
     for row, mask in enumerate(documents):
         rows = row if len(documents) > 1 else slice(None)

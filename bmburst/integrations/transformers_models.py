@@ -1,33 +1,38 @@
-"""Which models of transformers compute the same where each rank has a part of the sequence."""
+"""Checks that a transformers model is exact on a split sequence, and sets its activation checkpointing."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME
+from bmburst.recompute import checkpoint
+from bmburst.recompute.host_store import HostStore
+from bmburst.recompute.policy import Policy
 
 _ATTENTION = frozenset({"attention", "full_attention", "sliding_attention"})
 """Types of layers whose tokens meet in attention only."""
 
 
 def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]]) -> None:
-    """Check that a model's tokens meet each other in our attention and nowhere else.
+    """Check that a model mixes tokens only in bmburst's attention.
 
     Args:
         model: A model of transformers, also inside DDP, FSDP2, PEFT or torch.compile.
-        ends: Returns the largest position id + 1 of each rank; asked only where the model depends on it.
+        ends: Returns the largest position id + 1 of each rank; called only if the model depends on it.
 
     Raises:
-        UserError: It is none of transformers, has another attention, mixes tokens elsewhere, or has losses or rotary
-            frequencies that depend on which tokens a rank has.
+        UserError: It is not a model of transformers, has another attention, mixes tokens elsewhere, or has losses or
+            rotary frequencies that depend on which tokens a rank has.
     """
     parts = _parts(model)
     if not parts:
         raise UserError(
-            f"{type(model).__name__} holds no model of transformers\ngive a PreTrainedModel, wrapped or not"
+            f"{type(model).__name__} contains no model of transformers\nfix: give a PreTrainedModel, wrapped or not"
         )
     for part in parts:
         if (problem := _problem(part)) is not None:
@@ -36,14 +41,14 @@ def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...
 
 
 def require_rows(model: torch.nn.Module, largest: int | None) -> None:
-    """Check that a model has a row for each id: on a GPU nobody else would say which is missing.
+    """Check that a model's embedding has a row for each token id: a kernel on a GPU would not name a wrong one.
 
     Args:
         model: As in `require_splittable`, which has passed.
-        largest: The largest id; None is not looked at.
+        largest: The largest id; None skips the check.
 
     Raises:
-        UserError: It has fewer.
+        UserError: The embedding has fewer rows.
     """
     try:  # not the weight's shape, which sharding may have changed
         rows = getattr(_parts(model)[0].get_input_embeddings(), "num_embeddings", None)
@@ -51,8 +56,8 @@ def require_rows(model: torch.nn.Module, largest: int | None) -> None:
         rows = None
     if largest is not None and rows is not None and largest >= rows:
         raise UserError(
-            f"the batch has token id {largest}, but the model {rows} of them\nallowed: 0 to {rows - 1}\n"
-            "fix: the tokenizer that the model was made for, or model.resize_token_embeddings"
+            f"the batch has token id {largest}, but the model's vocabulary has {rows}\nallowed: 0 to {rows - 1}\n"
+            "fix: use the tokenizer that the model was made for, or model.resize_token_embeddings"
         )
 
 
@@ -63,7 +68,7 @@ def _parts(model: object) -> list[PreTrainedModel]:
 
 
 def _problem(model: PreTrainedModel) -> tuple[str, str] | None:
-    """Return why a model cannot, and what to do."""
+    """Return why a model cannot be split and what to do, or None."""
     config, another = model.config, "use another model"
     chosen = config._attn_implementation
     if not model._supports_attention_backend:
@@ -106,3 +111,50 @@ def _frequencies_by_length(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
                 config: Any = module.config
                 parameters = config.rope_parameters if layer is None else config.rope_parameters[layer]
                 yield kind, parameters.get("original_max_position_embeddings", config.max_position_embeddings)
+
+
+def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> None:
+    """Set activation checkpointing of a model's layers by a recompute policy of bmburst.
+
+    Use it in place of `gradient_checkpointing_enable`, which would run attention's communication a second time.
+
+    Args:
+        model: A model of transformers, before or after it is wrapped.
+        policy: One of `bmburst.recompute.policy`; a part of attention, as "block-keep-attention:0.5" keeps, must be
+            one that the layout has. "block-keep-attention+first-20" names the first 20 layers, in the order of
+            `model.modules()`.
+
+    Raises:
+        UserError: The policy is unknown or names too many layers, or the model has no such layers, or has dropout:
+            recomputation would draw other random numbers.
+    """
+    chosen = Policy.parse(policy)
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} has no transformers layers that support gradient checkpointing\n"
+            "fix: give a PreTrainedModel, wrapped or not, of a family that supports it"
+        )
+    dropout = _dropout(model)
+    if dropout is not None:
+        raise UserError(
+            f"recomputed layers would draw other random numbers: the model has {dropout}\n"
+            "fix: set it to 0, or model.gradient_checkpointing_enable()"
+        )
+    store = HostStore()
+    for layer, own in zip(layers, chosen.of_layers(len(layers)), strict=True):
+        layer._gradient_checkpointing_func = partial(checkpoint, own, store=store)
+        layer.gradient_checkpointing = True
+
+
+def _dropout(model: torch.nn.Module) -> str | None:
+    """Return a dropout that is on, of a module or of a configuration, or None."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
+            return f"{name} of {module.p:g}"
+        if isinstance(module, PreTrainedModel):
+            for key, value in module.config.to_dict().items():
+                if ("dropout" in key or "pdrop" in key) and isinstance(value, float) and value > 0:
+                    return f"{key} of {value:g}"
+    return None

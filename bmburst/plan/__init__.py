@@ -1,11 +1,14 @@
-"""What a training step would cost on a machine, before it is started: `bmburst plan`.
+"""The planner, `bmburst plan`: predicts time and memory of a training step on a machine before it is started.
 
-Pure arithmetic: nothing here communicates, and nothing but `calibrate/`, which measures a machine, imports torch.
+Pure arithmetic: nothing here communicates, and only `calibrate` and `rates`, which measure a machine, import torch.
+`bmburst.schedule` has the hardware files and the cost of attention.
 
-- `hardware.py` with `data/*.toml`: what a GPU, its links and its host give, each number with its source
-- `task.py`, `candidates.py`: what is to be trained, and the ways to do it
-- `counts.py`, `operators.py`, `traffic.py`, `attention.py`, `step.py`: FLOPs, bytes, seconds
-- `buffers.py`, `memory.py`: bytes that are alive at the peak of a step, line by line
-- `search.py`, `table.py`, `figure.py`: the best first, as text with the command, and as a picture
-- `measured.py`, `published.py`: what is predicted beside what was measured
+- `candidates.py`: what is trained (`Task`) and the ways to train it (`Candidate`)
+- `counts.py`: parameters, FLOPs and bytes of operators
+- `step.py`: seconds of a step, part by part
+- `buffers.py`, `memory.py`: bytes alive at the peak of a step, line by line
+- `search.py`: every way predicted, the best first, and the recompute policy that "auto" takes
+- `presentation.py`: predictions as text with the command, as JSON and as a picture
+- `accuracy.py` with `data/*.toml`: predictions beside measured and published numbers
+- `calibrate.py`, `rates.py`: a hardware file measured on this machine
 """

@@ -1,4 +1,4 @@
-"""What the planner says beside what was measured, by this project and by others: `bmburst plan --check`.
+"""Compares predictions with measured and published numbers: `bmburst plan --check`.
 
 `data/measured.toml` and `data/published.toml` hold the runs and their sources.
 """
@@ -13,11 +13,9 @@ from typing import Any
 from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
-from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import attention_flops
-from bmburst.plan.operators import FUSED, OPERATORS
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.counts import FUSED, OPERATORS, attention_flops
 from bmburst.plan.search import predict
-from bmburst.plan.task import Task
 from bmburst.schedule.hardware import Hardware, load_hardware
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
@@ -27,16 +25,16 @@ _HEAD_DIM = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One number.
+    """One measured number beside its prediction.
 
     Attributes:
-        group: "measured" or "published", and of what: attention or training.
+        group: Whose number it is, and of what: attention or training.
         name: The run.
-        source: Where it stands.
-        quantity: What the number is, with its unit.
-        actual: As it was.
-        predicted: As the planner says.
-        assumed: What the source does not say, or what speaks against taking the error at its word.
+        source: File or publication that has the number.
+        quantity: What was measured, with its unit.
+        actual: The measured number.
+        predicted: The planner's number.
+        assumed: Facts that the source does not state, or that limit the comparison.
     """
 
     group: str
@@ -65,7 +63,7 @@ def compare() -> list[Comparison]:
 
 
 def markdown(comparisons: Sequence[Comparison]) -> str:
-    """Return the tables, and in front of each the median and the largest error."""
+    """Return the comparisons as Markdown tables, after a summary of median and largest errors."""
     groups: dict[tuple[str, str], list[Comparison]] = {}
     for each in comparisons:
         groups.setdefault((each.group, each.quantity), []).append(each)
@@ -102,13 +100,13 @@ def _attention_task(heads: int, kv_heads: int, tokens: int, gpus: int, nodes: in
 
 def _way(task: Task, row: Mapping[str, Any], **more: Any) -> Candidate:
     data = row.get("data", 1)
-    heads = row["heads"]
-    outer = row["outer"] if task.gpus // data > heads else "none"
-    return Candidate(task=task, data=data, tensor=1, heads=heads, outer=outer, travellers=row["travellers"], **more)
+    degree = row["heads"]
+    outer = row["outer"] if task.gpus // data > degree else "none"
+    return Candidate(task=task, data=data, ulysses_degree=degree, outer=outer, travellers=row["travellers"], **more)
 
 
 def _measured_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
-    """Rows by one GPU's kernel, beside which each was measured: its drift with heat is not the planner's."""
+    """Compare each row; a run on one GPU gets the FLOPs of one rank of the others."""
     hardware = load_hardware("h200")
     for row in rows:
         task = _attention_task(row["num_heads"], row["num_kv_heads"], row["tokens"], row["ranks"], 1)
@@ -116,7 +114,7 @@ def _measured_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Compariso
         if alone:  # the same FLOPs on one GPU
             tokens = int(row["tokens"] / row["ranks"] ** 0.5)
             task = _attention_task(row["num_heads"], row["num_kv_heads"], tokens, 1, 1)
-            way = Candidate(task=task, data=1, tensor=1, heads=1, outer="none")
+            way = Candidate(task=task)
         else:
             way = _way(task, row, transport=row["transport"])
         cost = way.attention_cost(hardware)
@@ -145,7 +143,7 @@ def _measured_training(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison
         model = replace(whole, num_layers=row.get("layers", whole.num_layers))
         task = Task(model=model, preset=row["preset"], sequence=row["sequence"], gpus=row["gpus"])
         choices = {key: row[key] for key in ("recompute", "zero") if key in row}
-        way = Candidate(task=task, data=1, tensor=1, heads=row["gpus"], outer="none", **choices)
+        way = Candidate(task=task, ulysses_degree=row["gpus"], **choices)
         found = predict(way, hardware, operators=OPERATORS[row["operators"]])
         quantities = [("step, s", row["seconds"], found.seconds)]
         if "memory_gib" in row:
@@ -210,7 +208,7 @@ def _published_training(published: Mapping[str, Any]) -> Iterator[Comparison]:
 def _published(
     what: str, name: str, row: Mapping[str, Any], values: Mapping[str, tuple[str, float]]
 ) -> Iterator[Comparison]:
-    """Yield those of the values, `(quantity, predicted)` by their keys, that a row has."""
+    """Yield a comparison for each of the values, `(quantity, predicted)` by key, that a row has."""
     for key, (quantity, predicted) in values.items():
         if key in row:
             yield Comparison(

@@ -1,17 +1,17 @@
-"""Bytes that attention's executors hold beside inputs and results, on one rank and for one layer.
+"""Predicts the bytes of attention's buffers beside inputs and results, on one rank and for one layer.
 
-The formulas are those of the docstrings of `bmburst/attention/heads.py`, `gather.py` and `ring.py`. Boxes that other
-ranks read or write lie outside of torch's allocator where copy engines move blocks, and stay for the next layer. What
-kernels take where they are started as CUDA graphs stays with the graphs, and no peak of torch's counts it.
+The formulas are those in the docstrings of `bmburst/attention/heads.py`, `gather.py` and `ring.py`. Where copy
+engines move blocks, buffers that other ranks read or write ("boxes") lie outside of torch's allocator and stay for the
+next layer. Memory of kernels that run as CUDA graphs belongs to the graphs, and torch's peak does not count it.
 """
 
 from typing import NamedTuple
 
 from bmburst.plan.candidates import Candidate
-from bmburst.plan.operators import WIDE
+from bmburst.plan.counts import WIDE
 from bmburst.schedule.units import Sizes, records_kernels
 
-_TURNS = 2  # buffers and boxes: one is filled while the other is read
+_TURNS = 2  # buffers and boxes are double: one is filled while the other is read
 
 
 class Buffers(NamedTuple):
@@ -20,8 +20,8 @@ class Buffers(NamedTuple):
     Attributes:
         results: Output and log-sum-exp forward; gradients of queries, keys and values, and delta, backward.
         kernel: What the kernel allocates for itself: sums in fp32.
-        working: Partial results and what travels, in torch's allocator.
-        boxes: What other ranks read or write.
+        working: Partial results and blocks in transfer, in torch's allocator.
+        boxes: Buffers that other ranks read or write.
     """
 
     results: float
@@ -31,7 +31,7 @@ class Buffers(NamedTuple):
 
 
 def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:
-    """Return a pass's buffers at its fullest."""
+    """Return the buffers of a forward or backward pass at its peak."""
     own = candidate.sizes
     if backward:
         keys = 2 * own.shapes.k_bytes
@@ -40,9 +40,9 @@ def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:
     else:
         results = own.shapes.q_bytes + own.shapes.statistics_bytes
     inner = Buffers(results, 0.0, 0.0, 0.0)
-    if candidate.heads > 1:
+    if candidate.ulysses_degree > 1:
         inner = _heads(candidate, own, results, backward=backward)
-    share = max(own.unit_shares(backward=backward)) if candidate.heads > 1 else 1.0
+    share = max(own.unit_shares(backward=backward)) if candidate.ulysses_degree > 1 else 1.0
     kernel = _kernel(candidate, own, share, backward=backward)
     working, boxes = inner.working, inner.boxes
     if candidate.groups > 1:
@@ -53,16 +53,16 @@ def attention_buffers(candidate: Candidate, *, backward: bool) -> Buffers:
 
 
 def held_outside(candidate: Candidate) -> float:
-    """Return the bytes of boxes that stay outside of torch's allocator: of the larger pass."""
+    """Return the bytes of boxes outside of torch's allocator, for the larger of both passes."""
     if candidate.sequence == 1 or candidate.transport != "peer" or candidate.sequence_nodes > 1:
         return 0.0
     return max(attention_buffers(candidate, backward=direction).boxes for direction in (False, True))
 
 
 def held_by_graphs(candidate: Candidate) -> float:
-    """Return the bytes that kernels of one tile take for themselves where they are CUDA graphs, which keep them."""
+    """Return the bytes that CUDA graphs of one-tile kernels keep for the kernels' own buffers."""
     own = candidate.sizes
-    is_taken = candidate.heads > 1 and candidate.groups == 1 and candidate.sequence_nodes == 1
+    is_taken = candidate.ulysses_degree > 1 and candidate.groups == 1 and candidate.sequence_nodes == 1
     if not (is_taken and records_kernels(candidate.transport, own.shapes.q_bytes * WIDE / candidate.task.itemsize)):
         return 0.0
     return _kernel(candidate, own, 1.0, backward=True)

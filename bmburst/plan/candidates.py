@@ -1,19 +1,19 @@
-"""The ways to train: meshes of data x sequence x tensor, how attention is spread, what is recomputed, ZeRO's stage.
+"""What is to be trained (`Task`), and the ways to train it (`Candidate`).
 
-Ranks stand as `bmburst.schedule.mesh_shape` says: tensor ranks are neighbours, then those that exchange heads, then
-the ring or gather between such groups, then data; node by node.
+A way is a mesh of data x sequence x tensor ranks, an attention strategy, a recompute policy and a ZeRO stage. Ranks
+stand as `bmburst.schedule.mesh_shape` says, node by node: tensor ranks are neighbours, then the ranks of a head
+exchange, then the ring or gather between such groups, then data.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import cast
+from typing import Literal, cast
 
-from bmburst.blocks.config import mlp_chunk
-from bmburst.errors import UserError
-from bmburst.plan.operators import WIDE
-from bmburst.plan.task import Task
+from bmburst.blocks.config import LlamaConfig, mlp_chunk
+from bmburst.errors import UserError, require_known
+from bmburst.plan.counts import ITEMSIZE, WIDE
 from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem, most_kv_heads
 from bmburst.schedule.hardware import Hardware
@@ -23,6 +23,78 @@ from bmburst.schedule.mesh_shape import can_share, divisors
 from bmburst.schedule.strategy import choose_strategy, possible_strategies
 from bmburst.schedule.strategy_names import STRATEGIES, Outer, Strategy, Travellers
 from bmburst.schedule.units import HeadShapes, Sizes, choose_travellers
+
+MOST_GPUS = 65536
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A training step of a model on some GPUs.
+
+    Attributes:
+        model: The model's configuration.
+        preset: Its name, for the command line.
+        sequence: Tokens of a sequence.
+        gpus: Number of GPUs.
+        nodes: Number of nodes, with the same number of GPUs each.
+        batch: Sequences of a step.
+        micro_batch: Sequences that a data parallel group computes at once.
+        dtype: dtype of weights and activations.
+        loss_chunk: Tokens of a rank whose logits are computed at once.
+        mlp_chunk: Tokens of a rank that an MLP computes at once; see `bmburst.blocks.config.mlp_chunk`.
+        host_optimizer: Whether AdamW's state is in host memory. Only the memory prediction uses it.
+
+    Raises:
+        UserError: A value is out of range or the values do not fit together.
+    """
+
+    model: LlamaConfig
+    preset: str = "a model"
+    sequence: int
+    gpus: int
+    nodes: int = 1
+    batch: int = 1
+    micro_batch: int = 1
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    loss_chunk: int = 1024
+    mlp_chunk: int | None = None
+    host_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "gpus", "nodes", "batch", "micro_batch", "loss_chunk"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{_option(name)} {getattr(self, name)}\nallowed: at least 1")
+        if self.mlp_chunk is not None and self.mlp_chunk < 0:
+            raise UserError(f"--mlp-chunk {self.mlp_chunk}\nallowed: at least 1, or 0 for all tokens at once")
+        if self.gpus > MOST_GPUS:
+            raise UserError(f"--gpus {self.gpus}\nallowed: 1 to {MOST_GPUS}")
+        if self.gpus % self.nodes:
+            near = [n for n in (self.gpus // self.nodes * self.nodes, -(-self.gpus // self.nodes) * self.nodes) if n]
+            raise UserError(
+                f"--gpus {self.gpus} is not divisible by --nodes {self.nodes}: every node has the same number of GPUs\n"
+                f"fix: --gpus {' or '.join(map(str, near))}, or another --nodes"
+            )
+        if self.batch % self.micro_batch:
+            raise UserError(
+                f"--micro-batch {self.micro_batch} does not divide --batch {self.batch}\n"
+                "allowed: a divisor of --batch, for example 1"
+            )
+        require_known("dtype", self.dtype, ITEMSIZE)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of a node."""
+        return self.gpus // self.nodes
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight and of an element of an activation."""
+        return ITEMSIZE[self.dtype]
+
+
+def _option(name: str) -> str:
+    return {"sequence": "seq"}.get(name, name.replace("_", "-"))
+
 
 RECOMPUTE = POLICIES
 ZERO = (2, 3)
@@ -35,22 +107,22 @@ class Candidate:
 
     Attributes:
         task: What is trained.
-        data: Groups of ranks with sequences of their own.
-        tensor: Ranks that share each matrix.
-        heads: Ranks of a sequence that exchange heads among themselves.
-        outer: Between groups of these: blocks go round one ring ("ring"), round rings inside nodes and between them
-            ("double-ring"), or each rank gathers what it sees ("gather"); "none" where there is one group.
-        recompute: Name of a policy of `bmburst.recompute.policy`.
-        zero: ZeRO's stage.
-        transport: What moves blocks inside a node.
-        travellers: What a ring sends backward: "kv", "q", or "auto" for whatever is less.
+        data: Data parallel degree.
+        tensor: Tensor parallel degree.
+        ulysses_degree: Neighbouring ranks of a sequence that exchange attention heads; 1 for none.
+        outer: Strategy between the groups that exchange heads: "ring", "double-ring" (rings inside nodes and between
+            them) or "gather"; "none" where there is one group.
+        recompute: Recompute policy (`bmburst.recompute.policy`).
+        zero: ZeRO stage.
+        transport: Transport inside a node.
+        travellers: What a ring sends in backward: "kv", "q", or "auto" for the smaller.
     """
 
     task: Task
-    data: int
-    tensor: int
-    heads: int
-    outer: str
+    data: int = 1
+    tensor: int = 1
+    ulysses_degree: int = 1
+    outer: str = "none"
     recompute: str = "block-keep-attention"
     zero: int = 3
     transport: str = "peer"
@@ -64,7 +136,7 @@ class Candidate:
     @cached_property
     def groups(self) -> int:
         """Groups of ranks that exchange heads."""
-        return self.sequence // self.heads
+        return self.sequence // self.ulysses_degree
 
     @cached_property
     def tokens(self) -> int:
@@ -78,14 +150,14 @@ class Candidate:
 
     @cached_property
     def policy(self) -> Policy:
-        """What backward computes again, in the layers that it holds for."""
+        """The recompute policy of the layers that it names."""
         return Policy.parse(self.recompute)
 
     @cached_property
     def kinds(self) -> tuple[tuple["Candidate", int], ...]:
-        """The ways of the layers and how many go each, the first layers first: one, unless a policy names the first.
+        """Kinds of layers with their counts, the first layers first: more than one where a policy names the first N.
 
-        Each is a candidate whose policy is that of all of its layers.
+        Each kind is a candidate whose policy holds for all of its layers.
         """
         kinds = self.policy.kinds(self.task.model.num_layers)
         return tuple((replace(self, recompute=policy.name), layers) for policy, layers in kinds)
@@ -125,7 +197,7 @@ class Candidate:
         """Sizes of one layer's attention, of a micro batch, after the exchange of heads."""
         return HeadShapes(
             layout=Zigzag(self.sequence, self.tokens),
-            degree=self.heads,
+            degree=self.ulysses_degree,
             batch=self.task.micro_batch,
             heads=self.own_heads,
             kv_heads=self.own_kv_heads,
@@ -136,21 +208,26 @@ class Candidate:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """What attention's executors move and cut, in the largest units: as if transfers took no time."""
+        """Sizes of attention's transfers and units, with the largest units: as if transfers took no time."""
         outer = cast(Outer, "ring" if self.outer == "none" else self.outer)
         least = choose_travellers(self.shapes)
         travellers = least if self.travellers == "auto" else cast(Travellers, self.travellers)
         most = most_kv_heads(self.shapes, *self._pattern)
-        return Sizes(Strategy(self.heads, outer, travellers, most), self.shapes)
+        return Sizes(Strategy(self.ulysses_degree, outer, travellers, most), self.shapes)
+
+    def with_strategy(self, ulysses_degree: int, outer: str) -> "Candidate":
+        """Return this candidate with another attention strategy; a single group has no outer one."""
+        outer = "none" if ulysses_degree == self.sequence else outer
+        return replace(self, ulysses_degree=ulysses_degree, outer=outer)
 
     def problem(self, hardware: Hardware) -> Problem:
-        """Return one layer's attention as strategies for it are compared."""
+        """Return the input of the cost model for one layer's attention."""
         length, mask, _ = self._pattern
         return Problem(self.shapes, length, mask, self.placement, hardware)
 
     @property
     def placement(self) -> Placement:
-        """Where the ranks of a sequence lie. Only a double ring has communicators of its own inside nodes."""
+        """Placement of the ranks of a sequence. Only a double ring has communicators of its own inside nodes."""
         nodes = self.sequence_nodes
         even = self.sequence % self.sequence_ranks_per_node == 0
         return Placement(self.transport if nodes == 1 else "nccl", nodes, even, within=self.transport)
@@ -162,20 +239,20 @@ class Candidate:
 
     @property
     def _pattern(self) -> tuple[int, Mask, str]:
-        """The sequence's tokens, the mask, and what moves blocks between its ranks."""
+        """Tokens of a sequence, the mask, and the transport between its ranks."""
         window = self.task.model.sliding_window
         return self.task.sequence, SlidingWindow(window) if window else Causal(), self.placement.transport
 
     @property
     def strategy(self) -> str:
-        """How attention is spread, in words."""
-        inner = f"heads x{self.heads}" if self.heads > 1 else ""
+        """The attention strategy in words."""
+        inner = f"heads x{self.ulysses_degree}" if self.ulysses_degree > 1 else ""
         outer = f"{self.outer} x{self.groups}" if self.groups > 1 else ""
         return " + ".join(filter(None, (inner, outer))) or "alone"
 
     @property
     def name(self) -> str:
-        """The whole way, in words."""
+        """The candidate in words."""
         tensor = f" x tensor {self.tensor}" if self.tensor > 1 else ""
         mesh = f"data {self.data} x sequence {self.sequence}{tensor}"
         return f"{mesh}, {self.strategy}, {_in_words(self.policy)}, ZeRO-{self.zero}"
@@ -184,13 +261,13 @@ class Candidate:
 def candidates(
     task: Task, *, recompute: Sequence[str] = RECOMPUTE, zero: Sequence[int] = ZERO, tensor: Sequence[int] | None = None
 ) -> list[Candidate]:
-    """Return every sensible way.
+    """Return every sensible candidate.
 
     Args:
         task: What is trained.
-        recompute: Policies to try.
-        zero: Stages to try.
-        tensor: Tensor degrees to try; by default all that fit into a node.
+        recompute: Recompute policies to try.
+        zero: ZeRO stages to try.
+        tensor: Tensor parallel degrees to try; by default all that fit into a node.
 
     Raises:
         UserError: There is none, or a policy is unknown or names too many layers.
@@ -198,9 +275,9 @@ def candidates(
     for policy in recompute:
         Policy.parse(policy).require_layers(task.model.num_layers)
     found = [
-        Candidate(task=task, data=data, tensor=degree, heads=heads, outer=outer, recompute=policy, zero=stage)
+        replace(each, recompute=policy, zero=stage)
         for data, degree in _meshes(task, tensor)
-        for heads, outer in strategies(task, data, degree)
+        for each in attention_candidates(task, data, degree)
         for policy, stage in product(recompute, zero)
     ]
     if not found:
@@ -231,32 +308,33 @@ def _meshes(task: Task, tensor: Sequence[int] | None) -> Iterator[tuple[int, int
                 yield data, degree
 
 
-def strategies(task: Task, data: int, tensor: int) -> Iterator[tuple[int, str]]:
-    """Yield the ranks that exchange heads, and what goes on between groups of them."""
-    one = Candidate(task=task, data=data, tensor=tensor, heads=1, outer="ring")
+def attention_candidates(task: Task, data: int, tensor: int) -> Iterator[Candidate]:
+    """Yield a candidate for each attention strategy that a mesh can run."""
+    one = Candidate(task=task, data=data, tensor=tensor, ulysses_degree=1, outer="ring")
     _, mask, _ = one._pattern
     for strategy in possible_strategies(STRATEGIES["auto"], one.shapes, mask, one.placement):
-        degree = strategy.ulysses_degree
-        yield degree, "none" if degree == one.sequence else strategy.outer
+        yield one.with_strategy(strategy.ulysses_degree, strategy.outer)
 
 
-def way_of(candidate: Candidate, strategy: str, heads: int | None, hardware: Hardware) -> Candidate:
-    """Return the way that a run goes: like a candidate, with attention spread as `burst_attention` does it.
+def with_attention_choice(
+    candidate: Candidate, strategy: str, ulysses_degree: int | None, hardware: Hardware
+) -> Candidate:
+    """Return a candidate with the attention strategy that `burst_attention` takes on its mesh.
 
     Args:
-        candidate: Its mesh counts.
+        candidate: The mesh; its own strategy does not count.
         strategy: One of `bmburst.schedule.strategy_names.STRATEGIES`.
-        heads: Ranks that exchange heads, if that is set.
-        hardware: By which "auto" takes the fastest.
+        ulysses_degree: Ranks that exchange heads; None for the fastest degree.
+        hardware: The machine by whose rates "auto" takes the fastest.
     """
     asked = candidate.problem(hardware)
     try:
-        taken = choose_strategy(strategy, asked.shapes, asked.length, asked.mask, asked.placement, hardware, heads)
-    except UserError:  # attention will refuse it
-        return replace(candidate, heads=1, outer="none" if candidate.sequence == 1 else "ring")
-    degree = taken.ulysses_degree
-    outer = "none" if degree == candidate.sequence else taken.outer
-    return replace(candidate, heads=degree, outer=outer, travellers=taken.travellers)
+        chosen = choose_strategy(
+            strategy, asked.shapes, asked.length, asked.mask, asked.placement, hardware, ulysses_degree
+        )
+    except UserError:  # burst_attention will refuse it
+        return candidate.with_strategy(1, "ring")
+    return replace(candidate.with_strategy(chosen.ulysses_degree, chosen.outer), travellers=chosen.travellers)
 
 
 def _none(task: Task, tensor: Sequence[int] | None) -> UserError:
@@ -264,8 +342,9 @@ def _none(task: Task, tensor: Sequence[int] | None) -> UserError:
         tensor = None
     if tensor is not None:
         return UserError(
-            f"--tensor {','.join(map(str, tensor))} cannot share this model over {task.gpus_per_node} GPUs of a node\n"
-            "allowed: divisors of these GPUs that divide the heads and the MLP"
+            f"--tensor {','.join(map(str, tensor))}: no such degree divides this model over "
+            f"{task.gpus_per_node} GPUs a node\n"
+            "allowed: divisors of the GPUs a node that divide the attention heads and intermediate_size"
         )
     return UserError(
         f"--seq {task.sequence} with --batch {task.batch} leaves some of {task.gpus} GPUs without a token\n"

@@ -1,13 +1,13 @@
-"""Bytes that are alive at the fullest moment of a training step, line by line.
+"""Predicts the peak memory of a training step, line by line.
 
-A step has few moments that can be the fullest: inside the last block, forward, where each activation is still there;
-the head and its loss; the last norm's backward; inside the last block, backward, at the activation and at the products
-of its MLP and at its attention; and where backward comes to the next block. Each is added up, the largest is the peak.
-From the second step on: gradients and optimizer states exist.
+A step has few moments at which memory can peak: inside the last block forward, where all activations are alive; the
+head and its loss; the backward of the last norm; inside the last block backward, at the activation, at the products of
+its MLP and at its attention; and where backward passes to the next block. Each moment is summed up; the largest is the
+peak. The step is the second or a later one: gradients and optimizer states exist.
 
-Where the first layers are computed again and the last ones keep everything, the last block is one of the latter. When
-backward comes to the last one of the former, the latter have let go of what they kept: its moments are never fuller,
-which is why it is the first ones that are computed again (`bmburst.recompute.policy`).
+Where the first layers are recomputed and the last ones keep everything, the last block is one of the latter. When
+backward reaches the recomputed layers, the others have freed what they kept, so memory does not peak again. This is why
+policies recompute the first layers (`bmburst.recompute.policy`).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from bmburst.plan.buffers import attention_buffers, held_by_graphs, held_outside
-from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import adam_bytes, held_block, mlp_matrix, table
-from bmburst.plan.operators import CURRENT, WIDE, Operators
-from bmburst.plan.task import Task
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.counts import CURRENT, WIDE, Operators, adam_bytes, held_block, mlp_matrix, table
 from bmburst.recompute.policy import BlockBytes
 from bmburst.schedule.hardware import Hardware
 
@@ -29,15 +27,15 @@ _IDS = 8  # bytes of a token id, position or label
 
 @dataclass(frozen=True)
 class Memory:
-    """The fullest moment of a step on a rank.
+    """Peak memory of a step on a rank.
 
     Attributes:
-        moment: Which it is.
-        lines: Bytes of torch's allocator by what they are for.
-        outside: Bytes outside of it, likewise.
+        moment: The moment of the peak.
+        lines: Bytes of torch's allocator at that moment, by use.
+        outside: Bytes outside of torch's allocator, by use.
         capacity: Bytes of the GPU.
         moments: Bytes of torch's allocator at each moment.
-        host: Bytes of the memory of a node's host, likewise.
+        host: Bytes of a node's host memory, by use.
         host_capacity: Bytes that the host has for them.
     """
 
@@ -66,17 +64,17 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether it is less than the GPU has, and its host."""
+        """Whether the peak fits into the GPU and the host."""
         return self.total <= self.capacity and self.in_host <= self.host_capacity
 
 
 def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> Memory:
-    """Return the peak of a step.
+    """Return the peak memory of a step.
 
     Args:
-        candidate: How it is done.
-        hardware: On what.
-        operators: What stands between the matrices.
+        candidate: The way to train.
+        hardware: The machine.
+        operators: The operators between matrix products.
     """
     parts = _parts(candidate, operators)
     first, last = parts[0], parts[-1]
@@ -100,24 +98,24 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
     )
 
 
-def taken(task: Task, hardware: Hardware) -> float:
-    """Return the bytes of a GPU that no tensor of a run can have."""
+def reserved_memory(task: Task, hardware: Hardware) -> float:
+    """Return the bytes of a GPU that tensors of a run cannot have: CUDA context, libraries, NCCL."""
     return sum(_libraries(task, hardware).values())
 
 
 def _libraries(task: Task, hardware: Hardware) -> Lines:
-    """What NCCL takes for ranks on other nodes was not measured, and is not in it."""
+    """Return the bytes of CUDA context, libraries and NCCL; NCCL's buffers for other nodes were not measured."""
     ranks = task.gpus_per_node if task.gpus > 1 else 0
     return {"context and libraries": hardware.reserved, "NCCL": hardware.nccl_memory * ranks}
 
 
 def block_bytes(candidate: Candidate) -> BlockBytes:
-    """Return what a block's tensors take, by what policies make of them."""
+    """Return the bytes of a block's tensors by how policies treat them."""
     return _Parts(candidate, CURRENT, layers=1).block
 
 
 def _parts(candidate: Candidate, operators: Operators) -> "list[_Parts]":
-    """Return each kind of layer, the first layers first, with what those before it keep."""
+    """Return each kind of layer, the first layers first, linked to the kind before it."""
     found: list[_Parts] = []
     for kind, layers in candidate.kinds:
         found.append(_Parts(kind, operators, layers=layers, before=found[-1] if found else None))
@@ -129,15 +127,15 @@ def _used(lines: Mapping[str, float]) -> Lines:
 
 
 class _Parts:
-    """The tensors of a step whose last block is one of a kind, in bytes.
+    """Bytes of a step's tensors where the last block is of one kind.
 
     Names as in `bmburst/blocks`; `own` tokens are those of a tensor rank.
 
     Args:
         candidate: How the blocks of this kind are computed.
-        operators: What stands between the matrices.
+        operators: The operators between matrix products.
         layers: Blocks of this kind.
-        before: Those in front of them.
+        before: The blocks of another kind before them.
     """
 
     def __init__(
@@ -167,7 +165,7 @@ class _Parts:
         self.block = BlockBytes(self.hidden, self.attended, self._recomputed())
 
     def states(self) -> Lines:
-        """What is there all the time."""
+        """Tensors that are alive throughout the step."""
         task, model, candidate = self.task, self.model, self.candidate
         share = model.num_parameters / task.gpus
         return {
@@ -179,7 +177,7 @@ class _Parts:
         }
 
     def moments(self) -> dict[str, Callable[[], Lines]]:
-        """The moments that can be the fullest."""
+        """The moments at which memory can peak."""
         in_chunks = {"MLP backward": self._cut_mlp_backward}
         whole = {
             "MLP backward": self._activation_backward,
@@ -198,20 +196,20 @@ class _Parts:
         }
 
     def kept(self) -> float:
-        """What a block keeps for its backward."""
+        """Bytes that a block keeps for its backward."""
         return self.policy.kept(self.block)
 
     def in_host(self) -> Lines:
-        """What lies in the memory of a node's host."""
+        """Bytes in a node's host memory."""
         task = self.task
         hosted = self.policy.hosted(self.block) * self.layers * task.gpus_per_node
         state = adam_bytes(task.itemsize) * self.model.num_parameters / task.nodes if task.host_optimizer else 0.0
         return {"what blocks keep": hosted, "optimizer": state}
 
     def _recomputed(self) -> float:
-        """What backward needs beside input and attention's results: norms, q, k, v, stream, gate, up, activation.
+        """Activations beside input and attention's results: norms, q, k, v, stream, gate, up, activation.
 
-        A cut MLP keeps its input alone.
+        An MLP in chunks keeps only its input.
         """
         return self._before_attention() + self._before_mlp() + (0.0 if self.is_cut else 3 * self.inner)
 
@@ -225,14 +223,14 @@ class _Parts:
         return self._kept_in_front() + self.kept() * self.layers - less
 
     def _kept_in_front(self) -> float:
-        """What the blocks of another kind keep, which come before these; the last one's in host memory is here too."""
+        """Bytes that the blocks before these keep, with the last one's that are on their way to host memory."""
         return 0.0 if self.before is None else self.before._all_kept() + self.before._visiting(backward=False)
 
     def _block_bytes(self) -> float:
         return float(held_block(self.model, self.candidate.tensor) * self.task.itemsize)
 
     def _weights(self) -> float:
-        """A block's, as ZeRO gathers them; stage 2 still has them."""
+        """A block's weights as ZeRO-3 gathers them; ZeRO-2 has them all the time."""
         return self._block_bytes() if self.candidate.zero == 3 else 0.0
 
     def _weights_and_gradients(self) -> float:
@@ -251,11 +249,11 @@ class _Parts:
         return float(mlp_matrix(self.model, self.candidate.tensor) * self.task.itemsize)
 
     def _elements(self, alive: float, tensor: float) -> float:
-        """Bytes inside an operator on a tensor, of so many for each of its elements."""
+        """Bytes alive inside an operator that holds `alive` bytes for each element of a tensor."""
         return alive * tensor / self.task.itemsize
 
     def _attention_forward(self) -> Lines:
-        """Of the last block: all others are kept."""
+        """Attention of the last block: all blocks before it keep their activations."""
         buffers = attention_buffers(self.candidate, backward=False)
         return {
             "kept for backward": self._kept_before(),
@@ -279,9 +277,9 @@ class _Parts:
         }
 
     def _loss(self) -> Lines:
-        """The last hidden state and the normed one, its gradient, the head, its gradient in fp32, one chunk.
+        """The last hidden state, its norm and gradient, the head and its gradient in fp32, one chunk of logits.
 
-        And the gathered gradients of logits, with the states that they will be multiplied with.
+        Also the gathered gradients of logits and the hidden states that they will be multiplied with.
         """
         task, model, operators = self.task, self.model, self.operators
         chunk = min(task.loss_chunk, self.own_rows)
@@ -305,7 +303,7 @@ class _Parts:
         }
 
     def _activation_backward(self) -> Lines:
-        """Everything of the block is there again, but for the activation; of its backward, its own copies."""
+        """All tensors of the block but the activation are alive, and the copies that its backward makes."""
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.inner)
         return {
             **self._block_in_backward(gone=self.inner),
@@ -314,7 +312,7 @@ class _Parts:
         }
 
     def _down_backward(self) -> Lines:
-        """The activation is still there, beside its gradient and that of the matrix it was multiplied with."""
+        """The activation is alive beside its gradient and the gradient of the down projection."""
         return {
             **self._block_in_backward(),
             "gradients in flight": self.hidden + self.inner,
@@ -322,7 +320,7 @@ class _Parts:
         }
 
     def _gate_up_backward(self) -> Lines:
-        """Their own gradients, their input's, and those of both matrices."""
+        """Gradients of gate and up, of their input, and of both matrices."""
         return {
             **self._block_in_backward(gone=3 * self.inner),
             "gradients in flight": self.hidden + self.scaled + self.whole_hidden + 2 * self.inner,
@@ -330,7 +328,7 @@ class _Parts:
         }
 
     def _from_block_to_block(self) -> Lines:
-        """A block's weights and gradients are let go when the next one's have come; what it kept is gone before."""
+        """Weights and gradients of two blocks are alive; the activations of the first one are freed already."""
         return {
             "kept for backward": self._all_kept(self.kept()),
             "back from host memory": self._visiting(backward=True),
@@ -359,7 +357,7 @@ class _Parts:
         }
 
     def _block_in_backward(self, *, gone: float = 0.0) -> Lines:
-        """What all blocks keep, and of the last one what is computed again, less what its backward is done with."""
+        """Bytes that all blocks keep, and the recomputed tensors of the last one that its backward still needs."""
         gathered = {"gathered weights, gradients": self._weights_and_gradients()}
         if not self.policy.recomputes:
             return {"kept for backward": self._all_kept(gone)} | gathered
@@ -374,7 +372,7 @@ class _Parts:
         }
 
     def _kept_before(self) -> float:
-        """What all blocks keep and the last one is given."""
+        """Bytes that all blocks before the last keep, and the input of the last."""
         return self._kept_in_front() + self.kept() * (self.layers - 1) + self.hidden
 
     def _visiting(self, *, backward: bool) -> float:

@@ -1,12 +1,25 @@
-"""Seconds of a training step, part by part."""
+"""Predicts the seconds of a training step, part by part."""
 
 import math
 from dataclasses import dataclass, fields, replace
 
-from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import BACKWARD, block_matrices, held_block, mlp_matrix, model_flops, table, tables
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.counts import (
+    BACKWARD,
+    CURRENT,
+    DELTA,
+    SCALED,
+    WIDE,
+    Operators,
+    block_matrices,
+    causal_pairs,
+    held_block,
+    mlp_matrix,
+    step_flops,
+    table,
+    tables,
+)
 from bmburst.plan.memory import block_bytes
-from bmburst.plan.operators import CURRENT, DELTA, SCALED, WIDE, Operators
 from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 
@@ -19,16 +32,16 @@ class StepTime:
     """Parts of a step, in seconds; they add up to it.
 
     Attributes:
-        attention: The kernel, forward and backward, and what joins its partial results.
+        attention: The kernel, forward and backward, and what merges its partial results.
         matmul: Products with the weights of blocks and head.
         elementwise: Norms, activation, rotary embedding, cross entropy.
-        recompute: What is computed a second time.
+        recompute: Recomputation in backward.
         attention_communication: Exposed transfers of attention.
         zero: Exposed transfers of weights and gradients.
         tensor: Exposed transfers of tensor parallelism.
-        offload: Exposed copies of what blocks keep in host memory.
+        offload: Exposed copies between GPU and host memory.
         optimizer: AdamW and clipping.
-        host: What the host takes longer than the GPU.
+        host: Time by which the host is slower than the GPU.
     """
 
     attention: float
@@ -63,13 +76,13 @@ def step_time(
     attention: AttentionCost | None = None,
     operators: Operators = CURRENT,
 ) -> StepTime:
-    """Return the seconds of a step.
+    """Return the predicted seconds of a step.
 
     Args:
-        candidate: How it is done.
-        hardware: On what.
-        attention: One layer's attention where it is known already.
-        operators: What stands between the matrices.
+        candidate: The way to train.
+        hardware: The machine.
+        attention: Cost of one layer's attention, if it is known already.
+        operators: The operators between matrix products.
     """
     layers, passes = candidate.task.model.num_layers, candidate.micro_steps
     attention = attention or candidate.attention_cost(hardware)
@@ -85,16 +98,22 @@ def step_time(
     return StepTime(**parts, host=waits + max(0.0, least - sum(parts.values())))
 
 
+def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
+    """Return the FLOPs of a task's step: causal attention over whole sequences, or over the model's window."""
+    pairs = task.batch * causal_pairs([task.sequence], task.model.sliding_window)
+    return step_flops(task.model, task.batch * task.sequence, pairs, attention_backward=attention_backward)
+
+
 def utilisation(candidate: Candidate, hardware: Hardware, seconds: float, *, attention_backward: float = 2.0) -> float:
-    """Return model FLOPs utilisation of a step; see `bmburst.plan.counts.model_flops`."""
+    """Return model FLOPs utilisation of a step; see `model_flops`."""
     flops = model_flops(candidate.task, attention_backward=attention_backward)
     return flops / seconds / candidate.task.gpus / hardware.peak
 
 
 def prefix_seconds(candidate: Candidate, hardware: Hardware, kept: float) -> float:
-    """Return the seconds forward of the tokens before those whose attention is kept: `bmburst.attention.function`.
+    """Return the seconds of attention forward over the prefix that a policy recomputes (`bmburst.attention.function`).
 
-    Where no rank has all of these tokens, the last one works on as much as twice the mean.
+    Where the prefix is split over groups of ranks, the last one has up to twice the mean work.
     """
     task = candidate.task
     tokens = max(candidate.sequence, round((1 - kept) * task.sequence))
@@ -103,9 +122,9 @@ def prefix_seconds(candidate: Candidate, hardware: Hardware, kept: float) -> flo
 
 
 def collective(hardware: Hardware, candidate: Candidate, nbytes: float, ranks: int) -> float:
-    """Return the seconds of an all-gather to, or a reduce-scatter of, so many bytes on each of `ranks` ranks.
+    """Return the seconds of an all-gather to, or a reduce-scatter of, `nbytes` bytes on each of `ranks` ranks.
 
-    The ranks lie evenly over the nodes. Into a GPU by the node's links, into a node by all of its NICs.
+    The ranks are spread evenly over the nodes. Links inside a node and the NICs of a node work at the same time.
     """
     if ranks == 1 or not nbytes:
         return 0.0
@@ -188,7 +207,7 @@ def _again(
     products: _Work,
     elements: _Work,
 ) -> float:
-    """What the policy says; and a cut MLP that is not computed again forms gate and up in its backward."""
+    """Seconds of recomputation; an MLP in chunks recomputes gate and up in its backward under every policy."""
     policy, matrix = candidate.policy, mlp_matrix(candidate.task.model, candidate.tensor)
     product = hardware.matmul_seconds(2.0 * candidate.rows * matrix, candidate.rows)
     if not policy.recomputes:
@@ -202,7 +221,7 @@ def _again(
 
 
 def _head(candidate: Candidate, hardware: Hardware) -> float:
-    """Three products, of a chunk of tokens each."""
+    """The three matrix products of the head, a chunk of tokens at a time."""
     rows = candidate.rows / candidate.tensor
     flops = 6.0 * rows * table(candidate.task.model)
     return hardware.matmul_seconds(flops, min(rows, candidate.task.loss_chunk))
@@ -217,7 +236,7 @@ def _loss(candidate: Candidate, hardware: Hardware, operators: Operators) -> flo
 
 
 def _zero(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
-    """A layer's weights are gathered and its gradients scattered a block ahead and behind of the kernels."""
+    """Exposed seconds of gathering a layer's weights and scattering its gradients beside neighbouring layers."""
     task = candidate.task
     if task.gpus == candidate.tensor:
         return 0.0
@@ -228,7 +247,7 @@ def _zero(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
 
 
 def _zero_of_tables(candidate: Candidate, hardware: Hardware) -> float:
-    """The tables' transfers, and those of the first block and of the last, stand alone."""
+    """Transfers of embedding, head, first block and last block, which nothing hides."""
     task, model = candidate.task, candidate.task.model
     if task.gpus == candidate.tensor:
         return 0.0
@@ -237,14 +256,14 @@ def _zero_of_tables(candidate: Candidate, hardware: Hardware) -> float:
 
 
 def _gather(candidate: Candidate, hardware: Hardware) -> float:
-    """A block's weights."""
+    """Seconds of gathering a block's weights."""
     task = candidate.task
     block = held_block(task.model, candidate.tensor) * task.itemsize
     return collective(hardware, candidate, block, task.gpus // candidate.tensor)
 
 
 def _tensor(candidate: Candidate, hardware: Hardware) -> float:
-    """Tokens are gathered before and scattered after attention and MLP: nothing else can run."""
+    """Seconds of gathering tokens before and scattering them after attention and MLP, which nothing hides."""
     if candidate.tensor == 1:
         return 0.0
     task = candidate.task

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from bmburst.amounts import brief, digest, require_flag, whole_number, whole_numbers
 from bmburst.errors import UserError
-from bmburst.numbers import brief, digest, require_flag, whole_number, whole_numbers
 from bmburst.schedule.mask import Mask
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.pattern import IntArray, Need, Rows

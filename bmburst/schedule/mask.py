@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bmburst.amounts import array_of, digest, require_flag, whole_number
 from bmburst.errors import UserError, require_known
-from bmburst.numbers import array_of, digest, require_flag, whole_number
 from bmburst_ops.pattern import IntArray, Need, Rows
 
 NAMES = ("causal", "full")

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bmburst.amounts import brief
 from bmburst.attention.options import no_autocast
 from bmburst.comm.checks import contents, describe, require_numbers, require_own_memory
 from bmburst.errors import UserError
-from bmburst.numbers import brief
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst_ops.constants import IGNORE_INDEX

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bmburst.amounts import whole_number
 from bmburst.attention.api import resolve_group
 from bmburst.attention.options import no_autocast
 from bmburst.comm.checks import Checked, contents, describe, is_exact, require_numbers
 from bmburst.errors import UserError
-from bmburst.numbers import whole_number
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.schedule.mask import Mask
 from bmburst.sequence.parts import (

@@ -17,12 +17,10 @@ from bmburst.amounts import GIB
 from bmburst.comm.protocol import gather_objects
 from bmburst.errors import RunError, UserError
 from bmburst.mesh import Mesh
-from bmburst.plan.candidates import Candidate, way_of
-from bmburst.plan.choice import choose
-from bmburst.plan.counts import adam_bytes
-from bmburst.plan.first_layers import of_first_layers
+from bmburst.plan.candidates import Candidate, Task, with_attention_choice
+from bmburst.plan.counts import ITEMSIZE, adam_bytes
 from bmburst.plan.memory import HOST_SHARE, Memory, memory_of
-from bmburst.plan.task import ITEMSIZE, Task
+from bmburst.plan.search import choose_recompute, first_layer_candidates
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
@@ -103,13 +101,11 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         task=task,
         data=shape.data,
         tensor=shape.tensor,
-        heads=1,
-        outer="none",
         recompute=_UNDECIDED if config.recompute == AUTO else config.recompute,
         zero=parallel.zero_level,
         transport=_transport(parallel.transport, hardware),
     )
-    return way_of(way, parallel.strategy, parallel.head_parallel, hardware)
+    return with_attention_choice(way, parallel.strategy, parallel.head_parallel, hardware)
 
 
 def _transport(asked: str, hardware: Hardware) -> str:
@@ -148,9 +144,9 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     if is_auto:
         on_gpu = torch.cuda.is_available()
         policies = POLICIES if on_gpu else [name for name in POLICIES if "offload" not in name]
-        choice = choose(way, hardware, free, layout=config.parallel.layout, policies=policies)
+        choice = choose_recompute(way, hardware, free, layout=config.parallel.layout, policies=policies)
         if mesh.rank == 0:
-            sys.stderr.write(f"{choice.said}\n")
+            sys.stderr.write(f"{choice.message}\n")
         return choice.name
     needed = memory_of(way, hardware).in_host
     if known and needed > HOST_SHARE * min(known):
@@ -296,7 +292,7 @@ def _first_layers(
         way = planned(config, ranks, nodes, hardware)
     except UserError:
         return
-    for each in of_first_layers(way, dataclasses.replace(hardware, memory=limit), ("none", _DEFAULT)):
+    for each in first_layer_candidates(way, dataclasses.replace(hardware, memory=limit), ("none", _DEFAULT)):
         yield f"--recompute {each.recompute}", config.replace(recompute=each.recompute), 1
 
 

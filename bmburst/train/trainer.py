@@ -14,6 +14,7 @@ from bmburst import data
 from bmburst.amounts import GIB
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint import training as checkpoint
+from bmburst.comm.meter import traced
 from bmburst.comm.protocol import gather_objects
 from bmburst.errors import UserError
 from bmburst.loss import count_valid, global_mean
@@ -22,7 +23,6 @@ from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.plan.counts import causal_pairs
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
-from bmburst.trace import traced
 from bmburst.train.clock import FlopsMeter, StepClock, Timeline, Timing, known_peak, measure_waits
 from bmburst.train.config import TrainConfig, profiled_steps
 from bmburst.train.evaluate import generate, measure

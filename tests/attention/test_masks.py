@@ -246,7 +246,7 @@ def test_blocks_that_nobody_needs_do_not_move(strategy, window_tokens):
 
 def test_the_mesh_decides_how_many_ranks_exchange_heads():
     def body(comm):
-        comm.heads = 2
+        comm.ulysses_degree = 2
         q = torch.zeros(1, 8, 4, 8)
         options = AttentionOptions(mask=Documents([20, 12]))
         assert decide(comm, q, q, q, None, options).strategy.ulysses_degree == 2
@@ -262,10 +262,10 @@ def test_what_a_mesh_says_is_its_own():
 
 def _two_meshes():
     exchanging, whole = Mesh.over_process_group(heads=2), Mesh.over_process_group(nodes=2)
-    assert (exchanging.sequence.heads, exchanging.sequence.nodes) == (2, None)
-    assert (whole.sequence.heads, whole.sequence.nodes) == (None, 2)
+    assert (exchanging.sequence.ulysses_degree, exchanging.sequence.nodes) == (2, None)
+    assert (whole.sequence.ulysses_degree, whole.sequence.nodes) == (None, 2)
     group = bmburst.communicator(None)
-    assert (group.heads, group.nodes) == (None, None)
+    assert (group.ulysses_degree, group.nodes) == (None, None)
     q = torch.zeros(1, 8, 2, 4)
     assert bmburst.burst_attention(q, q, q, strategy="ring").shape == q.shape
     with exchanging.current(), pytest.raises(UserError, match="mesh has 2 ranks exchange heads"):

@@ -112,7 +112,7 @@ def test_choices_that_cannot_work_are_refused():
 def test_a_prediction_is_of_the_method(method, spread):
     at = cell(method=method, preset="llama-3-70b", tokens=1 << 14, ranks=4)  # where ours would gather
     way = METHODS[method].predict(at, "h200").candidate
-    assert (way.tensor, way.heads, way.outer) == spread
+    assert (way.tensor, way.ulysses_degree, way.outer) == spread
     assert way.transport == "nccl" and (way.outer != "ring" or way.travellers == "kv")
 
 

@@ -163,9 +163,9 @@ def test_other_kinds_are_refused_by_name(kind: object, spelling: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rope_parameters": 5}, "rope_parameters 5 is no object"),
-        ({"rope_scaling": "linear"}, "rope_scaling 'linear' is no object"),
-        ({"rope_scaling": {"full_attention": {"rope_type": "linear"}}}, "each type of layer"),
+        ({"rope_parameters": 5}, "rope_parameters 5 is not an object"),
+        ({"rope_scaling": "linear"}, "rope_scaling 'linear' is not an object"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "linear"}}}, "types of layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": "a", "mscale_all_dim": 1}}, "mscale 'a'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1, "mscale_all_dim": -1}}, "mscale -1"),

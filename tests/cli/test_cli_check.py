@@ -301,7 +301,7 @@ def test_a_resumed_runs_configuration_is_checked(launches, here, capsys):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--check-steps", "0"], "--check-steps 0\nallowed: 1 and more"),
+        (["--check-steps", "0"], "--check-steps 0\nallowed: at least 1"),
         (["--check-steps", "two"], "--check-steps two\nallowed: a whole number"),
         (["--nproc", "1"], "check compares several ranks with one"),
         (["--nproc", "3", "--data-parallel", "2"], "does not divide 3 ranks"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmburst.cli import main
-from bmburst.cli.check import plan
+from bmburst.cli.check import runs_to_compare
 from bmburst.errors import UserError
 from bmburst.train.resolve import require_machine, resolve
 from bmburst_ops.flash import packages
@@ -170,5 +170,7 @@ def test_transports_of_a_gpu(gpu):
 
 
 def test_a_check_looks_at_the_ranks_own_kernel_alone(no_gpu):
-    phases = plan(resolve((), {"parallel.kernel": "cpu", "parallel.transport": "gloo", "dtype": "bfloat16"}), 2)
+    phases = runs_to_compare(
+        resolve((), {"parallel.kernel": "cpu", "parallel.transport": "gloo", "dtype": "bfloat16"}), 2
+    )
     assert [phase.config.parallel.kernel for phase in phases] == ["cpu", "cpu", "auto"]

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,13 +33,13 @@ def test_a_file_that_can_be_written_is_neither_made_nor_changed(here):
 
 @pytest.mark.parametrize("path", ["folder", "x" * 300, f"{'x' * 300}/file", "/proc/none"])
 def test_a_file_that_cannot_be_written(here, path):
-    with pytest.raises(UserError, match=r"^--output .*: cannot be written: .*\nfix: a file in a folder that you may"):
+    with pytest.raises(UserError, match=r"^--output .*: cannot be written: .*\nfix: .*write permission"):
         require_file("--output", Path(path), *OURS)
 
 
 @pytest.mark.parametrize("path", ["gone/file", "file/file"])
 def test_a_file_in_no_folder(here, path):
-    with pytest.raises(UserError, match=f"^--output {path}: there is no such folder\nfix: make it, or another file$"):
+    with pytest.raises(UserError, match=f"^--output {path}: there is no such folder\nfix: "):
         require_file("--output", Path(path), *OURS)
 
 
@@ -54,7 +55,7 @@ def test_folders(here):
     assert sorted(here.rglob("*")) == found, "something was left"
     (here / "nowhere").symlink_to("gone")
     for path in ("file", "file/folder", "/proc/none", "nowhere", "nowhere/folder", f"{'x' * 300}/b"):
-        with pytest.raises(UserError, match=r"^--trace .*: no file can be written there: .*\nfix: a folder"):
+        with pytest.raises(UserError, match=r"^--trace .*: no file can be written there: .*\nfix: .*write permission"):
             require_folder("--trace", Path(path))
 
 
@@ -64,7 +65,7 @@ def test_only_files_of_the_same_kind_are_replaced(here):
     for name in ("file", "empty", "new", "folder"):
         require_own("--output", Path(name), *OURS)
     for is_own in (OURS[1], lambda _: False):
-        with pytest.raises(UserError, match="--output theirs: is there, and no text\nfix: the name of a new file"):
+        with pytest.raises(UserError, match="--output theirs: this file exists and is not text\nfix: "):
             require_own("--output", Path("theirs"), "text", is_own)
 
 
@@ -72,11 +73,11 @@ def test_outputs_are_made_again_and_others_kept(here, capsys, monkeypatch):
     """Each command replaces what it wrote itself, and nothing else, not even of its own format."""
     from matplotlib.figure import Figure
 
-    from bmburst.plan.calibrate.facts import complete, render
+    from bmburst.plan.calibrate import complete, render
     from bmburst.schedule.hardware import read_facts
 
     facts = render("here", complete({}, read_facts("h200"), "h200"), "Measured by bmburst plan --calibrate")
-    monkeypatch.setattr("bmburst.plan.calibrate.run.calibrate", lambda *_: facts)
+    monkeypatch.setattr("bmburst.plan.calibrate.calibrate", lambda *_: facts)
     plan, calibrate = ["plan", *PLAN, "--output", "plan.png"], ["plan", "--calibrate", "--output", "machine.toml"]
     for command in (plan, calibrate):
         for _ in range(2):
@@ -97,8 +98,40 @@ def test_outputs_are_made_again_and_others_kept(here, capsys, monkeypatch):
         ((*bench, "README.json"), "README.md"),
         ((*bench, "drawn.json"), "drawn-steps.png"),
     ):
-        assert f"{name}: is there, and no " in refused(capsys, *command)
+        assert f"{name}: this file exists and is not " in refused(capsys, *command)
     assert {path: path.read_bytes() for path in here.iterdir() if path.is_file()} == found
+
+
+@pytest.mark.parametrize("what", ["attention", "train"])
+def test_bench_replaces_only_its_own_timelines(here, capsys, monkeypatch, what):
+    import torch
+    from torch.profiler import profile
+
+    import benchmarks.engine.job
+    from benchmarks.engine.timeline import record
+
+    monkeypatch.setattr(benchmarks.engine.job, "run_job", lambda *_args, **_options: 9)
+    group = SimpleNamespace(rank=0, device=torch.device("cpu"), barrier=lambda: None)
+    bench = ["bench", what, "--ranks", "2", "--tokens", "1K", "--methods", "ours"]
+    assert main([*bench, "--list"]) == 0
+    cell = capsys.readouterr().out.split()[0]
+    name = cell if what == "train" else f"{cell}/forward_backward"
+    file = Path("trace", f"{name.replace('/', '.')}.json")
+    trace = [*bench, "--trace", "trace"]
+    record(lambda: None, file.parent, name, group)
+    assert main(trace) == 9, "its own timeline may be recorded again"
+    with profile() as other:
+        pass
+    other.export_chrome_trace("elsewhere.json")
+    for theirs in (b"mine", b'{"traceEvents": []}', Path("elsewhere.json").read_bytes()):
+        file.write_bytes(theirs)
+        message = refused(capsys, *trace)
+        assert f"--trace {file}" in message and "timeline" in message and "fix: " in message
+        assert file.read_bytes() == theirs
+    file.unlink()
+    file.with_suffix(".png").write_bytes(b"mine")
+    message = refused(capsys, *trace)
+    assert f"--trace {file.with_suffix('.png')}" in message and "picture" in message
 
 
 PLAN = ("--model", "llama-tiny", "--seq", "1024")
@@ -110,14 +143,14 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
         (("plan", *PLAN, "--output", "folder"), "--output folder\nallowed: a .png file"),
         (("plan", *PLAN, "--output", "/proc/none.png"), "--output /proc/none.png: cannot be written"),
         (("plan", "--calibrate", "--output", "folder"), "--output folder: cannot be written: Is a directory"),
-        (("plan", *PLAN, "--ranks", "3"), "--ranks 3 is an option of --calibrate\nfix: --gpus"),
-        (("plan", "--check", *PLAN), "--check predicts recorded runs, of no --model and --seq\nfix: leave them out"),
+        (("plan", *PLAN, "--ranks", "3"), "--ranks 3 is an option of --calibrate\nfix: give --gpus"),
+        (("plan", "--check", *PLAN), "--check predicts recorded runs and takes no --model"),
         (
             ("plan", "--check", "--json"),
-            "--json prints planned ways, and --check predicts recorded runs\nfix: leave one",
+            "--check predicts recorded runs\nfix: leave out one",
         ),
-        (("plan", "--calibrate", *PLAN), "--calibrate measures this machine, of no --model and --seq\nfix: leave them"),
-        (("plan", "--check", "--calibrate"), "exclude each other\nfix: a command for each"),
+        (("plan", "--calibrate", *PLAN), "--calibrate measures this machine and takes no --model"),
+        (("plan", "--check", "--calibrate"), "--check and --calibrate cannot be combined\nfix: "),
         (
             ("plan", *PLAN, "--batch", "2", "--micro-batch", "3"),
             "--micro-batch 3 does not divide --batch 2\nallowed: a",
@@ -132,12 +165,15 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
             "--mlp-chunk 2KB\nallowed: a whole number, also as 64K for 65536\nfix:",
         ),
         (("plan", *PLAN, "--gpus", "1K"), "--gpus 1K\nallowed: a whole number\n"),
-        (("bench", "train", "--ranks", "2", "--tokens", "1K,2X"), "--tokens 1K,2X\nallowed: whole numbers with commas"),
+        (
+            ("bench", "train", "--ranks", "2", "--tokens", "1K,2X"),
+            "--tokens 1K,2X\nallowed: whole numbers separated by commas",
+        ),
         (
             ("bench", "train", "--ranks", "2K"),
-            "--ranks 2K\nallowed: whole numbers with commas between, for example 2,4",
+            "--ranks 2K\nallowed: whole numbers separated by commas, for example 2,4",
         ),
-        (("bench", "attention", "--ranks", "2", "--tokens", "0K"), "--tokens 0K\nallowed: 1 and more"),
+        (("bench", "attention", "--ranks", "2", "--tokens", "0K"), "--tokens 0K\nallowed: at least 1"),
         (("check", "--json", "/proc/none"), "--json /proc/none: cannot be written"),
         (("bench", "attention", "--ranks", "2", "--output", "folder"), "--output folder\nallowed: a .json file"),
         (
@@ -152,11 +188,17 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
         (("bench", "train", "--ranks", "2", "--text", "latin"), "'latin' is not a text file: byte 4 is not UTF-8"),
         (
             ("bench", "attention", "--table", "--output", "list.json"),
-            "list.json holds no JSON object",
+            "is no file of this benchmark: list.json does not hold a JSON object",
         ),
-        (("bench", "train", "--table", "--output", "other.json"), "its format is other,"),
-        (("data", "--input", "file", "--output", "file"), "--output file: is there, and no token file\nfix: the name"),
-        (("data", "--input", "latin", "--output", "file"), "--output file: is there, and no token file\nfix: the name"),
+        (("bench", "train", "--table", "--output", "other.json"), "is no file of this benchmark: its format is other,"),
+        (
+            ("data", "--input", "file", "--output", "file"),
+            "--output file: this file exists and is not a token file\nfix: ",
+        ),
+        (
+            ("data", "--input", "latin", "--output", "file"),
+            "--output file: this file exists and is not a token file\nfix: ",
+        ),
         (("convert", "folder", "out", "--to", "bmburst", "--part-size", "inf"), "--part-size inf\nallowed: gigabytes"),
         (("convert", "folder", "out", "--to", "bmburst", "--part-size", "nan"), "--part-size nan\nallowed: a number\n"),
         (("convert", "folder", "out", "--to", "bmburst", "--part-size", "big"), "--part-size big\nallowed: a number\n"),
@@ -166,7 +208,7 @@ def test_refused_before_any_work(here, capsys, monkeypatch, argv, expected):
     def worked(*_args, **_options):
         pytest.fail("work was begun")
 
-    for work in ("plan.search.search", "plan.calibrate.run.calibrate", "plan.accuracy.compare"):
+    for work in ("plan.search.search", "plan.calibrate.calibrate", "plan.accuracy.compare"):
         monkeypatch.setattr(f"bmburst.{work}", worked)
     monkeypatch.setattr("benchmarks.engine.job.run_job", worked)
     for name in ("latin", "latin.toml"):

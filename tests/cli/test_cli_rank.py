@@ -152,7 +152,7 @@ def test_eval_refuses_a_cache_that_cannot_be_written(launches, held_out, tmp_pat
     argv = ["eval", "--checkpoint", str(held_out), "--sequence-length", "64", "--data"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "held.txt"))
     expected = (
-        f"XDG_CACHE_HOME {tmp_path}/held.txt/bmburst: no file can be written there: Not a directory\nfix: a folder"
+        f"XDG_CACHE_HOME {tmp_path}/held.txt/bmburst: no file can be written there: Not a directory\nfix: give a folder"
     )
     assert expected in refused(capsys, *argv, "held.txt")
     assert not launches
@@ -173,7 +173,7 @@ def test_eval_refuses_a_cache_that_cannot_be_written(launches, held_out, tmp_pat
         (["--checkpoint", "run", "--data", "gone.txt"], "data gone.txt: no such file"),
         (
             ["--checkpoint", "run", "--data", "held.txt"],
-            "config.json: No such file or directory\nfix: name a directory",
+            "config.json: No such file or directory\nfix: give a directory",
         ),
         (["--checkpoint", "bert", "--data", "held.txt"], "unknown model_type 'bert'\nknown: llama"),
         (["--checkpoint", "llama", "--data", "held.txt"], "no weights in llama\nallowed: model.safetensors"),

@@ -24,8 +24,8 @@ from bmburst.checkpoint.sharded_files import parts_of
 from bmburst.checkpoint.tensor_files import open_tensors
 from bmburst.checkpoint.training import newest_complete, read_progress
 from bmburst.cli import COMMANDS, CommandParser, main
-from bmburst.convert.directory import open_weights
 from bmburst.convert.model_center import ModelCenterConfig
+from bmburst.convert.weights import open_weights
 from bmburst.data.sources import check_beginnings, find_sources, read_documents
 from bmburst.data.token_file import MAGIC, PREAMBLE, TokenFile, write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, load_huggingface_tokenizer
@@ -201,7 +201,7 @@ def here(tmp_path_factory):
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setattr("bmburst.runtime.launch.launch", lambda *_: 3)
         patch.setattr("benchmarks.engine.job.launch", lambda *_: 2)
-        patch.setattr("bmburst.plan.calibrate.run.calibrate", lambda *_: "# Measured")
+        patch.setattr("bmburst.plan.calibrate.calibrate", lambda *_: "# Measured")
         patch.setattr("bmburst.plan.accuracy.compare", list)
         patch.setattr("bmburst.runtime.doctor.examine", lambda: [])
         patch.setattr("bmburst.runtime.doctor.can_train", lambda *_: True)

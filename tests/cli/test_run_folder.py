@@ -95,7 +95,7 @@ def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys,
 
 
 def test_what_another_run_wrote_before_the_lock_counts(launches, capsys, tmp_path, monkeypatch):
-    hold, run = train._hold, tmp_path / "run"
+    hold, run = train._lock, tmp_path / "run"
     checkpoint(started(tmp_path, steps="9"), 4)
 
     def later(change):
@@ -103,7 +103,7 @@ def test_what_another_run_wrote_before_the_lock_counts(launches, capsys, tmp_pat
             change()
             hold(stack, folder)
 
-        monkeypatch.setattr(train, "_hold", held_late)
+        monkeypatch.setattr(train, "_lock", held_late)
 
     later(lambda: started(tmp_path, steps="20"))
     assert main(["train", "--output", "run", "--resume"]) == 0
@@ -117,7 +117,7 @@ def test_what_another_run_wrote_before_the_lock_counts(launches, capsys, tmp_pat
 def test_a_rank_without_our_launcher_looks_for_room(trained, as_rank, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("bmburst.outputs.free_bytes", lambda _: 1000)
     as_rank(0, 2)
-    assert "are free there, and the run writes" in refused(capsys, "train", "--output", "out")
+    assert "the run writes" in refused(capsys, "train", "--output", "out")
     assert trained == [] and not (tmp_path / "out").exists()
 
 

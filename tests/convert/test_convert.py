@@ -17,10 +17,10 @@ from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.tensor_files import SafetensorsWriter
 from bmburst.checkpoint.training import FORMAT
 from bmburst.cli import main
-from bmburst.convert import run as converting
+from bmburst.convert import conversion as converting
+from bmburst.convert.conversion import convert
 from bmburst.convert.model_center import model_center_name
-from bmburst.convert.run import convert
-from bmburst.convert.torch_file import TorchFileWriter
+from bmburst.convert.weights import TorchFileWriter
 from bmburst.errors import UserError
 
 CONFIG = LlamaConfig(
@@ -191,11 +191,11 @@ def test_bad_input(tmp_path: Path, source: Path) -> None:
     edit(tmp_path / "theirs", num_layers=1)
     assert "has encoder.layers.1." in refused(tmp_path / "theirs", to="huggingface")
     edit(tmp_path / "theirs", num_layers=2, position_bias_num_buckets=32)
-    assert "is not of ModelCenter's LLaMA, which has no position_bias_num_buckets" in refused(tmp_path / "theirs")
+    assert "ModelCenter's LLaMA, which has no position_bias_num_buckets" in refused(tmp_path / "theirs")
     large = hugging_face_directory(tmp_path / "large", PLAIN, torch.float32)
     for path in large.glob("*.safetensors"):
         save_file({name: x * 1e6 for name, x in load_file(path).items()}, path)
-    assert "has numbers beyond float16" in refused(large, dtype="float16")
+    assert "beyond 65504, the largest of float16" in refused(large, dtype="float16")
 
 
 def test_nothing_is_overwritten(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +203,7 @@ def test_nothing_is_overwritten(tmp_path: Path, source: Path, capsys: pytest.Cap
     assert main(["convert", str(source), str(tmp_path / "out"), "--to", "model-center"]) == 0
     assert "20 tensors" in capsys.readouterr().out.replace("21", "20")
     assert main(["convert", str(source), str(tmp_path / "out"), "--to", "model-center"]) == 2
-    assert "is there and not empty" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err
     assert main(["convert", str(source), str(tmp_path / "more"), "--to", "bmburst", "--part-size", "0"]) == 2
 
 
@@ -282,7 +282,7 @@ def test_a_checkpoint_brings_no_file_from_elsewhere(
     assert main(["convert", str(source), str(tmp_path / "out"), "--to", "huggingface"]) == 0
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     said = capsys.readouterr().err
-    assert f"tokenizer {name} lies outside of" in said and "--tokenizer PATH" in said
+    assert f"tokenizer {name} is outside of" in said and "--tokenizer PATH" in said
     # The user may name it.
     words = ["convert", str(source), str(tmp_path / "named"), "--to", "huggingface", "--tokenizer", name]
     assert main(words) == 0

@@ -14,7 +14,7 @@ from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.families import FAMILIES
 from bmburst.blocks.presets import PRESETS
 from bmburst.checkpoint import hugging_face
-from bmburst.convert.run import convert
+from bmburst.convert.conversion import convert
 from bmburst.errors import UserError
 from tests.convert.test_convert import TOKENIZER, assert_same, hugging_face_directory, tensors, weights_of
 
@@ -136,7 +136,7 @@ def _says(**values: Any) -> Callable[[Path], None]:
         ("qwen3", _weights(lambda w: w.pop("model.layers.0.self_attn.q_norm.weight")), "lacks model.layers.0."),
         ("minicpm-2b", _weights(lambda w: w.pop("model.embed_tokens.weight")), "lacks model.embed_tokens.weight"),
         ("minicpm-1b", _says(tie_word_embeddings=False), "lacks lm_head.weight"),
-        ("minicpm-1b", _says(scale_depth=None), "scale_emb, dim_model_base without scale_depth"),
+        ("minicpm-1b", _says(scale_depth=None), "scale_emb, dim_model_base given without scale_depth"),
         ("minicpm-1b", _says(model_type="minicpm3"), "unknown model_type 'minicpm3'"),
         ("qwen2", _says(model_type="llama"), "has weights that the model has not: model.layers.0.self_attn."),
         ("llama-3-8b", _says(model_type="qwen3"), "lacks model.layers.0.self_attn.q_norm.weight"),

@@ -11,7 +11,7 @@ import torch
 from bmburst.blocks.families import FAMILIES, SCALES
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import CommandParser, main
-from bmburst.cli.train import configure, settle
+from bmburst.cli.train import configure, resolve_options
 from tests.convert.test_convert import assert_same, weights_of
 from tests.convert.test_families import THERE, published
 from tests.docs.blocks import read_blocks
@@ -56,7 +56,7 @@ def test_training_commands_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "model_center_ext").symlink_to(ROOT / "model_center_ext")
     parser = CommandParser(prog="bmburst train", description="")
     configure(parser)
-    settled = [settle(parser.read(words[2:])) for words in COMMANDS if words[:2] == ["bmburst", "train"]]
+    settled = [resolve_options(parser.read(words[2:])) for words in COMMANDS if words[:2] == ["bmburst", "train"]]
     scales = [config.model.scale_emb for config in settled]
     assert scales == [12, 12, 12, None]
     assert [config.model.num_layers for config in settled] == [40, 52, 40, 16]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bmburst.cli import CommandParser
-from bmburst.cli.train import configure, settle
+from bmburst.cli.train import configure, resolve_options
 from tests.docs.blocks import PATHS, read_blocks
 from tests.docs.scripts import Page, run_script
 
@@ -85,5 +85,5 @@ def test_the_training_command_takes_the_configuration(monkeypatch: pytest.Monkey
     configure(parser)
     monkeypatch.chdir(tmp_path)
     words = [word.replace("model_center_ext", str(ROOT / "model_center_ext")) for word in block.text.split()[2:]]
-    config = settle(parser.read(words))
+    config = resolve_options(parser.read(words))
     assert (config.model.num_kv_heads, config.dtype, config.sequence_length) == (8, "bfloat16", 8192)

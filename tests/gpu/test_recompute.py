@@ -9,9 +9,8 @@ import torch
 import bmburst
 from bmburst.blocks.config import LlamaConfig, mlp_chunk
 from bmburst.blocks.presets import PRESETS
-from bmburst.plan.candidates import Candidate
+from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.memory import memory_of
-from bmburst.plan.task import Task
 from bmburst.recompute import checkpoint
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import POLICIES, Policy
@@ -130,7 +129,7 @@ def _peaks_are_those_of_the_formulas():
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-        way = Candidate(task=task, data=1, tensor=1, heads=1, outer="none", recompute=policy)
+        way = Candidate(task=task, recompute=policy)
         predicted = memory_of(way, load_hardware("h200"))
         measured = torch.cuda.max_memory_allocated()
         error = predicted.allocated / measured - 1

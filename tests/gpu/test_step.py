@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from bmburst.blocks.presets import PRESETS
-from bmburst.plan.candidates import Candidate
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.counts import CURRENT
 from bmburst.plan.memory import memory_of
-from bmburst.plan.operators import CURRENT
-from bmburst.plan.task import Task
 from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy
 from tests.distributed.programs import run_program
@@ -70,7 +69,7 @@ def _peaks_that_are_the_losses():
             (model.loss(ids[:, :-1], positions, ids[:, 1:]) / tokens).backward()
             torch.cuda.synchronize()
         task = Task(model=config, sequence=tokens, gpus=1)
-        way = Candidate(task=task, data=1, tensor=1, heads=1, outer="none", recompute=policy)
+        way = Candidate(task=task, recompute=policy)
         predicted = memory_of(way, load_hardware("h200"))
         assert predicted.moment == "loss"
         without_optimizer = predicted.allocated - predicted.lines["optimizer"]

@@ -10,7 +10,7 @@ from bmburst.blocks.config import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.cli import CommandParser
-from bmburst.cli.train import configure, settle
+from bmburst.cli.train import configure, resolve_options
 from bmburst.convert.model_center import ModelCenterConfig, model_center_name
 from bmburst.errors import UserError
 from bmburst.train.resolve import resolve
@@ -22,7 +22,7 @@ def test_files_are_the_presets_in_other_words(name: str) -> None:
     """The presets own the figures, of which a test of theirs has the published numbers of parameters."""
     parser = CommandParser(prog="bmburst train", description="")
     configure(parser)
-    trained = settle(parser.read(["--config", str(config_files()[name]), "--data.tokenizer", "bytes"]))
+    trained = resolve_options(parser.read(["--config", str(config_files()[name]), "--data.tokenizer", "bytes"]))
     assert trained.model == resolve((), {"preset": name}).model == PRESETS[name]
     named, made = LlamaConfig.named(name), ModelCenterConfig.of(PRESETS[name], "float16")
     assert named.shape() == PRESETS[name]

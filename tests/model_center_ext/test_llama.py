@@ -119,7 +119,7 @@ def test_bad_input_is_told_to_every_rank(job: Results) -> None:
         "directory": f"{job['folder']}/nowhere/config.json: no such configuration file",
         "shape": "encoder.layers.0.ffn.ffn.w_in.w_0.weight has shape (48, 24) in this model, but (40, 24) in ",
         "tied": "output_projection.weight has shape None in this model, but (61, 24) in ",
-        "part": "input_ids [1, 8] are no part of 50 tokens",
+        "part": "input_ids [1, 8] are not a part of 50 tokens",
         "cache": "use_cache is not supported",
         "mask": "attention_mask is not supported",
         "ids": "input_ids are missing",

@@ -70,7 +70,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
 
 def links() -> None:
     """Measure links between the ranks of a process group."""
-    from bmburst.plan.calibrate.links import measure_links
+    from bmburst.plan.rates import measure_links
     from bmburst.schedule.hardware import NUMBERS
 
     found = measure_links(torch.device("cpu"))

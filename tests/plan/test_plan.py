@@ -12,13 +12,12 @@ from bmburst.cli import CommandParser, main
 from bmburst.cli import train as train_command
 from bmburst.config import given_options
 from bmburst.errors import UserError
-from bmburst.plan.candidates import Candidate, candidates
-from bmburst.plan.counts import attention_flops, model_flops
-from bmburst.plan.memory import taken
+from bmburst.plan.candidates import Candidate, Task, candidates
+from bmburst.plan.counts import attention_flops
+from bmburst.plan.memory import reserved_memory
+from bmburst.plan.presentation import options
 from bmburst.plan.search import best_of_each, predict, search
-from bmburst.plan.step import collective, step_time, utilisation
-from bmburst.plan.table import options
-from bmburst.plan.task import Task
+from bmburst.plan.step import collective, model_flops, step_time, utilisation
 from bmburst.recompute.policy import POLICIES
 from bmburst.schedule.hardware import load_hardware, shipped
 from bmburst.schedule.layout import make_layout
@@ -34,8 +33,8 @@ def task(preset="llama-3-8b", sequence=1 << 17, gpus=8, nodes=1, **more):
     return Task(model=PRESETS[preset], preset=preset, sequence=sequence, gpus=gpus, nodes=nodes, **more)
 
 
-def way(of, heads=1, outer="none", data=1, tensor=1, **more):
-    return Candidate(task=of, data=data, tensor=tensor, heads=heads, outer=outer, **more)
+def way(of, degree=1, outer="none", data=1, tensor=1, **more):
+    return Candidate(task=of, data=data, tensor=tensor, ulysses_degree=degree, outer=outer, **more)
 
 
 @pytest.mark.parametrize(("gpus", "nodes", "batch"), [(1, 1, 1), (6, 1, 2), (16, 2, 4), (64, 8, 1), (4096, 512, 64)])
@@ -48,7 +47,7 @@ def test_every_way_is_a_mesh_that_can_share_the_model(gpus, nodes, batch):
         assert shape.size == gpus and batch % each.data == 0
         own, own_kv = shape.require_heads(asked.model.num_heads, asked.model.num_kv_heads)
         assert (own, own_kv) == (each.own_heads, each.own_kv_heads)
-        assert each.heads * each.groups == each.sequence and own % each.heads == 0
+        assert each.ulysses_degree * each.groups == each.sequence and own % each.ulysses_degree == 0
         assert (each.outer == "none") == (each.groups == 1)
         assert asked.gpus_per_node % each.tensor == 0
     assert {each.recompute for each in found} == set(POLICIES)
@@ -124,11 +123,11 @@ def test_a_slower_machine_is_slower(slower):
 
 def test_heads_first_and_rings_where_heads_run_out():
     best = search(task(sequence=1 << 17), H200, tensor=[1])[0].candidate
-    assert (best.heads, best.outer) == (8, "none")
+    assert (best.ulysses_degree, best.outer) == (8, "none")
     few = Task(model=ODD, sequence=1 << 17, gpus=8)
     best = search(few, H200, tensor=[1])[0].candidate
-    assert best.heads == 4 and best.groups == 2  # 12 heads cannot be dealt to 8 ranks
-    assert not any(each.candidate.heads == 8 for each in search(few, H200, tensor=[1]))
+    assert best.ulysses_degree == 4 and best.groups == 2  # 12 heads cannot be dealt to 8 ranks
+    assert not any(each.candidate.ulysses_degree == 8 for each in search(few, H200, tensor=[1]))
 
 
 def test_between_nodes_two_levels_beat_one_ring():
@@ -172,7 +171,7 @@ def test_layers_that_are_not_computed_again_cost_as_without():
 def test_a_search_tries_first_layers_where_not_all_can_keep_everything():
     found = search(task(sequence=1 << 18), H200)
     new = [each for each in found if each.candidate.policy.layers]
-    beside = taken(task(), H200)
+    beside = reserved_memory(task(), H200)
     most = beside + 0.95 * (H200.memory - beside)
     assert new and all(each.memory.total <= most for each in new)
     assert new[0] is found[0] and f"(first {new[0].candidate.policy.layers} layers; the rest keep all)" in (
@@ -227,7 +226,8 @@ def read(words):
 def test_commands_are_those_of_the_trainer(gpus, batch, dtype):
     for each in candidates(task(sequence=4096, gpus=gpus, batch=batch, dtype=dtype)):
         config = read(options(each))
-        heads = each.heads if 1 < each.heads < each.sequence else None  # the strategy's name says the others
+        degree = each.ulysses_degree
+        heads = degree if 1 < degree < each.sequence else None  # the strategy's name says the others
         assert config.mesh_shape(gpus) == MeshShape(each.data, each.sequence, each.tensor, heads)
         config.validate(gpus)
         assert (config.recompute, config.parallel.zero_level) == (each.recompute, each.zero)
@@ -267,7 +267,7 @@ def test_many_gpus_are_answered(gpus, nodes, capsys):
 def test_nothing_that_fits_is_said(capsys):
     assert plan("--model", "llama-2-13b", "--seq", "4194304", "--gpus", "1") == 0
     printed = capsys.readouterr().out
-    assert "No way fits" in printed
+    assert "No configuration fits" in printed
     assert "inputs to host" in printed.splitlines()[3], "the first is nearest to fitting, not the fastest"
 
 
@@ -291,7 +291,7 @@ REFUSALS = {
     "--model llama-3-8b --seq 4096 --output plan.pdf": "a .png file",
     "--model llama-3-8b --seq 4096 --dtype int8": "unknown dtype",
     "--model llama-3-8b --seq 4096 --ways 0": "--ways 0",
-    "--check --calibrate": "exclude each other",
+    "--check --calibrate": "cannot be combined",
 }
 
 
@@ -304,7 +304,7 @@ def test_bad_input_is_refused_in_a_few_lines(words, capsys, tmp_path, monkeypatc
 
 
 def test_any_number_of_gpus_has_a_way_that_leaves_none_without_a_token():
-    assert all(each.heads in (1, 7) for each in candidates(Task(model=ODD, sequence=4096, gpus=7)))
+    assert all(each.ulysses_degree in (1, 7) for each in candidates(Task(model=ODD, sequence=4096, gpus=7)))
     with pytest.raises(UserError, match="without a token"):
         candidates(task(sequence=3, gpus=64, nodes=8))
     for gpus, batch in product((1, 2, 3), (1, 5)):

@@ -14,7 +14,8 @@ import bmburst.plan
 from bmburst.cli import main
 from bmburst.errors import UserError
 from bmburst.plan.accuracy import compare, markdown
-from bmburst.plan.calibrate.facts import complete, measured, render, write
+from bmburst.plan.calibrate import complete, render, write
+from bmburst.plan.rates import measured
 from bmburst.schedule.hardware import NUMBERS, hardware_from, load_hardware, read_facts, shipped
 from tests.distributed.processes import run_processes
 from tests.plan.program import links
@@ -160,7 +161,7 @@ def test_links_are_measured_by_ranks():
 
 def test_planning_needs_no_torch_and_nothing_that_communicates():
     code = (
-        "import sys; from bmburst.plan.search import search; from bmburst.plan.table import report; "
+        "import sys; from bmburst.plan.search import search; from bmburst.plan.presentation import report; "
         "from bmburst.plan.accuracy import compare; compare(); "
         "assert not {'torch', 'bmtrain', 'bmburst.comm', 'bmburst.attention'} & set(sys.modules)"
     )

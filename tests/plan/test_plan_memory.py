@@ -6,11 +6,9 @@ import pytest
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.plan.buffers import attention_buffers, held_outside
-from bmburst.plan.candidates import Candidate
-from bmburst.plan.counts import block_matrices, held_block
+from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.counts import PLAIN, block_matrices, held_block
 from bmburst.plan.memory import memory_of
-from bmburst.plan.operators import PLAIN
-from bmburst.plan.task import Task
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
 from bmburst.schedule.layout import make_layout
@@ -69,10 +67,10 @@ ALWAYS_THERE = ("weights", "gradients", "optimizer", "workspace", "token ids, an
 GATHERED, WHOLE = "gathered weights, gradients", "whole weights (ZeRO-2)"
 
 
-def way(model, tokens, gpus=1, *, heads=1, outer="none", dtype="bfloat16", **more):
+def way(model, tokens, gpus=1, *, degree=1, outer="none", dtype="bfloat16", **more):
     asked = {name: more.pop(name) for name in ("loss_chunk", "mlp_chunk", "nodes") if name in more}
     task = Task(model=model, sequence=tokens, gpus=gpus, dtype=dtype, **asked)
-    return Candidate(task=task, data=1, tensor=1, heads=heads, outer=outer, **more)
+    return Candidate(task=task, data=1, tensor=1, ulysses_degree=degree, outer=outer, **more)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +139,7 @@ def attention_model(heads, kv_heads):
 @pytest.mark.parametrize("backward", [False, True])
 def test_heads_take_the_boxes_of_their_plan(heads, kv_heads, size, backward):
     tokens = 4096 * size
-    candidate = way(attention_model(heads, kv_heads), tokens, size, heads=size)
+    candidate = way(attention_model(heads, kv_heads), tokens, size, degree=size)
     own = candidate.sizes
     found = shapes(size, tokens, size, heads, kv_heads)
     sources = tuple(Strides(1 << 30, heads * 256, 256) for _ in range(6 if backward else 3))
@@ -160,10 +158,10 @@ def test_heads_take_the_boxes_of_their_plan(heads, kv_heads, size, backward):
 
 def test_boxes_lie_outside_only_where_copy_engines_move_blocks():
     model = attention_model(32, 8)
-    assert held_outside(way(model, 65536, 8, heads=8)) > 0
-    assert held_outside(way(model, 65536, 8, heads=8, transport="nccl")) == 0
+    assert held_outside(way(model, 65536, 8, degree=8)) > 0
+    assert held_outside(way(model, 65536, 8, degree=8, transport="nccl")) == 0
     assert held_outside(way(model, 65536)) == 0
-    inside, outside = (memory_of(way(model, 65536, 8, heads=8, transport=t), HARDWARE) for t in ("nccl", "peer"))
+    inside, outside = (memory_of(way(model, 65536, 8, degree=8, transport=t), HARDWARE) for t in ("nccl", "peer"))
     assert "boxes that peers read" in outside.outside
     assert "boxes that peers read" not in inside.outside
 
@@ -171,7 +169,7 @@ def test_boxes_lie_outside_only_where_copy_engines_move_blocks():
 def test_what_kernels_take_stays_with_their_graphs_where_they_are_recorded():
     model = attention_model(32, 8)
     recorded, long, called = (
-        memory_of(way(model, tokens, 8, heads=8, transport=transport), HARDWARE)
+        memory_of(way(model, tokens, 8, degree=8, transport=transport), HARDWARE)
         for tokens, transport in ((1 << 18, "peer"), (1 << 19, "peer"), (1 << 18, "nccl"))
     )
     sums = (1 << 18) * 4 * 128 * 4  # of four query heads; the KV head that they share has two as large as one of theirs
@@ -188,10 +186,12 @@ def test_memory_grows_with_what_is_kept_and_shrinks_with_ranks():
         for policy in ("block", "block-keep-attention", "none")
     ]
     assert kept == sorted(kept) and len(set(kept)) == 3
-    spread = [memory_of(way(model, 1 << 14, gpus, heads=min(gpus, 2), outer="ring"), HARDWARE) for gpus in (1, 2, 4, 8)]
+    spread = [
+        memory_of(way(model, 1 << 14, gpus, degree=min(gpus, 2), outer="ring"), HARDWARE) for gpus in (1, 2, 4, 8)
+    ]
     peaks = [memory.allocated for memory in spread]
     assert peaks == sorted(peaks, reverse=True)
-    stages = [memory_of(way(model, 1 << 14, 2, heads=2, zero=zero), HARDWARE).allocated for zero in (2, 3)]
+    stages = [memory_of(way(model, 1 << 14, 2, degree=2, zero=zero), HARDWARE).allocated for zero in (2, 3)]
     assert stages[0] != stages[1]
 
 

@@ -100,7 +100,7 @@ def test_a_module_that_only_an_editable_install_knows_is_found_from_any_folder(t
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
-        (["--nproc", "2", "script.py", "--lr", "3"], "without a --"),
+        (["--nproc", "2", "script.py", "--lr", "3"], "there is no -- before it"),
         (["--nproc", "2"], "no script"),
         (["--nproc", "2", "--"], "no script"),
         (["--nproc", "0", "--", sys.executable], "--nproc 0"),

@@ -118,7 +118,7 @@ def refusals() -> None:
     for problem, attempt in {
         "tensor 2 cannot share 3 query heads and 1 KV heads\nfix: nearest that work: 1 and 3": lambda: Llama(three),
         "tensor 2 does not divide intermediate_size 25\nfix: nearest that work: 1 and 5": lambda: Llama(wide),
-        "with tensor 2 the world is more than the ranks of a sequence": lambda: Llama(run_program.SHAPE),
+        "with tensor parallelism 2 attention must know which ranks share a sequence": lambda: Llama(run_program.SHAPE),
         "tensor 1, but BMTrain was started with 2": lambda: Mesh.over_bmtrain(tensor=1),
         "tensor 4, but BMTrain was started with 2": lambda: start(tensor=4),
         "heads 2 does not divide 1 sequence ranks\nfix: nearest that work: 1": lambda: Mesh.over_bmtrain(heads=2),

@@ -147,4 +147,4 @@ def test_init_from_that_cannot_work_is_refused(tmp_path):
     (other / "config.json").write_text("{")
     assert "not valid JSON" in refused(resolve, (), {"init_from": str(other)})
     (other / "config.json").write_text("[]")
-    assert "holds no JSON object" in refused(resolve, (), {"init_from": str(other)})
+    assert "does not hold a JSON object" in refused(resolve, (), {"init_from": str(other)})

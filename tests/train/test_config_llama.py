@@ -193,7 +193,7 @@ def test_foreign_models_are_refused(changes, expected):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"num_heads": 5, "num_kv_heads": 5}, "hidden_size 24 does not divide by num_heads 5"),
+        ({"num_heads": 5, "num_kv_heads": 5}, "hidden_size 24 is not divisible by num_heads 5"),
         ({"num_kv_heads": 4}, "allowed: 1, 2, 3, 6"),
         ({"num_heads": 8, "num_kv_heads": 8}, "head_dim 3 is odd"),
         ({"head_dim": 7}, "head_dim 7 is odd"),

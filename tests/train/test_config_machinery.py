@@ -257,7 +257,7 @@ def test_json_and_yaml_read_the_same(tmp_path):
         ("a.json", b'{"count": 1, "count": 2}', "'count' is given twice"),
         ("a.yaml", b"inner:\n  rate: 0.1\n  rate: 0.2\n", "'rate' is given twice"),
         ("a.json", b'{"count": "\xff"}', "not UTF-8 text at byte 11"),
-        ("a.toml", b"count = 1", "unknown kind '.toml'"),
+        ("a.toml", b"count = 1", "unknown type of configuration file '.toml'"),
         ("a", b"{}", ".json, .yaml, .yml"),
     ],
 )

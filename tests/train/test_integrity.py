@@ -16,7 +16,7 @@ from bmburst.checkpoint import training as checkpoint
 from bmburst.checkpoint.files import bytes_to_come, nbytes, newest_whole, require_whole
 from bmburst.checkpoint.sharded_files import together
 from bmburst.cli import main
-from bmburst.convert.run import convert
+from bmburst.convert.conversion import convert
 from bmburst.errors import RunError, UserError
 from bmburst.outputs import require_space
 from bmburst.train.config import DataConfig, TrainConfig
@@ -232,7 +232,7 @@ def test_what_a_run_will_write_is_compared_with_what_is_free(tmp_path, monkeypat
         assert main([*argv, *more]) == status, (free, more)
         err = capsys.readouterr().err
         if status:
-            assert "are free there, and the run writes" in err and "make room for" in err
+            assert "the run writes" in err and "fix: free " in err
             assert len(err.splitlines()) <= 3
             assert not (tmp_path / "run").exists()
     require_space({"nothing": (tmp_path, 0)}, "")

@@ -7,9 +7,8 @@ import torch
 
 from bmburst.blocks.presets import preset
 from bmburst.errors import RunError
-from bmburst.plan.candidates import Candidate
+from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.memory import memory_of
-from bmburst.plan.task import Task
 from bmburst.schedule.hardware import load_hardware
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
 from bmburst.train.memory_plan import DeviceMemory, explain, explained, planned
@@ -44,8 +43,8 @@ def said(run, ranks=8, gib=139.8, reserved=130.0, host=None):
 @pytest.mark.parametrize(
     ("parallel", "way"),
     [
-        (ParallelConfig(strategy="heads"), {"heads": 8, "outer": "none"}),
-        (ParallelConfig(strategy="heads+ring", head_parallel=2), {"heads": 2, "outer": "ring"}),
+        (ParallelConfig(strategy="heads"), {"ulysses_degree": 8, "outer": "none"}),
+        (ParallelConfig(strategy="heads+ring", head_parallel=2), {"ulysses_degree": 2, "outer": "ring"}),
         (ParallelConfig(strategy="kv", transport="nccl"), {"outer": "ring", "travellers": "kv", "transport": "nccl"}),
         (ParallelConfig(strategy="gather", tensor_parallel=2), {"outer": "gather", "tensor": 2}),
     ],
@@ -56,7 +55,7 @@ def test_every_line_of_the_planner_is_there_and_adds_up(parallel, way):
     assert lines[0] == "rank 3 (host gpu07) ran out of GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB"
     assert "125.00 GiB allocated, 126.50 GiB at most in this step, 130.00 GiB reserved, of 139.80 GiB" in lines[1]
     task = Task(model=long(2**21), sequence=2**21, gpus=8, loss_chunk=1024)
-    candidate = Candidate(task=task, **{"data": 1, "tensor": 1, "heads": 1} | way)
+    candidate = Candidate(task=task, **way)
     expected = memory_of(candidate, load_hardware("h200"))
     parts = dict(
         reversed(found) for found in re.findall(r"^ +([\d.]+) GiB  (.+)$", text.split("settings that")[0], re.M)

@@ -12,13 +12,10 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.comm.local import run_ranks
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape
-from bmburst.plan.candidates import Candidate, way_of
-from bmburst.plan.choice import choose
-from bmburst.plan.first_layers import of_first_layers, with_margin
-from bmburst.plan.memory import HOST_SHARE, memory_of, taken
-from bmburst.plan.search import predict, search
-from bmburst.plan.table import options
-from bmburst.plan.task import Task
+from bmburst.plan.candidates import Candidate, Task, with_attention_choice
+from bmburst.plan.memory import HOST_SHARE, memory_of, reserved_memory
+from bmburst.plan.presentation import options
+from bmburst.plan.search import choose_recompute, first_layer_candidates, predict, search, with_usable_memory
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.schedule.cost import Placement
 from bmburst.schedule.hardware import HOST, hardware_like, load_hardware
@@ -34,23 +31,23 @@ GIB = 2**30
 
 def way(sequence=1 << 20, gpus=8, **more):
     task = Task(model=PRESETS["llama-3-8b"], sequence=sequence, gpus=gpus, **more)
-    return Candidate(task=task, data=1, tensor=1, heads=gpus, outer="none")
+    return Candidate(task=task, ulysses_degree=gpus)
 
 
 def peak(of, policy):
-    return predict(replace(of, recompute=policy), H200).memory.total - taken(of.task, H200)
+    return predict(replace(of, recompute=policy), H200).memory.total - reserved_memory(of.task, H200)
 
 
 def test_the_more_is_free_the_faster():
     asked = way()
     taken, seconds = [], []
     for gib in (60, 70, 80, 100, 140, 300, 2000):
-        choice = choose(asked, H200, gib * GIB, layout="zigzag")
+        choice = choose_recompute(asked, H200, gib * GIB, layout="zigzag")
         taken.append(choice.name)
         seconds.append(predict(replace(asked, recompute=choice.name), H200).seconds)
         fits = peak(asked, choice.name) <= 0.95 * gib * GIB
-        assert fits == ("the fastest that fits" in choice.said)
-        assert choice.name in choice.said and "\n" not in choice.said
+        assert fits == ("the fastest that fits" in choice.message)
+        assert choice.name in choice.message and "\n" not in choice.message
         for other in POLICIES if fits else ():  # no other that fits is faster
             if peak(asked, other) <= 0.95 * gib * GIB:
                 found = predict(replace(asked, recompute=other), H200)
@@ -68,16 +65,17 @@ def test_between_two_policies_the_fewest_layers_that_fit(name, model, sequence, 
     layers, names = PRESETS[model].num_layers, ["none", name]
     least, most = (peak(asked, policy) / 0.95 for policy in (f"{name}+first-{layers - 1}", "none"))
     assert peak(asked, name) / 0.95 < least < most
-    assert choose(asked, H200, most * 1.0001, layout="zigzag", policies=names).name == "none"
-    assert choose(asked, H200, least * 0.9999, layout="zigzag", policies=names).name == name
+    assert choose_recompute(asked, H200, most * 1.0001, layout="zigzag", policies=names).name == "none"
+    assert choose_recompute(asked, H200, least * 0.9999, layout="zigzag", policies=names).name == name
     taken = []
     for part in (0.0001, 0.02, 0.3, 0.5, 0.77, 0.9999):
         free = least + part * (most - least)
-        choice = choose(asked, H200, free, layout="zigzag", policies=names)
+        choice = choose_recompute(asked, H200, free, layout="zigzag", policies=names)
         policy = Policy.parse(choice.name)
         taken.append(policy.layers)
         assert replace(policy, layers=None).name == name
-        assert choice.said.startswith(f"recompute: {choice.name} (the fastest that fits: ") and "\n" not in choice.said
+        assert choice.message.startswith(f"recompute: {choice.name} (the fastest that fits: ")
+        assert "\n" not in choice.message
         assert peak(asked, choice.name) <= 0.95 * free
         fewer = "none" if policy.layers == 1 else f"{name}+first-{policy.layers - 1}"
         assert peak(asked, fewer) > 0.95 * free
@@ -89,11 +87,12 @@ def test_between_two_policies_the_fewest_layers_that_fit(name, model, sequence, 
 
 def test_first_layers_are_tried_between_policies_that_are():
     free = 0.5 * (peak(way(), "block") + peak(way(), "none"))
-    assert "+first-" in choose(way(), H200, free, layout="zigzag").name
+    assert "+first-" in choose_recompute(way(), H200, free, layout="zigzag").name
     for names in (["none", "block-keep-attention:0.5"], ["block", "block-keep-attention"], ["none"]):
-        assert choose(way(), H200, free, layout="zigzag", policies=names).name in names
+        assert choose_recompute(way(), H200, free, layout="zigzag", policies=names).name in names
     alone = replace(way(), task=replace(way().task, model=replace(PRESETS["llama-3-8b"], num_layers=1)))
-    assert choose(alone, H200, peak(alone, "none"), layout="zigzag", policies=["none", "block"]).name == "block"
+    two = ["none", "block"]
+    assert choose_recompute(alone, H200, peak(alone, "none"), layout="zigzag", policies=two).name == "block"
 
 
 @pytest.mark.parametrize("name", ["block-keep-attention", "block"])
@@ -102,8 +101,8 @@ def test_first_layers_go_to_the_host_only_where_they_must(name):
     asked = replace(way(1 << 15, 2), task=replace(way(1 << 15, 2).task, model=PRESETS["llama-3-8b"]))
     offloads = [each for each in POLICIES if each.startswith(f"{name}+")]
     for free, is_hosted in ((1.0001, False), (0.9999, True)):
-        room = with_margin(H200, free * peak(asked, f"{name}+first-31") / 0.95, asked.task)
-        found = of_first_layers(asked, room, ["none", name, *offloads])
+        room = with_usable_memory(H200, free * peak(asked, f"{name}+first-31") / 0.95, asked.task)
+        found = first_layer_candidates(asked, room, ["none", name, *offloads])
         wanted = offloads if is_hosted else [name]
         assert [each.recompute.partition("+first-")[0] for each in found] == wanted
         for each in found:
@@ -112,32 +111,32 @@ def test_first_layers_go_to_the_host_only_where_they_must(name):
             fewer = each.recompute.replace(f"first-{count}", f"first-{count - 1}")
             assert not memory_of(replace(each, recompute=fewer), room).fits
         poor = replace(room, host_memory=GIB)
-        assert len(of_first_layers(asked, poor, ["none", name, *offloads])) == 1 - is_hosted
+        assert len(first_layer_candidates(asked, poor, ["none", name, *offloads])) == 1 - is_hosted
 
 
 def test_the_host_must_have_room_too():
     asked = way()
     free = 0.5 * (peak(asked, "block-keep-attention+offload-all") + peak(asked, "block")) / 0.95
-    rich = choose(asked, H200, free, layout="zigzag")
-    assert "offload" in rich.name and "of each host's" in rich.said
-    poor = choose(asked, replace(H200, host_memory=10 * GIB), free, layout="zigzag")
-    assert "offload" not in poor.name and "none fits" in poor.said
-    beside = choose(way(host_optimizer=True), replace(H200, host_memory=100 * GIB), free, layout="zigzag")
+    rich = choose_recompute(asked, H200, free, layout="zigzag")
+    assert "offload" in rich.name and "of each host's" in rich.message
+    poor = choose_recompute(asked, replace(H200, host_memory=10 * GIB), free, layout="zigzag")
+    assert "offload" not in poor.name and "none fits" in poor.message
+    beside = choose_recompute(way(host_optimizer=True), replace(H200, host_memory=100 * GIB), free, layout="zigzag")
     assert "offload" not in beside.name  # AdamW's state takes it
 
 
 def test_where_nothing_fits_it_takes_what_needs_least():
-    choice = choose(way(), H200, 10 * GIB, layout="zigzag")
-    assert "none fits" in choice.said
+    choice = choose_recompute(way(), H200, 10 * GIB, layout="zigzag")
+    assert "none fits" in choice.message
     assert peak(way(), choice.name) == min(peak(way(), name) for name in POLICIES)
 
 
 def test_layouts_that_share_no_end_are_left_out():
     names = ["block-keep-attention:0.5", "block"]
     free = 2000 * GIB
-    assert choose(way(), H200, free, layout="zigzag", policies=names).name == names[0]
-    assert choose(way(), H200, free, layout="contiguous", policies=names).name == "block"
-    assert choose(way(gpus=1), H200, free, layout="contiguous", policies=names).name == names[0]
+    assert choose_recompute(way(), H200, free, layout="zigzag", policies=names).name == names[0]
+    assert choose_recompute(way(), H200, free, layout="contiguous", policies=names).name == "block"
+    assert choose_recompute(way(gpus=1), H200, free, layout="contiguous", policies=names).name == names[0]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +152,8 @@ def test_layouts_that_share_no_end_are_left_out():
     ],
 )
 def test_attention_is_spread_as_it_is_named(strategy, heads, wanted):
-    found = way_of(way(), strategy, heads, H200)
-    assert found.heads == wanted[0] and wanted[1] in (None, found.outer)
+    found = with_attention_choice(way(), strategy, heads, H200)
+    assert found.ulysses_degree == wanted[0] and wanted[1] in (None, found.outer)
     assert strategy not in ("kv", "burst") or found.travellers == {"kv": "kv", "burst": "q"}[strategy]
 
 
@@ -190,11 +189,11 @@ def test_what_the_planner_names_best_is_what_attention_does(gpus, nodes):
 
         own = taken("auto")
         named = (own.ulysses_degree, "none" if own.ulysses_degree == gpus else own.outer)
-        assert (way.heads, way.outer) == named, (asked, own)
+        assert (way.ulysses_degree, way.outer) == named, (asked, own)
         assert way.sizes.strategy.travellers == own.travellers or way.outer in ("none", "gather")
         assert way.problem(LARGE).in_units(way.sizes.strategy).most_kv_heads == own.most_kv_heads
-        run = way_of(Candidate(task=asked, data=1, tensor=1, heads=1, outer="ring"), "auto", None, LARGE)
-        assert (run.heads, run.outer) == named
+        run = with_attention_choice(Candidate(task=asked, outer="ring"), "auto", None, LARGE)
+        assert (run.ulysses_degree, run.outer) == named
         words = dict(pairwise(options(way)))
         again = taken(words["--strategy"], int(words["--head-parallel"]) if "--head-parallel" in words else None)
         assert (again.ulysses_degree, again.outer) == (own.ulysses_degree, own.outer)

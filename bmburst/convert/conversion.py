@@ -1,4 +1,4 @@
-"""One model's directory into another family's: read and written piece by piece, tensor after tensor."""
+"""Converts a model's directory to another family's format, reading and writing piece by piece."""
 
 import json
 import os
@@ -16,9 +16,16 @@ from bmburst.checkpoint.files import require_whole
 from bmburst.checkpoint.sharded_files import index_name
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, write_text
 from bmburst.config import read_json
-from bmburst.convert.directory import CONFIG_FILE, HUGGING_FACE, MODEL_CENTER, MODEL_CENTER_FILE, Weights, open_weights
 from bmburst.convert.model_center import ModelCenterConfig, model_center_name
-from bmburst.convert.torch_file import TorchFileWriter
+from bmburst.convert.weights import (
+    CONFIG_FILE,
+    HUGGING_FACE,
+    MODEL_CENTER,
+    MODEL_CENTER_FILE,
+    TorchFileWriter,
+    Weights,
+    open_weights,
+)
 from bmburst.data.tokenizer import require_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.outputs import replacing
@@ -113,7 +120,7 @@ def convert(
     target = MODEL_CENTER if to == MODEL_CENTER else HUGGING_FACE
     plan = _plan(weights, target, None if dtype is None else getattr(torch, dtype))
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is there and not empty\nfix: name a new directory")
+        raise UserError(f"{output} exists and is not empty\nfix: give a new directory")
     on_total(sum(tensor.nbytes for tensor in plan))
     whole = output.resolve()  # "." has no name to put another beside, and a link's target may be elsewhere
     carried, elsewhere = _to_carry(weights, target, tokenizer)
@@ -126,7 +133,9 @@ def convert(
                 if not (partial / name).exists():
                     shutil.copyfile(path, partial / name)
     except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}\nfix: make room, or name another place") from error
+        raise UserError(
+            f"cannot write {output}: {error.strerror}\nfix: free disk space, or give another directory"
+        ) from error
     return Converted(
         family=weights.family,
         tensors=len(plan),
@@ -207,7 +216,7 @@ def _pieces(weights: Weights, tensor: _Tensor) -> Iterator[torch.Tensor]:
         piece = read.to(tensor.dtype)
         if tensor.dtype == torch.float16 and _is_beyond(read, piece):
             raise UserError(
-                f"{tensor.name} has numbers beyond float16, whose largest is 65504\nfix: --dtype bfloat16, or float32"
+                f"{tensor.name} has numbers beyond 65504, the largest of float16\nfix: give --dtype bfloat16 or float32"
             )
         yield piece
 
@@ -282,7 +291,8 @@ def _to_carry(weights: Weights, target: str, tokenizer: Path | None) -> tuple[di
     if tokenizer is not None:
         if not tokenizer.exists():
             raise UserError(
-                f"--tokenizer {tokenizer}: no such file or directory\nallowed: a tokenizer.json, a directory"
+                f"--tokenizer {tokenizer}: no such file or directory\n"
+                "allowed: a tokenizer.json, or a directory with one"
             )
         found |= _files_of(tokenizer)
     elif state.is_file():  # a checkpoint of bmburst, which names its tokenizer
@@ -315,7 +325,9 @@ def _require_kind(name: str, path: Path) -> None:
         elif not name.endswith(".model"):  # of sentencepiece, which need not be installed
             path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be copied as {name}: {error}\nfix: repair the file, or move it away") from error
+        raise UserError(
+            f"{path} cannot be copied as {name}: {error}\nfix: repair the file, or move it out of the directory"
+        ) from error
 
 
 def _own_code(weights: Weights) -> Iterator[str]:

@@ -1,24 +1,77 @@
-"""What one device gives: products, attention, memory, copies to and from the host and a neighbour."""
+"""Measures a machine's rates: matrix products, attention, memory, and copies and transfers between devices.
 
+One process measures a device (`measure_device`). As a program, `python -m bmburst.plan.rates FILE`, this is one rank of
+a job that measures the links between ranks: over NCCL on GPUs, else over gloo. Rank 0 writes the result as JSON.
+"""
+
+import json
 import os
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from bmburst.plan.calibrate.clock import seconds_of
-from bmburst.plan.calibrate.facts import Fact, measured
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 Say = Callable[[str], None]
+_LEAST, _MOST = 3, 20  # timed calls
 _HEAD_DIM = 128
+_GPU_BYTES, _CPU_BYTES = 1 << 27, 1 << 22  # of a transfer
+
+
+class Fact(NamedTuple):
+    """A number of a hardware file: `kind` is "measured" or "assumed", `source` says how or after which machine."""
+
+    value: float
+    unit: str
+    kind: str
+    source: str
+
+
+def measured(value: float, unit: str, source: str) -> Fact:
+    """Return a number that was measured on this machine."""
+    return Fact(value, unit, "measured", source)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, *, budget: float = 1.0) -> float:
+    """Return the median seconds of a call, after one that is not counted.
+
+    Args:
+        call: What to time.
+        device: Where it runs.
+        budget: Seconds after which no further call begins, once three are measured.
+    """
+    _once(call, device)
+    begun, found = time.perf_counter(), list[float]()
+    while len(found) < _LEAST or (len(found) < _MOST and time.perf_counter() - begun < budget):
+        found.append(_once(call, device))
+    return sorted(found)[len(found) // 2]
+
+
+def _once(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        before.record()
+        call()
+        after.record()
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1e3
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large the measured things are: seconds on a GPU, seconds on a CPU.
+    """Sizes of the measured operations, each of which takes seconds.
 
     Attributes:
         matrix: Rows and columns of a large product.
@@ -144,3 +197,59 @@ def _neighbour(device: torch.device, scale: Scale) -> dict[str, Fact]:
         return {}
     rate = scale.nbytes / seconds_of(lambda: here.copy_(there), device)
     return {"peer_bandwidth": measured(rate, "bytes/s", f"a copy of {scale.nbytes >> 20} MiB from the next GPU")}
+
+
+def measure_links(device: torch.device) -> dict[str, Fact]:
+    """Return what transfers between the ranks of the default group reach; every rank calls it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    nbytes = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
+    sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    received = torch.zeros_like(sent)
+    small = (sent[:8], received[:8])
+
+    def ring(source: torch.Tensor, target: torch.Tensor) -> None:
+        sends = dist.P2POp(dist.isend, source, (rank + 1) % size)
+        receives = dist.P2POp(dist.irecv, target, (rank - 1) % size)
+        for work in dist.batch_isend_irecv([sends, receives]):
+            work.wait()
+
+    whole = torch.zeros(nbytes * size, dtype=torch.uint8, device=device)
+    parts = list(whole.chunk(size))
+    latency = _slowest(seconds_of(lambda: ring(*small), device), device)
+    hop = _slowest(seconds_of(lambda: ring(sent, received), device), device)
+    gather = _slowest(seconds_of(lambda: dist.all_gather(parts, sent), device), device)
+    rate, backend = nbytes / max(hop - latency, 1e-9), dist.get_backend()
+    joined = nbytes * (size - 1) / max(gather - latency, 1e-9)
+    name = f"{backend}, {size} ranks, {nbytes >> 20} MiB"
+    return {
+        "nccl_bandwidth": measured(rate, "bytes/s", f"{name}, to the next rank"),
+        "nccl_latency": measured(latency, "seconds", f"{backend}, {size} ranks, 8 bytes to the next rank"),
+        "all_to_all_bandwidth": measured(joined, "bytes/s", f"{name}, from all ranks"),
+        "collective_bandwidth": measured(joined, "bytes/s", f"{name}, all-gather"),
+    }
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    value = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value.item())
+
+
+def main(file: str) -> None:
+    """Run on this rank, as torchrun's environment names it."""
+    on_gpu = torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        found = measure_links(device)
+        if dist.get_rank() == 0:
+            Path(file).write_text(json.dumps(found), encoding="utf-8")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

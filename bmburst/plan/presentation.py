@@ -1,21 +1,23 @@
-"""Predictions as text and as JSON."""
+"""Shows predictions: as text with the command that runs the best one, as JSON, and as a picture."""
 
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from bmburst.amounts import GIB, short
-from bmburst.plan.candidates import Candidate
+from bmburst.errors import UserError
+from bmburst.outputs import save_picture
+from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.search import Prediction
 from bmburst.plan.step import StepTime
-from bmburst.plan.task import Task
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy_names import name_of
 
 
 def options(candidate: Candidate) -> list[str]:
-    """Return the options of `bmburst train` that make a run of this way."""
+    """Return the options of `bmburst train` that run a candidate."""
     task, model = candidate.task, candidate.task.model
     words = ["--preset", task.preset, "--sequence-length", str(task.sequence)]
     if task.sequence > model.max_position_embeddings:
@@ -26,9 +28,9 @@ def options(candidate: Candidate) -> list[str]:
     words += ["--data-parallel", str(candidate.data), "--sequence-parallel", str(candidate.sequence)]
     if candidate.tensor > 1:
         words += ["--tensor-parallel", str(candidate.tensor)]
-    if 1 < candidate.heads < candidate.sequence:
-        words += ["--head-parallel", str(candidate.heads)]
-    strategy = name_of(candidate.heads, candidate.sequence, candidate.outer)
+    if 1 < candidate.ulysses_degree < candidate.sequence:
+        words += ["--head-parallel", str(candidate.ulysses_degree)]
+    strategy = name_of(candidate.ulysses_degree, candidate.sequence, candidate.outer)
     words += ["--strategy", strategy, "--recompute", candidate.recompute]
     words += ["--parallel.zero_level", str(candidate.zero)]
     if task.loss_chunk != 1024:
@@ -39,7 +41,7 @@ def options(candidate: Candidate) -> list[str]:
 
 
 def command(candidate: Candidate) -> str:
-    """Return the shell command; on several nodes, what each of them starts."""
+    """Return the shell command of a candidate; on several nodes, the command of each node."""
     task = candidate.task
     if task.nodes == 1:
         return shlex.join(["bmburst", "train", "--nproc", str(task.gpus), *options(candidate)])
@@ -53,18 +55,18 @@ PARTS = {declared.name: declared.name.replace("_", " ") for declared in fields(S
 
 
 def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: int) -> str:
-    """Return everything: the question, the comparison, the best one's parts, its memory and its command.
+    """Return the report: the task, the comparison, and of the best candidate its time, memory and command.
 
     Args:
-        task: What was asked.
-        hardware: Of which machine.
-        shown: The ways to show, the best first.
-        total: How many ways there were.
+        task: What is trained.
+        hardware: The machine.
+        shown: The predictions to show, the best first.
+        total: Number of candidates that were predicted.
     """
     best, tokens = shown[0], short(task.sequence, commas=True)
     lines = [
         f"{task.preset}, {tokens} tokens x {task.batch} a step, {task.gpus} x {hardware.name} on "
-        f"{task.nodes} node{'s' if task.nodes > 1 else ''}: {total} ways, the best of each mesh and strategy",
+        f"{task.nodes} node{'s' if task.nodes > 1 else ''}: {total} configurations, the best of each mesh and strategy",
         "",
         *comparison(shown),
         "",
@@ -77,12 +79,12 @@ def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: i
         command(best.candidate),
     ]
     if not best.memory.fits:
-        lines[-2:] = ["", "No way fits: more GPUs, a shorter sequence, or a smaller model."]
+        lines[-2:] = ["", "No configuration fits into memory: use more GPUs, a shorter sequence or a smaller model."]
     return "\n".join(lines)
 
 
 def comparison(shown: Sequence[Prediction]) -> list[str]:
-    """Return a line for each way."""
+    """Return the table of predictions, line by line."""
     head = ("step s", "tokens/s/GPU", "MFU", "GiB", "")
     rows = [head] + [
         (
@@ -99,7 +101,7 @@ def comparison(shown: Sequence[Prediction]) -> list[str]:
 
 
 def seconds_of(prediction: Prediction) -> list[str]:
-    """Return where a step's time goes."""
+    """Return the parts of a step's time, line by line."""
     parts = asdict(prediction.time)
     lines = [f"time of a step: {prediction.seconds:.4g} s, {prediction.kernel_utilisation:.1%} of the peak with "]
     lines[0] += "attention's backward at 2.5 times its forward"
@@ -110,7 +112,7 @@ def seconds_of(prediction: Prediction) -> list[str]:
 
 
 def memory_of(prediction: Prediction) -> list[str]:
-    """Return what is alive at the peak."""
+    """Return the memory at the peak, line by line."""
     memory = prediction.memory
     lines = [
         f"peak memory of a GPU: {memory.total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, "
@@ -128,7 +130,7 @@ def memory_of(prediction: Prediction) -> list[str]:
 
 
 def as_json(task: Task, hardware: Hardware, found: Sequence[Prediction]) -> dict[str, Any]:
-    """Return the predictions as JSON knows them, in bytes and seconds."""
+    """Return the predictions as plain data for JSON, in bytes and seconds."""
     question = {
         name: getattr(task, name)
         for name in ("preset", "sequence", "gpus", "nodes", "batch", "micro_batch", "dtype", "loss_chunk", "mlp_chunk")
@@ -141,7 +143,7 @@ def _way(prediction: Prediction) -> dict[str, Any]:
     return {
         "name": way.name,
         "mesh": {"data": way.data, "sequence": way.sequence, "tensor": way.tensor},
-        "attention": {"heads": way.heads, "outer": way.outer, "groups": way.groups},
+        "attention": {"heads": way.ulysses_degree, "outer": way.outer, "groups": way.groups},
         "recompute": way.recompute,
         "zero": way.zero,
         "seconds": prediction.seconds,
@@ -162,3 +164,76 @@ def _way(prediction: Prediction) -> dict[str, Any]:
         },
         "command": command(way),
     }
+
+
+_COLOURS = {
+    "attention": "#2166ac",
+    "matmul": "#4393c3",
+    "elementwise": "#92c5de",
+    "recompute": "#d9d9d9",
+    "attention_communication": "#b2182b",
+    "zero": "#d6604d",
+    "tensor": "#f4a582",
+    "offload": "#762a83",
+    "optimizer": "#8c510a",
+    "host": "#636363",
+}
+_FITS, _DOES_NOT = "#4393c3", "#d6604d"
+
+
+def draw(shown: Sequence[Prediction], path: Path) -> None:
+    """Draw predictions, the best on top.
+
+    Args:
+        shown: The predictions to draw, the best first.
+        path: PNG file to write.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    # Figure without pyplot: no global state, and no display is looked for.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    task = shown[0].candidate.task
+    figure = Figure(figsize=(15, 2.2 + 0.42 * len(shown)), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    _times(left, shown)
+    _memory(right, shown)
+    left.set_yticks(range(len(shown)), [each.candidate.name for each in shown], fontsize=8)
+    left.invert_yaxis()
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
+    hardware, tokens = shown[0].hardware.name, short(task.sequence, commas=True)
+    figure.suptitle(f"{task.preset}, {tokens} tokens x {task.batch}, {task.gpus} x {hardware}: predicted")
+    _save(figure, path)
+
+
+def _times(axes: Any, shown: Sequence[Prediction]) -> None:
+    starts = [0.0] * len(shown)
+    for part, colour in _COLOURS.items():
+        widths = [asdict(each.time)[part] for each in shown]
+        if any(widths):
+            axes.barh(range(len(shown)), widths, left=starts, color=colour, label=PARTS[part])
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    for row, each in enumerate(shown):
+        axes.text(each.seconds, row, f" {each.utilisation:.1%}", va="center", fontsize=8)
+    axes.set_xlabel("seconds of a step; behind the bar, MFU")
+    axes.margins(x=0.1)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _memory(axes: Any, shown: Sequence[Prediction]) -> None:
+    colours = [_FITS if each.memory.fits else _DOES_NOT for each in shown]
+    axes.barh(range(len(shown)), [each.memory.total / GIB for each in shown], color=colours)
+    axes.axvline(shown[0].memory.capacity / GIB, color="black", linewidth=1.2)
+    axes.set_xlabel("GiB at the peak; line: what a GPU has")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        save_picture(figure, path)
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot be written: {error.strerror}\nfix: give another file") from None
