@@ -1,7 +1,7 @@
 """Refusals are tested by their type and by key words: the value, the option, what is allowed, the fix."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -31,6 +31,13 @@ def refused(*words: object, error: type[BaseException] = UserError, lines: int =
     with pytest.raises(error) as caught:
         yield caught
     says(caught, *words, lines=lines)
+
+
+def refusal_of(call: Callable[..., object], *args: object, **options: object) -> str:
+    """Return the message of a call that is refused."""
+    with refused() as caught:
+        call(*args, **options)
+    return str(caught.value)
 
 
 def _whole(word: str) -> re.Pattern[str]:

@@ -8,7 +8,6 @@ import textwrap
 import pytest
 
 from bmburst.blocks.presets import preset
-from bmburst.errors import UserError
 from bmburst.plan.counts import causal_pairs, hardware_flops, step_flops
 from bmburst.schedule.hardware import hardware_of
 from bmburst.train.clock import Timing
@@ -18,6 +17,7 @@ from bmburst.train.report import Summary
 from bmburst.train.timeline import profiled_steps
 from bmburst.train.utilisation import FlopsMeter, known_peak
 from bmburst.train.watches import LagWatch
+from tests.refusals import refused
 
 MODEL = preset("llama-3-8b")
 
@@ -89,14 +89,14 @@ def test_profiled_steps(text, steps):
 
 @pytest.mark.parametrize("text", ["", "0", "5-3", "3-", "-3", "a", "1,2"])
 def test_profiled_steps_that_are_none(text):
-    with pytest.raises(UserError, match="for example 3 or 3-5"):
+    with refused("profile", f"'{text}'", "3 or 3-5"):
         profiled_steps(text)
 
 
 def test_steps_that_a_run_never_comes_to_are_not_profiled():
     assert TrainConfig(steps=5, profile="3-5").profile == "3-5"
     for beyond in ("6", "5-6"):
-        with pytest.raises(UserError, match=f"profile '{beyond}' is beyond the last of 5 steps"):
+        with refused("profile", f"'{beyond}'", "5 steps", "fix: "):
             TrainConfig(steps=5, profile=beyond)
 
 
