@@ -62,7 +62,7 @@ def test_heads_are_dealt_where_attention_can_deal_them(heads, kv_heads):
             itemsize=4,
             statistics_itemsize=4,
         )
-        return shapes.refusal_of() is None
+        return shapes.refusal() is None
 
     good = [degree for degree in range(1, heads + 2) if works(degree, heads, kv_heads)]
     for degree in range(1, heads + 2):

@@ -174,7 +174,7 @@ def _edges(folder):
     with held(folder / "short", TRAINING_LOCK):
         busy = {"data": DataConfig(source=str(short), held_out_fraction=0.05), "batch_size": 9, "steps": 2}
         said(
-            "short: another run is using this folder: process .* on host .*, since",
+            "short | another run | process | on host | since | fix: | --output",
             lambda: program.train(folder, "short", **busy),
         )
     program.train(folder, "short", **busy, checkpoint_every=0, eval_every=0, sample_tokens=2)
