@@ -163,7 +163,7 @@ def test_wrong_values_name_the_field_the_value_and_what_is_allowed(name, value, 
 def test_unknown_keys_name_the_nearest(key, near):
     text = refusal_of(made, {key: 1})
     says(text, f"'{key}'", "known in")
-    assert re.findall(r"'([\w.]+)'", text) == [key, *([near] if near else [])]
+    assert re.findall(r"'([\w.]*)'", text) == [str(key), *([near] if near else [])]
 
 
 def test_layers_merge_field_by_field_and_later_ones_win():

@@ -141,7 +141,7 @@ def test_round_trip_of_the_whole_tree():
 def test_errors_name_the_file_and_the_nearest_key(tmp_path):
     path = write(tmp_path / "a.json", {"optimiser": {"lr": 1}})
     text = refusal_of(resolve, (path,))
-    says(text, path, "'optimiser'", "'optimizer'")
+    says(text, path, "'optimiser'", "'optimizer.lr'", "known in")
     text = refusal_of(resolve, (write(path, {"optimizer": {"lrr": 1}}),))
     says(text, "'optimizer.lrr'", "'optimizer.lr'", "optimizer: lr, beta1, beta2")
     says(refusal_of(resolve, (write(path, {"steps": "many"}),)), path, "steps", "'many'", "integer")
