@@ -1,5 +1,6 @@
 """What "auto" takes: the fastest policy that fits, the same on all ranks, said once."""
 
+import re
 import threading
 from dataclasses import replace
 from itertools import pairwise, product
@@ -264,8 +265,9 @@ def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
     offload = config(recompute="block+offload", optimizer=OptimizerConfig(offload=True))
     assert decide(offload, 2, monkeypatch, [1, 1]) == ["block+offload"] * 2
     monkeypatch.setattr(memory_plan, "available_bytes", lambda: 1 << 20)
-    with refused("recompute block+offload", "GiB", "host", "reserve"):
+    with refused("recompute block+offload", "GiB", "host", "reserve") as caught:
         decide(offload, 2, monkeypatch, [1, 1])
+    assert len(re.findall(r"\d GiB", str(caught.value))) >= 2, "what it needs, and what there is"
     hardware = hardware_like("")
     needed = memory_of(memory_plan.planned(offload, 2, 1, hardware), hardware).in_host
     for share, fits in ((1.01, False), (1.01 / HOST_SHARE, True)):  # what is free is not all for the run
