@@ -20,6 +20,7 @@ from bmburst_ops.flash import Given
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
 from tests.live_bytes import LiveBytes
+from tests.refusals import refused
 
 MESHES = [(1, 2), (2, 1), (2, 2), (2, 4), (3, 2)]
 LAYOUTS = ["contiguous", "zigzag", "striped"]
@@ -196,20 +197,24 @@ def test_inside_an_exchange_of_heads(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("size", "nodes", "problem"),
+    ("size", "nodes", "words"),
     [
-        (4, 1, "4 ranks on 1 node are no 2 nodes or more of 2 ranks or more"),
-        (4, 4, "4 ranks on 4 nodes are no 2 nodes"),
-        (4, 3, "4 ranks cannot lie evenly on 3 nodes"),
-        (4, None, "4 ranks on 1 node are no 2 nodes"),  # as the ranks find: they are threads of one host
-        (3, None, "3 ranks are no 2 nodes"),
+        (4, 1, "4 ranks | 1 node | 2 nodes or more | 2 ranks or more | BMBURST_NODE"),
+        (4, 4, "4 ranks | 4 nodes | 2 nodes or more | BMBURST_NODE"),
+        (4, 3, "4 ranks | 3 nodes"),
+        (
+            4,
+            None,
+            "4 ranks | 1 node | 2 nodes or more | BMBURST_NODE",
+        ),  # as the ranks find: they are threads of one host
+        (3, None, "3 ranks | 2 nodes or more | BMBURST_NODE"),
     ],
 )
-def test_what_cannot_be_is_refused_on_every_rank(size, nodes, problem):
+def test_what_cannot_be_is_refused_on_every_rank(size, nodes, words):
     def body(comm):
         comm.nodes = nodes
         q = torch.zeros(1, 4, 2, 8)
-        with pytest.raises(UserError, match=f"strategy 'double-ring' cannot work: {problem}"):
+        with refused("strategy", "'double-ring'", words, "strategy='auto'"):
             bmburst.burst_attention(q, q, q, group=comm, strategy="double-ring")
         comm.nodes = None if comm.rank else 2
         with pytest.raises(UserError, match="disagree"):

@@ -11,6 +11,7 @@ import pytest
 import bmburst
 from bmburst.cli import main
 from tests.distributed.started import run_bmburst
+from tests.refusals import says
 
 ROOT = Path(bmburst.__file__).parents[1]
 SMALL = ("--ranks", "2", "--tokens", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--repeats", "2")
@@ -123,8 +124,7 @@ def test_an_installation_says_where_the_benchmarks_are(installed, words):
     _, elsewhere, run_in = installed
     done = run_in(elsewhere, *words)
     assert done.returncode == 2 and not done.stdout
-    assert "not part of an installation" in done.stderr and "fix: clone" in done.stderr
-    assert str(elsewhere) in done.stderr and len(done.stderr.splitlines()) == 2
+    says(done.stderr, "installation", elsewhere, "fix: clone", lines=2)
 
 
 def test_an_installation_takes_the_benchmarks_of_the_clone_that_it_is_run_in(installed):
@@ -135,8 +135,8 @@ def test_an_installation_takes_the_benchmarks_of_the_clone_that_it_is_run_in(ins
     init = site / "bmburst" / "__init__.py"
     init.write_text(init.read_text().replace(f'"{bmburst.__version__}"', '"9.9.9"'))
     done = run_in(ROOT, *words)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) <= 3
-    assert "another version than the installed bmburst 9.9.9" in done.stderr
+    assert done.returncode == 2
+    says(done.stderr, "bmburst 9.9.9")
 
 
 def test_tables_and_pictures_come_from_a_file_alone(tmp_path, capsys):
@@ -147,9 +147,9 @@ def test_tables_and_pictures_come_from_a_file_alone(tmp_path, capsys):
     assert bench("--table", "--plot", "--output", str(tmp_path / "r.json")) == 0
     assert "## Runs" in capsys.readouterr().out
     assert bench("--table") == 2
-    assert "fix: --output FILE" in capsys.readouterr().err
+    says(capsys.readouterr().err, "--output")
     assert bench("--plot", "--output", str(tmp_path / "other.json")) == 2
-    assert "other.json does not exist" in capsys.readouterr().err
+    says(capsys.readouterr().err, "other.json", "no such file")
 
 
 def test_a_list_for_gpus_needs_none(capsys):
@@ -166,33 +166,32 @@ def test_list_says_what_cannot_run(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "words"),
     [
-        (("--ranks", "2", "--tokens", "255"), "--tokens 255 on 2 ranks"),
-        (("--ranks", "2", "--tokens", "many"), "--tokens many"),
+        (("--ranks", "2", "--tokens", "255"), "--tokens 255 | 2 ranks"),
+        (("--ranks", "2", "--tokens", "many"), "--tokens many | allowed: "),
         (("--ranks", "2", "--cells", "nothing/*"), "--cells nothing/*"),
         (("--ranks", "2", "--mask", "docs"), "--mask"),
-        (("--ranks", "2", "--methods", "ulises"), "did you mean 'ulysses'?"),
-        (("--ranks", "2", "--kernel", "gpu"), "unknown kernel 'gpu'"),
-        (("--ranks", "2", "--kernel", "fa4"), "kernel 'fa4' runs on NVIDIA GPUs only, and the tensors are on cpu"),
+        (("--ranks", "2", "--methods", "ulises"), "'ulises' | 'ulysses'"),
+        (("--ranks", "2", "--kernel", "gpu"), "kernel | 'gpu' | known: "),
+        (("--ranks", "2", "--kernel", "fa4"), "kernel | 'fa4' | NVIDIA | cpu"),
         (("--ranks", "2", "--heads", "6", "--kv-heads", "4"), "--heads 6 --kv-heads 4"),
         (("--ranks", "0"), "--ranks 0"),
-        (("--ranks", "1,2"), "--ranks 1,2"),
-        (("--ranks", "2", "--gpus", "2"), "--gpus and --ranks"),
+        (("--ranks", "1,2"), "--ranks 1,2 | one number"),
+        (("--ranks", "2", "--gpus", "2"), "--ranks | --gpus"),
         (("--ranks", "2", "--budget", "-1"), "--budget -1"),
-        (("--gpus", "2"), "fix: --ranks 2"),
-        (("--ranks", "2", "--output", "no/such/r.json"), "there is no such folder"),
-        (("--ranks", "2", "--output", "r.md"), "--output r.md\nallowed: a .json file"),
-        (("--rank", "2"), "did you mean '--ranks'?"),
+        (("--gpus", "2"), "no GPU | fix: --ranks"),
+        (("--ranks", "2", "--output", "no/such/r.json"), "no/such/r.json | no such folder | fix: "),
+        (("--ranks", "2", "--output", "r.md"), "--output r.md | .json"),
+        (("--rank", "2"), "'--rank' | '--ranks'"),
     ],
 )
-def test_bad_input_is_refused_before_ranks_start(words, message, capsys):
-    assert bench(*words) == 2
-    err = capsys.readouterr().err
-    assert message in err and len(err.splitlines()) <= 3
+def test_bad_input_is_refused_before_ranks_start(argv, words, capsys):
+    assert bench(*argv) == 2
+    says(capsys.readouterr().err, words)
 
 
 def test_a_rank_is_no_place_to_start_ranks(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     assert bench("--ranks", "2") == 2
-    assert "RANK is set" in capsys.readouterr().err
+    says(capsys.readouterr().err, "RANK")

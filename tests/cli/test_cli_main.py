@@ -12,6 +12,7 @@ import pytest
 import bmburst
 from bmburst.cli import COMMANDS, CommandParser, main
 from bmburst.errors import UserError
+from tests.refusals import says
 
 ROOT = Path(bmburst.__file__).parents[1]
 
@@ -65,37 +66,36 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "expected"),
+    ("argv", "words"),
     [
-        (["trian"], "bmburst: unknown command 'trian'; did you mean 'train'?\n"),
-        (["build_bmtrain"], "did you mean 'build-bmtrain'?"),
-        (["xyz"], "unknown command 'xyz'\ncommands: train, eval"),
-        ([], "no command was given"),
-        (["--verbose"], "unknown command '--verbose'"),
+        (["trian"], "bmburst: | 'trian' | 'train'"),
+        (["build_bmtrain"], "'build_bmtrain' | 'build-bmtrain'"),
+        (["xyz"], "'xyz' | train, eval"),
+        ([], "no command | train, eval"),
+        (["--verbose"], "'--verbose' | train, eval"),
     ],
 )
-def test_unknown_commands(argv, expected, capsys):
-    assert expected in refused(capsys, *argv)
+def test_unknown_commands(argv, words, capsys):
+    says(refused(capsys, *argv), words)
 
 
 @pytest.mark.parametrize(
-    ("argv", "expected"),
+    ("argv", "words"),
     [
-        (["--cuont", "3"], "unknown option '--cuont'; did you mean '--count'?"),
-        (["--cou", "3"], "unknown option '--cou'; did you mean '--count'?"),
-        (["--count=3", "--zzz=1"], "unknown option '--zzz'\n"),
-        (["-q"], "unknown option '-q'"),
-        (["stray"], "unexpected argument 'stray'"),
-        (["--count"], "argument --count: expected one argument"),
-        (["--count", "x"], "--count x\nallowed: a whole number"),
+        (["--cuont", "3"], "'--cuont' | '--count'"),
+        (["--cou", "3"], "'--cou' | '--count'"),
+        (["--count=3", "--zzz=1"], "'--zzz'"),
+        (["-q"], "'-q'"),
+        (["stray"], "'stray'"),
+        (["--count"], "--count | one argument"),
+        (["--count", "x"], "--count x | whole number"),
         (["--dry-run=1"], "--dry-run"),
     ],
 )
-def test_bad_options(argv, expected, command, capsys):
+def test_bad_options(argv, words, command, capsys):
     text = refused(capsys, "check", *argv)
     assert text.startswith("bmburst check: ")
-    assert expected in text
-    assert "bmburst check --help" in text
+    says(text, words, "bmburst check --help")
 
 
 def test_exit_status_and_arguments_pass_through(command):
@@ -167,10 +167,8 @@ def test_python_m_from_the_source_tree():
     assert (done.returncode, done.stderr) == (0, "")
     done = run("train", "--layout", "zigzog")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "bmburst train: unknown parallel.layout 'zigzog'; did you mean 'zigzag'?\n"
-        "known: balanced, contiguous, striped, zigzag\n"
-    )
+    told = says(done.stderr, "parallel.layout", "'zigzog'", "'zigzag'", "balanced, contiguous, striped, zigzag")
+    assert told.startswith("bmburst train: ")
 
 
 def test_a_reader_that_goes_away_is_no_traceback():

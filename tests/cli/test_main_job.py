@@ -11,6 +11,7 @@ import pytest
 from bmburst.cli import main
 from bmburst.train.metrics import StepMetrics
 from tests.distributed.started import run_bmburst
+from tests.refusals import says
 from tests.train.run_program import SHAPE
 
 ROOT = Path(__file__).parents[2]
@@ -112,37 +113,36 @@ def test_continues_hugging_face_weights_on_longer_sequences(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "words"),
     [
-        (("--preset", "llama-tinny"), "unknown preset 'llama-tinny'; did you mean 'llama-tiny'"),
-        (("--layout", "zigzagg"), "zigzag"),
-        (("--data", "missing.txt"), "missing.txt: no such file"),
-        (("--nproc", 3, "--data-parallel", 2), "data_parallel 2 does not divide 3 ranks"),
-        (("--sequence-length", 1), "leaves some of 2 sequence ranks without a token"),
-        (("--resume", "--output", "nowhere"), "--resume"),
+        (("--preset", "llama-tinny"), "preset | 'llama-tinny' | 'llama-tiny'"),
+        (("--layout", "zigzagg"), "layout | 'zigzagg' | 'zigzag'"),
+        (("--data", "missing.txt"), "missing.txt | no such file"),
+        (("--nproc", 3, "--data-parallel", 2), "data_parallel 2 | 3 ranks | allowed: "),
+        (("--sequence-length", 1), "sequence_length 1 | 2 sequence ranks"),
+        (("--resume", "--output", "nowhere"), "--resume | nowhere"),
         (("--config", "missing.yaml"), "missing.yaml"),
-        (("--data", "empty.txt"), "is empty"),
+        (("--data", "empty.txt"), "empty.txt | empty"),
     ],
 )
-def test_bad_input_is_said_once_and_ends_with_2(words, message, tmp_path, monkeypatch, capfd):
+def test_bad_input_is_said_once_and_ends_with_2(argv, words, tmp_path, monkeypatch, capfd):
     """Before any rank is started: none of it would be known better there."""
     (tmp_path / "empty.txt").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: pytest.fail("ranks are started"))
-    output = () if "--output" in words else ("--output", tmp_path / "run")
-    assert main(["train", *map(str, (*words, *output))]) == 2
-    require_said_once(capfd.readouterr().err, message)
+    output = () if "--output" in argv else ("--output", tmp_path / "run")
+    assert main(["train", *map(str, (*argv, *output))]) == 2
+    require_said_once(capfd.readouterr().err, words)
 
 
 def test_bad_input_that_ranks_find_is_said_once_and_ends_with_2(tmp_path):
     (tmp_path / "long.jsonl").write_text('{"text": "too long to be read before"}\n' * 4000 + "{")
     done = bmburst("train", "--data", "long.jsonl", "--output", tmp_path / "run", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    require_said_once(done.stderr, "long.jsonl:4001: not a line of JSON")
+    require_said_once(done.stderr, "long.jsonl:4001 | JSON")
 
 
-def require_said_once(stderr, message):
+def require_said_once(stderr, words):
     said = [line for line in stderr.splitlines() if "host runtime" not in line and "tokenizing" not in line]
-    assert message in stderr and len(said) <= 3, stderr
-    assert "Traceback" not in stderr
+    assert "Traceback" not in says("\n".join(said), words)

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from bmburst.cli import main, train
-from bmburst.errors import UserError
 from bmburst.outputs import LOCK_FILE, TRAINING_LOCK, held
 from bmburst.train.resolve import resolve
+from tests import refusals
 from tests.cli.commands import checkpoint, refused, started
 
 CONTEXT = multiprocessing.get_context("fork")
@@ -134,7 +134,7 @@ def test_the_lock_of_a_killed_run_does_not_block(launches, tmp_path, lock):
     job = CONTEXT.Process(target=hold)
     job.start()
     assert taken.wait(60)
-    with pytest.raises(UserError, match=rf"process {job.pid} on host"), held(tmp_path / "run", lock):
+    with refusals.refused("run", f"process {job.pid}", "on host", "fix: "), held(tmp_path / "run", lock):
         pass
     os.kill(job.pid, signal.SIGKILL)
     job.join(60)
@@ -149,14 +149,14 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with held(tmp_path):
-        with pytest.raises(UserError, match=f"process {os.getpid()} on host"), held(tmp_path):
+        with refusals.refused(f"process {os.getpid()}", "on host", "fix: "), held(tmp_path):
             pass
         holder = json.loads((tmp_path / LOCK_FILE).read_text())
     assert not list(tmp_path.iterdir())
     for changes, blocks in (({"pid": 2**22 + 1}, False), ({"started": "1"}, False), ({"host": "another"}, True)):
         (tmp_path / LOCK_FILE).write_text(json.dumps(holder | changes))
         if blocks:
-            with pytest.raises(UserError, match="on host another"), held(tmp_path):
+            with refusals.refused("on host another", "fix: "), held(tmp_path):
                 pass
         else:
             with held(tmp_path):

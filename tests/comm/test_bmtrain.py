@@ -8,11 +8,11 @@ import torch
 import bmburst
 from bmburst.comm.bmtrain_nccl import launched_together
 from bmburst.comm.groups import communicator
-from bmburst.errors import UserError
 from bmburst.mesh import Mesh
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import check_mesh, starts_before_its_peer, verbs
 from tests.distributed.programs import run_program
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -29,7 +29,7 @@ def _program(folder):
     verbs(world)
     starts_before_its_peer(world, folder)
     if world.size > 1:
-        with pytest.raises(UserError, match="disagree"):
+        with refused("disagree", "fix: "):
             world.ring(torch.zeros(2 + world.rank))
     check_groups_close(world)
     check_unwaited(world)
@@ -42,7 +42,7 @@ def _program(folder):
     named = bmburst.BurstAttention(group=bmt.config["comm"])
     assert copy.deepcopy(named).group is named.group is world
     check_attention(copy.deepcopy(named), whole, out, grads)
-    with pytest.raises(UserError, match="unknown layout 'stripped'; did you mean 'striped'"):
+    with refused("layout", "'stripped'", "'striped'", "zigzag"):
         bmburst.BurstAttention(layout="stripped")
 
     if world.size == 4:
@@ -54,7 +54,7 @@ def _program(folder):
                 attention = bmburst.BurstAttention()
             # The module keeps its mesh: blocks run again where none is current.
             check_attention(attention, whole, out, grads, group=mesh.sequence)
-        with pytest.raises(UserError, match="4 ranks cannot form a mesh of data 3"):
+        with refused("4 ranks", "data 3", "1, 2, 4"):
             Mesh.over_bmtrain(data=3, sequence=2)
 
 

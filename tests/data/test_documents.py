@@ -11,8 +11,8 @@ from bmburst.data import Batches, ByteTokenizer, PackedSequences, evaluation_bat
 from bmburst.data.packing import split_documents
 from bmburst.data.sources import Document
 from bmburst.data.token_file import write_token_file
-from bmburst.errors import UserError
 from bmburst_ops.constants import IGNORE_INDEX
+from tests.refusals import refused
 
 EOS = ByteTokenizer.eos_id
 
@@ -126,5 +126,5 @@ def test_a_rank_without_text_and_a_stream(file):
 
 
 def test_unknown_pack(file):
-    with pytest.raises(UserError, match="unknown pack 'document'; did you mean 'documents'"):
+    with refused("pack", "'document'", "'documents'", "stream"):
         PackedSequences(file, split="all", sequence_length=4, pack="document")

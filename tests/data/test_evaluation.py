@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from bmburst.data import ByteTokenizer, PackedSequences, evaluation_batches
 from bmburst.data.sources import Document
 from bmburst.data.token_file import write_token_file
-from bmburst.errors import UserError
 from bmburst_ops.constants import IGNORE_INDEX
+from tests.refusals import refused
 
 EOS = ByteTokenizer.eos_id
 
@@ -84,7 +84,7 @@ def test_order_is_fixed(file):
 
 def test_refusals(file):
     sequences = PackedSequences(file, split="all", sequence_length=10)
-    with pytest.raises(UserError, match="limit"):
+    with refused("limit", "at least 1", "got 0"):
         evaluation_batches(sequences, limit=0)
-    with pytest.raises(UserError, match="does not divide"):
+    with refused("batch_size 3", "2 data ranks", "2 or 4"):
         evaluation_batches(sequences, batch_size=3, data_parallel=2)

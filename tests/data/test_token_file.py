@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bmburst.data import ByteTokenizer, TokenFile
 from bmburst.data.sources import Document
 from bmburst.data.token_file import MAGIC, PREAMBLE, is_token_file, write_token_file
-from bmburst.errors import UserError
+from tests.refusals import refused
 
 
 class WordTokenizer:
@@ -124,12 +124,8 @@ def test_streaming_keeps_memory_bounded(tmp_path):
 
 
 def refuse(path, *words):
-    with pytest.raises(UserError) as caught:
+    with refused(*words, "bmburst data"):
         TokenFile.open(path)
-    message = str(caught.value)
-    assert len(message.splitlines()) <= 3, message
-    for word in (*words, "bmburst data"):
-        assert str(word) in message, message
 
 
 def test_truncated_at_any_byte(tmp_path):
@@ -197,16 +193,16 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 @pytest.mark.parametrize("texts", [[], ["", ""]])
 def test_empty_corpus(tmp_path, texts):
-    with pytest.raises(UserError, match="empty"):
+    with refused("corpus", "empty", "files"):
         write(tmp_path / "sub" / "x", texts)
     assert list((tmp_path / "sub").iterdir()) == []
 
 
 def test_unwritable_output(tmp_path):
-    with pytest.raises(UserError, match="directory"):
+    with refused(str(tmp_path), "directory", "file"):
         write(tmp_path, ["a"])
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write"):
+    with refused("cannot write", "file/x", "--output", "--data.cache"):
         write(tmp_path / "file" / "x", ["a"])
 
 
@@ -214,18 +210,15 @@ def test_tokenizer_that_breaks_its_word(tmp_path):
     class Liar(ByteTokenizer):
         vocab_size = 100
 
-    with pytest.raises(UserError, match=r"outside 0\.\.99"):
+    with refused("tokenizer", "bytes", "0..99", "122"):
         write(tmp_path / "x", ["zzz"], Liar())
 
 
 def test_require_vocab(tmp_path):
     file = write(tmp_path / "x", ["abc"])
     file.require_vocab(257)  # the end-of-document id is the largest there is
-    with pytest.raises(UserError) as caught:
+    with refused("token id 256", "0..255", "vocab_size", "259"):
         file.require_vocab(256)
-    assert "token id 256" in str(caught.value)
-    assert "259" in str(caught.value)
-    assert len(str(caught.value).splitlines()) <= 3
 
 
 def test_fingerprint_is_of_tokens_and_documents(tmp_path):
@@ -250,7 +243,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     """By its owner a device or a pipe could be: the finished file is renamed to the name that was given."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(UserError, match="is a device or a pipe\nname a file of its own"):
+    with refused("pipe", "name a file"):
         write_token_file(pipe, documents("text"), ByteTokenizer())
     assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
 
@@ -263,8 +256,7 @@ def test_no_flipped_bit_goes_unseen(tmp_path):
         flipped = bytearray(data)
         flipped[at] ^= 1 << flips.randrange(8)
         good.write_bytes(flipped)
-        with pytest.raises(UserError) as caught:
+        with refused("x.tokens", "bmburst data"):
             TokenFile.open(good).verify()
-        assert len(str(caught.value).splitlines()) <= 3
     good.write_bytes(data)
     TokenFile.open(good).verify()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bmburst.data import ByteTokenizer, load_tokenizer
-from bmburst.errors import UserError
+from tests.refusals import refused
 
 TEXT = "def f(x):\n\treturn '</s>' + x  # héllo, 世界 🙂\n"
 
@@ -106,16 +106,12 @@ def test_identity_is_of_the_content(tmp_path, bpe_file):
 
 
 def refuse(name, *words):
-    with pytest.raises(UserError) as caught:
+    with refused(*words):
         load_tokenizer(str(name))
-    message = str(caught.value)
-    assert len(message.splitlines()) <= 3, message
-    for word in words:
-        assert str(word) in message, message
 
 
 def test_refuses_what_is_no_tokenizer(tmp_path):
-    refuse("byte", "'byte'", "did you mean 'bytes'")
+    refuse("byte", "'byte'", "'bytes'")
     refuse(tmp_path / "missing.json", "missing.json", "tokenizer.json")
     refuse("./missing", "./missing")
     refuse(tmp_path, tmp_path, "tokenizer.json")

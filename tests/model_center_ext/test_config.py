@@ -12,9 +12,9 @@ from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.cli import CommandParser
 from bmburst.cli.train import configure, resolve_options
 from bmburst.convert.model_center import ModelCenterConfig, model_center_name
-from bmburst.errors import UserError
 from bmburst.train.resolve import resolve
 from model_center_ext import LlamaConfig, config_files
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -99,5 +99,5 @@ def test_other_models_have_no_name_there() -> None:
         "model.layers.0.input_layernorm.q_proj.weight",
         "transformer.h.0.weight",
     ):
-        with pytest.raises(UserError, match="has no place in ModelCenter's LLaMA"):
+        with refused(name, "ModelCenter", "plain LLaMA"):
             model_center_name(name)

@@ -13,6 +13,7 @@ from bmburst.errors import UserError
 from bmburst.runtime.launch.relay import Relay, dial, to_store
 from bmburst.runtime.stores import address_of, listen, owner_of, serve, tcp_sockets
 from tests.distributed.ports import held_port
+from tests.refusals import says
 from tests.runtime.launcher import ended, lines_of, start, wait_until
 
 __all__ = ["start"]  # the fixture
@@ -173,12 +174,13 @@ def test_a_launcher_of_another_run_is_refused(start, theirs):
             second = start(sleep, "--node-rank=1", *shape, first=token)
             status, _, err = ended(second)
     words = {
-        "another token": "another BMBURST_TOKEN",
+        "another token": "BMBURST_TOKEN",
         "another shape": "--nnodes 2 --nproc 2",
-        "the same node": "another launcher has joined as node 1",
-        "no launcher": "is not a bmburst launcher",
+        "the same node": "another launcher | node 1",
+        "no launcher": "bmburst launcher",
     }
-    assert status == 2 and words[theirs] in err and len(err.splitlines()) <= 3, err
+    assert status == 2
+    says(err, words[theirs])
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -189,8 +191,7 @@ def test_a_taken_port_is_told_with_who_has_it(start, nodes):
         process = start("print('ran')", f"--master-port={port}", *(several if nodes > 1 else ()))
         status, out, err = ended(process)
     assert (status, out) == (2, "")
-    assert f"port {port} is taken by process {os.getpid()} (" in err and "--master-port" in err
-    assert len(err.splitlines()) <= 3
+    says(err, f"port {port}", f"process {os.getpid()} (", "--master-port")
 
 
 def test_a_taken_master_port_is_told_by_start_too():
@@ -201,7 +202,7 @@ def test_a_taken_master_port_is_told_by_start_too():
         done = subprocess.run(
             [sys.executable, "-c", text], env=environ, capture_output=True, text=True, timeout=60, check=False
         )
-    assert f"UserError: port {port} is taken by process {os.getpid()} (" in done.stderr
+    assert "UserError: " in done.stderr and f"port {port} " in done.stderr and f"process {os.getpid()} (" in done.stderr
 
 
 def test_a_process_that_one_of_a_single_rank_starts_is_a_job_of_its_own():
@@ -302,9 +303,9 @@ def test_a_stopped_rank_is_named_and_not_who_waits_for_it(start):
     status, _, err = ended(process)
     lines = [line for line in err.splitlines() if "host runtime" not in line]
     assert status == 1
-    assert lines[0].startswith(f"bmburst: rank 1 on {socket.gethostname()} is stopped"), err
-    assert lines[1].startswith("rank 0 waited in ") and "script.py" in lines[1] and "optimizer steps" in lines[1], err
-    assert len(lines) == 3
+    assert len(lines) == 3, err
+    says(lines[0], "bmburst: rank 1", socket.gethostname(), "stopped")
+    says(lines[1], "rank 0", "script.py", "optimizer steps")
 
 
 def test_a_stopped_rank_that_nobody_waits_for_ends_the_run(start):
@@ -316,8 +317,7 @@ def test_a_stopped_rank_that_nobody_waits_for_ends_the_run(start):
         """
     status, _, err = ended(start(text, "--hang-timeout", "1"))
     assert status == 1
-    assert f"rank 1 on {socket.gethostname()} is stopped" in err and "after 1 s" in err and "--hang-timeout" in err, err
-    assert len(err.splitlines()) == 2
+    says(err, "rank 1", socket.gethostname(), "stopped", "1 s", "--hang-timeout", lines=2)
 
 
 def test_a_stopped_rank_of_another_node_is_named(start):
@@ -325,16 +325,17 @@ def test_a_stopped_rank_of_another_node_is_named(start):
         address = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}", "--hang-timeout=4")
         nodes = [start(TRAINING, f"--node-rank={node}", *address, nproc=1) for node in range(2)]
         errors = [ended(process)[2] for process in nodes]
-    assert f"bmburst: rank 1 on {socket.gethostname()} is stopped" in errors[0]
-    assert "node 0 ended with status 1" in errors[1]
+    says(errors[0], "bmburst: rank 1", socket.gethostname(), "stopped", lines=9)
+    says(errors[1], "node 0", "status 1", lines=9)
 
 
 def test_who_stands_elsewhere_while_others_stand_in_a_collective_is_named(start):
     text = TRAINING.replace("os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(600)")
     status, _, err = ended(start(text, "--hang-timeout", "4"))
     lines = [line for line in err.splitlines() if "host runtime" not in line]
-    assert status == 1 and lines[0].startswith(f"bmburst: rank 1 on {socket.gethostname()} made no progress"), err
-    assert any(line.startswith("rank 0 waited in ") for line in lines), err
+    assert status == 1
+    says(lines[0], "bmburst: rank 1", socket.gethostname(), "no progress")
+    assert any(line.startswith("rank 0 ") for line in lines[1:]), err
 
 
 def test_a_slow_start_is_no_step_without_progress(start):
@@ -349,4 +350,5 @@ def test_a_slow_start_is_no_step_without_progress(start):
 
 def test_a_start_that_never_ends_has_a_limit_of_its_own(start):
     status, _, err = ended(start("import time; time.sleep(600)", "--hang-timeout", "600", "--start-timeout", "2"))
-    assert status == 1 and "first step within 2 s" in err and "--start-timeout" in err
+    assert status == 1
+    says(err, "first step", "2 s", "--start-timeout", lines=9)

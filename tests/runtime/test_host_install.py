@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ports import held_port
+from tests.refusals import says
 
 ROOT = Path(__file__).parents[2]
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -54,9 +55,9 @@ except UserError as error:
     [
         (
             "torch.cuda.is_available = lambda: True",
-            "CUDA is usable here\nto run on CPUs all the same, set CUDA_VISIBLE_DEVICES=",
+            "CUDA | CUDA_VISIBLE_DEVICES=",
         ),
-        ("sys.modules['bmtrain'] = sys", "imported already, with its own CUDA extension\ncall bmburst.runtime.start()"),
+        ("sys.modules['bmtrain'] = sys", "imported already | CUDA | bmburst.runtime.start()"),
         (
             "import os; sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p, 'bmtrain'))]",
             "not installed for",
@@ -67,8 +68,7 @@ except UserError as error:
 def test_refusals(prepare: str, said: str) -> None:
     done = python("-c", REFUSED.format(prepare=prepare))
     assert done.returncode == 0, done.stderr
-    assert said in done.stdout
-    assert len(done.stdout.splitlines()) <= 3
+    says(done.stdout, said)
     if "not installed" in said:
         assert "-m pip install --no-deps " in done.stdout
         assert done.stdout.rstrip().endswith("bmtrain==1.0.1")
@@ -80,17 +80,17 @@ START = "from bmburst.runtime import start; start()"
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 but RANK, MASTER_ADDR, MASTER_PORT is not set"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a whole number"),
-        ({"WORLD_SIZE": "1", "RANK": "1"}, "RANK 1 of WORLD_SIZE 1"),
-        ({"LOCAL_RANK": "3"}, "LOCAL_RANK 3 of LOCAL_WORLD_SIZE 1"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 | RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE | 'two' | whole number"),
+        ({"WORLD_SIZE": "1", "RANK": "1"}, "RANK 1 | WORLD_SIZE 1"),
+        ({"LOCAL_RANK": "3"}, "LOCAL_RANK 3 | LOCAL_WORLD_SIZE 1"),
     ],
 )
 def test_an_environment_that_names_no_rank_is_an_error(environment: dict[str, str], said: str) -> None:
     done = python("-c", START, **environment)
     last = [line for line in done.stderr.splitlines() if line.startswith("bmburst.errors.UserError")]
     assert len(last) == 1, done.stderr
-    assert said in last[0]
+    says(last[0], said)
     assert "bmburst launch" in done.stderr or "let a launcher set it" in done.stderr
 
 
@@ -100,8 +100,7 @@ def test_cuda_without_bmtrain_names_the_build() -> None:
         "import os; sys.path[:] = [p for p in sys.path if not os.path.isdir(os.path.join(p, 'bmtrain'))]\n" + START
     )
     done = python("-c", program)
-    assert "BMTrain cannot be imported" in done.stderr
-    assert "bmburst build-bmtrain" in done.stderr
+    assert "BMTrain" in done.stderr and "bmburst build-bmtrain" in done.stderr
 
 
 LEAVE = """

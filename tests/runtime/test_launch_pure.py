@@ -18,6 +18,7 @@ from bmburst.runtime.launch.agent import Outcome, RankEnd
 from bmburst.runtime.launch.guard import rank_pids
 from bmburst.runtime.launch.spec import first_host, read_step, require_command, require_devices
 from bmburst.runtime.launch.verdict import judge
+from tests.refusals import refused, says
 
 STEP = {
     "SLURM_STEP_NUM_NODES": "3",
@@ -47,10 +48,8 @@ TWO_NODES = {"nnodes": 2, "master_addr": "a"}
     ],
 )
 def test_a_spec_outside_its_range_is_refused(options, word):
-    with pytest.raises(UserError) as refused:
+    with refused(word):
         LaunchSpec(**options)
-    assert word in str(refused.value)
-    assert len(str(refused.value).splitlines()) <= 3
 
 
 def test_one_node_takes_a_free_port_and_several_the_usual_one():
@@ -63,9 +62,7 @@ def test_more_ranks_than_gpus_is_refused_and_any_number_without_gpus_is_not(monk
     require_devices(9, 0)
     require_devices(4, 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    with pytest.raises(
-        UserError, match=r"--nproc 3 is more than the 2 GPU\(s\) of this node \(CUDA_VISIBLE_DEVICES=2,5"
-    ):
+    with refused("--nproc 3", "2 GPU", "CUDA_VISIBLE_DEVICES=2,5"):
         require_devices(3, 2)
 
 
@@ -100,20 +97,19 @@ def test_a_module_that_only_an_editable_install_knows_is_found_from_any_folder(t
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
-        (["--nproc", "2", "script.py", "--lr", "3"], "there is no -- before it"),
+        (["--nproc", "2", "script.py", "--lr", "3"], "-- | script.py"),
         (["--nproc", "2"], "no script"),
         (["--nproc", "2", "--"], "no script"),
         (["--nproc", "0", "--", sys.executable], "--nproc 0"),
         (["--nproc", "x", "--", sys.executable], "--nproc"),
-        (["--nprok", "2", "--", sys.executable], "did you mean '--nproc'"),
+        (["--nprok", "2", "--", sys.executable], "'--nprok' | '--nproc'"),
         (["--", "none.py"], "none.py"),
     ],
 )
 def test_the_command_line_refuses_with_status_2(argv, word, capsys, monkeypatch):
     monkeypatch.delenv("BMBURST_LAUNCH_FOLDER", raising=False)
     assert main(["launch", *argv]) == 2
-    err = capsys.readouterr().err
-    assert word in err and len(err.splitlines()) <= 3
+    says(capsys.readouterr().err, word)
 
 
 @pytest.fixture
@@ -150,7 +146,7 @@ def test_settings_leave_the_users_alone():
 
 def test_one_queue_for_all_streams_is_refused_on_gpus_only():
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    with pytest.raises(UserError, match="unset CUDA_DEVICE_MAX_CONNECTIONS"):
+    with refused("CUDA_DEVICE_MAX_CONNECTIONS", "unset"):
         run.open_defaults(one, 1, 1, cuda=True)
     run.open_defaults(one, 1, 1, cuda=False)
     run.open_defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, 1, 1, cuda=True)
@@ -195,9 +191,9 @@ def test_outside_a_step_of_several_nodes_slurm_says_nothing():
 
 
 def test_several_slurm_tasks_on_a_node_are_refused():
-    with pytest.raises(UserError, match="--ntasks-per-node=1"):
+    with refused("24", "--ntasks-per-node=1"):
         read_step(STEP | {"SLURM_STEP_NUM_TASKS": "24"})
-    with pytest.raises(UserError, match="--master-addr"):
+    with refused("--master-addr"):
         read_step(STEP | {"SLURM_STEP_NODELIST": ""})
 
 
@@ -259,12 +255,10 @@ def test_a_killed_rank_comes_before_the_error_it_caused(tmp_path):
     outcome = Outcome(failed=[end(0, -signal.SIGKILL), end(1, 2), end(2, -signal.SIGABRT)])
     verdict = judge(SPEC, outcome, tmp_path)
     assert verdict.status == 1
-    lines = verdict.message.splitlines()
-    assert lines[0].startswith("bmburst: rank 4 was killed by SIGKILL (out of memory?")
-    assert lines[1:] == [
-        "bmburst: rank 6 was killed by SIGABRT; it stood at /a/b.py:9 in f",
-        "bmburst: peer gone",
-    ]
+    killed, aborted, told = verdict.message.splitlines()
+    says(killed, "bmburst: rank 4", "SIGKILL", "memory")
+    says(aborted, "bmburst: rank 6", "SIGABRT", "/a/b.py:9 in f")
+    assert told == "bmburst: peer gone"
 
 
 def test_the_crash_of_a_failed_ranks_teardown_is_not_its_error(tmp_path):
@@ -281,13 +275,12 @@ def test_a_hang_comes_before_what_it_caused(tmp_path):
     (tmp_path / "stood.0").write_text(STOOD)
     verdict = judge(SPEC, Outcome(failed=[end(2, 1), end(0, -15)]), tmp_path)
     assert verdict.status == 1
-    assert verdict.message.splitlines() == [
-        f"bmburst: rank 6 on {socket.gethostname()} made no progress for 20 s, so the run was ended",
-        "rank 6 stood at (most recent call first):",
-        '  File "/u/s.py", line 1 in /u/s.py',
-        "rank 4 stood at /a/wait.py:3 in wait",
-        "a step that takes longer is no hang: --hang-timeout SECONDS changes the limit, 0 lifts it",
-    ]
+    first, whose, stack, other_rank, fix = verdict.message.splitlines()
+    says(first, "bmburst: rank 6", socket.gethostname(), "no progress", "20 s")
+    says(whose, "rank 6 stood at")
+    assert stack == '  File "/u/s.py", line 1 in /u/s.py'
+    says(other_rank, "rank 4", "/a/wait.py:3 in wait")
+    says(fix, "--hang-timeout", "0")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +290,7 @@ def test_a_hang_comes_before_what_it_caused(tmp_path):
             UserError("port 29500 is taken by process 7 (other)\ngive another"),
             "port 29500 is taken by process 7 (other)",
         ),
-        (TimeoutError("timed out after 900000ms"), "did not come together at a:29500"),
+        (TimeoutError("timed out after 900000ms"), "a:29500"),
     ],
 )
 def test_ranks_that_never_started(error, word, tmp_path):
@@ -309,4 +302,5 @@ def test_ranks_that_never_started(error, word, tmp_path):
 def test_ranks_ended_from_outside(tmp_path):
     (tmp_path / "stood.0").write_text(STOOD)
     verdict = judge(SPEC, Outcome(failed=[end(0, -15), end(1, -15)]), tmp_path)
-    assert (verdict.status, verdict.message) == (1, "bmburst: rank 4, 5 was ended by SIGTERM from outside")
+    assert verdict.status == 1
+    says(verdict.message, "bmburst: rank 4, 5", "SIGTERM", "outside", lines=1)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from bmburst.errors import UserError
 from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.layout import Contiguous, make_layout
@@ -12,6 +11,7 @@ from bmburst.schedule.mask import Causal
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.schedule.strategy_names import Strategy
 from bmburst.schedule.units import HeadShapes, backward_bytes, forward_bytes
+from tests.refusals import refused
 
 TOKENS, SIZE = 1 << 17, 16
 H200 = load_hardware("h200")
@@ -91,6 +91,6 @@ def test_blocks_inside_a_node_go_by_what_is_there():
 
 @pytest.mark.parametrize("nodes", [1, SIZE])
 def test_without_two_nodes_of_two_ranks_it_is_refused(nodes):
-    with pytest.raises(UserError, match=f"{SIZE} ranks on {nodes} nodes? are no 2 nodes or more of 2 ranks or more"):
+    with refused("'double-ring'", f"{SIZE} ranks", f"{nodes} node", "2 nodes", "BMBURST_NODE", "strategy='auto'"):
         choose("double-ring", nodes, shapes())
     assert choose("double-ring", None, shapes()).outer == "double-ring"  # not known yet

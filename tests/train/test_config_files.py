@@ -20,7 +20,8 @@ from bmburst.train.config import (
     TrainConfig,
 )
 from bmburst.train.resolve import check_paths, resolve, write_run_config
-from tests.train.test_config_train import refused, write
+from tests.refusals import refusal_of, says
+from tests.train.test_config_train import write
 
 
 def hugging_face(folder, **changes):
@@ -41,18 +42,18 @@ def hugging_face(folder, **changes):
 
 
 def test_data_that_is_missing_or_empty_is_refused(tmp_path):
-    for source, expected in [("gone.txt", "no such file"), ("empty.txt", "is empty"), ("folder", "is empty")]:
+    for source, expected in [("gone.txt", "no such file"), ("empty.txt", "empty"), ("folder", "empty")]:
         (tmp_path / "empty.txt").touch()
         (tmp_path / "folder").mkdir(exist_ok=True)
         config = TrainConfig(data=DataConfig(source=str(tmp_path / source)))
-        assert expected in refused(check_paths, config)
+        says(refusal_of(check_paths, config), source, expected)
     (tmp_path / "text.txt").write_text("words")
     check_paths(TrainConfig(data=DataConfig(source=str(tmp_path / "text.txt"))))
 
 
 def test_a_tokenizer_file_that_is_missing_is_refused(tmp_path):
     config = TrainConfig(data=DataConfig(tokenizer=str(tmp_path / "tokenizer.json")))
-    assert "no such file" in refused(check_paths, config)
+    says(refusal_of(check_paths, config), "tokenizer.json | no such file | allowed: ")
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
@@ -60,9 +61,9 @@ def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
     file = open_corpus(tmp_path / "text.txt", None, tmp_path)
     model = dataclasses.replace(PRESETS["llama-tiny"], vocab_size=256)
     config = TrainConfig(model=model, data=DataConfig(source=str(file.path)))
-    assert "token id 256" in refused(check_paths, config)
+    says(refusal_of(check_paths, config), "token id 256 | 0..255 | at least 259")
     text = TrainConfig(model=model, data=DataConfig(source=str(tmp_path / "text.txt")))
-    assert "allowed: at least 259" in refused(check_paths, text)
+    says(refusal_of(check_paths, text), "vocab_size 256 | at least 259")
     check_paths(TrainConfig(data=DataConfig(source=str(file.path))))
 
 
@@ -75,8 +76,8 @@ def test_a_token_file_called_as_the_standard_library(tmp_path, monkeypatch, sour
     check_paths(TrainConfig(data=DataConfig(source=source)))
     assert sorted(tmp_path.iterdir()) == before
     small = dataclasses.replace(PRESETS["llama-tiny"], vocab_size=256)
-    text = refused(check_paths, TrainConfig(model=small, data=DataConfig(source=source)))
-    assert text.startswith("'stdlib' holds token id 256" if source == "./stdlib" else "model.vocab_size 256")
+    text = refusal_of(check_paths, TrainConfig(model=small, data=DataConfig(source=source)))
+    says(text, "'stdlib' | token id 256" if source == "./stdlib" else "model.vocab_size 256", "259")
 
 
 def test_a_token_file_of_another_tokenizer_is_refused(tmp_path):
@@ -86,25 +87,25 @@ def test_a_token_file_of_another_tokenizer_is_refused(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     file = open_corpus(tmp_path / "text.txt", "bytes", tmp_path)
     source = DataConfig(source=str(file.path), tokenizer=str(tmp_path / "tokenizer.json"))
-    assert "was made with tokenizer 'bytes'" in refused(check_paths, TrainConfig(data=source))
+    says(refusal_of(check_paths, TrainConfig(data=source)), "'bytes' | tokenizer.json | bmburst data --tokenizer")
 
 
 def test_text_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("words")
     monkeypatch.setattr(os, "access", lambda *_: False)  # root, who may read everything, runs tests too
-    assert "you may not read it" in refused(check_paths, TrainConfig(data=DataConfig(source=str(text))))
+    says(refusal_of(check_paths, TrainConfig(data=DataConfig(source=str(text)))), "text.txt | read | fix: chmod +r")
 
     def denied(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "exists", denied)
-    assert "Permission denied" in refused(check_paths, TrainConfig(data=DataConfig(source=str(text))))
+    says(refusal_of(check_paths, TrainConfig(data=DataConfig(source=str(text)))), "Permission denied")
 
 
 def test_a_directory_without_text_is_refused(tmp_path):
     (tmp_path / "image.png").write_bytes(b"x")
-    assert "no text in directory" in refused(check_paths, TrainConfig(data=DataConfig(source=str(tmp_path))))
+    says(refusal_of(check_paths, TrainConfig(data=DataConfig(source=str(tmp_path)))), "no text | directory | .txt")
 
 
 def test_init_from_brings_its_model_and_takes_rope_scaling(tmp_path):
@@ -130,21 +131,21 @@ def test_init_from_brings_its_model_and_takes_rope_scaling(tmp_path):
 def test_init_from_that_cannot_work_is_refused(tmp_path):
     folder, _ = hugging_face(tmp_path / "hf")
     options = {"init_from": str(folder), "sequence_length": "64"}
-    assert "both give the model" in refused(resolve, (), options | {"preset": "llama-tiny"})
-    assert "no such directory" in refused(resolve, (), {"init_from": str(tmp_path / "gone")})
-    assert "it has no config.json" in refused(resolve, (), {"init_from": str(tmp_path)})
+    says(refusal_of(resolve, (), options | {"preset": "llama-tiny"}), "'llama-tiny' | init_from | model | fix: ")
+    says(refusal_of(resolve, (), {"init_from": str(tmp_path / "gone")}), "init_from | gone | no such directory | fix: ")
+    says(refusal_of(resolve, (), {"init_from": str(tmp_path)}), "init_from | config.json | fix: ")
     config = resolve((), options | {"model.num_layers": "3"})
-    assert "model.num_layers 3 differs" in refused(check_paths, config)
+    says(refusal_of(check_paths, config), "model.num_layers 3 | 2 | fix: ")
     config = resolve((), options)
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
-    assert "truncated" in refused(check_paths, config)
+    says(refusal_of(check_paths, config), "model.safetensors | truncated | fix: ")
     (folder / "model.safetensors").unlink()
-    assert "no weights" in refused(check_paths, config)
+    says(refusal_of(check_paths, config), "no weights | model.safetensors")
     other, _ = hugging_face(tmp_path / "gemma", model_type="gemma")
-    text = refused(resolve, (), {"init_from": str(other)})
-    assert text.startswith(f"{other / 'config.json'}: unknown model_type 'gemma'")
+    text = refusal_of(resolve, (), {"init_from": str(other)})
+    says(text, other / "config.json", "model_type", "'gemma'", "known: ")
     (other / "config.json").write_text("{")
-    assert "not valid JSON" in refused(resolve, (), {"init_from": str(other)})
+    says(refusal_of(resolve, (), {"init_from": str(other)}), "config.json | JSON | fix: ")
     (other / "config.json").write_text("[]")
-    assert "does not hold a JSON object" in refused(resolve, (), {"init_from": str(other)})
+    says(refusal_of(resolve, (), {"init_from": str(other)}), "config.json | JSON object | fix: ")

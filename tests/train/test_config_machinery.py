@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from bmburst.config import build, check_fields, field, leaves, overlay, read_config_file, read_layer, to_dict
-from bmburst.errors import UserError
+from tests.refusals import refusal_of, says
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,14 +47,6 @@ class Tree:
 
 def made(values, source=""):
     return build(Tree, read_layer(Tree, values, source))
-
-
-def message(call, *arguments):
-    with pytest.raises(UserError) as caught:
-        call(*arguments)
-    text = str(caught.value)
-    assert 1 <= len(text.splitlines()) <= 3, text
-    return text
 
 
 FULL = Tree(
@@ -133,7 +126,7 @@ def test_text_becomes_the_type(text, name, value):
         ("inner.rate", float("inf"), "a number"),
         ("inner.rate", True, "a number"),
         ("inner.rate", "1" + "0" * 400, "a number"),
-        ("inner.kind", "gren", "did you mean 'green'"),
+        ("inner.kind", "gren", "'gren' | 'green' | green, red"),
         ("inner.kind", None, "green, red"),
         ("inner.level", True, "2, 3"),
         ("inner.level", "4", "2, 3"),
@@ -145,10 +138,9 @@ def test_text_becomes_the_type(text, name, value):
     ],
 )
 def test_wrong_values_name_the_field_the_value_and_what_is_allowed(name, value, allowed):
-    text = message(made, {name: value}, "file.yaml")
-    assert text.startswith("file.yaml: ")
-    assert name in text
-    assert allowed in text
+    text = refusal_of(made, {name: value}, "file.yaml")
+    shown = [] if isinstance(value, list | str) and len(value) > 1 else [value]
+    says(text, "file.yaml", name, allowed, *shown)
 
 
 @pytest.mark.parametrize(
@@ -169,11 +161,9 @@ def test_wrong_values_name_the_field_the_value_and_what_is_allowed(name, value, 
     ],
 )
 def test_unknown_keys_name_the_nearest(key, near):
-    text = message(made, {key: 1})
-    assert f"unknown key '{key}'" in text
-    assert ("did you mean" in text) == (near is not None)
-    assert near is None or f"'{near}'" in text
-    assert "\nknown in" in text
+    text = refusal_of(made, {key: 1})
+    says(text, f"'{key}'", "known in")
+    assert re.findall(r"'([\w.]*)'", text) == [str(key), *([near] if near else [])]
 
 
 def test_layers_merge_field_by_field_and_later_ones_win():
@@ -190,9 +180,7 @@ def test_layers_merge_field_by_field_and_later_ones_win():
 
 
 def test_a_missing_field_is_named_with_its_option():
-    text = message(made, {"maybe.more": "y"})
-    assert text.startswith("maybe.needed is missing")
-    assert "--maybe.needed" in text
+    says(refusal_of(made, {"maybe.more": "y"}), "maybe.needed", "missing", "--maybe.needed")
 
 
 def test_leaves_are_every_field_in_order_with_values_as_defaults():
@@ -210,7 +198,7 @@ def test_leaves_are_every_field_in_order_with_values_as_defaults():
     "arguments", [{"count": -1}, {"inner": None}, {"inner": {"rate": 0.1}}, {"maybe": 1}, {"names": (1,)}, {"on": "?"}]
 )
 def test_python_is_checked_like_files(arguments):
-    message(lambda: Tree(**arguments))
+    refusal_of(lambda: Tree(**arguments))
 
 
 def test_python_values_become_the_declared_type():
@@ -233,7 +221,7 @@ def test_json_and_yaml_read_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "expected"),
+    ("name", "content", "words"),
     [
         ("a.json", b"", "is empty"),
         ("a.yaml", b" \n\n", "is empty"),
@@ -245,7 +233,7 @@ def test_json_and_yaml_read_the_same(tmp_path):
         ("a.json", b'{\n "count" 1\n}', "line 2, column 10"),
         ("a.json", b'{"count": 1', "line 1"),
         ("a.json", b'{"count": 1} x', "line 1, column 14"),
-        ("a.json", b"[" * 200_000, "nested too deeply"),
+        ("a.json", b"[" * 200_000, "nested | deep"),
         ("a.yaml", b"count: 1\n  on: true\n", "line 2"),
         ("a.yaml", b"count: [1\non: true\n", "line 2"),
         ("a.yaml", b"count: 1\n\ton: true\n", "line 2"),
@@ -253,37 +241,35 @@ def test_json_and_yaml_read_the_same(tmp_path):
         ("a.yaml", b"count: 1\n---\ncount: 2\n", "line 2"),
         ("a.yaml", b"count: !!python/object/apply:os.getcwd []\n", "line 1"),
         ("a.yaml", b"? [a]\n: 1\n", "line 1"),
-        ("a.yaml", b"count: 1\x00\n", "malformed YAML"),
-        ("a.json", b'{"count": 1, "count": 2}', "'count' is given twice"),
-        ("a.yaml", b"inner:\n  rate: 0.1\n  rate: 0.2\n", "'rate' is given twice"),
-        ("a.json", b'{"count": "\xff"}', "not UTF-8 text at byte 11"),
-        ("a.toml", b"count = 1", "unknown type of configuration file '.toml'"),
+        ("a.yaml", b"count: 1\x00\n", "YAML"),
+        ("a.json", b'{"count": 1, "count": 2}', "'count' | twice"),
+        ("a.yaml", b"inner:\n  rate: 0.1\n  rate: 0.2\n", "'rate' | twice"),
+        ("a.json", b'{"count": "\xff"}', "UTF-8 | byte 11"),
+        ("a.toml", b"count = 1", "'.toml' | .json, .yaml, .yml"),
         ("a", b"{}", ".json, .yaml, .yml"),
     ],
 )
-def test_bad_files_are_named_with_the_place(tmp_path, name, content, expected):
+def test_bad_files_are_named_with_the_place(tmp_path, name, content, words):
     path = tmp_path / name
     path.write_bytes(content)
-    text = message(read_config_file, path)
-    assert text.startswith(f"{path}: ")
-    assert expected in text
+    says(refusal_of(read_config_file, path), path, words)
 
 
 def test_missing_file_and_directory(tmp_path):
-    assert "no such configuration file" in message(read_config_file, tmp_path / "gone.yaml")
+    says(refusal_of(read_config_file, tmp_path / "gone.yaml"), "gone.yaml", "no such")
     (tmp_path / "folder.json").mkdir()
-    assert "cannot be read" in message(read_config_file, tmp_path / "folder.json")
+    says(refusal_of(read_config_file, tmp_path / "folder.json"), "folder.json", "cannot be read")
 
 
 def test_json_nan_is_no_number(tmp_path):
     (tmp_path / "a.json").write_text('{"inner": {"rate": NaN}}')
-    assert "inner.rate" in message(lambda: made(read_config_file(tmp_path / "a.json")))
+    assert "inner.rate" in refusal_of(lambda: made(read_config_file(tmp_path / "a.json")))
 
 
 def test_a_yaml_bomb_is_refused_at_once(tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     (tmp_path / "bomb.yaml").write_text("\n".join([*lines, "count: *a11"]))
-    message(lambda: made(read_config_file(tmp_path / "bomb.yaml")))
+    refusal_of(lambda: made(read_config_file(tmp_path / "bomb.yaml")))
     values = read_config_file(tmp_path / "bomb.yaml")
-    assert "count" in message(made, {"count": values["count"]})
+    assert "count" in refusal_of(made, {"count": values["count"]})

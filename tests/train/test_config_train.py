@@ -14,7 +14,6 @@ from bmburst.comm.transports import TRANSPORTS
 from bmburst.config import build, read_layer, to_dict
 from bmburst.data.corpus import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
 from bmburst.data.tokenizer import ByteTokenizer
-from bmburst.errors import UserError
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.schedule.strategy_names import STRATEGIES
@@ -27,14 +26,7 @@ from bmburst.train.config import (
 )
 from bmburst.train.resolve import EvalConfig, check_paths, check_resumable, resolve, write_run_config
 from bmburst_ops.flash.select import NAMES as KERNEL_NAMES
-
-
-def refused(call, *arguments, **values):
-    with pytest.raises(UserError) as caught:
-        call(*arguments, **values)
-    text = str(caught.value)
-    assert 1 <= len(text.splitlines()) <= 3, text
-    return text
+from tests.refusals import refusal_of, refused, says
 
 
 def choices(cls, name):
@@ -99,9 +91,9 @@ def test_the_preset_lies_below_the_file_even_when_it_is_an_option(tmp_path):
 
 def test_a_preset_that_a_file_leaves_without_effect_is_refused(tmp_path):
     path = write_run_config(TrainConfig(), tmp_path)
-    assert "changes nothing" in refused(resolve, (path,), {"preset": "llama-3-8b"})
+    says(refusal_of(resolve, (path,), {"preset": "llama-3-8b"}), "llama-3-8b", "changes nothing")
     assert resolve((path,), {"preset": "llama-tiny"}) == TrainConfig()
-    assert "unknown preset" in refused(resolve, (path,), {"preset": "llama-4"})
+    says(refusal_of(resolve, (path,), {"preset": "llama-4"}), "preset", "'llama-4'", "llama-3-8b")
 
 
 def test_head_dim_follows_an_overridden_width():
@@ -117,9 +109,8 @@ def test_rope_scaling_from_options_and_off_again(tmp_path):
     assert resolve((path,)).model.rope_scaling == RopeScaling(kind="linear", factor=2)
     assert resolve((path,), {"model.rope_scaling": "none"}).model.rope_scaling is None
     assert resolve((path,), {"model.rope_scaling.factor": "3"}).model.rope_scaling.factor == 3
-    text = refused(resolve, (), {"model.rope_scaling.factor": "2"})
-    assert "model.rope_scaling.kind is missing" in text
-    assert "linear, dynamic, yarn, llama3" in text
+    text = refusal_of(resolve, (), {"model.rope_scaling.factor": "2"})
+    says(text, "model.rope_scaling.kind", "missing", "linear, dynamic, yarn, llama3")
 
 
 def test_a_runs_config_json_begins_another_run(tmp_path):
@@ -148,15 +139,14 @@ def test_round_trip_of_the_whole_tree():
 
 def test_errors_name_the_file_and_the_nearest_key(tmp_path):
     path = write(tmp_path / "a.json", {"optimiser": {"lr": 1}})
-    text = refused(resolve, (path,))
-    assert text.startswith(f"{path}: unknown key 'optimiser'")
-    text = refused(resolve, (write(path, {"optimizer": {"lrr": 1}}),))
-    assert "did you mean 'optimizer.lr'" in text
-    assert "known in optimizer: lr, beta1, beta2" in text
-    assert "steps: 'many'" in refused(resolve, (write(path, {"steps": "many"}),))
-    assert "model: 'tiny' does not fit" in refused(resolve, (write(path, {"model": "tiny"}),))
-    text = refused(resolve, (), {"sequence_lenght": "5"})
-    assert text.startswith("unknown key 'sequence_lenght'; did you mean 'sequence_length'")
+    text = refusal_of(resolve, (path,))
+    says(text, path, "'optimiser'", "'optimizer.lr'", "known in")
+    text = refusal_of(resolve, (write(path, {"optimizer": {"lrr": 1}}),))
+    says(text, "'optimizer.lrr'", "'optimizer.lr'", "optimizer: lr, beta1, beta2")
+    says(refusal_of(resolve, (write(path, {"steps": "many"}),)), path, "steps", "'many'", "integer")
+    says(refusal_of(resolve, (write(path, {"model": "tiny"}),)), path, "model", "'tiny'", "model.*")
+    text = refusal_of(resolve, (), {"sequence_lenght": "5"})
+    says(text, "'sequence_lenght'", "'sequence_length'")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +180,7 @@ def test_errors_name_the_file_and_the_nearest_key(tmp_path):
 )
 def test_bad_values_are_refused(name, value):
     options = {name: value} | ({"data.tokenizer": "bytes"} if name == "model.vocab_size" else {})
-    text = refused(resolve, (), options)
+    text = refusal_of(resolve, (), options)
     if (name, value) != ("preset", "none"):
         assert value in text
         assert name.rpartition(".")[2] in text
@@ -201,10 +191,10 @@ def test_bad_values_are_refused(name, value):
 
 def test_python_gets_the_presets_model():
     assert TrainConfig(preset="llama-2-7b").model == PRESETS["llama-2-7b"]
-    assert "unknown preset 'x'" in refused(TrainConfig, preset="x")
-    assert "neither a preset nor a model" in refused(TrainConfig, preset=None)
-    assert "without its model's shape" in refused(TrainConfig, init_from=Path("x"))
-    assert "unknown layout" in refused(ParallelConfig, layout="ziczac")
+    says(refusal_of(TrainConfig, preset="x"), "preset", "'x'", "llama-tiny")
+    says(refusal_of(TrainConfig, preset=None), "preset", "model")
+    says(refusal_of(TrainConfig, init_from=Path("x")), "init_from", "model", "shape")
+    says(refusal_of(ParallelConfig, layout="ziczac"), "layout", "'ziczac'", "'zigzag'")
 
 
 # Ranks
@@ -230,62 +220,61 @@ def test_mesh(values, world, mesh):
 
 
 @pytest.mark.parametrize(
-    ("options", "world", "expected"),
+    ("options", "world", "words"),
     [
-        ({"parallel.data_parallel": 3}, 4, "data_parallel 3 does not divide 4 ranks\nallowed: 1, 2, 4"),
-        ({"parallel.data_parallel": 4}, 2, "data_parallel 4 does not divide 2 ranks"),
-        ({"parallel.sequence_parallel": 3}, 4, "data_parallel 1 x sequence_parallel 3 is 3 ranks, but there are 4"),
+        ({"parallel.data_parallel": 3}, 4, "data_parallel 3 | 4 ranks | 1, 2, 4"),
+        ({"parallel.data_parallel": 4}, 2, "data_parallel 4 | 2 ranks | 1, 2"),
+        ({"parallel.sequence_parallel": 3}, 4, "data_parallel 1 | sequence_parallel 3 | 3 ranks | 4"),
         ({"parallel.data_parallel": 2, "parallel.sequence_parallel": 2}, 2, "--nproc 4"),
         ({"batch_size": 3, "parallel.data_parallel": 2}, 2, "--batch-size 4"),
         ({"batch_size": 2, "micro_batch_size": 4}, 2, "multiples of 4"),
         ({"batch_size": 6, "micro_batch_size": 2, "parallel.data_parallel": 2}, 4, "--batch-size 8"),
-        ({"sequence_length": 3}, 4, "sequence_length 3 leaves some of 4 sequence ranks without a token"),
-        ({}, 0, "does not divide 0 ranks"),
+        ({"sequence_length": 3}, 4, "sequence_length 3 | 4 sequence ranks"),
+        ({}, 0, "0 ranks"),
         (
             {"parallel.tensor_parallel": 3},
             4,
-            "tensor_parallel 3 does not divide 4 ranks\nallowed: 1, 2, 4\nfix: --nproc 3",
+            "tensor_parallel 3 | 4 ranks | 1, 2, 4 | fix: --nproc 3",
         ),
         (
             {"parallel.tensor_parallel": 2, "parallel.data_parallel": 3},
             8,
-            "data_parallel 3 does not divide 8 ranks with tensor_parallel 2\nallowed: 1, 2, 4\nfix: --nproc 6",
+            "data_parallel 3 | 8 ranks | tensor_parallel 2 | 1, 2, 4 | fix: --nproc 6",
         ),
         (
             {"parallel.tensor_parallel": 2, "parallel.sequence_parallel": 2},
             6,
-            "data_parallel 1 x sequence_parallel 2 x tensor_parallel 2 is 4 ranks, but there are 6\nfix: --nproc 4",
+            "data_parallel 1 | sequence_parallel 2 | tensor_parallel 2 | 4 ranks | 6 | fix: --nproc 4",
         ),
         (
             {"parallel.tensor_parallel": 8},
             8,
-            "tensor 8 cannot share 4 query heads and 2 KV heads\nfix: nearest that work: 4",
+            "tensor 8 | 4 query heads | 2 KV heads | work: 4",
         ),
         (
             {"parallel.strategy": "heads"},
             3,
-            "strategy 'heads' cannot work: 3 sequence ranks cannot share 4 query heads and 2 KV heads\n"
-            "allowed: 1, 2, 4 sequence ranks\nfix: --strategy auto",
+            "strategy | 'heads' | 3 sequence ranks | 4 query heads | 2 KV heads | 1, 2, 4 | fix: --strategy auto",
         ),
         (
             {"parallel.strategy": "heads", "parallel.tensor_parallel": 2},
             8,
-            "4 sequence ranks cannot share 2 query heads and 1 KV heads\nallowed: 1, 2 sequence ranks\n",
+            "4 sequence ranks | 2 query heads | 1 KV heads | 1, 2 sequence ranks | fix: ",
         ),
         (
             {"parallel.strategy": "heads", "model.num_heads": 6, "model.hidden_size": 192},
             4,
-            "4 sequence ranks cannot share 6 query heads and 2 KV heads\nallowed: 1, 2, 6 sequence ranks\n",
+            "4 sequence ranks | 6 query heads | 2 KV heads | 1, 2, 6 sequence ranks | fix: ",
         ),
         (
             {"parallel.tensor_parallel": 4, "model.intermediate_size": 510},
             4,
-            "tensor 4 does not divide intermediate_size 510\nfix: nearest that work: 3 and 5",
+            "tensor 4 | intermediate_size 510 | 3 and 5",
         ),
     ],
 )
-def test_ranks_that_do_not_match_are_refused(options, world, expected):
-    assert expected in refused(resolve((), options).validate, world)
+def test_ranks_that_do_not_match_are_refused(options, world, words):
+    says(refusal_of(resolve((), options).validate, world), words)
 
 
 @pytest.mark.parametrize(
@@ -300,20 +289,15 @@ def test_ranks_that_do_not_match_are_refused(options, world, expected):
 )
 def test_an_exchange_of_heads_that_the_strategy_forbids_is_refused(heads, strategy, layout, allowed):
     parallel = ParallelConfig(head_parallel=heads, strategy=strategy, layout=layout)
-    with pytest.raises(
-        UserError, match=f"head_parallel {heads} does not go with .*{re.escape(strategy)}.*\nallowed: {allowed}\n"
-    ):
+    with refused(f"head_parallel {heads}", strategy, f"allowed: {allowed}\n", "fix: "):
         TrainConfig(parallel=parallel).validate(4)
     parallel = ParallelConfig(head_parallel=int(allowed[-1]), strategy=strategy, layout=layout)
     TrainConfig(parallel=parallel).validate(4)
 
 
 def test_an_exchange_of_more_ranks_than_the_heads_allow_is_refused():
-    with pytest.raises(
-        UserError, match=r"^head_parallel 3 does not go with 4 query heads and 2 KV heads, .*\nallowed: 1\n"
-    ) as refused:
+    with refused("head_parallel 3", "4 query heads", "2 KV heads", "allowed: 1\n", "fix: ", "--head-parallel"):
         TrainConfig(parallel=ParallelConfig(head_parallel=3)).validate(3)
-    assert str(refused.value).endswith("\nfix: another --head-parallel")
 
 
 def test_a_sequence_of_one_token_a_rank_is_enough():
@@ -321,7 +305,7 @@ def test_a_sequence_of_one_token_a_rank_is_enough():
 
 
 def test_a_sequence_beyond_the_models_positions_is_refused_with_the_fix():
-    text = refused(resolve, (), {"preset": "llama-2-7b", "sequence_length": "8192"})
+    text = refusal_of(resolve, (), {"preset": "llama-2-7b", "sequence_length": "8192"})
     option = re.search(r"--(model\.max_position_embeddings) (\d+)", text)
     assert option
     resolve((), {"preset": "llama-2-7b", "sequence_length": "8192", option[1]: option[2]})
@@ -351,8 +335,8 @@ def test_what_may_and_may_not_change_on_resume(tmp_path):
         ("model.num_layers", "2"),
         ("model.norm_eps", "0.5"),
     ]:
-        text = refused(check_resumable, before, resolve((), {name: value}), tmp_path)
+        text = refusal_of(check_resumable, before, resolve((), {name: value}), tmp_path)
         assert text.startswith(f"{name} {value} differs from")
     scaled = resolve((), {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": "2"})
-    assert "model.rope_scaling" in refused(check_resumable, before, scaled, tmp_path)
-    assert "model.rope_scaling" in refused(check_resumable, scaled, before, tmp_path)
+    says(refusal_of(check_resumable, before, scaled, tmp_path), "model.rope_scaling")
+    says(refusal_of(check_resumable, scaled, before, tmp_path), "model.rope_scaling")

@@ -16,9 +16,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from bmburst.errors import UserError
 from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, peak_bytes, read_lines
 from bmburst.train.report import Progress, plot_losses, smoothed
+from tests.refusals import refused
 
 KEYS = ["step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_gib"]
 MORE = ["tokens_per_second_per_gpu", "mfu", "mfu_kernel", "hardware_tflops", "exposed_seconds", "data_seconds"]
@@ -92,7 +92,7 @@ def test_a_fresh_writer_begins_anew(tmp_path):
 
 def test_a_foreign_file_is_not_overwritten(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("notes\nof mine\n")
-    with pytest.raises(UserError, match="line 1: not a line of metrics"):
+    with refused("metrics.jsonl", "line 1", "fix: "):
         MetricsWriter(tmp_path, first_step=2)
     assert (tmp_path / "metrics.jsonl").read_text() == "notes\nof mine\n"
 

@@ -8,7 +8,6 @@ import textwrap
 import pytest
 
 from bmburst.blocks.presets import preset
-from bmburst.errors import UserError
 from bmburst.plan.counts import causal_pairs, hardware_flops, step_flops
 from bmburst.schedule.hardware import hardware_of
 from bmburst.train.clock import FlopsMeter, Timing, known_peak
@@ -16,6 +15,7 @@ from bmburst.train.config import TrainConfig, profiled_steps
 from bmburst.train.metrics import StepMetrics
 from bmburst.train.report import Summary
 from bmburst.train.step import LagWatch
+from tests.refusals import refused
 
 MODEL = preset("llama-3-8b")
 
@@ -87,14 +87,14 @@ def test_profiled_steps(text, steps):
 
 @pytest.mark.parametrize("text", ["", "0", "5-3", "3-", "-3", "a", "1,2"])
 def test_profiled_steps_that_are_none(text):
-    with pytest.raises(UserError, match="for example 3 or 3-5"):
+    with refused("profile", f"'{text}'", "3 or 3-5"):
         profiled_steps(text)
 
 
 def test_steps_that_a_run_never_comes_to_are_not_profiled():
     assert TrainConfig(steps=5, profile="3-5").profile == "3-5"
     for beyond in ("6", "5-6"):
-        with pytest.raises(UserError, match=f"profile '{beyond}' is beyond the last of 5 steps"):
+        with refused("profile", f"'{beyond}'", "5 steps", "fix: "):
             TrainConfig(steps=5, profile=beyond)
 
 

@@ -9,10 +9,10 @@ import pytest
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from bmburst.checkpoint import training as checkpoint
-from bmburst.errors import UserError
 from bmburst.train.config import DataConfig, ParallelConfig
 from bmburst.train.resolve import resolve
 from tests.distributed.programs import run_program
+from tests.refusals import refused
 from tests.train import run_program as program
 
 STATE_KEYS = ("step", "data", "tokenizer", "files")
@@ -104,38 +104,34 @@ def test_truncated_and_foreign_checkpoints(folder, tmp_path):
     file = newest / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert checkpoint.newest_complete(run).name == "step-000004"
-    with pytest.raises(UserError, match=r"optimizer.safetensors is truncated: \d+ of \d+ bytes"):
+    with refused("optimizer.safetensors", "truncated", file.stat().st_size, "fix: ", "another checkpoint"):
         checkpoint.read_progress(newest)
     file.unlink()
-    with pytest.raises(UserError, match=r"optimizer.safetensors is missing"):
+    with refused("optimizer.safetensors", "missing", "fix: ", "another checkpoint"):
         checkpoint.read_progress(newest)
     sealed = json.loads((newest / "state.json").read_text())
     whole = {key: value for key, value in sealed.items() if not key.startswith("checksum")}  # of an earlier version
     deep = '{"format": ' + "[" * 100_000 + "]" * 100_000 + "}"
-    for text, said in [
-        ('{"format": "somebody else\'s"}', "is not of format bmburst-checkpoint-1"),
-        ("[]", "is not of format"),
-        ("", "is truncated or not JSON"),
-        *((json.dumps({k: v for k, v in whole.items() if k != key}), f"has no valid '{key}'") for key in STATE_KEYS),
-        *((json.dumps(whole | {"step": step}), "has no valid 'step'") for step in ("6", -1, True, None)),
-        (json.dumps(whole | {"step": 10**30}), "is truncated or not JSON"),
-        *(
-            (json.dumps(whole | {"files": files}), "has no valid 'files'")
-            for files in ({"../x": 1}, {"x": -1}, {"x": "1"})
-        ),
-        (json.dumps(whole | {"skipped": []}), "has no valid 'skipped'"),
-        (json.dumps(sealed), "is damaged: it does not have its checksum"),
-        (json.dumps({key: sealed[key] for key in sealed if key != "checksum"}), "is damaged: it does not have"),
-        (deep, "is truncated or not JSON"),
+    for text, words in [
+        ('{"format": "somebody else\'s"}', "format | bmburst-checkpoint-1"),
+        ("[]", "format | bmburst-checkpoint-1"),
+        ("", "truncated | JSON"),
+        *((json.dumps({k: v for k, v in whole.items() if k != key}), f"'{key}'") for key in STATE_KEYS),
+        *((json.dumps(whole | {"step": step}), "'step'") for step in ("6", -1, True, None)),
+        (json.dumps(whole | {"step": 10**30}), "truncated | JSON"),
+        *((json.dumps(whole | {"files": files}), "'files'") for files in ({"../x": 1}, {"x": -1}, {"x": "1"})),
+        (json.dumps(whole | {"skipped": []}), "'skipped'"),
+        (json.dumps(sealed), "damaged | checksum"),
+        (json.dumps({key: sealed[key] for key in sealed if key != "checksum"}), "damaged | checksum"),
+        (deep, "truncated | JSON"),
     ]:
         (newest / "state.json").write_text(text)
-        with pytest.raises(UserError, match=rf"state\.json {said}") as caught:
+        with refused(newest, "state.json", words, "fix: ", "another checkpoint"):
             checkpoint.read_progress(newest)
-        assert len(str(caught.value).splitlines()) <= 3
         assert checkpoint.newest_complete(run).name == "step-000004"
     shutil.rmtree(newest)
     newest.write_text("a file, not a folder")
-    with pytest.raises(UserError, match=r"it has no state\.json"):
+    with refused(newest, "no state.json", "fix: ", "another checkpoint"):
         checkpoint.read_progress(newest)
     assert checkpoint.newest_complete(run).name == "step-000004"
     shutil.rmtree(run / "checkpoints" / "step-000004")
@@ -153,16 +149,15 @@ def test_a_checkpoint_of_another_model_or_text_does_no_damage(folder, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("another text\n" * 400)
     cases = [
-        (wider, "intermediate_size is 32 in this model but 24"),
-        ({"data": DataConfig(source=str(other))}, "the data does not go on from this checkpoint"),
-        ({"dtype": "bfloat16"}, "of another model or dtype: .*_param_fp32 is missing"),
+        (wider, "intermediate_size | 32 | 24"),
+        ({"data": DataConfig(source=str(other))}, "data | checkpoint | corpus"),
+        ({"dtype": "bfloat16"}, "dtype | _param_fp32"),
     ]
-    run_program(2, refused, tmp_path, cases)
+    run_program(2, _refuses, tmp_path, cases)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def refused(folder, cases):
-    for changes, message in cases:
-        with pytest.raises(UserError, match=message) as caught:
+def _refuses(folder, cases):
+    for changes, words in cases:
+        with refused(words):
             resume(folder, "run", {"steps": 8, **changes})
-        assert len(str(caught.value).splitlines()) <= 3
