@@ -14,7 +14,7 @@ signatures, which does what its published CUDA sources do.
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash.packages import is_there, load
+from bmburst_ops.flash.limits import is_there, load
 
 NAME = "cpm-kernels"
 _MODULE = "cpm_kernels"

@@ -25,7 +25,7 @@ import torch
 
 from bmburst.comm.streams import On, Order
 from bmburst.comm.transports import PEER_GROUPS
-from bmburst_ops.flash.vectors import held
+from bmburst_ops.flash.memory import held
 
 # Bytes: during a recording torch's cache does not give way. Masks of several tiles take five or six times the sums that
 # `records_kernels` allows: three gradients in fp32, a tile's three, and what the kernel takes itself.

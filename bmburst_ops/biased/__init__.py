@@ -1,12 +1,14 @@
 """Attention with a learned bias and a mask that are computed inside the kernel, from a few integers of each token."""
 
+from torch import Tensor
+
 from bmburst_ops.biased.formula import RelativeBias, ant_bias, ant_relations, bee_bias
 from bmburst_ops.biased.kernel import BiasedGradients, BiasedKernel, require_inputs
 from bmburst_ops.biased.pairs import Pairs, require_relations
 from bmburst_ops.biased.reference import BiasedReferenceKernel
-from bmburst_ops.biased.select import BIASED_NAMES, select_biased_kernel
 from bmburst_ops.biased.tokens import PADDING, Tokens, ant_tokens, bee_tokens
 from bmburst_ops.biased.triton import BiasedTritonKernel
+from bmburst_ops.errors import KernelError
 
 __all__ = [
     "BIASED_NAMES",
@@ -27,3 +29,27 @@ __all__ = [
     "require_relations",
     "select_biased_kernel",
 ]
+
+_KERNELS: tuple[BiasedKernel, ...] = (BiasedTritonKernel(), BiasedReferenceKernel())
+BIASED_NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in _KERNELS))
+
+
+def select_biased_kernel(name: str, q: Tensor) -> BiasedKernel:
+    """Return the kernel of that name; for "auto" Triton's on a GPU that it takes, else the plain one.
+
+    Args:
+        name: "auto", "triton" or "reference".
+        q: Queries `[batch, queries, heads, head_dim]`.
+
+    Raises:
+        KernelError: The name is unknown, or the kernel asked for cannot take these inputs.
+    """
+    if name not in BIASED_NAMES:
+        raise KernelError(f"unknown kernel '{name}' of biased attention\nknown: {', '.join(BIASED_NAMES)}")
+    if name == "auto":
+        able = (kernel for kernel in _KERNELS if kernel.refusal(q) is None)
+        return next(kernel for kernel in able if q.is_cuda or kernel.name == "reference")
+    kernel = next(kernel for kernel in _KERNELS if kernel.name == name)
+    if (reason := kernel.refusal(q)) is not None:
+        raise KernelError(f"kernel '{name}' {reason}\nuse kernel='auto', or 'reference'")
+    return kernel

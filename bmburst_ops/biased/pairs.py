@@ -10,7 +10,7 @@ from torch import Tensor
 from bmburst_ops.biased.formula import RelativeBias
 from bmburst_ops.biased.tokens import Tokens
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash.vectors import Sent, made
+from bmburst_ops.flash.memory import Sent, made
 
 
 class Once:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.biased.pairs import Pairs
-from bmburst_ops.flash.triton_masks import Side
+from bmburst_ops.flash.triton_launch import Side
 
 _AT_ONCE = 64  # blocks of a line that are looked at together
 _MOST = 128  # runs of a line that there is room for

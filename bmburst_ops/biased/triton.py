@@ -163,7 +163,7 @@ def _biases(table: Tensor, pairs: Pairs) -> Tensor:
 def no_sums(grad_out: Tensor, v: Tensor, delta: Tensor, rows: int) -> tuple[Tensor, int]:
     """Return zeroed integer accumulators for the table's gradient, and their number of bits.
 
-    `triton_fixed_point` describes the fixed-point format. The host does not wait. A NaN or infinity in the inputs makes
+    `triton_table` describes the fixed-point format. The host does not wait. A NaN or infinity in the inputs makes
     the whole gradient non-finite.
 
     Args:
@@ -175,7 +175,7 @@ def no_sums(grad_out: Tensor, v: Tensor, delta: Tensor, rows: int) -> tuple[Tens
     Returns:
         int64 `[heads * rows + PEAKS]`, which ends with what the unit follows from.
     """
-    from bmburst_ops.biased.triton_fixed_point import FREE_BITS, PEAKS, peaks_kernel
+    from bmburst_ops.biased.triton_table import FREE_BITS, PEAKS, peaks_kernel
 
     batch, queries, heads, head_dim = grad_out.shape
     dim, keys = padded(head_dim), v.shape[1]
@@ -191,7 +191,7 @@ def no_sums(grad_out: Tensor, v: Tensor, delta: Tensor, rows: int) -> tuple[Tens
 
 def as_numbers(sums: Tensor, bits: int, numbers: Tensor) -> None:
     """Convert the integer sums to floating point and write them to `numbers`, `[rows, heads]`, dense, not empty."""
-    from bmburst_ops.biased.triton_fixed_point import numbers_kernel
+    from bmburst_ops.biased.triton_table import numbers_kernel
 
     programs = -(-numbers.numel() // _AT_ONCE)
     with torch.cuda.device_of(sums):

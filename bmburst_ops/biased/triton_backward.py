@@ -2,7 +2,7 @@
 
 Two kernels: one a block of keys, for dK and dV, and one a block of queries, for dQ and for what blocks that have one
 row of the table add to it; what the others add is `triton_table`'s. That is added up as integers
-(`triton_fixed_point`), so that repeated calls give the same bits although programs add in any order.
+(`triton_table`), so that repeated calls give the same bits although programs add in any order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -10,10 +10,10 @@ row of the table add to it; what the others add is `triton_table`'s. That is add
 import triton
 import triton.language as tl
 
-from bmburst_ops.biased.triton_fixed_point import add_integers, unit_of
 from bmburst_ops.biased.triton_formula import NOT_SPECIALIZED, as_columns, as_rows, load_tokens, lookup_of, table_row_of
 from bmburst_ops.biased.triton_forward import common_bias, is_seen, load_others, stop_of, with_bias
 from bmburst_ops.biased.triton_runs import line_of, load_run
+from bmburst_ops.biased.triton_table import add_integers, unit_of
 from bmburst_ops.flash.triton_backward import load_queries, queries_of
 from bmburst_ops.flash.triton_forward import (
     add_product,
@@ -132,7 +132,7 @@ def queries_kernel(
     """One program: dQ of QUERIES queries of one head, and a share of the table's. Grid: (query blocks, heads, batch).
 
     `sums` is int64 `[heads, rows]`, behind which the peaks stand that its unit follows from, so that it has so many
-    `bits` (`triton_fixed_point`). The others are those of `forward_kernel`.
+    `bits` (`triton_table`). The others are those of `forward_kernel`.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2)

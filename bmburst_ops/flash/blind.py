@@ -13,8 +13,7 @@ from torch.nn.functional import pad
 
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
-from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
-from bmburst_ops.flash.vectors import Sent, send
+from bmburst_ops.flash.memory import Sent, deliver_gradients, deliver_partial, send
 from bmburst_ops.pattern import Band, Rectangle, Segments, rectangles, rows_of, transposed
 
 Shape = Band | Segments

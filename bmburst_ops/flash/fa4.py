@@ -9,9 +9,16 @@ from bmburst_ops.constants import TILE_ROWS
 from bmburst_ops.flash import blind
 from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
-from bmburst_ops.flash.limits import PACKED, unless_able, unless_half_on_gpu, unless_head_dim, without_cells
+from bmburst_ops.flash.limits import (
+    PACKED,
+    load,
+    unless_able,
+    unless_half_on_gpu,
+    unless_head_dim,
+    version_of,
+    without_cells,
+)
 from bmburst_ops.flash.memory import aligned, gradient_memory, writable, writable_statistic
-from bmburst_ops.flash.packages import load, version_of
 from bmburst_ops.flash.varlen import Told, told
 from bmburst_ops.pattern import FULL, Need, Pattern
 

@@ -1,13 +1,57 @@
-"""What several GPU kernels refuse, in one wording: phrases as `Kernel.refusal` returns them, or None."""
+"""Optional kernel packages, and what several kernels refuse: phrases as `Kernel.refusal` returns them, or None.
 
+Packages are found without importing them, and imported when first used.
+"""
+
+import importlib
+import importlib.util
+import re
 from collections.abc import Mapping
-from types import MappingProxyType
+from functools import cache
+from importlib import metadata
+from types import MappingProxyType, ModuleType
 
 import torch
 from torch import Tensor
 
 from bmburst_ops.errors import KernelError
 from bmburst_ops.pattern import CAUSAL, Band, Cells, Need, Pattern, Segments
+
+
+@cache
+def version_of(distribution: str) -> tuple[int, ...] | None:
+    """Return the numbers of an installed distribution's version, (2, 8, 3) of 2.8.3, or None if it is not installed.
+
+    Asked by distribution and not by module: flash-attn and flash-attn-4 share the top-level module `flash_attn`, and
+    flash-attn carries an older copy of what flash-attn-4 is.
+    """
+    try:
+        return tuple(int(n) for n in re.findall(r"\d+", metadata.version(distribution))[:3])
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def is_there(module: str) -> bool:
+    """Whether a top-level module can be found."""
+    return importlib.util.find_spec(module) is not None
+
+
+def load(module: str, kernel: str) -> ModuleType:
+    """Import a package's module, which costs seconds the first time.
+
+    Raises:
+        KernelError: It is installed but cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:  # the last where a package asks for driver and libraries
+        reason = " ".join(str(error).split())
+        raise KernelError(
+            f"kernel '{kernel}' is installed but {module} cannot be imported\n{reason}\n"
+            "reinstall the package, or choose another kernel"
+        ) from error
+
 
 PACKED: frozenset[Need] = frozenset({"window", "segments"})
 """What kernels with windows and variable lengths are able to do."""

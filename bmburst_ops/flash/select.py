@@ -9,13 +9,11 @@ from torch import Tensor
 
 from bmburst_ops.errors import KernelError, unknown_kernel
 from bmburst_ops.flash.cpu import CpuKernel
-from bmburst_ops.flash.cudnn import CudnnKernel
-from bmburst_ops.flash.fa2 import FlashAttention2Kernel
-from bmburst_ops.flash.fa3 import FlashAttention3Kernel
+from bmburst_ops.flash.fa2_fa3 import FlashAttention2Kernel, FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
 from bmburst_ops.flash.kernel import Kernel, NotAlwaysDeterministic
 from bmburst_ops.flash.reference import ReferenceKernel
-from bmburst_ops.flash.torch_cuda import TorchKernel
+from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.flash.triton import TritonKernel
 from bmburst_ops.pattern import Need
 

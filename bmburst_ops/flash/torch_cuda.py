@@ -1,4 +1,7 @@
-"""FlashAttention-2 as torch ships it for NVIDIA GPUs, with its log-sum-exp."""
+"""The attention kernels that torch ships for NVIDIA GPUs: FlashAttention-2, and cuDNN's fused attention.
+
+cuDNN's causal mask is top-left, and it does not know GQA.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -6,20 +9,24 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash import blind
+from bmburst_ops.flash import blind, top_left
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.limits import (
     PACKED,
+    band_of,
+    causal_or_full,
     unless_able,
     unless_ampere,
     unless_half_on_gpu,
     unless_head_dim,
+    unless_repeating,
     without_cells,
 )
 from bmburst_ops.flash.memory import aligned
+from bmburst_ops.flash.reference import ReferenceKernel
 from bmburst_ops.flash.varlen import Told, told_flash_attention_2
 from bmburst_ops.merge import surrogate_out
-from bmburst_ops.pattern import Need, Pattern
+from bmburst_ops.pattern import CAUSAL, FULL, Need, Pattern
 
 
 class TorchKernel:
@@ -89,3 +96,113 @@ def _torch_deterministic() -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
+
+
+_OLDEST = 90501  # before 9.5.1, dO had to be laid out as O
+_WIDE_HEADS = 91000  # from 9.10 on: head dims up to 256, on Hopper alone
+
+
+class CudnnKernel:
+    """`Kernel` over `aten._scaled_dot_product_cudnn_attention`: fp16 and bf16.
+
+    KV heads that several query heads share are expanded for the length of a call. Tiles of one query or one key, which
+    cuDNN does not take everywhere, are computed in plain torch. Each new shape costs cuDNN a plan (once a thread).
+    The operation is called by its own name, which works also where `torch.backends.cudnn.enabled` is off: that switch
+    belongs to convolutions, and BMTrain turns it off.
+    """
+
+    name = "cudnn"
+    recordable = False
+    takes_delta = False
+
+    def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
+        """See `Kernel.refusal`."""
+        del k
+        if (reason := unless_half_on_gpu(q) or unless_able(needs)) is not None:
+            return reason
+        version, capability = torch.backends.cudnn.version() or 0, torch.cuda.get_device_capability(q.device)
+        if version < _OLDEST:
+            return f"needs a torch with cuDNN 9.5.1 or newer, got {version or 'none'}"
+        if capability < (9, 0):
+            return f"needs Hopper or newer, got {torch.cuda.get_device_name(q.device)}"
+        widest = 256 if capability == (9, 0) and version >= _WIDE_HEADS else 128
+        return unless_head_dim(q, widest, " here")
+
+    def nondeterminism(self, q: Tensor) -> str:
+        """See `NotAlwaysDeterministic`: torch does not ask cuDNN for its deterministic algorithm."""
+        del q
+        return "has no deterministic backward in torch"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
+    ) -> Partial:
+        """See `Kernel.forward`."""
+
+        def part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+            if _is_single(q, k):
+                return ReferenceKernel().forward(q, k, v, pattern=CAUSAL if causal else FULL, scale=scale)
+            keys, values = (_expanded(t, q.shape[2]) for t in (k, v))
+            result, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                *(_heads_first(t) for t in (q, keys, values)), None, True, 0.0, causal, False, scale=scale
+            )
+            return Partial(result.transpose(1, 2), lse.flatten(2))  # [batch, heads, queries, 1] as cuDNN has it
+
+        def rectangle(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, into: Partial | None) -> Partial:
+            return top_left.forward(part, q, k, v, causal_or_full(seen, self.name), into)
+
+        return blind.forward(rectangle, q, k, v, band_of(pattern, self.name), into)
+
+    def backward(
+        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
+    ) -> Gradients:
+        """See `Kernel.backward`."""
+        unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
+
+        def rectangle(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
+            return _rectangle_backward(given, causal_or_full(seen, self.name), scale, into)
+
+        return blind.backward(rectangle, given, band_of(pattern, self.name), into)
+
+
+def _rectangle_backward(given: Given, causal: bool, scale: float, into: Gradients | None) -> Gradients:
+    grad_out, q, k, v, lse, delta = given
+    grad, queries, result = (_heads_first(t) for t in (grad_out, q, surrogate_out(grad_out, delta)))
+    statistics = lse.float().contiguous()[..., None]
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # random state of a dropout that is zero
+
+    def part(k: Tensor, v: Tensor, causal: bool) -> Gradients:
+        if _is_single(q, k):
+            pattern = CAUSAL if causal else FULL
+            tile = given._replace(k=k, v=v)
+            return ReferenceKernel().backward(tile, pattern=pattern, scale=scale, deterministic=False)
+        keys, values = (_heads_first(_expanded(t, q.shape[2])) for t in (k, v))
+        lengths = q.shape[1], k.shape[1]
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(grad, queries, keys, values, result, statistics, unused, unused, None, None, None, *lengths, 0.0, causal),
+            scale=scale,
+        )
+        grad_q, grad_k, grad_v = (t.transpose(1, 2) for t in grads)
+        return Gradients(grad_q, *(_reduced(t, k.shape[2]) for t in (grad_k, grad_v)))
+
+    return top_left.backward(part, q, k, v, causal, into)
+
+
+def _is_single(q: Tensor, k: Tensor) -> bool:
+    return q.shape[1] == 1 or k.shape[1] == 1
+
+
+def _expanded(tensor: Tensor, heads: int) -> Tensor:
+    """Return K or V with one head a query head."""
+    group = heads // tensor.shape[2]
+    return tensor if group == 1 else tensor.repeat_interleave(group, dim=2)
+
+
+def _reduced(gradient: Tensor, kv_heads: int) -> Tensor:
+    """Return dK or dV summed over the query heads that share a KV head, in fp32 where there are several."""
+    if gradient.shape[2] == kv_heads:
+        return gradient
+    return torch.sum(gradient.unflatten(2, (kv_heads, -1)), 3, dtype=torch.float32)
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    return aligned(tensor).transpose(1, 2)

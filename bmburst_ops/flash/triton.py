@@ -7,10 +7,18 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
-from bmburst_ops.flash.limits import unless_ampere
-from bmburst_ops.flash.packages import is_there
-from bmburst_ops.flash.triton_launch import Blocks, Kernels, Plan, Table, blocks_of, is_interpreted, launch, plan_for
-from bmburst_ops.flash.triton_masks import mask_for
+from bmburst_ops.flash.limits import is_there, unless_ampere
+from bmburst_ops.flash.triton_launch import (
+    Blocks,
+    Kernels,
+    Plan,
+    Table,
+    blocks_of,
+    is_interpreted,
+    launch,
+    mask_for,
+    plan_for,
+)
 from bmburst_ops.pattern import Need, Pattern
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,11 +1,120 @@
-"""How Triton's attention kernels are cut into programs, and launched. Importing this file needs no Triton."""
+"""Masks, block sizes and launches of the Triton attention kernels. Importing this file needs no Triton."""
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from bmburst_ops.flash.triton_masks import Side
+from bmburst_ops.bounded_cache import bounded_cache
+from bmburst_ops.flash.memory import Sent, send
+from bmburst_ops.flash.reference import cell_of
+from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, IntArray, Pattern, Rows, rows_of, transposed
+
+_CHUNK = 2**22  # tiles looked at once
+
+Side = Literal["queries", "keys"]
+
+
+class Mask(NamedTuple):
+    """How a kernel masks, and its vectors, in the order of its arguments; None for those that are not read."""
+
+    kind: Literal["full", "causal", "rows", "cells"]
+    starts: Tensor | None = None
+    """For each token of the kernel's side, the first of the other that it has to do with; int32, as all of them."""
+    stops: Tensor | None = None
+    """And the one after the last."""
+    query_cells: Tensor | None = None
+    """In which cell each query lies."""
+    key_cells: Tensor | None = None
+    cells: Tensor | None = None
+    """Whether a cell is on, `[rows of cells, columns]`, flat."""
+    cell_columns: int = 0
+    tiles: Tensor | None = None
+    """First tokens of the blocks that a block of the kernel's side has to do with: those all open, then the others."""
+    tile_ends: Tensor | None = None
+    """Where these begin in `tiles`: two numbers a block, and the end."""
+
+
+def mask_for(pattern: Pattern, q: Tensor, k: Tensor, side: Side, rows: int, columns: int) -> Mask:
+    """Return the mask of a kernel whose programs hold `rows` tokens of a side and go over `columns` of the other."""
+    queries, keys, device = q.shape[1], k.shape[1], q.device
+    if isinstance(pattern, Band):
+        pattern = pattern.within(queries, keys)
+        if pattern == FULL:
+            return Mask("full")
+        if pattern == CAUSAL and queries <= keys:
+            return Mask("causal")
+    starts, stops = _intervals(pattern, queries, keys, side, device).here()
+    if not isinstance(pattern, Cells):
+        return Mask("rows", starts, stops)
+    query_cells, key_cells, cells = _cells(pattern, queries, keys, device).here()
+    tiles, ends = _tiles(pattern, queries, keys, side, rows, columns, device).here()
+    return Mask("cells", starts, stops, query_cells, key_cells, cells, pattern.cells.shape[1], tiles, ends)
+
+
+@bounded_cache(maxsize=64)
+def _intervals(pattern: Pattern, queries: int, keys: int, side: Side, device: torch.device) -> Sent:
+    return send(_rows(pattern, queries, keys, side), device)
+
+
+@bounded_cache(maxsize=64)
+def _cells(pattern: Cells, queries: int, keys: int, device: torch.device) -> Sent:
+    places = cell_of(pattern.query_edges, 0, queries), cell_of(pattern.key_edges, 0, keys)
+    return send((*places, pattern.cells), device)
+
+
+@bounded_cache(maxsize=64)
+def _tiles(pattern: Cells, queries: int, keys: int, side: Side, rows: int, columns: int, device: torch.device) -> Sent:
+    cells = pattern.cells
+    places = cell_of(pattern.query_edges, 0, queries), cell_of(pattern.key_edges, 0, keys)
+    if side == "keys":
+        cells, places = cells.T, (places[1], places[0])
+    return send(tile_lists(_rows(pattern, queries, keys, side), *places, cells, rows, columns), device)
+
+
+def _rows(pattern: Pattern, queries: int, keys: int, side: Side) -> Rows:
+    rows = rows_of(pattern, queries, keys)
+    return rows if side == "queries" else transposed(rows, keys)
+
+
+def tile_lists(
+    seen: Rows, row_cells: IntArray, column_cells: IntArray, cells: NDArray[np.bool_], rows: int, columns: int
+) -> tuple[IntArray, IntArray]:
+    """Return `(tiles, ends)` as `Mask` has them, for blocks of so many rows and columns.
+
+    A tile is listed if any of its cells is on and any of its rows' intervals reaches into it; among the open ones if
+    all are, and all do so over its whole width. How many are on is a sum over a rectangle, which four numbers tell.
+    """
+    row_first, row_last = _blocks(len(row_cells), rows)
+    first, last = _blocks(len(column_cells), columns)
+    sums = np.pad(cells.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+    left, right = column_cells[first], column_cells[last] + 1
+    order, tiles = [], []
+    step = max(1, _CHUNK // max(1, len(first)))
+    for at in range(0, len(row_first), step):
+        top_row, bottom_row = (side[at : at + step, None] for side in (row_first, row_last))
+        top, bottom = row_cells[top_row], row_cells[bottom_row] + 1
+        on = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
+        listed = (on > 0) & (first < seen.stop[bottom_row]) & (last >= seen.start[top_row])
+        is_open = listed & (on == (bottom - top) * (right - left))
+        is_open &= (first >= seen.start[bottom_row]) & (first + columns <= seen.stop[top_row])
+        block, column = np.nonzero(listed)
+        order.append((block + at) * 2 + ~is_open[block, column])
+        tiles.append(first[column])
+    if not tiles:
+        return np.zeros(0, np.int64), np.zeros(1, np.int64)
+    places = np.concatenate(order)
+    counts = np.bincount(places, minlength=2 * len(row_first))
+    ends = np.concatenate((np.zeros(1, np.int64), counts.cumsum()))
+    return np.concatenate(tiles)[np.argsort(places, kind="stable")], ends
+
+
+def _blocks(count: int, size: int) -> tuple[IntArray, IntArray]:
+    """Return the first and the last token of each block."""
+    first = np.arange(0, count, size)
+    return first, np.minimum(first + size, count) - 1
 
 
 class Blocks(NamedTuple):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
-from bmburst_ops.flash.vectors import Sent, send
+from bmburst_ops.flash.memory import Sent, deliver_gradients, deliver_partial, send
 from bmburst_ops.pattern import CAUSAL, Band, IntArray, Segments
 
 

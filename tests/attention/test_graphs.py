@@ -10,8 +10,8 @@ import torch
 
 from bmburst.attention import graphs as module
 from bmburst.attention.graphs import Recording, Recordings
-from bmburst_ops.flash import vectors
-from bmburst_ops.flash.vectors import Sent, held, send
+from bmburst_ops.flash import memory
+from bmburst_ops.flash.memory import Sent, held, send
 
 CPU = torch.device("cpu")
 
@@ -120,5 +120,5 @@ def test_work_that_varies_is_recorded_in_memory_of_one_piece(monkeypatch, varyin
 def test_nothing_is_sent_into_a_graph():
     with held(), pytest.raises(AssertionError):
         send([np.arange(3)], CPU)
-    assert vectors._holder.get() is None
+    assert memory._holder.get() is None
     send([np.arange(3)], CPU)

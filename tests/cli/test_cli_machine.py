@@ -10,7 +10,7 @@ from bmburst.cli import main
 from bmburst.cli.check import runs_to_compare
 from bmburst.errors import UserError
 from bmburst.train.resolve import require_machine, resolve
-from bmburst_ops.flash import packages
+from bmburst_ops.flash import limits
 from tests.cli.commands import refused
 from tests.refusals import says
 
@@ -29,8 +29,8 @@ def gpu(monkeypatch):
 
         found = types.SimpleNamespace(find_spec=lambda name: name if name in (*installed, "triton") else None)
         known = types.SimpleNamespace(version=version, PackageNotFoundError=metadata.PackageNotFoundError)
-        monkeypatch.setattr(packages, "metadata", known)
-        monkeypatch.setattr(packages, "importlib", types.SimpleNamespace(util=found))
+        monkeypatch.setattr(limits, "metadata", known)
+        monkeypatch.setattr(limits, "importlib", types.SimpleNamespace(util=found))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
@@ -38,11 +38,11 @@ def gpu(monkeypatch):
         return asked
 
     asked = []
-    packages.version_of.cache_clear()
-    packages.is_there.cache_clear()
+    limits.version_of.cache_clear()
+    limits.is_there.cache_clear()
     yield pretend
-    packages.version_of.cache_clear()
-    packages.is_there.cache_clear()
+    limits.version_of.cache_clear()
+    limits.is_there.cache_clear()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 
 from bmburst_ops import cpm_kernels, rms_norm
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import packages
+from bmburst_ops.flash import limits
 
 STREAM = 1234
 HALF = torch.float16
@@ -164,6 +164,6 @@ def test_a_package_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPat
         raise problem
 
     monkeypatch.setattr(cpm_kernels, "refusal", lambda *_: None)
-    monkeypatch.setattr(packages.importlib, "import_module", fails)
+    monkeypatch.setattr(limits.importlib, "import_module", fails)
     with pytest.raises(KernelError, match=f"cpm_kernels cannot be imported\n{problem}"):
         rms_norm.rms_norm(torch.zeros(2, 8, dtype=HALF), torch.ones(8, dtype=HALF), 1e-5, kernel="cpm-kernels")

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from bmburst_ops.flash import CAUSAL, FULL, Band, Given, Gradients, ReferenceKernel, Segments
-from bmburst_ops.flash.fa2 import FlashAttention2Kernel
-from bmburst_ops.flash.fa3 import FlashAttention3Kernel
+from bmburst_ops.flash.fa2_fa3 import FlashAttention2Kernel, FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
 from bmburst_ops.flash.memory import is_aligned
 from bmburst_ops.flash.torch_cuda import TorchKernel

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, Given, Gradients, Partial, packages, select_kernel
-from bmburst_ops.flash.cudnn import CudnnKernel
-from bmburst_ops.flash.fa3 import FlashAttention3Kernel
+from bmburst_ops.flash import CAUSAL, Given, Gradients, Partial, limits, select_kernel
+from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
 from bmburst_ops.flash.memory import aligned, is_aligned
-from bmburst_ops.flash.torch_cuda import TorchKernel
+from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
 from bmburst_ops.merge import row_dots
 from tests.ops.masked import Masked
 from tests.ops.package_stand_ins import attend, differentiate, fa2, fa3, fa4, install, older_fa3
@@ -184,18 +183,18 @@ def gpu(monkeypatch):
                 return installed[distribution]
             raise metadata.PackageNotFoundError(distribution)
 
-        packages.version_of.cache_clear()
-        packages.is_there.cache_clear()
-        monkeypatch.setattr(packages.metadata, "version", version)
-        monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: installed.get(name))
+        limits.version_of.cache_clear()
+        limits.is_there.cache_clear()
+        monkeypatch.setattr(limits.metadata, "version", version)
+        monkeypatch.setattr(limits.importlib.util, "find_spec", lambda name: installed.get(name))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         return SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, 8, 2, head_dim))
 
     yield pretend
-    packages.version_of.cache_clear()
-    packages.is_there.cache_clear()
+    limits.version_of.cache_clear()
+    limits.is_there.cache_clear()
 
 
 ALL = {"flash-attn": "2.8.3", "flash-attn-4": "4.0.0b36", "flash_attn_interface": "found"}

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from bmburst_ops.flash import CAUSAL, FULL, Band, Cells, Given, Gradients, Segments
+from bmburst_ops.flash.memory import send
 from bmburst_ops.flash.reference import cell_of
 from bmburst_ops.flash.triton import TritonKernel
-from bmburst_ops.flash.triton_masks import mask_for, tile_lists
-from bmburst_ops.flash.vectors import send
+from bmburst_ops.flash.triton_launch import mask_for, tile_lists
 from bmburst_ops.pattern import rows_of, transposed
 from tests.ops.masked import Masked
 from tests.ops.masks import a_cells, blocks, some, visible
