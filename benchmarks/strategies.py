@@ -1,0 +1,127 @@
+"""What `strategy="auto"` takes, beside the other strategies: `bmburst launch --nproc 2 -- -m benchmarks.strategies`.
+
+The cases are those in which the strategies' predicted times are close on 2 GPUs: short sequences, windows and packed
+documents. A time is the median of forward and backward of one call, on the slowest rank; strategies take turns.
+Without GPUs the sequences are shorter, and the numbers say nothing but that the program runs.
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import bmburst
+from benchmarks.engine.machine import write_record
+from benchmarks.engine.timing import RankGroup, in_turns
+from bmburst.attention.call import head_shapes
+from bmburst.schedule.cost import Placement
+from bmburst.schedule.hardware import HOST, hardware_like
+from bmburst.schedule.layout import make_layout
+from bmburst.schedule.mask import Mask
+from bmburst.schedule.strategy import choose_strategy
+from bmburst.schedule.strategy_names import Strategy
+
+HEAD_DIM, WINDOW = 128, 4096
+LENGTHS = (1024, 4096, 16384, 700, 9000)  # of documents, again and again
+CASES = (
+    *((heads, 8192, "documents") for heads in ((32, 32), (40, 40))),
+    *(((7, 7), 8192, mask) for mask in ("causal", "full", "window")),
+    *((heads, tokens, "window") for heads in ((32, 32), (32, 8)) for tokens in (131072, 262144)),
+    *(((8, 1), tokens, mask) for tokens in (65536, 131072, 524288) for mask in ("window", "documents")),
+    *((heads, 524288, "window") for heads in ((12, 4), (28, 4))),
+    ((32, 8), 131072, "documents"),
+)
+STRATEGIES = ("heads", "gather", "ring")
+WARM_UP, REPEATS, SECONDS = 5, 31, 2.0
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the cases (default: all)")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    options = parser.parse_args()
+    is_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None)
+    rows = []
+    for heads, tokens, mask in CASES[: options.cases]:
+        rows.append(_measure(heads, tokens if is_cuda else tokens // 64, mask, device))
+        if is_cuda:
+            bmburst.empty_cache()
+            torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        write_record(options.output, "benchmarks.strategies", dist.get_world_size(), rows=rows)
+        print(table := _table(rows))
+        if options.output is not None:
+            options.output.with_suffix(".md").write_text(table + "\n", encoding="utf-8")
+    dist.destroy_process_group()
+    return 0
+
+
+def _mask(name: str, tokens: int) -> Mask:
+    if name == "documents":
+        ends = itertools.takewhile(lambda end: end < tokens, itertools.accumulate(itertools.cycle(LENGTHS)))
+        return bmburst.Documents.from_cu_seqlens([0, *ends, tokens])
+    return {"window": bmburst.SlidingWindow(WINDOW), "causal": bmburst.Causal(), "full": bmburst.Full()}[name]
+
+
+def _measure(heads: tuple[int, int], tokens: int, name: str, device: torch.device) -> dict[str, Any]:
+    """Return a case's row: predicted choice, and milliseconds of each strategy that can do it."""
+    world, mask = dist.group.WORLD, _mask(name, tokens)
+    assert world is not None
+    group = RankGroup(process_group=world, rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+    local = tokens // group.size
+    torch.manual_seed(group.rank)
+    q, k, v, grad = (
+        torch.randn(1, local, count, HEAD_DIM, device=device, dtype=torch.bfloat16)
+        for count in (heads[0], heads[1], heads[1], heads[0])
+    )
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    shapes = head_shapes(make_layout("zigzag", group.size, local), q, k)
+    placement = Placement("peer" if device.type == "cuda" else "gloo")
+    machine = hardware_like(torch.cuda.get_device_name(device) if device.type == "cuda" else HOST)
+    taken = _name(choose_strategy("auto", shapes, tokens, mask, placement, machine), group.size)
+    can = [each for each in STRATEGIES if each != "heads" or not heads[0] % group.size]
+
+    def call(strategy: str) -> None:
+        out = bmburst.burst_attention(*leaves, mask=mask, strategy=strategy)
+        torch.autograd.grad(out, leaves, grad)
+
+    for strategy in can * WARM_UP:
+        call(strategy)
+    times = in_turns(*(partial(call, strategy) for strategy in can), group=group, repeats=REPEATS, seconds=SECONDS)
+    row = {"query_heads": heads[0], "kv_heads": heads[1], "tokens": tokens, "mask": name, "auto": taken}
+    return row | {strategy: statistics.median(found) for strategy, found in zip(can, times, strict=True)}
+
+
+def _name(strategy: Strategy, ranks: int) -> str:
+    return "heads" if strategy.ulysses_degree == ranks else strategy.outer
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as Markdown; the last column is auto's time over the best one's."""
+    lines = [
+        "| heads | tokens | mask | heads, ms | gather, ms | ring, ms | auto takes | auto / best |",
+        "|---" * 8 + "|",
+    ]
+    for row in rows:
+        found = {name: row[name] for name in STRATEGIES if name in row}
+        cells = (f"{found[name]:.3f}" if name in found else "-" for name in STRATEGIES)
+        ratio = found[row["auto"]] / min(found.values())
+        own = f"{row['query_heads']} / {row['kv_heads']}"
+        lines.append(f"| {own} | {row['tokens']} | {row['mask']} | {' | '.join(cells)} | {row['auto']} | {ratio:.3f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
