@@ -110,10 +110,8 @@ def _name(strategy: Strategy, ranks: int) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as Markdown; the last column is auto's time over the best one's."""
-    lines = [
-        "| heads | tokens | mask | heads, ms | gather, ms | ring, ms | auto takes | auto / best |",
-        "|---" * 8 + "|",
-    ]
+    names = " | ".join(f"{name}, ms" for name in STRATEGIES)
+    lines = [f"| query / KV heads | tokens | mask | {names} | auto takes | auto / best |", "|---" * 8 + "|"]
     for row in rows:
         found = {name: row[name] for name in STRATEGIES if name in row}
         cells = (f"{found[name]:.3f}" if name in found else "-" for name in STRATEGIES)
