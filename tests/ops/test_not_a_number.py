@@ -80,8 +80,8 @@ def test_stays_in_its_document(pattern, kernel, name, value):
         spoiled[name][1, where, 1, 3] = value
         found = passes(chosen, **spoiled, pattern=pattern)
         for x, y in zip(found, wanted, strict=True):
-            # Of other samples and documents. Packages add gradients in any order.
-            exact = {} if kernel in ("fa4", "fa3", "fa2", "torch") else {"rtol": 0, "atol": 0}
+            # Of other samples and documents. Packages add gradients in any order; documents computed again are rounded.
+            exact = {"rtol": 2e-2, "atol": 1e-2} if kernel in ("fa4", "fa3", "fa2", "torch") else {"rtol": 0, "atol": 0}
             torch.testing.assert_close((x[0], x[1, :begin], x[1, end:]), (y[0], y[1, :begin], y[1, end:]), **exact)
         if kernel == "triton" and name == "v" and pattern != CAUSAL:
             assert torch.equal(found[0][1, :, 2:4].isfinite().flatten(1).all(1), ~mask[:, where])
