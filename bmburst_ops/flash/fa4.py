@@ -81,7 +81,7 @@ class FlashAttention4Kernel:
             return call.partial(result, lse, q, into)
 
         found = blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
-        return isolate_forward(found, q, k, v, pattern=pattern, scale=scale)
+        return isolate_forward(found, q, k, v, pattern=pattern, scale=scale) if q.is_cuda else found  # a stand-in
 
     def backward(
         self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
@@ -117,7 +117,7 @@ class FlashAttention4Kernel:
             return call.gradients(gradients, given.q.shape[0], into)
 
         found = blind.backward(part, given, without_cells(pattern, self.name), into)
-        return isolate_backward(found, given, pattern=pattern, scale=scale)
+        return isolate_backward(found, given, pattern=pattern, scale=scale) if given.q.is_cuda else found
 
 
 def fa4_options(call: Told) -> dict[str, Any]:

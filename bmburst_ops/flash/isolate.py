@@ -1,13 +1,12 @@
 """NaN kept in its document, after kernels whose tiles of packed documents reach into the next document."""
 
 from functools import cache
-from typing import TypeGuard
 
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
 from bmburst_ops.flash.triton import near_rows, strides_of
-from bmburst_ops.flash.triton_launch import Blocks, Kernels, is_interpreted, launch
+from bmburst_ops.flash.triton_launch import Blocks, Kernels, launch
 from bmburst_ops.flash.varlen import told
 from bmburst_ops.pattern import Pattern, Segments
 
@@ -27,7 +26,7 @@ def isolate_forward(found: Partial, q: Tensor, k: Tensor, v: Tensor, *, pattern:
         pattern: A band has one document, and is left as it is.
         scale: Factor on the scores, above 0.
     """
-    if _is_needed(pattern, q):
+    if isinstance(pattern, Segments):
         tensors = [near_rows(t) for t in (q, k, v)]
         _run(_kernels().forward, [*tensors, found.out], q, k, pattern, scale, over_keys=True)
     return found
@@ -42,16 +41,11 @@ def isolate_backward(found: Gradients, given: Given, *, pattern: Pattern, scale:
         pattern: See `isolate_forward`.
         scale: Factor on the scores, above 0.
     """
-    if _is_needed(pattern, given.q):
+    if isinstance(pattern, Segments):
         tensors = [*map(near_rows, given[:4]), *(t.transpose(1, 2) for t in given[4:])]
         _run(_kernels().keys, [*tensors, *found[1:]], given.q, given.k, pattern, scale, over_keys=False)
         _run(_kernels().queries, [*tensors, found.q], given.q, given.k, pattern, scale, over_keys=True)
     return found
-
-
-def _is_needed(pattern: Pattern, q: Tensor) -> TypeGuard[Segments]:
-    """Return whether there are documents on a device that Triton runs on; on others, packages are stand-ins of tests."""
-    return isinstance(pattern, Segments) and (q.is_cuda or is_interpreted(_kernels().forward))
 
 
 def _run(
