@@ -25,7 +25,7 @@ from tests.ops.tiles import DEVICE
 
 LENGTHS = (5, 1, 9, 30, 3) if DEVICE == "cpu" else (5, 1, 300, 9, 130, 3)
 EDGES = tuple(np.cumsum((0, *LENGTHS)).tolist())
-WHERE = (0, EDGES[2] + 2, EDGES[4] + 1)  # in a document's middle, its beginning, and where it alone fills no block
+WHERE = (EDGES[2] + 2,) if DEVICE == "cpu" else (EDGES[2] + 2, EDGES[4] + 1)
 CELLS = Cells(
     *(np.repeat(edges, LENGTHS) for edges in (EDGES[:-1], EDGES[1:])), *[np.array(EDGES)] * 2, np.eye(len(LENGTHS)) > 0
 )
@@ -36,6 +36,7 @@ PATTERNS = {
     "cells": CELLS,
     "causal": CAUSAL,
 }
+HEAD_DIM = 16 if DEVICE == "cpu" else 64
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 
 # The interpreter's.
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ign
 
 
 def kernels(pattern):
-    q = torch.zeros(1, 1, 1, 64, dtype=DTYPE, device=DEVICE)
+    q = torch.zeros(1, 1, 1, HEAD_DIM, dtype=DTYPE, device=DEVICE)
     return {*able_kernels(q, q, needs=pattern.needs), "triton"}
 
 
@@ -56,8 +57,9 @@ def passes(kernel, q, k, v, grad, pattern):
     return [out, lse.transpose(1, 2), *gradients]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
+@pytest.mark.parametrize(
+    ("name", "value"), [*((name, float("nan")) for name in ("q", "k", "v", "grad")), ("v", float("inf"))]
+)
 @pytest.mark.parametrize(
     ("pattern", "kernel"), [(name, kernel) for name, each in PATTERNS.items() for kernel in sorted(kernels(each))]
 )
@@ -66,7 +68,7 @@ def test_stays_in_its_document(pattern, kernel, name, value):
     generator = torch.Generator().manual_seed(0)
     names, heads, count = ("q", "k", "v", "grad"), (4, 2, 2, 4), EDGES[-1]
     clean = {
-        each: torch.randn(2, count, heads[at], 64, generator=generator).to(DEVICE, DTYPE)
+        each: torch.randn(2, count, heads[at], HEAD_DIM, generator=generator).to(DEVICE, DTYPE)
         for at, each in enumerate(names)
     }
     chosen = select_kernel(kernel, clean["q"], clean["k"], needs=pattern.needs)
@@ -128,7 +130,7 @@ def test_documents_computed_again(pattern, name):
 @pytest.mark.parametrize("kernel", [BiasedReferenceKernel(), BiasedTritonKernel()], ids=lambda kernel: kernel.name)
 def test_stays_in_its_packed_instance(kernel, name):
     """Of CPM-Bee: several instances in a sequence, told apart by `span`."""
-    batch = draw_bee(3, 2, 70 if DEVICE == "cpu" else 500)
+    batch = draw_bee(3, 2, 35 if DEVICE == "cpu" else 500)
     formula, relations, tokens = ours(batch)
     whole = draw(5, *batch.segment.shape, 2, 16, batch.rows)
     q, k, v, table, grad = (t.to(DEVICE, torch.float32) for t in whole[:5])
@@ -142,7 +144,7 @@ def test_stays_in_its_packed_instance(kernel, name):
 
     clean = {"q": q, "k": k, "v": v, "grad": grad}
     wanted, _ = passes(**clean)
-    for span in range(3):
+    for span in (1,) if DEVICE == "cpu" else (0, 1, 2):
         where = int((batch.span[1] == span).nonzero()[0])
         spoiled = {each: x.clone() for each, x in clean.items()}
         spoiled[name][1, where, 1, 3] = float("nan")
