@@ -170,8 +170,8 @@ def require_space(needs: Mapping[str, tuple[Path, int]], fix: str) -> None:
         if needed > free:
             parts = " and ".join(f"{what} {amount(needs[what][1])}" for what in whats)
             raise UserError(
-                f"{needs[whats[0]][0]}: the run writes {amount(needed)} ({parts}), but only {amount(free)} are free\n"
-                f"fix: free {amount(needed - free)} more, or give {fix}"
+                f"{needs[whats[0]][0]}: {amount(free)} are free, but the run writes {amount(needed)}: {parts}\n"
+                f"fix: make room for {amount(needed - free)} more, or give {fix}"
             )
 
 

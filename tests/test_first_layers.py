@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.attention import function
 from bmburst.blocks.presets import PRESETS
+from tests.attention.counting import count_forward
 from tests.distributed.programs import run_program
 
 MODEL = replace(PRESETS["llama-tiny"], num_layers=3)
@@ -59,14 +59,14 @@ def step(policy):
     ids = torch.randint(MODEL.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     batch, layers, attention = shard.batch(ids), Counter(), []
     blocks = [id(block._module) for block in model.model.layers]
-    run, attend = TransformerBlock._forward, function.forward
+    run = TransformerBlock._forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             TransformerBlock,
             "_forward",
             lambda self, *args: layers.update([blocks.index(id(self))]) or run(self, *args),
         )
-        patch.setattr(function, "forward", lambda *args: attention.append(1) or attend(*args))
+        count_forward(patch, attention.append)
         loss = model.loss(batch.tokens, batch.positions, batch.labels, TOKENS)
         loss.backward()
     torch.cuda.current_stream().synchronize()

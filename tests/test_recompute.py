@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.attention import function
 from bmburst.comm.local import run_ranks
 from bmburst.mesh import Mesh, MeshShape, current_mesh
 from bmburst.recompute import checkpoint, is_recomputing
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import POLICIES, BlockBytes, Policy
+from tests.attention.counting import count_forward
 from tests.live_bytes import LiveBytes
 from tests.refusals import refused
 
@@ -43,8 +43,7 @@ def inputs(comm, seed):
 @pytest.fixture
 def forward_calls(monkeypatch):
     calls = []
-    original = function.forward
-    monkeypatch.setattr(function, "forward", lambda call, *args: calls.append(call.comm.rank) or original(call, *args))
+    count_forward(monkeypatch, lambda call: calls.append(call.comm.rank))
     return calls
 
 

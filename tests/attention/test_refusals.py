@@ -76,7 +76,7 @@ def test_unknown_values_are_refused_on_every_rank(options, words, wrong_ranks):
         (lambda q, k, v: (q, k, v[:, :, :1]), "k and v | shape | [1, 4, 2, 8] | [1, 4, 1, 8] | fix: "),
         (
             lambda q, k, v: (q, k[:, :2], v[:, :2]),
-            "k is [1, 2, 2, 8] | q is [1, 4, 2, 8] | equal | every rank",
+            "k is [1, 2, 2, 8] | q is [1, 4, 2, 8] | equal | each rank",
         ),
         (lambda q, k, v: (q[:, :, :1], k, v), "1 query heads | 2 key/value heads | multiple"),
         (lambda q, k, v: (q[:, :3], k[:, :3], v[:, :3]), "layout | 'zigzag' | multiple of 2 | got 3 | multiple of 4"),

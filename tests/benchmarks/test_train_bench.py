@@ -336,7 +336,7 @@ def test_the_same_command_starts_nothing_more(run, monkeypatch):
         (("--ranks", "2", "--recompute", "all"), "recompute | 'all' | known: "),
         (("--ranks", "2", "--recompute", "block+first-x"), "'block+first-x' | 'x' | fix: block+first-1"),
         (("--ranks", "2", "--kernel", "fa4"), "kernel | 'fa4' | NVIDIA | cpu"),
-        (("--ranks", "2", "--text", "no/such"), "--text no/such | no such file"),
+        (("--ranks", "2", "--text", "no/such"), "--text no/such | does not exist"),
         (("--ranks", "2", "--dtype", "float16"), "--dtype float16"),
         (("--ranks", "2", "--steps", "-1"), "--steps -1"),
         (("--gpus", "2"), "no GPU | fix: --ranks"),

@@ -213,7 +213,7 @@ OWN = "allowed: .safetensors files in its own directory | fix: "
         (_text("config.json", "{"), "config.json | JSON | fix: "),
         (_text("config.json", "[]"), "config.json | JSON object | fix: "),
         (_config(model_type="gpt2"), "model_type | 'gpt2' | llama, minicpm, mistral, qwen2, qwen3"),
-        (_config(sliding_window=4), "llama | sliding_window | fix: model_type | 'mistral'"),
+        (_config(sliding_window=4), "llama | sliding_window | fix: set model_type | 'mistral'"),
         (_config(model_type="gemma2"), "gemma2 | logit softcap | attn_logit_softcapping | allowed: model_type llama"),
         (_config(model_type="gpt_oss"), "gpt_oss | attention sinks | allowed: model_type llama"),
         (_config(model_type="minicpm", scale_emb=12), "minicpm | scale_depth, dim_model_base | fix: "),

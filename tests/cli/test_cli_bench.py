@@ -149,7 +149,7 @@ def test_tables_and_pictures_come_from_a_file_alone(tmp_path, capsys):
     assert bench("--table") == 2
     says(capsys.readouterr().err, "--output")
     assert bench("--plot", "--output", str(tmp_path / "other.json")) == 2
-    says(capsys.readouterr().err, "other.json", "no such file")
+    says(capsys.readouterr().err, "other.json", "does not exist")
 
 
 def test_a_list_for_gpus_needs_none(capsys):

@@ -302,7 +302,7 @@ def test_a_resumed_runs_configuration_is_checked(launches, here, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--check-steps", "0"], "--check-steps 0 | 1 and more"),
+        (["--check-steps", "0"], "--check-steps 0 | at least 1"),
         (["--check-steps", "two"], "--check-steps two | whole number"),
         (["--nproc", "1"], "check | several ranks | one"),
         (["--nproc", "3", "--data-parallel", "2"], "data_parallel 2 | 3 ranks | 1, 3"),

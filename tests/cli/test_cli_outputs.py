@@ -56,7 +56,7 @@ def test_folders(here):
     assert sorted(here.rglob("*")) == found, "something was left"
     (here / "nowhere").symlink_to("gone")
     for path in ("file", "file/folder", "/proc/none", "nowhere", "nowhere/folder", f"{'x' * 300}/b"):
-        with refusals.refused("--trace", path, "written", "fix: a folder"):
+        with refusals.refused("--trace", path, "written", "fix: give a folder"):
             require_folder("--trace", Path(path))
 
 
@@ -66,7 +66,7 @@ def test_only_files_of_the_same_kind_are_replaced(here):
     for name in ("file", "empty", "new", "folder"):
         require_own("--output", Path(name), *OURS)
     for is_own in (OURS[1], lambda _: False):
-        with refusals.refused("--output theirs", "no text", "fix: ", "new file"):
+        with refusals.refused("--output theirs", "not text", "fix: ", "new file"):
             require_own("--output", Path("theirs"), "text", is_own)
 
 
@@ -144,14 +144,14 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
         (("plan", *PLAN, "--output", "folder"), "--output folder | .png"),
         (("plan", *PLAN, "--output", "/proc/none.png"), "--output /proc/none.png | cannot be written | fix: "),
         (("plan", "--calibrate", "--output", "folder"), "--output folder | cannot be written | Is a directory | fix: "),
-        (("plan", *PLAN, "--ranks", "3"), "--ranks 3 | --calibrate | fix: --gpus"),
+        (("plan", *PLAN, "--ranks", "3"), "--ranks 3 | --calibrate | fix: give --gpus"),
         (("plan", "--check", *PLAN), "--check | --model | --seq | fix: leave them out"),
         (
             ("plan", "--check", "--json"),
-            "--json | --check | fix: leave one",
+            "--json | --check | fix: leave out one",
         ),
         (("plan", "--calibrate", *PLAN), "--calibrate | --model | --seq | fix: leave them"),
-        (("plan", "--check", "--calibrate"), "--check | --calibrate | fix: a command for each"),
+        (("plan", "--check", "--calibrate"), "--check | --calibrate | fix: run bmburst plan once with each"),
         (
             ("plan", *PLAN, "--batch", "2", "--micro-batch", "3"),
             "--micro-batch 3 | --batch 2 | allowed: ",
@@ -166,12 +166,12 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
             "--mlp-chunk 2KB | whole number | 64K for 65536 | fix:",
         ),
         (("plan", *PLAN, "--gpus", "1K"), "--gpus 1K | a whole number\n"),
-        (("bench", "train", "--ranks", "2", "--tokens", "1K,2X"), "--tokens 1K,2X | whole numbers with commas"),
+        (("bench", "train", "--ranks", "2", "--tokens", "1K,2X"), "--tokens 1K,2X | whole numbers separated by commas"),
         (
             ("bench", "train", "--ranks", "2K"),
-            "--ranks 2K | whole numbers with commas | 2,4",
+            "--ranks 2K | whole numbers separated by commas | 2,4",
         ),
-        (("bench", "attention", "--ranks", "2", "--tokens", "0K"), "--tokens 0K | 1 and more"),
+        (("bench", "attention", "--ranks", "2", "--tokens", "0K"), "--tokens 0K | at least 1"),
         (("check", "--json", "/proc/none"), "--json /proc/none | cannot be written | fix: "),
         (("bench", "attention", "--ranks", "2", "--output", "folder"), "--output folder | .json"),
         (
@@ -180,7 +180,7 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
         ),
         (
             ("bench", "attention", "--ranks", "2", "--trace", "file"),
-            "--trace file | written | Not a directory | fix: a folder",
+            "--trace file | written | Not a directory | fix: give a folder",
         ),
         (("bench", "train", "--ranks", "2", "--cell-seconds", "x"), "--cell-seconds x | a number\n"),
         (("bench", "train", "--ranks", "2", "--text", "latin"), "'latin' | text file | byte 4 | UTF-8"),
@@ -189,8 +189,8 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
             "list.json | benchmark | JSON object",
         ),
         (("bench", "train", "--table", "--output", "other.json"), "other.json | benchmark | format | other"),
-        (("data", "--input", "file", "--output", "file"), "--output file | no token file | fix: the name"),
-        (("data", "--input", "latin", "--output", "file"), "--output file | no token file | fix: the name"),
+        (("data", "--input", "file", "--output", "file"), "--output file | not a token file | fix: give the name"),
+        (("data", "--input", "latin", "--output", "file"), "--output file | not a token file | fix: give the name"),
         (("convert", "folder", "out", "--to", "bmburst", "--part-size", "inf"), "--part-size inf | gigabytes"),
         (("convert", "folder", "out", "--to", "bmburst", "--part-size", "nan"), "--part-size nan | a number\n"),
         (("convert", "folder", "out", "--to", "bmburst", "--part-size", "big"), "--part-size big | a number\n"),

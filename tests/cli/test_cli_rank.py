@@ -155,7 +155,7 @@ def test_eval_refuses_a_cache_that_cannot_be_written(launches, held_out, tmp_pat
     argv = ["eval", "--checkpoint", str(held_out), "--sequence-length", "64", "--data"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "held.txt"))
     cache = f"XDG_CACHE_HOME {tmp_path}/held.txt/bmburst"
-    says(refused(capsys, *argv, "held.txt"), cache, "written", "Not a directory", "fix: a folder")
+    says(refused(capsys, *argv, "held.txt"), cache, "written", "Not a directory", "fix: give a folder")
     assert not launches
     corpus = open_corpus(tmp_path / "held.txt", "bytes", tmp_path)
     assert main([*argv, str(corpus.path)]) == 0, "a token file needs none"
@@ -174,7 +174,7 @@ def test_eval_refuses_a_cache_that_cannot_be_written(launches, held_out, tmp_pat
         (["--checkpoint", "run", "--data", "gone.txt"], "data gone.txt | no such file | allowed: "),
         (
             ["--checkpoint", "run", "--data", "held.txt"],
-            "config.json | No such file | fix: name a directory",
+            "config.json | No such file | fix: give a directory",
         ),
         (["--checkpoint", "bert", "--data", "held.txt"], "model_type | 'bert' | known: llama"),
         (["--checkpoint", "llama", "--data", "held.txt"], "no weights | llama | allowed: model.safetensors"),

@@ -77,7 +77,7 @@ def of_batches():
     for number in (None, "3", 2.5, 0, -1):
         text = f"num_segments | whole number | at least 1 | {number!r} | fix: the model's segment_types"
         refuses(lambda n=number: split.ant(ANT, n), text)
-    refuses(lambda: split.ant(ANT, 1), "0 to 2 | num_segments=1 | allowed: 0 to 0 | fix: the num_segments")
+    refuses(lambda: split.ant(ANT, 1), "0 to 2 | num_segments=1 | allowed: 0 to 0 | num_segments that the data")
     refuses(lambda: split.ant(ANT | {"len_ctx": [5.5, 2.0]}, 3), NO_NUMBERS.format("len_ctx", "float64 of shape [2]"))
 
     part, one = split.bee(BEE), torch.ones(())

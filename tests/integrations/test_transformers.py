@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmburst.attention import function
 from bmburst.comm.groups import alone
 from bmburst.integrations.transformers import CHUNK, SplitSequences, _loss_sum, recompute
 from bmburst.integrations.transformers_attention import attention
 from bmburst.mesh import Mesh, MeshShape
 from bmburst_ops.constants import IGNORE_INDEX
+from tests.attention.counting import count_forward
 from tests.distributed.processes import run_processes
 from tests.integrations import transformers_program as program
 
@@ -107,8 +107,7 @@ def test_scale_narrow_values_and_autocast(low: torch.dtype | None) -> None:
 
 def test_attention_runs_once_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    plain = function.forward
-    monkeypatch.setattr(function, "forward", lambda call, *qkv: calls.append(call) or plain(call, *qkv))
+    count_forward(monkeypatch, calls.append)
     part = SplitSequences(ALONE).part(torch.arange(14)[None])
     gradients = {}
     policies = {"none": 2, "block-keep-attention": 2, "block-keep-attention:0.5": 2, "block": 4, "block+first-1": 3}

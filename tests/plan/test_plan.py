@@ -303,7 +303,7 @@ def test_bad_input_is_refused_in_a_few_lines(words, capsys, tmp_path, monkeypatc
 
 
 def test_any_number_of_gpus_has_a_way_that_leaves_none_without_a_token():
-    assert all(each.heads in (1, 7) for each in candidates(Task(model=ODD, sequence=4096, gpus=7)))
+    assert all(each.ulysses_degree in (1, 7) for each in candidates(Task(model=ODD, sequence=4096, gpus=7)))
     with refused("--seq 3", "--batch 1", "64 GPUs", "fix: "):
         candidates(task(sequence=3, gpus=64, nodes=8))
     for gpus, batch in product((1, 2, 3), (1, 5)):

@@ -39,7 +39,7 @@ def test_inside_a_sequence():
 
 
 def test_axes_that_do_not_multiply_are_refused():
-    assert refusal_of(MeshShape.fit, 12, tensor=5) == "tensor 5 does not divide 12 ranks\nnearest that work: 4 and 6"
+    says(refusal_of(MeshShape.fit, 12, tensor=5), "tensor 5 | 12 ranks | nearest that work: 4 and 6")
     assert "data 2 x sequence 2 with tensor 2" in refusal_of(MeshShape.fit, 12, 2, 2, tensor=2)
     assert "each one of 1, 2, 3, 6" in refusal_of(MeshShape.fit, 12, 5, tensor=2)
     assert "data 1 x sequence 3" in refusal_of(MeshShape.fit, 2, sequence=3)

@@ -118,7 +118,7 @@ def refusals() -> None:
     for words, attempt in {
         "tensor 2 | 3 query heads | 1 KV heads | 1 and 3": lambda: Llama(three),
         "tensor 2 | intermediate_size 25 | 1 and 5": lambda: Llama(wide),
-        "tensor 2 | ranks of a sequence": lambda: Llama(run_program.SHAPE),
+        "tensor parallelism 2 | ranks share a sequence": lambda: Llama(run_program.SHAPE),
         "tensor 1 | BMTrain | 2": lambda: Mesh.over_bmtrain(tensor=1),
         "tensor 4 | BMTrain | 2": lambda: start(tensor=4),
         "heads 2 | 1 sequence ranks | work: 1": lambda: Mesh.over_bmtrain(heads=2),

@@ -101,7 +101,7 @@ def test_what_is_not_finite_is_said_with_its_rank():
     skips.add(facts(4))
     for step in (5, 6, 7):
         skips.require(lambda: True)
-        skips.add(step, facts(shares=(-math.inf, 1.0)))
+        skips.add(facts(step, shares=(-math.inf, 1.0)))
     with refused("3 steps", "skipped", "step 5", "rank 0", "--resume", "--optimizer.lr", error=RunError):
         skips.require(lambda: True)
     assert skips.total == 5
