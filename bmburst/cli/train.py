@@ -276,7 +276,7 @@ def _explaining_write_errors(folder: Path | None, config: TrainConfig | None = N
             raise
         fix = "change its permissions, or give another --output"
         if error.errno in FULL:
-            fix = f"free disk space: {amount(free_bytes(folder))} are left" if folder is not None else "free disk space"
+            fix = "make room" if folder is None else f"make room: {amount(free_bytes(folder))} are free"
             if config is not None and config.checkpoint_every is not None:
                 fix += f", and a checkpoint needs {amount(nbytes(config))}"
         raise UserError(

@@ -11,14 +11,15 @@ from bmburst_ops.flash import Partial
 
 
 def count_forward(monkeypatch: pytest.MonkeyPatch, seen: Callable[[AttentionCall], object]) -> None:
-    """Call `seen` before each forward pass of attention, recomputed ones too."""
+    """Call `seen` before each forward pass of a whole attention, one that is computed again too."""
     executor_of = api.executor_of
 
     def counting(call: AttentionCall) -> Executor:
         real = executor_of(call)
 
         def forward(ran: AttentionCall, *inputs: Tensor) -> Partial:
-            seen(ran)
+            if ran is call:  # a prefix that is computed again is another call
+                seen(ran)
             return real.forward(ran, *inputs)
 
         return Executor(forward, real.backward)
