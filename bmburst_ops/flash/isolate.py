@@ -1,10 +1,14 @@
-"""NaN kept in its document, after kernels whose tiles of packed documents reach into the next document."""
+"""NaN kept in its document, after kernels whose tiles of packed documents reach into the next document.
+
+Without Triton, which torch for NVIDIA GPUs brings along, results stay as they are.
+"""
 
 from functools import cache
 
 from torch import Tensor
 
 from bmburst_ops.flash.kernel import Given, Gradients, Partial
+from bmburst_ops.flash.limits import is_there
 from bmburst_ops.flash.triton import near_rows, strides_of
 from bmburst_ops.flash.triton_launch import Blocks, Kernels, launch
 from bmburst_ops.flash.varlen import told
@@ -26,7 +30,7 @@ def isolate_forward(found: Partial, q: Tensor, k: Tensor, v: Tensor, *, pattern:
         pattern: A band has one document, and is left as it is.
         scale: Factor on the scores, above 0.
     """
-    if isinstance(pattern, Segments):
+    if isinstance(pattern, Segments) and is_there("triton"):
         tensors = [near_rows(t) for t in (q, k, v)]
         _run(_kernels().forward, [*tensors, found.out], q, k, pattern, scale, over_keys=True)
     return found
@@ -41,7 +45,7 @@ def isolate_backward(found: Gradients, given: Given, *, pattern: Pattern, scale:
         pattern: See `isolate_forward`.
         scale: Factor on the scores, above 0.
     """
-    if isinstance(pattern, Segments):
+    if isinstance(pattern, Segments) and is_there("triton"):
         tensors = [*map(near_rows, given[:4]), *(t.transpose(1, 2) for t in given[4:])]
         _run(_kernels().keys, [*tensors, *found[1:]], given.q, given.k, pattern, scale, over_keys=False)
         _run(_kernels().queries, [*tensors, found.q], given.q, given.k, pattern, scale, over_keys=True)
