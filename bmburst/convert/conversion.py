@@ -134,7 +134,7 @@ def convert(
                     shutil.copyfile(path, partial / name)
     except OSError as error:
         raise UserError(
-            f"cannot write {output}: {error.strerror}\nfix: free disk space, or give another directory"
+            f"cannot write {output}: {error.strerror}\nfix: make room, or give another directory"
         ) from error
     return Converted(
         family=weights.family,

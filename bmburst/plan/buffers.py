@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bmburst.plan.candidates import Candidate
 from bmburst.plan.counts import WIDE
-from bmburst.schedule.units import Sizes, records_kernels
+from bmburst.schedule.units import Sizes
 
 _TURNS = 2  # buffers and boxes are double: one is filled while the other is read
 
@@ -62,8 +62,7 @@ def held_outside(candidate: Candidate) -> float:
 def held_by_graphs(candidate: Candidate) -> float:
     """Return the bytes that CUDA graphs of one-tile kernels keep for the kernels' own buffers."""
     own = candidate.sizes
-    is_taken = candidate.ulysses_degree > 1 and candidate.groups == 1 and candidate.sequence_nodes == 1
-    if not (is_taken and records_kernels(candidate.transport, own.shapes.q_bytes * WIDE / candidate.task.itemsize)):
+    if not own.records_kernels(candidate.transport, candidate.sequence_nodes):
         return 0.0
     return _kernel(candidate, own, 1.0, backward=True)
 

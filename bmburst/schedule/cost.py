@@ -23,7 +23,6 @@ from bmburst.schedule.units import (
     hides_transfers,
     most_exchanged,
     most_gathered,
-    records_kernels,
 )
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
@@ -244,9 +243,7 @@ class _Priced:
         """
         if self.shapes.layout.size == 1:
             return 0.0
-        sums = self.shapes.q_bytes / self.shapes.itemsize * self.shapes.statistics_itemsize
-        is_exchange_alone = self.shapes.degree > 1 and self.shapes.groups == 1 and self.nodes == 1
-        if is_exchange_alone and records_kernels(self.problem.placement.transport, sums):
+        if self.sizes.records_kernels(self.problem.placement.transport, self.nodes):
             return self.problem.hardware.call_start
         issued = self.sizes.calls(self.stops, backward=backward)
         if self.strategy.outer != "gather":

@@ -277,6 +277,17 @@ class Sizes:
         """Units that a gather is cut into."""
         return len(even_units(self.shapes.own_heads, self.shapes.own_kv_heads, self.strategy.most_kv_heads))
 
+    def records_kernels(self, transport: str, nodes: int) -> bool:
+        """Return whether kernels run as CUDA graphs: in an exchange of heads alone, inside a node.
+
+        Args:
+            transport: What moves the heads.
+            nodes: On how many nodes the ranks of the sequence lie.
+        """
+        sums = self.shapes.q_bytes * self.shapes.statistics_itemsize / self.shapes.itemsize
+        is_alone = self.shapes.degree > 1 and self.shapes.groups == 1 and nodes == 1
+        return is_alone and records_kernels(transport, sums)
+
     def unit_shares(self, *, backward: bool) -> list[float]:
         """Return the share of the query heads in each unit of an exchange of heads."""
         own, most, pace = self.shapes.own_heads, self.strategy.most_kv_heads, self.strategy.pace

@@ -166,7 +166,7 @@ class FlashAttention3Kernel:
             return call.partial(result, lse, q, into)
 
         found = blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
-        return isolate_forward(found, q, k, v, pattern=pattern, scale=scale) if q.is_cuda else found  # a stand-in
+        return isolate_forward(found, q, k, v, pattern=pattern, scale=scale) if q.is_cuda else found
 
     def backward(
         self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None

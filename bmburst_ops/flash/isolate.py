@@ -1,6 +1,7 @@
 """NaN kept in its document, after kernels whose tiles of packed documents reach into the next document.
 
-Without Triton, which torch for NVIDIA GPUs brings along, results stay as they are.
+Without Triton, which torch for NVIDIA GPUs brings along, results stay as they are. Callers leave out tensors on CPUs:
+there the packages are stand-ins of tests.
 """
 
 from functools import cache

@@ -20,7 +20,7 @@ NOT_SPECIALIZED = ("parts", "tokens", "left", "right")
 def is_finite_behind(
     tensor, strides, batch, batches, head, after, tokens, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return whether the ROWS tokens from `after` of a sample on are finite; beyond its end those of the next samples.
+    """Return whether ROWS tokens are finite: those of a sample from token `after` on, then those of the next samples.
 
     Strides are of (batch, token, head) of `[batch, tokens, heads, HEAD_DIM]`.
     """

@@ -4,13 +4,12 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.attention import api
-from bmburst.attention.call import Executor
 from bmburst.attention.function import Prefix
 from bmburst.attention.heads import executor_of
 from bmburst.comm.local import run_ranks
 from bmburst.recompute import checkpoint
 from bmburst.schedule.layout import rank_areas
+from tests.attention.counting import watch_forward
 from tests.attention.oracle import draw, reference
 from tests.refusals import refused
 
@@ -35,16 +34,10 @@ def calls(monkeypatch):
     """The forward passes that run: of whole sequences, and of prefixes."""
     found = {"whole": [], "prefix": []}
 
-    def counting(call):
-        real = executor_of(call)
+    def seen(ran, inputs, is_whole):
+        found["whole" if is_whole else "prefix"].append((ran, inputs[0].shape))
 
-        def forward(ran, *inputs):
-            found["whole" if ran is call else "prefix"].append((ran, inputs[0].shape))
-            return real.forward(ran, *inputs)
-
-        return Executor(forward, real.backward)
-
-    monkeypatch.setattr(api, "executor_of", counting)
+    watch_forward(monkeypatch, seen)
     return found
 
 
