@@ -1,0 +1,156 @@
+"""Decode attention: checks its inputs, and runs the Triton kernel or its twin in plain torch."""
+
+import torch
+from torch import Tensor
+
+from bmburst_ops.decode import reference
+from bmburst_ops.errors import KernelError, unknown_kernel
+from bmburst_ops.flash.limits import is_there, unless_ampere
+
+KERNELS = ("auto", "triton", "reference")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_HEAD_DIM = 256
+
+
+@torch.no_grad()
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    scale: float,
+    out_dtype: torch.dtype | None = None,
+    kernel: str = "auto",
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return attention of one new query per sequence over its cached keys and values. It has no gradient.
+
+    On GPUs lengths and starts are read on the device, nothing waits for it, and the launch depends on shapes alone: a
+    call that is captured in a CUDA graph serves while lengths grow, with the same bits as a call outside of it.
+
+    Args:
+        q: Queries `[batch, heads, head_dim]`. Query head h reads KV head `h // (heads / kv_heads)`.
+        keys: `[batch, capacity, kv_heads, head_dim]` in q's dtype, with any strides but a contiguous last dimension.
+            What lies outside of the visible tokens is never used and may be NaN.
+        values: As keys.
+        lengths: How many cached tokens each sequence sees, `[batch]` int32 or int64, on q's device. A sequence that
+            sees none has an output of zero and a log-sum-exp of `-inf`. More than the capacity counts as all of it.
+        starts: The first visible token of each sequence, as `lengths`, for sliding windows. Below 0 counts as 0; at
+            or above the length the sequence sees none. Default: 0.
+        scale: Factor on the scores, usually `head_dim ** -0.5`.
+        out_dtype: Dtype of the output; default q's. For a merge over ranks take torch.float32.
+        kernel: "triton", "reference" (plain torch), or "auto": Triton on NVIDIA GPUs from Ampere on where it is
+            installed and takes the inputs (fp32, bf16 and fp16, head dims up to 256), else the reference.
+        num_splits: Into how many parts the Triton kernel cuts the visible tokens of a sequence, to fill the GPU.
+            Default: by the capacity, batch and heads. The reference does not split.
+
+    Returns:
+        The output `[batch, heads, head_dim]`, and the log-sum-exp of the scaled scores `[batch, heads]` in nats, fp32
+        (fp64 where q is fp64).
+
+    Raises:
+        KernelError: The kernel is unknown, or cannot take these inputs on this machine.
+        ValueError: Shapes, dtypes, devices or strides do not fit.
+    """
+    _check(q, keys, values, lengths, starts, num_splits)
+    if _takes(kernel, q):
+        from bmburst_ops.decode import triton_decode
+
+        return triton_decode.attend(q, keys, values, lengths, starts, scale, out_dtype or q.dtype, num_splits)
+    out, lse = reference.attend(q, keys, values, lengths, starts, scale)
+    return out.to(out_dtype or q.dtype), lse
+
+
+@torch.no_grad()
+def merge_decode(
+    outs: Tensor, lses: Tensor, *, out_dtype: torch.dtype | None = None, kernel: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Return attention over the tokens of all parts, as if they shared one softmax.
+
+    The result depends on the order of the parts, and on nothing else: ranks that merge equal parts have equal bits.
+
+    Args:
+        outs: Outputs over disjoint tokens `[parts, batch, heads, head_dim]`, with any strides but a contiguous last
+            dimension; fp32 loses no accuracy.
+        lses: Their log-sum-exps `[parts, batch, heads]` in nats, any strides; `-inf` where a part saw no token.
+        out_dtype: Dtype of the output; default that of `outs`.
+        kernel: As for `decode_attention`.
+
+    Returns:
+        The output `[batch, heads, head_dim]` and the log-sum-exp `[batch, heads]`, as `decode_attention` returns them.
+
+    Raises:
+        KernelError: As for `decode_attention`.
+        ValueError: The shapes do not fit.
+    """
+    if outs.dim() != 4 or lses.shape != outs.shape[:3] or outs.stride(-1) != 1:
+        raise ValueError(
+            f"a merge needs outputs [parts, batch, heads, head_dim] with a contiguous last dimension and log-sum-exps "
+            f"[parts, batch, heads]; got {tuple(outs.shape)} with strides {outs.stride()}, {tuple(lses.shape)}"
+        )
+    if _takes(kernel, outs):
+        from bmburst_ops.decode import triton_decode
+
+        return triton_decode.merge(outs, lses, out_dtype or outs.dtype)
+    out, lse = reference.merge(outs, lses)
+    return out.to(out_dtype or outs.dtype), lse
+
+
+def _takes(kernel: str, values: Tensor) -> bool:
+    """Return whether Triton runs; `values` has the dtype, the device and, last, the head dim of the call."""
+    if kernel == "reference":
+        return False
+    if kernel not in KERNELS:
+        raise unknown_kernel(kernel, KERNELS)
+    if kernel == "auto" and not values.is_cuda:  # the interpreter is for tests: it is asked for by name
+        return False
+    reason = _refusal(values)
+    if reason and kernel == "triton":
+        raise KernelError(f"decode kernel 'triton' {reason}\nfix: use kernel='auto' or 'reference'")
+    return reason is None
+
+
+def _refusal(values: Tensor) -> str | None:
+    if not is_there("triton"):
+        return "needs Triton, which is not installed: pip install 'triton>=3.6'"
+    if values.dtype not in _DTYPES:
+        return f"takes float32, bfloat16 and float16 only, got {values.dtype}"
+    if values.shape[-1] > _MAX_HEAD_DIM:
+        return f"takes head dims up to {_MAX_HEAD_DIM}, got {values.shape[-1]}"
+    if values.is_cuda:
+        return unless_ampere(values)
+    from bmburst_ops.decode.triton_decode import IS_INTERPRETED
+
+    if values.device.type == "cpu" and IS_INTERPRETED:
+        return None
+    return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {values.device}"
+
+
+def _check(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None, num_splits: int | None
+) -> None:
+    """Refuse what does not fit. Values of lengths are not looked at: they are on the device."""
+    fits = q.dim() == 3 and keys.dim() == 4 and keys.shape == values.shape
+    if not (fits and keys.shape[::3] == q.shape[::2] and keys.shape[2] and q.shape[1] % keys.shape[2] == 0):
+        raise ValueError(
+            "decode attention needs q [batch, heads, head_dim] and keys, values [batch, capacity, kv_heads, head_dim] "
+            f"with heads a multiple of kv_heads; got {tuple(q.shape)}, {tuple(keys.shape)}, {tuple(values.shape)}"
+        )
+    if not q.dtype == keys.dtype == values.dtype:
+        raise ValueError(f"q, keys and values must have one dtype; got {q.dtype}, {keys.dtype}, {values.dtype}")
+    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+        raise ValueError(
+            f"keys and values need a contiguous last dimension; got strides {keys.stride()}, {values.stride()}"
+        )
+    for name, counts in (("lengths", lengths), ("starts", starts)):
+        if counts is None:
+            continue
+        if counts.shape != q.shape[:1] or counts.dtype not in (torch.int32, torch.int64) or counts.device != q.device:
+            raise ValueError(
+                f"{name} must be [{q.shape[0]}] int32 or int64 on {q.device}; "
+                f"got {tuple(counts.shape)} {counts.dtype} on {counts.device}"
+            )
+    if num_splits is not None and num_splits < 1:
+        raise ValueError(f"num_splits must be at least 1; got {num_splits}")
