@@ -26,6 +26,7 @@ from bmburst.comm.meter import working
 from bmburst.comm.protocol import Transfer
 from bmburst.comm.streams import current_stream
 from bmburst.schedule.heads_plan import HeadsPlan, StridedView
+from bmburst.schedule.tiles import Span
 from bmburst.schedule.units import records_kernels
 from bmburst_ops.flash import Given, Gradients, Partial
 from bmburst_ops.merge import accumulation_dtype
@@ -43,8 +44,38 @@ def executor_of(call: AttentionCall) -> Executor:
     return _GATHER if call.strategy.outer == "gather" else _RING
 
 
-def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    """Return attention of this rank's queries over the whole sequence; see `ring_forward`."""
+Attend = Callable[[AttentionCall, Span, Tensor, Tensor, Tensor, Partial], object]
+"""Attends with some KV heads of a rank: `(call, kv_heads, q, k, v, into)`, where q, k and v hold these heads alone."""
+
+
+def spread_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Partial:
+    """Return attention of this rank's queries by a given function, once heads are exchanged as the call's strategy says.
+
+    Inference uses it: what attends also keeps keys and values, and looks at those of earlier tokens.
+
+    Args:
+        call: The attention.
+        q: `[batch, local_tokens, heads, head_dim]`.
+        k: `[batch, local_tokens, kv_heads, head_dim]`.
+        v: Shaped as k.
+        attend: Called for the KV heads of a unit, in one order on all ranks, with the call that remains between groups
+            that exchanged heads. It writes its results into the last argument.
+    """
+    if call.strategy.ulysses_degree > 1:
+        return heads_forward(call, q, k, v, attend)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    into = Partial(out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype)))
+    attend(call, Span(0, k.shape[2]), q, k, v, into)
+    return into
+
+
+def heads_forward(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None
+) -> Partial:
+    """Return attention of this rank's queries over the whole sequence; see `ring_forward`.
+
+    `attend` is that of `spread_forward`; by default the executor of the call that remains.
+    """
     brought = [_token_rows(t) for t in (q, k, v)]
     plan = call.heads_plan(q, k, brought, backward=False)
     streams = _streams(call, plan, q)
@@ -52,13 +83,17 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Parti
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
     inbox, outer = arriving.inbox, call.outer
-    attend = executor_of(outer).forward
+    run = executor_of(outer).forward
 
     def work(i: int, outbox: Tensor) -> None:
-        results = _tensors(outbox, plan.outbound[i].views, q.dtype)
-        attend(outer, *_tensors(inbox, plan.views[i], q.dtype), Partial(*results))
+        results = Partial(*_tensors(outbox, plan.outbound[i].views, q.dtype))
+        inputs = _tensors(inbox, plan.views[i], q.dtype)
+        if attend is None:
+            run(outer, *inputs, results)
+        else:
+            attend(outer, plan.units[i].kv_heads, *inputs, results)
 
-    _by_units(call, plan, streams, arriving, work, (out, lse))
+    _by_units(call, plan, streams, arriving, work, (out, lse), is_recorded=attend is None and _is_recorded(call, plan))
     return Partial(out, lse)
 
 
@@ -80,7 +115,8 @@ def heads_backward(call: AttentionCall, given: Given) -> Gradients:
         results = _tensors(outbox, plan.outbound[i].views, q.dtype)
         differentiate(outer, Given(grads, queries, keys, values, own_lse, own_delta), Gradients(*results))
 
-    _by_units(call, plan, streams, arriving, work, (grad_q, grad_k, grad_v))
+    targets = (grad_q, grad_k, grad_v)
+    _by_units(call, plan, streams, arriving, work, targets, is_recorded=_is_recorded(call, plan))
     return Gradients(grad_q, *(_joined(t) for t in (grad_k, grad_v)))
 
 
@@ -97,6 +133,8 @@ def _by_units(
     arriving: "_Arriving",
     work: Callable[[int, Tensor], None],
     targets: tuple[Tensor, ...],
+    *,
+    is_recorded: bool,
 ) -> None:
     """Attend unit by unit and bring the results home to their targets.
 
@@ -107,8 +145,8 @@ def _by_units(
         arriving: The units' inputs.
         work: Attends with unit i and writes its results to an outbox.
         targets: Where the results of this rank's tokens go.
+        is_recorded: Whether kernels run as CUDA graphs.
     """
-    is_recorded = _is_recorded(call, plan)
     is_varying = plan.backward and bool(call.mask.starts)  # what it takes is padded by documents
     going_home: list[Transfer] = []
     for i, results in enumerate(plan.outbound):

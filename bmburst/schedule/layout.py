@@ -109,6 +109,31 @@ class Striped(Layout):
 
 
 @dataclass(frozen=True, slots=True)
+class StripedGroups(Layout):
+    """Groups of neighbouring ranks hold stripes: group g tokens g, g + groups, ..., each rank of it a run of them.
+
+    After the ranks of a group have exchanged heads, they are `Striped` over groups. A sharded KV cache uses this.
+
+    Attributes:
+        degree: Ranks of a group.
+    """
+
+    degree: int
+    name: ClassVar[str] = "striped groups"
+
+    def over_groups(self, degree: int) -> Striped:
+        """See `Layout.over_groups`; of this layout's own groups alone."""
+        assert degree == self.degree, f"groups of {self.degree} ranks exchange heads, not of {degree}"
+        return Striped(self.size // degree, self.tokens * degree)
+
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        """See `Layout.runs`."""
+        groups = self.size // self.degree
+        group, member = divmod(rank, self.degree)
+        return (Run(0, group + member * self.tokens * groups, groups, self.tokens),)
+
+
+@dataclass(frozen=True, slots=True)
 class Balanced(Layout):
     """Chunks of the sequence, each at the rank that `deal` gives it to, so that every rank has like work under a mask.
 

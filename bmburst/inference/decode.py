@@ -1,0 +1,247 @@
+"""Decoding: one token of each sequence, with matrices shared by all ranks and attention over a split cache.
+
+By heads a rank computes queries, keys and values of its own heads and attends to their whole cache. With token groups
+the ranks of a head group compute the same queries, attend to their own tokens, gather the partial results and merge
+them by their log-sum-exp. The output projection, the MLP and the head are sliced over all ranks, so that each weight is
+read by one rank; what they give is added up (Megatron-LM, arXiv:1909.08053). Sums over ranks give the same bits on all
+of them, so they choose the same tokens.
+
+A step reads lengths on the device and never waits for the host, so that it can be captured in a CUDA graph.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, pad
+
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.rope import rotary_frequencies
+from bmburst.comm.checks import Checked
+from bmburst.inference.cache import KVCache
+from bmburst.inference.weights import EMBEDDING, HEAD, NORM, LayerWeights, ModelWeights
+from bmburst.schedule.cache_split import CacheSplit
+from bmburst_ops.decode import decode_attention
+from bmburst_ops.merge import accumulation_dtype
+from bmburst_ops.rms_norm import rms_norm, stream_norm
+from bmburst_ops.rotary import apply_rotary
+from bmburst_ops.swiglu import swiglu
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LayerSlice:
+    """What one rank reads of a block to decode: views of its weights.
+
+    Attributes:
+        whole: The block; its norms are read whole.
+        qkv: Rows of queries, keys and values of the rank's head group, joined where they are neighbours.
+        biases: Of these rows, or None each.
+        widths: Rows of queries, keys and values.
+        out: Columns of the output projection.
+        features: The same columns among those of the head group.
+        gate_up: Rows of gate and up, joined where they are neighbours.
+        down: Columns.
+    """
+
+    whole: LayerWeights
+    qkv: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+    widths: tuple[int, int, int]
+    out: Tensor
+    features: slice
+    gate_up: tuple[Tensor, ...]
+    down: Tensor
+
+    @classmethod
+    def of(cls, layer: LayerWeights, config: LlamaConfig, split: CacheSplit) -> "LayerSlice":
+        """Return a rank's slice of a block."""
+        dim, group = config.head_dim, split.head_group
+        query, kv = split.own_heads * dim, split.own_kv_heads * dim
+        first = config.num_heads * dim
+        starts = (group * query, first + group * kv, first + config.num_kv_heads * dim + group * kv)
+        widths = (query, kv, kv)
+        if split.head_groups == 1:
+            qkv, biases = (layer.qkv,), (layer.qkv_bias,)
+        else:
+            rows = [slice(start, start + width) for start, width in zip(starts, widths, strict=True)]
+            qkv = tuple(layer.qkv[each] for each in rows)
+            biases = tuple(None if layer.qkv_bias is None else layer.qkv_bias[each] for each in rows)
+        groups, place = split.token_groups, split.token_group
+        mine = slice(query * place // groups, query * (place + 1) // groups)
+        columns = slice(group * query + mine.start, group * query + mine.stop)
+        inner = split.share(config.intermediate_size).slice
+        gate_up = (layer.gate_up,) if split.ranks == 1 else tuple(each[inner] for each in layer.gate_up.chunk(2))
+        return cls(layer, qkv, biases, widths, layer.out[:, columns], mine, gate_up, layer.down[:, inner])
+
+
+class Decoder:
+    """Computes the logits that follow one more token of each sequence of a cache. Every rank calls it alike.
+
+    Args:
+        weights: The model.
+        comm: The ranks that share the cache.
+        cache: The cache, whose sequences all have at least one token.
+    """
+
+    def __init__(self, weights: ModelWeights, comm: Checked, cache: KVCache) -> None:
+        self._weights, self._comm, self._cache, self._split = weights, comm, cache, cache.split
+        self._config = weights.config
+        self._slices = {i: self._slice_of(i) for i in range(self._config.num_layers)} if weights.is_resident else {}
+        scaling = self._config.rope_scaling
+        self._is_dynamic = scaling is not None and scaling.kind == "dynamic"
+        self._frequencies = torch.empty(cache.sequences, self._config.head_dim // 2, device=weights.device)
+        self._factor = 1.0
+        self._set_frequencies()
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token to each sequence and return the logits of what follows, on every rank.
+
+        Args:
+            tokens: `[sequences]` int64 on the device.
+
+        Returns:
+            `[sequences, vocab_size]`, fp32 or wider.
+        """
+        self.before_step()
+        logits = self.compute(tokens)
+        self.after_step()
+        return logits
+
+    def before_step(self) -> None:
+        """Do what the host does before a step: under dynamic scaling the frequencies depend on the lengths."""
+        for sequence in range(self._cache.sequences):
+            self._cache.require_room(sequence, 1)
+        if self._is_dynamic:
+            self._set_frequencies()
+
+    def after_step(self) -> None:
+        """Count the tokens that a step has appended, on the host."""
+        self._cache.lengths = [length + 1 for length in self._cache.lengths]
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        """Do what the device does in a step; see `step`."""
+        config, cache, split, weights = self._config, self._cache, self._split, self._weights
+        positions = cache.device_lengths
+        cos, sin = self._angles(positions)
+        place = _Place.of(positions, split, config.sliding_window)
+        stream = embedding(tokens, weights.table(EMBEDDING))[:, None]
+        if config.embedding_scale != 1:
+            stream = stream * config.embedding_scale
+        factor, added = config.residual_scale, None
+        for index in range(config.num_layers):
+            layer = self._slice(index)
+            stream, normed = stream_norm(stream, added, layer.whole.input_norm, config.norm_eps, factor=factor)
+            attended = self._attention(index, layer, normed, cos, sin, place)
+            stream, normed = stream_norm(stream, attended, layer.whole.mlp_norm, config.norm_eps, factor=factor)
+            added = self._mlp(layer, normed)
+        stream = torch.add(stream, added, alpha=factor) if added is not None else stream
+        positions += 1
+        return self.logits(stream[:, 0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return `[sequences, vocab_size]`, fp32 or wider, of hidden states before the last norm."""
+        config, split = self._config, self._split
+        scale = self._weights.table(NORM)
+        if config.logit_scale != 1:
+            scale = scale.to(accumulation_dtype(scale.dtype)) * config.logit_scale
+        normed, head = rms_norm(hidden, scale, config.norm_eps), self._weights.table(HEAD)
+        if split.ranks == 1:
+            return linear(normed, head).to(accumulation_dtype(normed.dtype))
+        most = -(-config.vocab_size // split.ranks)  # every rank gathers as many
+        mine = linear(normed, head[split.rank * most : (split.rank + 1) * most])
+        (parts,) = self._comm.all_gather(pad(mine, (0, most - mine.shape[1]))).wait()
+        return parts.transpose(0, 1).flatten(1)[:, : config.vocab_size].to(accumulation_dtype(normed.dtype))
+
+    def _attention(
+        self, index: int, layer: LayerSlice, normed: Tensor, cos: Tensor, sin: Tensor, place: "_Place"
+    ) -> Tensor:
+        config, split = self._config, self._split
+        products = [linear(normed, *each) for each in zip(layer.qkv, layer.biases, strict=True)]
+        joined = products[0].split(layer.widths, -1) if len(products) == 1 else products
+        q, k, v = (each.unflatten(-1, (-1, config.head_dim)) for each in joined)
+        if layer.whole.q_norm is not None and layer.whole.k_norm is not None:
+            norm = partial(rms_norm, eps=config.norm_eps)
+            q, k = norm(q, layer.whole.q_norm), norm(k, layer.whole.k_norm)
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        keys, values = self._cache.layer(index)
+        keys.index_put_((place.sequences, place.row), k[:, 0])
+        values.index_put_((place.sequences, place.row), v[:, 0])
+        out, lse = decode_attention(
+            q[:, 0],
+            keys,
+            values,
+            place.stops,
+            starts=place.starts,
+            scale=config.head_dim**-0.5,
+            out_dtype=None if split.token_groups == 1 else accumulation_dtype(q.dtype),
+        )
+        if split.token_groups > 1:
+            out = self._merged(out, lse).to(normed.dtype)
+        return self._added_up(linear(out.flatten(1)[:, None, layer.features], layer.out))
+
+    def _merged(self, out: Tensor, lse: Tensor) -> Tensor:
+        """Merge the partial results of the ranks of this head group; all do it in the same order."""
+        split = self._split
+        (parts,) = self._comm.all_gather(torch.cat((out, lse[..., None]), -1)).wait()
+        mine = parts[split.head_group :: split.head_groups]
+        outs, lses = mine[..., :-1], mine[..., -1:]
+        return (outs * (lses - lses.logsumexp(0)).exp()).sum(0)
+
+    def _mlp(self, layer: LayerSlice, normed: Tensor) -> Tensor:
+        products = [linear(normed, each) for each in layer.gate_up]
+        gate, up = products[0].chunk(2, -1) if len(products) == 1 else products
+        return self._added_up(linear(swiglu(gate, up), layer.down))
+
+    def _slice(self, index: int) -> LayerSlice:
+        return self._slices.get(index) or self._slice_of(index)
+
+    def _slice_of(self, index: int) -> LayerSlice:
+        return LayerSlice.of(self._weights.layer(index), self._config, self._split)
+
+    def _added_up(self, x: Tensor) -> Tensor:
+        if self._comm.size == 1:
+            return x
+        (total,) = self._comm.all_reduce(x).wait()
+        return total
+
+    def _set_frequencies(self) -> None:
+        for sequence, length in enumerate(self._cache.lengths if self._is_dynamic else (None,)):
+            found, self._factor = rotary_frequencies(self._config, None if length is None else length + 1)
+            self._frequencies[sequence if self._is_dynamic else slice(None)] = found.to(self._frequencies.device)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the new tokens, `[sequences, 1, head_dim / 2]`, as `rotary_tables` has them."""
+        angles = positions[:, None, None].double() * self._frequencies[:, None].double()
+        wide = accumulation_dtype(self._weights.dtype)
+        return (angles.cos() * self._factor).to(wide), (angles.sin() * self._factor).to(wide)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Place:
+    """Where the new tokens go in this rank's memory, and which of its rows they see; all `[sequences]`.
+
+    Attributes:
+        sequences: 0, 1, ...
+        row: Row of the new token. A rank that does not keep it writes it all the same: the next token overwrites it.
+        starts: First row seen, or None for 0, int32.
+        stops: One past the last, int32.
+    """
+
+    sequences: Tensor
+    row: Tensor
+    starts: Tensor | None
+    stops: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor, split: CacheSplit, window: int | None) -> "_Place":
+        def before(position: Tensor) -> Tensor:
+            """Count this rank's tokens before a position: `CacheSplit.tokens` on the device."""
+            groups = split.token_groups
+            if groups == 1:
+                return position
+            return (position - split.token_group + groups - 1).div(groups, rounding_mode="floor")
+
+        starts = None if window is None else before((positions + 1 - window).clamp(min=0)).int()
+        sequences = torch.arange(len(positions), device=positions.device)
+        return cls(sequences, before(positions), starts, before(positions + 1).int())

@@ -1,0 +1,374 @@
+"""Prefill: computes the tokens of prompts, in chunks of bounded memory, and leaves their keys and values in a cache.
+
+The tokens of a chunk are split over the ranks, which multiply them with whole weights and send nothing but attention.
+One operation serves a whole prompt, a chunk of one and a further turn: some new tokens after cached ones.
+
+- Cache by heads: queries, keys and values of the new tokens are exchanged for heads (Ulysses), and each rank attends
+  with its own heads over what is cached. What moves does not depend on what is cached.
+- Cache by tokens: the new tokens attend to each other as in training (a ring), and to what is cached by passing
+  queries from rank to rank. Outputs travel along and are merged by their log-sum-exp; cached keys and values never
+  move (pass-Q of arXiv:2411.01783).
+
+Prompts of uneven lengths are packed as documents.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bmburst.attention.call import AttentionCall, StrategyRequest, head_shapes
+from bmburst.attention.heads import executor_of, spread_forward
+from bmburst.attention.local import local_forward
+from bmburst.blocks.rope import rotary_tables
+from bmburst.comm.checks import Checked
+from bmburst.inference.cache import KVCache
+from bmburst.inference.weights import EMBEDDING, LayerWeights, ModelWeights
+from bmburst.schedule.cache_split import CacheSplit
+from bmburst.schedule.documents import Documents
+from bmburst.schedule.layout import Contiguous, Layout, Striped, StripedGroups, real_positions
+from bmburst.schedule.mask import Causal, Mask, SlidingWindow
+from bmburst.schedule.tiles import Span, Tile, make_tiles
+from bmburst_ops.flash import Partial, select_kernel
+from bmburst_ops.gated_mlp import gated_mlp
+from bmburst_ops.merge import accumulation_dtype, merge_partials_
+from bmburst_ops.rms_norm import rms_norm, stream_norm
+from bmburst_ops.rotary import apply_rotary
+
+TOKENS_OF_RANK = 65536
+"""Tokens of a chunk that a rank computes, by default."""
+_MLP_TOKENS = 16384
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Tokens of one sequence in a chunk.
+
+    Attributes:
+        sequence: Its number in the cache.
+        start: Position of the first of these tokens in the sequence: as many are cached.
+        tokens: How many.
+        total: Tokens of the sequence once all chunks are done.
+        offset: Where the first one stands in the chunk.
+        padded: Tokens that the piece takes in the chunk.
+    """
+
+    sequence: int
+    start: int
+    tokens: int
+    total: int
+    offset: int
+    padded: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the sequence ends here."""
+        return self.start + self.tokens == self.total
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Pieces of sequences that are computed at once, packed one after another.
+
+    Attributes:
+        pieces: In order.
+        tiles: Work of a piece against what it sees of the cache, made once for all layers.
+    """
+
+    pieces: tuple[Piece, ...]
+    tiles: dict[tuple[int, int, int], tuple[Tile, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the chunk, without the padding behind its last piece."""
+        return self.pieces[-1].offset + self.pieces[-1].padded
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing of its sequences is cached yet."""
+        return all(piece.start == 0 for piece in self.pieces)
+
+    def mask(self, window: int | None) -> Mask:
+        """Return what tokens of the chunk see of each other."""
+        mask: Mask = Causal() if len(self.pieces) == 1 else Documents(tuple(piece.padded for piece in self.pieces))
+        if window is None:
+            return mask
+        return SlidingWindow(window) if isinstance(mask, Causal) else SlidingWindow(window) & mask
+
+
+def make_chunks(turns: Sequence[tuple[int, int, int]], chunk_tokens: int, token_groups: int) -> Iterator[Chunk]:
+    """Yield the chunks that compute some sequences' new tokens.
+
+    Args:
+        turns: Of each sequence its number, how many of its tokens are cached, a multiple of `token_groups`, and how
+            many are new.
+        chunk_tokens: Tokens of a chunk at most; made a multiple of `token_groups`.
+        token_groups: Pieces begin at multiples of this, so that each token is computed by the group that keeps it.
+    """
+    most = max(1, -(-chunk_tokens // token_groups)) * token_groups
+    pieces: list[Piece] = []
+    offset = 0
+    for sequence, cached, new in turns:
+        done = 0
+        while done < new:
+            tokens = min(new - done, most - offset)
+            padded = -(-tokens // token_groups) * token_groups
+            piece = Piece(
+                sequence=sequence,
+                start=cached + done,
+                tokens=tokens,
+                total=cached + new,
+                offset=offset,
+                padded=padded,
+            )
+            pieces.append(piece)
+            offset, done = offset + padded, done + tokens
+            if offset == most:
+                yield Chunk(tuple(pieces))
+                pieces, offset = [], 0
+    if pieces:
+        yield Chunk(tuple(pieces))
+
+
+class Prefill:
+    """Computes new tokens of sequences and fills their cache.
+
+    Every rank calls the same with the same tokens.
+
+    Args:
+        weights: The model.
+        comm: The ranks that share a sequence.
+        split: How they share the cache.
+        kernel: See `burst_attention`.
+    """
+
+    def __init__(self, weights: ModelWeights, comm: Checked, split: CacheSplit, kernel: str = "auto") -> None:
+        self._weights, self._comm, self._split, self._kernel = weights, comm, split, kernel
+        self._config = weights.config
+
+    def __call__(
+        self,
+        cache: KVCache,
+        turns: Mapping[int, Sequence[int]],
+        chunk_tokens: int,
+        on_tokens: Callable[[int], object] = lambda _: None,
+    ) -> Tensor:
+        """Append tokens to sequences and return the hidden state of each one's last token, before the last norm.
+
+        Args:
+            cache: Where keys and values go. It has room for them, and of each sequence a multiple of the split's token
+                groups is cached.
+            turns: The token ids of each sequence, by its number.
+            chunk_tokens: Tokens that are computed at once, over all ranks.
+            on_tokens: Called with the tokens of each chunk when it is done, as far as the host knows.
+
+        Returns:
+            `[len(turns), hidden_size]` in the weights' dtype, on every rank.
+        """
+        ids = {sequence: np.asarray(tokens, dtype=np.int64) for sequence, tokens in turns.items()}
+        begins = {sequence: cache.lengths[sequence] for sequence in turns}
+        plan = [(sequence, begins[sequence], len(tokens)) for sequence, tokens in ids.items()]
+        rows = {sequence: row for row, sequence in enumerate(turns)}
+        config = self._config
+        last = torch.zeros(len(turns), config.hidden_size, dtype=self._weights.dtype, device=self._weights.device)
+        for chunk in make_chunks(plan, chunk_tokens, self._split.token_groups):
+            step = _ChunkStep(self._weights, self._comm, self._split, self._kernel, cache, chunk)
+            hidden = step.run(ids, begins)
+            for piece in chunk.pieces:
+                at = step.local_index(piece.offset + piece.tokens - 1) if piece.is_last else None
+                if at is not None:
+                    last[rows[piece.sequence]] = hidden[0, at]
+                cache.advance(piece.sequence, piece.tokens)
+            on_tokens(sum(piece.tokens for piece in chunk.pieces))
+        if self._comm.size > 1:  # one rank has each row, the others add zeros
+            (last,) = self._comm.all_reduce(last).wait()
+        return last
+
+
+class _ChunkStep:
+    """The forward pass of one chunk on this rank."""
+
+    def __init__(
+        self, weights: ModelWeights, comm: Checked, split: CacheSplit, kernel: str, cache: KVCache, chunk: Chunk
+    ) -> None:
+        self._weights, self._comm, self._split, self._kernel = weights, comm, split, kernel
+        self._cache, self._chunk = cache, chunk
+        self._config = weights.config
+        self._mask = chunk.mask(self._config.sliding_window)
+        self._call: AttentionCall | None = None
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which rank computes which tokens: those of its token group, and of these a run."""
+        split = self._split
+        tokens = -(-self._chunk.length // split.ranks)
+        if split.token_groups == 1:
+            return Contiguous(split.ranks, tokens)
+        if split.head_groups == 1:
+            return Striped(split.ranks, tokens)
+        return StripedGroups(split.ranks, tokens, split.head_groups)
+
+    def local_index(self, position: int) -> int | None:
+        """Return where a token of the chunk stands among this rank's, or None."""
+        for run in self.layout.runs(self._split.rank):
+            index, rest = divmod(position - run.start, run.stride)
+            if not rest and 0 <= index < run.tokens:
+                return run.offset + index
+        return None
+
+    def run(self, ids: Mapping[int, np.ndarray], begins: Mapping[int, int]) -> Tensor:
+        """Return the hidden states of this rank's tokens behind the last block, `[1, tokens, hidden_size]`."""
+        config, weights, device = self._config, self._weights, self._weights.device
+        whole = self.layout.size * self.layout.tokens
+        tokens, positions = np.zeros(whole, np.int64), np.zeros(whole, np.int64)
+        for piece in self._chunk.pieces:
+            here = slice(piece.offset, piece.offset + piece.tokens)
+            first = piece.start - begins[piece.sequence]
+            tokens[here] = ids[piece.sequence][first : first + piece.tokens]
+            positions[here] = np.arange(piece.start, piece.start + piece.tokens)
+        mine = real_positions(self.layout, self._split.rank, whole)
+        local = torch.from_numpy(tokens[mine]).to(device)[None]
+        cos, sin = self._angles(torch.from_numpy(positions[mine]).to(device)[None], mine)
+        stream = torch.nn.functional.embedding(local, weights.table(EMBEDDING))
+        if config.embedding_scale != 1:
+            stream = stream * config.embedding_scale
+        added: Tensor | None = None
+        factor = config.residual_scale
+        for index in range(config.num_layers):
+            layer = weights.layer(index)
+            stream, normed = stream_norm(stream, added, layer.input_norm, config.norm_eps, factor=factor)
+            attended = self._attention(index, layer, normed, cos, sin)
+            stream, normed = stream_norm(stream, attended, layer.mlp_norm, config.norm_eps, factor=factor)
+            del attended
+            gate, up = layer.gate_up.chunk(2)
+            added = gated_mlp(normed, gate, up, layer.down, chunk=_MLP_TOKENS)
+            del normed
+        assert added is not None
+        return torch.add(stream, added, alpha=factor)
+
+    def _angles(self, positions: Tensor, mine: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines; under dynamic scaling they depend on the length of each sequence."""
+        config, dtype = self._config, self._weights.dtype
+        scaling = config.rope_scaling
+        if scaling is None or scaling.kind != "dynamic":
+            return rotary_tables(config, positions, None, dtype)
+        edges = np.searchsorted(mine, [piece.offset for piece in self._chunk.pieces] + [self._chunk.length])
+        parts = [
+            rotary_tables(config, positions[:, begin:end], piece.total, dtype)
+            for piece, begin, end in zip(self._chunk.pieces, edges[:-1], edges[1:], strict=True)
+        ]
+        parts.append(rotary_tables(config, positions[:, edges[-1] :], 1, dtype))  # padding
+        cosines, sines = zip(*parts, strict=True)
+        return torch.cat(cosines, 1), torch.cat(sines, 1)
+
+    def _attention(self, index: int, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        config = self._config
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        matrices = layer.qkv.split((query, kv, kv))
+        biases = (None, None, None) if layer.qkv_bias is None else layer.qkv_bias.split((query, kv, kv))
+        q, k, v = (
+            linear(normed, matrix, bias).unflatten(-1, (-1, config.head_dim))
+            for matrix, bias in zip(matrices, biases, strict=True)
+        )
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        if self._call is None:
+            self._call = self._decide(q, k)
+
+        def attend(call: AttentionCall, kv_heads: Span, q: Tensor, k: Tensor, v: Tensor, into: Partial) -> None:
+            self._attend(index, call, kv_heads, q, k, v, into)
+
+        mixed = spread_forward(self._call, q, k, v, attend).out
+        return linear(mixed.flatten(-2), layer.out)
+
+    def _decide(self, q: Tensor, k: Tensor) -> AttentionCall:
+        split, mask = self._split, self._mask
+        name = "auto" if split.ranks == 1 else "heads" if split.token_groups == 1 else "ring"
+        degree = None
+        if split.token_groups > 1 and split.head_groups > 1:
+            name, degree = "heads+ring", split.head_groups
+        request = StrategyRequest.of(self._comm, name, "auto", degree)
+        window = self._config.sliding_window
+        needs = mask.needs if window is None else mask.needs | SlidingWindow(window).needs
+        shapes = head_shapes(self.layout, q, k)
+        call = AttentionCall(
+            comm=self._comm,
+            kernel=select_kernel(self._kernel, q, k, False, needs),
+            layout=self.layout,
+            length=self._chunk.length,
+            mask=mask,
+            scale=self._config.head_dim**-0.5,
+            strategy=request.choose(shapes, self._chunk.length, mask),
+            deterministic=False,
+        )
+        return request.place(call, shapes)
+
+    def _attend(
+        self, index: int, call: AttentionCall, kv_heads: Span, q: Tensor, k: Tensor, v: Tensor, into: Partial
+    ) -> None:
+        """Keep keys and values of some KV heads, and attend with the queries that share them."""
+        split, cache, chunk = self._split, self._cache, self._chunk
+        for piece in chunk.pieces:
+            old, new = split.tokens(piece.start), split.tokens(piece.start + piece.tokens)
+            here = slice(piece.offset // split.token_groups, piece.offset // split.token_groups + new - old)
+            keys, values = cache.rows(index, piece.sequence, Span(old, new), kv_heads)
+            keys.copy_(k[:, here])
+            values.copy_(v[:, here])
+        if chunk.is_fresh:
+            executor_of(call).forward(call, q, k, v, into)
+        elif split.token_groups == 1:
+            for piece in chunk.pieces:
+                self._attend_cached(index, call, kv_heads, piece, q, into)
+            into.out[:, chunk.length :] = 0
+        else:
+            executor_of(call).forward(call, q, k, v, into)
+            for piece in chunk.pieces:
+                if piece.start:
+                    self._pass_queries(index, call, kv_heads, piece, q, into)
+
+    def _attend_cached(
+        self, index: int, call: AttentionCall, kv_heads: Span, piece: Piece, q: Tensor, into: Partial
+    ) -> None:
+        """Attend with a piece's queries to all cached tokens of its sequence, their own included."""
+        rows = slice(piece.offset, piece.offset + piece.tokens)
+        keys, values = self._cache.rows(index, piece.sequence, Span(0, piece.start + piece.tokens), kv_heads)
+        part = Partial(into.out[:, rows], into.lse[:, :, rows])
+        local_forward(call, q[:, rows], keys, values, part, tiles=self._tiles(piece, piece.start + piece.tokens))
+
+    def _pass_queries(
+        self, index: int, call: AttentionCall, kv_heads: Span, piece: Piece, q: Tensor, into: Partial
+    ) -> None:
+        """Merge attention of a piece's queries to what was cached before: they visit every token group."""
+        split = self._split
+        groups, first = split.token_groups, piece.offset // split.token_groups
+        rows = slice(first, first + piece.padded // groups)
+        keys, values = self._cache.rows(index, piece.sequence, Span(0, split.tokens(piece.start)), kv_heads)
+        visiting = q[:, rows].contiguous()
+        out = torch.zeros(visiting.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+        lse = torch.full_like(into.lse[:, :, rows], -torch.inf, memory_format=torch.contiguous_format)
+        for hop in range(groups):
+            if hop:
+                visiting, out, lse = call.comm.ring(visiting, out, lse).wait()
+            source = (split.token_group - hop) % groups
+            tiles = self._tiles(piece, piece.start, source)
+            merge_partials_(out, lse, *local_forward(call, visiting, keys, values, tiles=tiles))
+        out, lse = call.comm.ring(out, lse).wait()
+        merged_out, merged_lse = into.out[:, rows], into.lse[:, :, rows].contiguous()
+        merge_partials_(merged_out, merged_lse, out, lse)
+        into.lse[:, :, rows] = merged_lse
+
+    def _tiles(self, piece: Piece, length: int, source: int = 0) -> tuple[Tile, ...]:
+        """Return the work between a piece's queries of a token group and this rank's cached tokens below `length`."""
+        key = piece.offset, length, source
+        if key not in self._chunk.tiles:
+            groups, window = self._split.token_groups, self._config.sliding_window
+            mask = Causal() if window is None else SlidingWindow(window)
+            queries = np.arange(piece.start + source, piece.start + piece.padded, groups)
+            keys = np.arange(self._split.token_group, length, groups)
+            self._chunk.tiles[key] = make_tiles(mask, piece.start + piece.padded, queries, keys)
+        return self._chunk.tiles[key]

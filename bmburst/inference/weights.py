@@ -1,0 +1,222 @@
+"""Weights as inference reads them: whole on every rank, with projections of one input joined to one matrix.
+
+ZeRO's shards would have to be gathered for every token, and a model read once a token is bounded by memory bandwidth.
+So each rank holds the whole weights once, in the dtype of inference. Prefill multiplies its own tokens with all of
+them. Decoding reads only a slice, as a view: ranks share the matrices as in Megatron-LM (arXiv:1909.08053).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from bmburst.blocks.config import LlamaConfig
+
+if TYPE_CHECKING:
+    from bmburst.blocks.model import Llama
+    from bmburst.convert.weights import Weights
+    from bmburst.zero import NamedShard
+
+_PIECE_BYTES = 64 << 20
+_LAYER = "model.layers."
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LayerWeights:
+    """One transformer block.
+
+    Attributes:
+        input_norm: `[hidden_size]`.
+        qkv: `[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]`: queries, keys, values.
+        qkv_bias: Of the rows of `qkv`, or None.
+        q_norm: `[head_dim]`, or None.
+        k_norm: `[head_dim]`, or None.
+        out: `[hidden_size, num_heads * head_dim]`.
+        mlp_norm: `[hidden_size]`.
+        gate_up: `[2 * intermediate_size, hidden_size]`: gate, up.
+        down: `[hidden_size, intermediate_size]`.
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    @classmethod
+    def empty(cls, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> "LayerWeights":
+        """Return a block whose numbers are not set."""
+        hidden, mlp, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+        rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
+
+        def make(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            input_norm=make(hidden),
+            qkv=make(rows, hidden),
+            qkv_bias=make(rows) if config.qkv_bias else None,
+            q_norm=make(head_dim) if config.qk_norm else None,
+            k_norm=make(head_dim) if config.qk_norm else None,
+            out=make(hidden, config.num_heads * head_dim),
+            mlp_norm=make(hidden),
+            gate_up=make(2 * mlp, hidden),
+            down=make(hidden, mlp),
+        )
+
+    def places(self, config: LlamaConfig) -> Mapping[str, Tensor]:
+        """Return where each weight of the block goes, by its name in Hugging Face's models behind `layers.N.`."""
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        gate, up = self.gate_up.chunk(2)
+        found = {
+            "input_layernorm.weight": self.input_norm,
+            "self_attn.o_proj.weight": self.out,
+            "post_attention_layernorm.weight": self.mlp_norm,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": self.down,
+        }
+        for kind, joined in (("weight", self.qkv), ("bias", self.qkv_bias)):
+            if joined is not None:
+                parts = joined.split((query, kv, kv))
+                found |= {f"self_attn.{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)}
+        if self.q_norm is not None and self.k_norm is not None:
+            found |= {"self_attn.q_norm.weight": self.q_norm, "self_attn.k_norm.weight": self.k_norm}
+        return found
+
+
+class ModelWeights(Protocol):
+    """A model's weights on this rank.
+
+    Attributes:
+        config: The model's configuration.
+        dtype: Of all weights.
+        device: Where they are.
+        is_resident: Whether they stay there, so that views of them may be kept.
+    """
+
+    config: LlamaConfig
+    dtype: torch.dtype
+    device: torch.device
+    is_resident: bool
+
+    def table(self, name: str) -> Tensor:
+        """Return a weight outside of the blocks: `EMBEDDING`, `NORM` or `HEAD`; a tied head is the embedding."""
+        ...
+
+    def layer(self, index: int) -> LayerWeights:
+        """Return a block. Every rank asks for the same blocks in the same order."""
+        ...
+
+
+class ResidentWeights:
+    """Weights that stay on this rank's device. A `ModelWeights`.
+
+    Args:
+        config: The model's configuration.
+        dtype: Of the weights.
+        device: Where to keep them.
+    """
+
+    is_resident = True
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self._layers = [LayerWeights.empty(config, dtype, device) for _ in range(config.num_layers)]
+        shapes = {EMBEDDING: (config.vocab_size, config.hidden_size), NORM: (config.hidden_size,)}
+        if not config.tie_embeddings:
+            shapes[HEAD] = shapes[EMBEDDING]
+        self._tables = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+
+    @classmethod
+    def read(
+        cls,
+        source: "Weights",
+        dtype: torch.dtype,
+        device: torch.device,
+        on_bytes: Callable[[int], object] = lambda _: None,
+    ) -> "ResidentWeights":
+        """Read a directory's weights piece by piece, so that the host never holds a whole tensor of them.
+
+        Args:
+            source: What `bmburst.convert.weights.open_weights` returns.
+            dtype: To convert to.
+            device: Where to keep them.
+            on_bytes: Called with the bytes read since the last call, counted in `dtype`.
+        """
+        self = cls(source.config, dtype, device)
+        step = _PIECE_BYTES // dtype.itemsize
+        for name, target in self.places().items():
+            flat, total = target.view(-1), prod(target.shape)
+            for begin in range(0, total, step):
+                end = min(begin + step, total)
+                flat[begin:end].copy_(source.read(name, begin, end))
+                on_bytes((end - begin) * dtype.itemsize)
+        return self
+
+    def places(self) -> Mapping[str, Tensor]:
+        """Return every weight by its name in Hugging Face's models, as views that may be written."""
+        found = dict(self._tables)
+        for i, layer in enumerate(self._layers):
+            found |= {f"{_LAYER}{i}.{name}": place for name, place in layer.places(self.config).items()}
+        return found
+
+    def table(self, name: str) -> Tensor:
+        """See `ModelWeights.table`."""
+        return self._tables[EMBEDDING if name == HEAD and self.config.tie_embeddings else name]
+
+    def layer(self, index: int) -> LayerWeights:
+        """See `ModelWeights.layer`."""
+        return self._layers[index]
+
+
+class GatheredWeights:
+    """The weights of a model in training, gathered from all ranks when they are read. A `ModelWeights`.
+
+    A block lives as long as its reader holds it. Every rank of the world reads the same, in the same order. Good for
+    a few tokens of a model that is in memory anyway; for more, save it and read it as `ResidentWeights`.
+
+    Args:
+        model: The model, on all ranks.
+    """
+
+    is_resident = False
+
+    def __init__(self, model: "Llama") -> None:
+        from bmburst.zero import named_shards
+
+        self.config = model.config
+        self._shards: dict[str, NamedShard] = {shard.name: shard for shard in named_shards(model)}
+        first = self._shards[EMBEDDING]
+        self.dtype, self.device = first.dtype, first.storage.device
+
+    def table(self, name: str) -> Tensor:
+        """See `ModelWeights.table`."""
+        return self._gathered(EMBEDDING if name == HEAD and self.config.tie_embeddings else name)
+
+    def layer(self, index: int) -> LayerWeights:
+        """See `ModelWeights.layer`."""
+        layer = LayerWeights.empty(self.config, self.dtype, self.device)
+        for name, place in layer.places(self.config).items():
+            place.copy_(self._gathered(f"{_LAYER}{index}.{name}"))
+        return layer
+
+    def _gathered(self, name: str) -> Tensor:
+        from bmburst.zero import gather
+
+        full = gather(self._shards[name])
+        assert full is not None  # every rank receives it
+        return full.detach()
+
+
+def weights_bytes(config: LlamaConfig, itemsize: int) -> int:
+    """Return the bytes of a model's weights on a rank."""
+    return config.num_parameters * itemsize
