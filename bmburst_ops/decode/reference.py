@@ -27,7 +27,7 @@ def attend(
 
 
 def visible_tokens(lengths: Tensor, starts: Tensor | None, capacity: int) -> Tensor:
-    """Return which tokens of the cache each sequence sees, `[batch, capacity]`, without reading the lengths on the host."""
+    """Return which tokens of the cache each sequence sees, `[batch, capacity]`. It does not read lengths on the host."""
     tokens = torch.arange(capacity, device=lengths.device)
     visible = tokens < lengths[:, None]
     return visible if starts is None else visible & (tokens >= starts[:, None])

@@ -1,0 +1,220 @@
+"""Decode attention in Triton: a kernel over parts of the cache, and one that merges the parts. Importing needs Triton.
+
+Source: Flash-Decoding, https://pytorch.org/blog/flash-decoding: with one query per sequence, batch and KV heads are too
+few programs to fill a GPU, so the tokens of a sequence are split as well. Partial results are merged by log-sum-exp in
+a fixed order, without atomics.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bmburst_ops.flash.triton_forward import LN_2, add_product, load_rows, product
+from bmburst_ops.flash.triton_launch import Table, is_interpreted, padded, plan_for
+from bmburst_ops.merge import accumulation_dtype, dense_rows
+
+
+class Tuning(NamedTuple):
+    """How the kernel over the cache is cut."""
+
+    tokens: int
+    """Of a block: loaded at once, keys and values apart. At least 16."""
+    warps: int
+    stages: int
+    """Blocks in the pipeline of loads."""
+    programs: int
+    """For each multiprocessor, at most: sets the number of splits. Several times as many as run at once, so that all
+    multiprocessors finish at about the same time."""
+
+
+# By dtype and device, and by the largest padded head dim that each row is for.
+_HOPPER: Table[Tuning] = ((64, Tuning(128, 4, 3, 8)), (128, Tuning(64, 4, 3, 8)), (256, Tuning(32, 4, 3, 8)))
+_SMALL: Table[Tuning] = ((64, Tuning(64, 4, 3, 8)), (128, Tuning(32, 4, 3, 8)), (256, Tuning(16, 4, 3, 8)))
+_FP32: Table[Tuning] = ((64, Tuning(32, 4, 2, 8)), (256, Tuning(16, 4, 2, 8)))
+_INTERPRETED: Table[Tuning] = ((256, Tuning(16, 4, 1, 8)),)  # small, so that small tensors meet every path
+_INTERPRETED_MULTIPROCESSORS = 2
+_MAX_SPLITS = 256  # of our own choice: one program of the merge holds the log-sum-exps of all
+_MAX_ROWS = 64  # query heads of one program; further ones of the same KV head read the cache again
+_MERGE_NUMBERS = 4096  # of the partial outputs that a program of the merge holds at once
+_MERGE_COLUMNS = 32  # of the head dim: several programs share a head, for there are few heads
+_NOT_SPECIALIZED = ("capacity", "group", "tiles", "splits", "heads")  # one compilation serves all
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    scale: float,
+    out_dtype: torch.dtype,
+    num_splits: int | None = None,
+    tuning: Tuning | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `decode_attention`. The tuning is by device, dtype and head dim, if none is given."""
+    q = dense_rows(q)
+    (batch, heads, head_dim), kv_heads = q.shape, keys.shape[2]
+    out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
+    lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
+    if not q.numel():
+        return out, lse
+    tuning = tuning or plan_for(
+        q[:, None], split_kernel, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED
+    )
+    group = heads // kv_heads
+    rows = min(padded(group), _MAX_ROWS)  # tensor cores take no fewer than 16
+    tiles = triton.cdiv(group, rows)
+    splits = num_splits or splits_for(keys, batch * kv_heads * tiles, tuning)
+    parts, part_lse = out[None], lse[None]
+    if splits > 1:
+        parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(splits, batch, heads, dtype=torch.float32, device=q.device)
+    precision = "interpreter" if IS_INTERPRETED else "ieee" if q.dtype == torch.float32 else "tf32"
+    with torch.cuda.device_of(q):  # Triton launches on the current device, wherever the tensors are
+        split_kernel[(kv_heads * tiles, splits, batch)](  # heads first: neighbours in memory run together
+            q, keys, values, lengths, starts, parts, part_lse, q.stride()[:2], keys.stride()[:3], values.stride()[:3],
+            keys.shape[1], group, tiles, splits, heads, scale,
+            HEAD_DIM=head_dim, DIM=padded(head_dim), ROWS=rows, TOKENS=tuning.tokens, WINDOWED=starts is not None,
+            PRECISION=precision, num_warps=tuning.warps, num_stages=tuning.stages,
+        )  # fmt: skip
+    return (out, lse) if splits == 1 else _merge_into(parts, part_lse, out, lse)
+
+
+def splits_for(keys: Tensor, rows: int, tuning: Tuning) -> int:
+    """Return how many splits fill the device, by the capacity and not by lengths, which only the device knows.
+
+    Args:
+        keys: `[batch, capacity, kv_heads, head_dim]`.
+        rows: How many programs there are for each split.
+        tuning: How the kernel is cut.
+    """
+    multiprocessors = _INTERPRETED_MULTIPROCESSORS
+    if keys.is_cuda:
+        multiprocessors = torch.cuda.get_device_properties(keys.device).multi_processor_count
+    wanted = multiprocessors * tuning.programs // rows
+    return max(1, min(wanted, triton.cdiv(keys.shape[1], tuning.tokens), _MAX_SPLITS))
+
+
+def merge(outs: Tensor, lses: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `merge_decode`."""
+    out = torch.empty(outs.shape[1:], dtype=out_dtype, device=outs.device)
+    lse = torch.empty(lses.shape[1:], dtype=accumulation_dtype(outs.dtype), device=outs.device)
+    if not outs.shape[0]:
+        return out.zero_(), lse.fill_(-torch.inf)
+    return _merge_into(outs, lses, out, lse) if out.numel() else (out, lse)
+
+
+def _merge_into(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    count, batch, heads, head_dim = parts.shape
+    all_parts, columns = triton.next_power_of_2(count), min(padded(head_dim), _MERGE_COLUMNS)
+    with torch.cuda.device_of(out):
+        merge_kernel[(triton.cdiv(head_dim, columns), heads, batch)](
+            parts, part_lse, out, lse, parts.stride()[:3], part_lse.stride(), out.stride()[:2], lse.stride(), count,
+            HEAD_DIM=head_dim, COLUMNS=columns, ALL=all_parts, PARTS=min(all_parts, _MERGE_NUMBERS // columns),
+        )  # fmt: skip
+    return out, lse
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def split_kernel(
+    q, keys, values, lengths, starts, parts, part_lse, q_strides, key_strides, value_strides,
+    capacity, group, tiles, splits, heads, scale,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: up to ROWS query heads of one KV head over one split of a sequence.
+
+    Grid: (KV heads * tiles, splits, batch). Strides of q are of (batch, head), those of the cache of (batch, token,
+    head). parts `[splits, batch, heads, HEAD_DIM]` and part_lse `[splits, batch, heads]` are contiguous. The part of a
+    split without tokens is not written, unless it is the only one.
+    """
+    kv_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    start = 0
+    if WINDOWED:
+        start = tl.maximum(tl.load(starts + batch), 0).to(tl.int32)
+    stop = tl.minimum(tl.load(lengths + batch), capacity).to(tl.int32)
+    start, stop = _part(start, stop, split, splits, TOKENS)
+
+    rows, columns = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
+    inside = (rows < group)[:, None] & (columns < HEAD_DIM)[None, :]
+    head = (kv_head * group + rows).to(tl.int64)
+    query = tl.load(q + batch * q_strides[0] + head[:, None] * q_strides[1] + columns[None, :], mask=inside, other=0.0)
+    key_matrix = keys + batch * key_strides[0] + kv_head.to(tl.int64) * key_strides[2]
+    value_matrix = values + batch * value_strides[0] + kv_head.to(tl.int64) * value_strides[2]
+    key_stride, value_stride = tl.cast(key_strides[1], tl.int64), tl.cast(value_strides[1], tl.int64)
+    bits_scale = scale * 1.4426950408889634  # log2(e), for exp2
+
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    for first in tl.range(start, stop, TOKENS):
+        # Rows beyond the stop are zero and not read: memory there may hold NaN, and 0 times NaN is NaN.
+        key = load_rows(key_matrix, first, key_stride, stop, HEAD_DIM, TOKENS, DIM, True)
+        scores = product(query, tl.trans(key), PRECISION) * bits_scale
+        scores = tl.where((first + tl.arange(0, TOKENS) < stop)[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(peak - higher)
+        total = total * fade + tl.sum(weights, 1)
+        value = load_rows(value_matrix, first, value_stride, stop, HEAD_DIM, TOKENS, DIM, True)
+        acc = add_product(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
+        peak = higher
+
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    sequence = split.to(tl.int64) * tl.num_programs(2) + batch
+    row = sequence * heads + head
+    written = inside & ((start < stop) | (splits == 1))
+    tl.store(parts + row[:, None] * HEAD_DIM + columns[None, :], acc.to(parts.dtype.element_ty), mask=written)
+    tl.store(part_lse + row, (peak + tl.log2(total)) * LN_2, mask=rows < group)
+
+
+@triton.jit
+def _part(start, stop, split, splits, TOKENS: tl.constexpr):
+    """Return the tokens of a split: even shares in units of 16, but of a block at least, so that few are not spread."""
+    share = tl.cdiv(tl.cdiv(tl.maximum(stop - start, 0), splits), 16) * 16
+    share = tl.maximum(share, TOKENS)
+    first = start + tl.minimum(split * share, tl.maximum(stop - start, 0))
+    return first, tl.minimum(first + share, stop)
+
+
+@triton.jit(do_not_specialize=["count"])
+def merge_kernel(
+    parts, part_lse, out, lse, part_strides, part_lse_strides, out_strides, lse_strides, count,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program: COLUMNS numbers of one head of one sequence. Grid: (blocks of columns, heads, batch).
+
+    Strides are of (part, batch, head) and (batch, head). Parts whose log-sum-exp is -inf are not read.
+    """
+    block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    part_lse += batch * part_lse_strides[1] + head * part_lse_strides[2]
+    index = tl.arange(0, ALL)
+    at = part_lse + index.to(tl.int64) * part_lse_strides[0]
+    every = tl.load(at, mask=index < count, other=float("-inf")).to(tl.float32)
+    peak = tl.max(every, 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)  # no part has seen a token: -inf - -inf is NaN
+    total = tl.sum(tl.exp(every - peak), 0)
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
+    parts += batch * part_strides[1] + head * part_strides[2]
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for first in tl.range(0, count, PARTS):
+        some = (first + tl.arange(0, PARTS)).to(tl.int64)
+        own = tl.load(part_lse + some * part_lse_strides[0], mask=some < count, other=float("-inf")).to(tl.float32)
+        read = (own != float("-inf"))[:, None] & (columns < HEAD_DIM)[None, :]
+        part = tl.load(parts + some[:, None] * part_strides[0] + columns[None, :], mask=read, other=0.0)
+        acc += tl.sum(part.to(tl.float32) * tl.exp(own - peak)[:, None], 0)
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    at = out + batch * out_strides[0] + head * out_strides[1] + columns
+    tl.store(at, acc.to(out.dtype.element_ty), mask=columns < HEAD_DIM)
+    if block == 0:
+        tl.store(lse + batch * lse_strides[0] + head * lse_strides[1], peak + tl.log(total))
+
+
+IS_INTERPRETED = is_interpreted(split_kernel)
+"""Whether the kernels run in Triton's interpreter."""
