@@ -94,6 +94,11 @@ class Decoder:
         self._factor = 1.0
         self._set_frequencies()
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether `compute` can be captured in a CUDA graph: nothing of it depends on the host."""
+        return self._weights.is_resident and self._weights.device.type == "cuda"
+
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token to each sequence and return the logits of what follows, on every rank.
 

@@ -28,6 +28,7 @@ from bmburst.blocks.rope import rotary_tables
 from bmburst.comm.checks import Checked
 from bmburst.inference.cache import KVCache
 from bmburst.inference.weights import EMBEDDING, LayerWeights, ModelWeights
+from bmburst.plan.inference import MLP_TOKENS
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import Contiguous, Layout, Striped, StripedGroups, real_positions
@@ -38,10 +39,6 @@ from bmburst_ops.gated_mlp import gated_mlp
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 from bmburst_ops.rotary import apply_rotary
-
-TOKENS_OF_RANK = 65536
-"""Tokens of a chunk that a rank computes, by default."""
-_MLP_TOKENS = 16384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,7 +242,7 @@ class _ChunkStep:
             stream, normed = stream_norm(stream, attended, layer.mlp_norm, config.norm_eps, factor=factor)
             del attended
             gate, up = layer.gate_up.chunk(2)
-            added = gated_mlp(normed, gate, up, layer.down, chunk=_MLP_TOKENS)
+            added = gated_mlp(normed, gate, up, layer.down, chunk=MLP_TOKENS)
             del normed
         assert added is not None
         return torch.add(stream, added, alpha=factor)

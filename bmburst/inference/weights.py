@@ -215,8 +215,3 @@ class GatheredWeights:
         full = gather(self._shards[name])
         assert full is not None  # every rank receives it
         return full.detach()
-
-
-def weights_bytes(config: LlamaConfig, itemsize: int) -> int:
-    """Return the bytes of a model's weights on a rank."""
-    return config.num_parameters * itemsize

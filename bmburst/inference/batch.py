@@ -1,0 +1,222 @@
+"""Runs a model on a batch of sequences: prefill of prompts, then decoding, on GPUs as one CUDA graph a token."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bmburst.comm.checks import Checked
+from bmburst.errors import UserError
+from bmburst.inference.cache import KVCache
+from bmburst.inference.decode import Decoder
+from bmburst.inference.prefill import Prefill
+from bmburst.inference.weights import ModelWeights
+from bmburst.plan.inference import TOKENS_OF_RANK
+from bmburst.schedule.cache_split import CacheSplit
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class Engine:
+    """A model that is ready to run, on one rank.
+
+    Attributes:
+        weights: The model.
+        comm: The ranks that share each sequence.
+        split: How they share the cache.
+        chunk_tokens: Tokens that prefill computes at once, over all ranks.
+        kernel: Attention kernel of prefill; see `burst_attention`.
+    """
+
+    weights: ModelWeights
+    comm: Checked
+    split: CacheSplit
+    chunk_tokens: int
+    kernel: str = "auto"
+
+    @classmethod
+    def over(
+        cls,
+        weights: ModelWeights,
+        comm: Checked,
+        cache: str = "auto",
+        chunk_tokens: int | None = None,
+        kernel: str = "auto",
+    ) -> "Engine":
+        """Return the engine of a model over a group of ranks.
+
+        Args:
+            weights: The model.
+            comm: The ranks that share each sequence; every one of them has the weights.
+            cache: One of `bmburst.schedule.cache_split.CACHES`.
+            chunk_tokens: See the attributes; by default 64K a rank.
+            kernel: See the attributes.
+
+        Raises:
+            UserError: The cache cannot be split so, or a chunk has no token.
+        """
+        if chunk_tokens is not None and (isinstance(chunk_tokens, bool) or chunk_tokens < 1):
+            raise UserError(f"chunk_tokens {chunk_tokens}\nallowed: at least 1 token\nfix: for example 65536")
+        config = weights.config
+        split = CacheSplit.choose(cache, comm.size, comm.rank, config.num_heads, config.num_kv_heads)
+        return cls(
+            weights=weights,
+            comm=comm,
+            split=split,
+            chunk_tokens=chunk_tokens or TOKENS_OF_RANK * comm.size,
+            kernel=kernel,
+        )
+
+    def new_cache(self, sequences: int, length: int) -> KVCache:
+        """Return an empty cache on this rank's device."""
+        weights = self.weights
+        return KVCache(weights.config, self.split, sequences, length, weights.dtype, weights.device)
+
+
+class Batch:
+    """Sequences of one cache that are prefilled and decoded together. Every rank calls the same methods.
+
+    Args:
+        engine: The model.
+        cache: The cache.
+    """
+
+    def __init__(self, engine: Engine, cache: KVCache) -> None:
+        self.engine, self.cache = engine, cache
+        self._prefill = Prefill(engine.weights, engine.comm, engine.split, engine.kernel)
+        self._decoder = Decoder(engine.weights, engine.comm, cache)
+        self.logits: Tensor | None = None
+        """Of what follows each sequence, `[sequences, vocab_size]`, fp32 or wider; None before the first prefill."""
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Sequence[int]], on_tokens: Callable[[int], object] = lambda _: None) -> None:
+        """Append tokens to every sequence.
+
+        Args:
+            prompts: At least one token for each sequence.
+            on_tokens: See `Prefill`.
+
+        Raises:
+            UserError: The cache has no room for them; before anything is computed.
+        """
+        for sequence, tokens in enumerate(prompts):
+            self.cache.require_room(sequence, len(tokens))
+        prompts = self._aligned(prompts)
+        if not any(len(tokens) for tokens in prompts):
+            return
+        chunk = self.engine.chunk_tokens
+        hidden = self._prefill(self.cache, dict(enumerate(prompts)), chunk, on_tokens)
+        self.logits = self._decoder.logits(hidden)
+
+    def _aligned(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Append the first tokens by decoding, until a prefill may begin: at a multiple of the token groups."""
+        groups = self.engine.split.token_groups
+        early = -self.cache.lengths[0] % groups
+        if not early:
+            return prompts
+        if len(prompts) > 1:
+            raise UserError(
+                "several sequences that are split by tokens take one prompt each\nfix: a session for each of them"
+            )
+        (tokens,) = prompts
+        for token in tokens[:early]:
+            self.logits = self._decoder.step(torch.tensor([token], device=self.engine.weights.device))
+        return [tokens[early:]]
+
+    def copies(self, count: int) -> "Batch":
+        """Return a batch of `count` sequences, each a copy of the only one of this batch."""
+        other = Batch(self.engine, self.cache.copied(0, count))
+        other.logits = None if self.logits is None else self.logits.repeat(count, 1)
+        return other
+
+    @torch.no_grad()
+    def decode(self, sampler: "Chooser", steps: int) -> Iterator[Tensor]:
+        """Yield the next token of each sequence, `[sequences]` int64 on the host, at most `steps` times.
+
+        What is yielded is in the cache, the last of all steps aside (`pending`). The device is one step ahead of the
+        host: while a token is read and used here, the next one is computed. A caller may stop at any token.
+
+        Args:
+            sampler: Chooses tokens.
+            steps: How many tokens at most.
+        """
+        assert self.logits is not None, "prefill comes first"
+        tokens = sampler.step(self.logits)
+        self.logits = None
+        loop = _Loop.over(self._decoder, sampler)
+        for step in range(1, steps + 1):
+            read = _to_host(tokens)
+            if step < steps:
+                tokens = loop.advance(tokens)
+            yield read()
+
+
+class Chooser(Protocol):
+    """What chooses tokens: a `Sampler`."""
+
+    def step(self, logits: Tensor) -> Tensor:
+        """Return the next token of each row, `[rows]` int64, of logits `[rows, vocab_size]`."""
+        ...
+
+
+def _to_host(tokens: Tensor) -> Callable[[], Tensor]:
+    """Start copying tokens to the host, and return what waits for them."""
+    if not tokens.is_cuda:
+        return tokens.clone
+    copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    copy.copy_(tokens, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> Tensor:
+        copied.synchronize()
+        return copy
+
+    return read
+
+
+class _Loop:
+    """From one token to the next: called directly, or on GPUs as one CUDA graph, captured behind the first call.
+
+    A step has some fifteen kernels a layer, each of them of microseconds: the host would take longer to start them than
+    the GPU to run them.
+    """
+
+    def __init__(self, decoder: Decoder, sampler: Chooser, *, is_captured: bool) -> None:
+        self._decoder, self._sampler, self._is_captured = decoder, sampler, is_captured
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._tokens: Tensor | None = None
+        self._has_run = False
+
+    @classmethod
+    def over(cls, decoder: Decoder, sampler: Chooser) -> "_Loop":
+        """Return the loop of a decoder and a sampler."""
+        return cls(decoder, sampler, is_captured=decoder.is_capturable)
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Append tokens and return the next ones. What is returned is overwritten by the next call."""
+        self._decoder.before_step()
+        if not self._is_captured or not self._has_run:
+            self._has_run = True
+            tokens = self._compute(tokens)
+        else:
+            tokens = self._replay(tokens)
+        self._decoder.after_step()
+        return tokens
+
+    def _compute(self, tokens: Tensor) -> Tensor:
+        return self._sampler.step(self._decoder.compute(tokens))
+
+    def _replay(self, tokens: Tensor) -> Tensor:
+        if self._graph is None or self._tokens is None:
+            self._tokens = tokens.clone()
+            self._graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            # Other threads, such as NCCL's watchdog, may use CUDA meanwhile.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._tokens.copy_(self._compute(self._tokens))
+        elif tokens is not self._tokens:
+            self._tokens.copy_(tokens)
+        self._graph.replay()
+        return self._tokens

@@ -1,0 +1,72 @@
+"""Inference over 1 to 4 ranks, with every split of the cache: transformers' own tokens and logits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from bmburst.comm.checks import Checked
+from bmburst.comm.local import run_ranks
+from bmburst.inference.batch import Batch
+from tests.inference.models import FAMILIES, Greedy, engine, greedy, logits, prompt
+
+UNEVEN = (13, 5, 1, 30)
+STEPS = 10
+WHOLE = 10_000
+
+
+def answers(comm: Checked, family: str, cache: str, chunk: int, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    made = engine(family, comm, cache, chunk)
+    batch = Batch(made, made.new_cache(len(prompts), max(map(len, prompts)) + STEPS))
+    batch.prefill(prompts)
+    return torch.stack(list(batch.decode(Greedy(), STEPS)), 1).tolist()
+
+
+@pytest.mark.parametrize("cache", ["auto", "tokens"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_of_an_uneven_batch_are_transformers_own(family: str, ranks: int, cache: str) -> None:
+    prompts = [prompt(length) for length in UNEVEN]
+    expected = [greedy(family, each, STEPS) for each in prompts]
+    for found in run_ranks(ranks, answers, family, cache, WHOLE, prompts):
+        assert found == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize("cache", ["auto", "tokens"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_chunks_change_nothing(family: str, ranks: int, cache: str, chunk: int) -> None:
+    prompts = [prompt(length) for length in UNEVEN]
+    expected = [greedy(family, each, STEPS) for each in prompts]
+    for found in run_ranks(ranks, answers, family, cache, chunk, prompts):
+        assert found == expected
+
+
+def turns(comm: Checked, family: str, cache: str, chunk: int, texts: list[tuple[int, ...]]) -> Any:
+    """Return the logits behind each turn and behind each of the steps that follow it, and the text."""
+    made = engine(family, comm, cache, chunk)
+    batch = Batch(made, made.new_cache(1, sum(map(len, texts)) + len(texts) * STEPS))
+    seen, text = [], []
+    for turn in texts:
+        batch.prefill([turn])
+        text += turn
+        for _ in range(3):
+            assert batch.logits is not None
+            seen.append((len(text) - 1, batch.logits[0]))
+            token = batch.logits.argmax(-1)
+            text += token.tolist()
+            batch.logits = batch._decoder.step(token)
+    return seen, text
+
+
+@pytest.mark.parametrize("cache", ["auto", "tokens"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("family", "chunk"), [("llama", 8), ("mistral", 7), ("qwen3", WHOLE), ("minicpm", WHOLE)])
+def test_logits_of_turns_are_those_of_one_forward_pass(family: str, chunk: int, ranks: int, cache: str) -> None:
+    texts = [prompt(17), prompt(2, seed=1), prompt(1, seed=2), prompt(12, seed=3)]
+    for seen, text in run_ranks(ranks, turns, family, cache, chunk, texts):
+        expected = logits(family, text)
+        assert len(seen) == 12
+        for position, found in seen:
+            torch.testing.assert_close(found, expected[position], rtol=1e-5, atol=1e-5)
