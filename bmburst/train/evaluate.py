@@ -163,17 +163,7 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bmburst"
 
 
-def generate(
-    model: "Llama",
-    mesh: Mesh,
-    prompt: list[int],
-    count: int,
-    *,
-    layout: str,
-    device: torch.device,
-    allowed: int,
-    seed: int,
-) -> list[int]:
+def generate(model: "Llama", mesh: Mesh, prompt: list[int], count: int, *, allowed: int, seed: int) -> list[int]:
     """Return `count` token ids that follow `prompt`; every rank calls it and gets the same ones.
 
     Args:
@@ -181,29 +171,30 @@ def generate(
         mesh: The ranks; each sequence group computes the same text.
         prompt: At least one token.
         count: Tokens to generate.
-        layout: The one the model attends in.
-        device: Of the model.
         allowed: Only ids below this are drawn: a model may have more rows than its tokenizer has tokens.
         seed: Of the draw.
     """
-    ids = list(prompt)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _ in range(count):
-            # A sequence shorter than its group gives every rank a token of padding.
-            length = max(len(ids), mesh.shape.sequence)
-            cut = causal_cut(mesh, length, layout)
-            whole = torch.tensor([ids + [0] * (length - len(ids))], dtype=torch.int64, device=device)
-            part = cut.batch(whole)
-            hidden = model(part.tokens, part.positions, length)
-            last = torch.zeros_like(hidden[0, 0])
-            mine = (part.positions[0] == len(ids) - 1).nonzero()
-            if len(mine):
-                last = hidden[0, mine.item()]
-            (last,) = mesh.sequence.all_reduce(last).wait()  # one rank has it, the others add zeros
-            # A model that has diverged gives NaN, which cannot be drawn from: it then draws at random.
-            logits = model.project(last)[:allowed].float().cpu().nan_to_num()
-            drawn = torch.multinomial(torch.softmax(logits / _TEMPERATURE, 0), 1, generator=generator)
-            ids.append(int(drawn.item()))
-            beat()
-    return ids[len(prompt) :]
+    from bmburst.inference.batch import Batch, Engine
+    from bmburst.inference.weights import GatheredWeights
+
+    engine = Engine.over(GatheredWeights(model), mesh.sequence)
+    batch = Batch(engine, engine.new_cache(1, len(prompt) + count))
+    batch.prefill([prompt])
+    ids = []
+    for token in batch.decode(_Drawing(allowed, seed), count):
+        ids.append(int(token.item()))
+        beat()
+    return ids
+
+
+class _Drawing:
+    """Draws tokens at a fixed temperature, on the host."""
+
+    def __init__(self, allowed: int, seed: int) -> None:
+        self._allowed, self._generator = allowed, torch.Generator().manual_seed(seed)
+
+    def step(self, logits: torch.Tensor) -> torch.Tensor:
+        # A model that has diverged gives NaN, which cannot be drawn from: it then draws at random.
+        known = logits[:, : self._allowed].float().cpu().nan_to_num()
+        drawn = torch.multinomial(torch.softmax(known / _TEMPERATURE, 1), 1, generator=self._generator)
+        return drawn[:, 0].to(logits.device)

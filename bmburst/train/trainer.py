@@ -367,8 +367,6 @@ class Trainer:
             self.mesh,
             prompt,
             self.config.sample_tokens,
-            layout=self.config.parallel.layout,
-            device=self.runtime.device,
             allowed=tokenizer.vocab_size,
             seed=self.config.seed,
         )
