@@ -10,6 +10,7 @@ from bmburst_ops.flash.limits import is_there, unless_ampere
 KERNELS = ("auto", "triton", "reference")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
+_MAX_SPLITS = 1024  # one program of the merge holds the log-sum-exps of all splits
 
 
 @torch.no_grad()
@@ -43,8 +44,8 @@ def decode_attention(
         out_dtype: Dtype of the output; default q's. For a merge over ranks take torch.float32.
         kernel: "triton", "reference" (plain torch), or "auto": Triton on NVIDIA GPUs from Ampere on where it is
             installed and takes the inputs (fp32, bf16 and fp16, head dims up to 256), else the reference.
-        num_splits: Into how many parts the Triton kernel cuts the visible tokens of a sequence, to fill the GPU.
-            Default: by the capacity, batch and heads. The reference does not split.
+        num_splits: Into how many parts the Triton kernel cuts the visible tokens of a sequence, to fill the GPU,
+            1 to 1024. Default: by the capacity, batch and heads. The reference does not split.
 
     Returns:
         The output `[batch, heads, head_dim]`, and the log-sum-exp of the scaled scores `[batch, heads]` in nats, fp32
@@ -138,8 +139,9 @@ def _check(
             "decode attention needs q [batch, heads, head_dim] and keys, values [batch, capacity, kv_heads, head_dim] "
             f"with heads a multiple of kv_heads; got {tuple(q.shape)}, {tuple(keys.shape)}, {tuple(values.shape)}"
         )
-    if not q.dtype == keys.dtype == values.dtype:
-        raise ValueError(f"q, keys and values must have one dtype; got {q.dtype}, {keys.dtype}, {values.dtype}")
+    found = [f"{t.dtype} on {t.device}" for t in (q, keys, values)]
+    if len(set(found)) > 1:
+        raise ValueError(f"q, keys and values must have one dtype and device; got {', '.join(found)}")
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         raise ValueError(
             f"keys and values need a contiguous last dimension; got strides {keys.stride()}, {values.stride()}"
@@ -152,5 +154,5 @@ def _check(
                 f"{name} must be [{q.shape[0]}] int32 or int64 on {q.device}; "
                 f"got {tuple(counts.shape)} {counts.dtype} on {counts.device}"
             )
-    if num_splits is not None and num_splits < 1:
-        raise ValueError(f"num_splits must be at least 1; got {num_splits}")
+    if num_splits is not None and not 1 <= num_splits <= _MAX_SPLITS:
+        raise ValueError(f"num_splits must be between 1 and {_MAX_SPLITS}; got {num_splits}")

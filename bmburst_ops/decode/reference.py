@@ -16,8 +16,8 @@ def attend(
     """
     if q.device.type != "cpu":
         return attend_visible(q, keys, values, visible_tokens(lengths, starts, keys.shape[1]), scale)
-    stops = lengths.clamp(max=keys.shape[1]).tolist()
-    firsts = [0] * len(stops) if starts is None else starts.clamp(min=0).tolist()
+    stops = [min(length, keys.shape[1]) for length in lengths.tolist()]
+    firsts = [0] * len(stops) if starts is None else [max(0, start) for start in starts.tolist()]
     out = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
     lse = out.new_empty(q.shape[:2])
     for i, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
@@ -27,7 +27,7 @@ def attend(
 
 
 def visible_tokens(lengths: Tensor, starts: Tensor | None, capacity: int) -> Tensor:
-    """Return which tokens of the cache each sequence sees, `[batch, capacity]`. It does not read lengths on the host."""
+    """Return which tokens of the cache each sequence sees, `[batch, capacity]`. Lengths stay on the device."""
     tokens = torch.arange(capacity, device=lengths.device)
     visible = tokens < lengths[:, None]
     return visible if starts is None else visible & (tokens >= starts[:, None])

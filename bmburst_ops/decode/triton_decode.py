@@ -24,6 +24,8 @@ class Tuning(NamedTuple):
 
     tokens: int
     """Of a block: loaded at once, keys and values apart. At least 16."""
+    heads: int
+    """Query heads of one program, at most. Further ones of the same KV head read the cache again. At least 16."""
     warps: int
     stages: int
     """Blocks in the pipeline of loads."""
@@ -33,13 +35,20 @@ class Tuning(NamedTuple):
 
 
 # By dtype and device, and by the largest padded head dim that each row is for.
-_HOPPER: Table[Tuning] = ((64, Tuning(128, 4, 3, 8)), (128, Tuning(64, 4, 3, 8)), (256, Tuning(32, 4, 3, 8)))
-_SMALL: Table[Tuning] = ((64, Tuning(64, 4, 3, 8)), (128, Tuning(32, 4, 3, 8)), (256, Tuning(16, 4, 3, 8)))
-_FP32: Table[Tuning] = ((64, Tuning(32, 4, 2, 8)), (256, Tuning(16, 4, 2, 8)))
-_INTERPRETED: Table[Tuning] = ((256, Tuning(16, 4, 1, 8)),)  # small, so that small tensors meet every path
+_HOPPER: Table[Tuning] = (  # compiled for sm_90 none spills
+    (64, Tuning(128, 64, 4, 3, 8)),
+    (128, Tuning(64, 64, 4, 3, 8)),
+    (256, Tuning(32, 64, 4, 3, 8)),
+)
+_SMALL: Table[Tuning] = (
+    (64, Tuning(64, 64, 4, 3, 8)),
+    (128, Tuning(32, 64, 4, 3, 8)),
+    (256, Tuning(16, 64, 4, 3, 8)),
+)
+_FP32: Table[Tuning] = ((64, Tuning(32, 16, 4, 2, 8)), (256, Tuning(16, 16, 4, 2, 8)))
+_INTERPRETED: Table[Tuning] = ((256, Tuning(16, 16, 4, 1, 8)),)  # small, so that small tensors meet every path
 _INTERPRETED_MULTIPROCESSORS = 2
 _MAX_SPLITS = 256  # of our own choice: one program of the merge holds the log-sum-exps of all
-_MAX_ROWS = 64  # query heads of one program; further ones of the same KV head read the cache again
 _MERGE_NUMBERS = 4096  # of the partial outputs that a program of the merge holds at once
 _MERGE_COLUMNS = 32  # of the head dim: several programs share a head, for there are few heads
 _NOT_SPECIALIZED = ("capacity", "group", "tiles", "splits", "heads")  # one compilation serves all
@@ -67,7 +76,7 @@ def attend(
         q[:, None], split_kernel, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED
     )
     group = heads // kv_heads
-    rows = min(padded(group), _MAX_ROWS)  # tensor cores take no fewer than 16
+    rows = min(padded(group), tuning.heads)  # tensor cores take no fewer than 16
     tiles = triton.cdiv(group, rows)
     splits = num_splits or splits_for(keys, batch * kv_heads * tiles, tuning)
     parts, part_lse = out[None], lse[None]
@@ -97,7 +106,8 @@ def splits_for(keys: Tensor, rows: int, tuning: Tuning) -> int:
     if keys.is_cuda:
         multiprocessors = torch.cuda.get_device_properties(keys.device).multi_processor_count
     wanted = multiprocessors * tuning.programs // rows
-    return max(1, min(wanted, triton.cdiv(keys.shape[1], tuning.tokens), _MAX_SPLITS))
+    blocks: int = triton.cdiv(keys.shape[1], tuning.tokens)
+    return max(1, min(wanted, blocks, _MAX_SPLITS))
 
 
 def merge(outs: Tensor, lses: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
