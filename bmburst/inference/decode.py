@@ -22,10 +22,9 @@ from bmburst.comm.checks import Checked
 from bmburst.inference.cache import KVCache
 from bmburst.inference.weights import EMBEDDING, HEAD, NORM, LayerWeights, ModelWeights
 from bmburst.schedule.cache_split import CacheSplit
-from bmburst_ops.decode import decode_attention
+from bmburst_ops.decode import append_rotated, decode_attention
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
-from bmburst_ops.rotary import apply_rotary
 from bmburst_ops.swiglu import swiglu
 
 
@@ -168,12 +167,10 @@ class Decoder:
         if layer.whole.q_norm is not None and layer.whole.k_norm is not None:
             norm = partial(rms_norm, eps=config.norm_eps)
             q, k = norm(q, layer.whole.q_norm), norm(k, layer.whole.k_norm)
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         keys, values = self._cache.layer(index)
-        keys.index_put_((place.sequences, place.row), k[:, 0])
-        values.index_put_((place.sequences, place.row), v[:, 0])
+        q = append_rotated(q[:, 0], k[:, 0], v[:, 0], cos, sin, keys, values, place.row)
         out, lse = decode_attention(
-            q[:, 0],
+            q,
             keys,
             values,
             place.stops,
@@ -216,8 +213,8 @@ class Decoder:
             self._frequencies[sequence if self._is_dynamic else slice(None)] = found.to(self._frequencies.device)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the new tokens, `[sequences, 1, head_dim / 2]`, as `rotary_tables` has them."""
-        angles = positions[:, None, None].double() * self._frequencies[:, None].double()
+        """Return cosines and sines of the new tokens, `[sequences, head_dim / 2]`, as `rotary_tables` has them."""
+        angles = positions[:, None].double() * self._frequencies.double()
         wide = accumulation_dtype(self._weights.dtype)
         return (angles.cos() * self._factor).to(wide), (angles.sin() * self._factor).to(wide)
 
@@ -227,13 +224,11 @@ class _Place:
     """Where the new tokens go in this rank's memory, and which of its rows they see; all `[sequences]`.
 
     Attributes:
-        sequences: 0, 1, ...
         row: Row of the new token. A rank that does not keep it writes it all the same: the next token overwrites it.
         starts: First row seen, or None for 0, int32.
         stops: One past the last, int32.
     """
 
-    sequences: Tensor
     row: Tensor
     starts: Tensor | None
     stops: Tensor
@@ -248,5 +243,4 @@ class _Place:
             return (position - split.token_group + groups - 1).div(groups, rounding_mode="floor")
 
         starts = None if window is None else before((positions + 1 - window).clamp(min=0)).int()
-        sequences = torch.arange(len(positions), device=positions.device)
-        return cls(sequences, before(positions), starts, before(positions + 1).int())
+        return cls(before(positions), starts, before(positions + 1).int())
