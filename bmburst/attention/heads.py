@@ -85,11 +85,11 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: 
 
     def work(i: int, outbox: Tensor) -> None:
         results = Partial(*_tensors(outbox, plan.outbound[i].views, q.dtype))
-        inputs = _tensors(inbox, plan.views[i], q.dtype)
+        queries, keys, values = _tensors(inbox, plan.views[i], q.dtype)
         if attend is None:
-            run(outer, *inputs, results)
+            run(outer, queries, keys, values, results)
         else:
-            attend(outer, plan.units[i].kv_heads, *inputs, results)
+            attend(outer, plan.units[i].kv_heads, queries, keys, values, results)
 
     _by_units(call, plan, streams, arriving, work, (out, lse), is_recorded=attend is None and _is_recorded(call, plan))
     return Partial(out, lse)

@@ -1,5 +1,6 @@
 """Runs a model on a batch of sequences: prefill of prompts, then decoding, on GPUs as one CUDA graph a token."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,7 @@ from bmburst.errors import UserError
 from bmburst.inference.cache import KVCache
 from bmburst.inference.decode import Decoder
 from bmburst.inference.prefill import Prefill
+from bmburst.inference.sampling import Sampled
 from bmburst.inference.weights import ModelWeights
 from bmburst.plan.inference import TOKENS_OF_RANK
 from bmburst.schedule.cache_split import CacheSplit
@@ -131,47 +133,51 @@ class Batch:
         return other
 
     @torch.no_grad()
-    def decode(self, sampler: "Chooser", steps: int) -> Iterator[Tensor]:
-        """Yield the next token of each sequence, `[sequences]` int64 on the host, at most `steps` times.
+    def decode(self, chooser: "Chooser", steps: int) -> Iterator[Sampled]:
+        """Yield what is chosen for each sequence, on the host, at most `steps` times.
 
-        What is yielded is in the cache, the last of all steps aside (`pending`). The device is one step ahead of the
-        host: while a token is read and used here, the next one is computed. A caller may stop at any token.
+        What is yielded is in the cache, the last of all steps aside. The device is one step ahead of the host: while a
+        token is read and used here, the next one is computed. A caller may stop at any token.
 
         Args:
-            sampler: Chooses tokens.
+            chooser: Chooses tokens.
             steps: How many tokens at most.
         """
         assert self.logits is not None, "prefill comes first"
-        tokens = sampler.step(self.logits)
+        chosen = chooser.step(self.logits)
         self.logits = None
-        loop = _Loop.over(self._decoder, sampler)
+        loop = _Loop(self._decoder, chooser)
         for step in range(1, steps + 1):
-            read = _to_host(tokens)
+            read = _to_host(chosen)
             if step < steps:
-                tokens = loop.advance(tokens)
+                chosen = loop.advance(chosen.tokens)
             yield read()
 
 
 class Chooser(Protocol):
     """What chooses tokens: a `Sampler`."""
 
-    def step(self, logits: Tensor) -> Tensor:
-        """Return the next token of each row, `[rows]` int64, of logits `[rows, vocab_size]`."""
+    def step(self, logits: Tensor) -> Sampled:
+        """Choose the next token of each row of `[rows, vocab_size]`."""
         ...
 
 
-def _to_host(tokens: Tensor) -> Callable[[], Tensor]:
-    """Start copying tokens to the host, and return what waits for them."""
-    if not tokens.is_cuda:
-        return tokens.clone
-    copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    copy.copy_(tokens, non_blocking=True)
+def _to_host(chosen: Sampled) -> Callable[[], Sampled]:
+    """Start copying what was chosen to the host, and return what waits for it."""
+    if not chosen.tokens.is_cuda:
+        return lambda: chosen
+    copies = {}
+    for part in dataclasses.fields(chosen):
+        tensor = getattr(chosen, part.name)
+        if tensor is not None:
+            copies[part.name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies[part.name].copy_(tensor, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
 
-    def read() -> Tensor:
+    def read() -> Sampled:
         copied.synchronize()
-        return copy
+        return Sampled(**copies)
 
     return read
 
@@ -179,44 +185,41 @@ def _to_host(tokens: Tensor) -> Callable[[], Tensor]:
 class _Loop:
     """From one token to the next: called directly, or on GPUs as one CUDA graph, captured behind the first call.
 
-    A step has some fifteen kernels a layer, each of them of microseconds: the host would take longer to start them than
-    the GPU to run them.
+    A step has a dozen kernels a layer, each of microseconds: the host would take longer to start them than the GPU to
+    run them.
     """
 
-    def __init__(self, decoder: Decoder, sampler: Chooser, *, is_captured: bool) -> None:
-        self._decoder, self._sampler, self._is_captured = decoder, sampler, is_captured
+    def __init__(self, decoder: Decoder, chooser: Chooser) -> None:
+        self._decoder, self._chooser = decoder, chooser
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tokens: Tensor | None = None
+        self._chosen: Sampled | None = None
         self._has_run = False
 
-    @classmethod
-    def over(cls, decoder: Decoder, sampler: Chooser) -> "_Loop":
-        """Return the loop of a decoder and a sampler."""
-        return cls(decoder, sampler, is_captured=decoder.is_capturable)
-
-    def advance(self, tokens: Tensor) -> Tensor:
-        """Append tokens and return the next ones. What is returned is overwritten by the next call."""
+    def advance(self, tokens: Tensor) -> Sampled:
+        """Append tokens and return what is chosen next, which the next call may overwrite."""
         self._decoder.before_step()
-        if not self._is_captured or not self._has_run:
-            self._has_run = True
-            tokens = self._compute(tokens)
+        if self._decoder.is_capturable and self._has_run:
+            chosen = self._replay(tokens)
         else:
-            tokens = self._replay(tokens)
+            self._has_run = True
+            chosen = self._compute(tokens)
         self._decoder.after_step()
-        return tokens
+        return chosen
 
-    def _compute(self, tokens: Tensor) -> Tensor:
-        return self._sampler.step(self._decoder.compute(tokens))
+    def _compute(self, tokens: Tensor) -> Sampled:
+        return self._chooser.step(self._decoder.compute(tokens))
 
-    def _replay(self, tokens: Tensor) -> Tensor:
-        if self._graph is None or self._tokens is None:
+    def _replay(self, tokens: Tensor) -> Sampled:
+        if self._graph is None or self._tokens is None or self._chosen is None:
             self._tokens = tokens.clone()
             self._graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             # Other threads, such as NCCL's watchdog, may use CUDA meanwhile.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._tokens.copy_(self._compute(self._tokens))
-        elif tokens is not self._tokens:
+                self._chosen = self._compute(self._tokens)
+                self._tokens.copy_(self._chosen.tokens)
+        elif tokens is not self._chosen.tokens:
             self._tokens.copy_(tokens)
         self._graph.replay()
-        return self._tokens
+        return self._chosen

@@ -60,9 +60,9 @@ class LayerSlice:
         first = config.num_heads * dim
         starts = (group * query, first + group * kv, first + config.num_kv_heads * dim + group * kv)
         widths = (query, kv, kv)
-        if split.head_groups == 1:
-            qkv, biases = (layer.qkv,), (layer.qkv_bias,)
-        else:
+        qkv: tuple[Tensor, ...] = (layer.qkv,)
+        biases: tuple[Tensor | None, ...] = (layer.qkv_bias,)
+        if split.head_groups > 1:
             rows = [slice(start, start + width) for start, width in zip(starts, widths, strict=True)]
             qkv = tuple(layer.qkv[each] for each in rows)
             biases = tuple(None if layer.qkv_bias is None else layer.qkv_bias[each] for each in rows)

@@ -2,84 +2,109 @@
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from bmburst.data.tokenizer import TokenIds
 from bmburst.errors import UserError
 from bmburst.inference.batch import Batch, Engine
-from bmburst.inference.sampling import GenerationOptions, Sampler
+from bmburst.inference.prompts import PromptEncoder
+from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
+
+Ids = Sequence[int] | TokenIds
 
 
 class Session:
     """One text that grows: prompts by `prefill`, answers by `generate`, in turns. Every rank calls the same methods.
 
+    Example:
+        >>> session = generator.session(max_tokens=4096)
+        >>> session.prefill(prompt_ids)
+        >>> answer = list(session.generate(max_new_tokens=64))
+        >>> session.prefill(next_prompt_ids)
+
     Args:
         engine: The model.
-        max_tokens: Tokens that the session has room for, prompts and answers.
+        max_tokens: Tokens that the session has room for, prompts and answers. The cache takes its memory at once.
+        options: Returns the options of an answer from those that `generate` is given.
     """
 
-    def __init__(self, engine: Engine, max_tokens: int) -> None:
-        self._start(Batch(engine, engine.new_cache(1, max_tokens)), ())
-
-    def _start(self, batch: Batch, pending: tuple[int, ...]) -> None:
-        self._batch, self._pending = batch, pending
+    def __init__(self, engine: Engine, max_tokens: int, options: Callable[..., GenerationOptions]) -> None:
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise UserError(f"max_tokens {max_tokens!r}\nallowed: at least 1 token\nfix: for example 4096")
+        self._batch, self._options = Batch(engine, engine.new_cache(1, max_tokens)), options
+        self._tokens: list[int] = []
+        self._encoder = PromptEncoder(None, engine.weights.config.vocab_size)
 
     @property
-    def length(self) -> int:
-        """Tokens of the text so far."""
-        return self._batch.cache.lengths[0] + len(self._pending)
+    def tokens(self) -> tuple[int, ...]:
+        """The text so far: prompts and what was generated."""
+        return tuple(self._tokens)
 
     @property
     def max_tokens(self) -> int:
         """Tokens that the session has room for."""
         return self._batch.cache.length
 
-    def prefill(self, ids: Sequence[int], on_tokens: Callable[[int], object] = lambda _: None) -> None:
+    def prefill(self, ids: Ids, on_tokens: Callable[[int], object] = lambda _: None) -> None:
         """Append tokens: the first prompt, or a further turn behind what was generated.
 
         Args:
-            ids: Token ids, at least one.
+            ids: Token ids, at least one, the same on every rank.
             on_tokens: Called with the number of tokens of each chunk that was computed.
 
         Raises:
-            UserError: There is no token, one is out of range, or the session has no room.
+            UserError: There is no token, one is out of range, ranks have different ones, or the session has no room.
         """
-        self._batch.engine.comm.decided(lambda: (None, f"prefill\ntokens {self._checked(ids)}"))
-        self._batch.prefill([[*self._pending, *ids]], on_tokens)
-        self._pending = ()
+        comm = self._batch.engine.comm
+        with comm.checking():
+            turn = comm.decided(lambda: self._checked(ids))
+        self._batch.prefill([turn], on_tokens)
+        self._tokens += turn[len(turn) - len(ids) :]
 
-    def generate(self, options: GenerationOptions) -> Iterator[int]:
-        """Yield the tokens that follow, until one of `options.eos_ids`, which is yielded too, or `max_new_tokens`.
+    def generate(self, options: GenerationOptions | None = None, **given: Any) -> Iterator[int]:
+        """Yield the tokens that follow, up to one of `eos_ids`, which is yielded too, or `max_new_tokens` of them.
 
-        The text grows by what was yielded. A caller may stop early.
+        The text grows by what was yielded. A caller may stop at any token, which is how stop strings are made.
+
+        Args:
+            options: How tokens are chosen. Default: the model's own, changed by `given`.
+            given: Fields of `GenerationOptions`.
 
         Raises:
-            UserError: Nothing was prefilled since the last answer, or the session has no room for `max_new_tokens`.
+            UserError: No prompt was prefilled since the last answer, an option does not fit, or the session has no
+                room for `max_new_tokens`.
         """
-        batch, cache = self._batch, self._batch.cache
+        options = options or self._options(**given)
+        batch = self._batch
         if batch.logits is None:
-            raise UserError("nothing to go on from: the text has no new tokens\nfix: session.prefill(ids) first")
-        cache.require_room(0, options.max_new_tokens)
-        config = batch.engine.weights.config
-        sampler = Sampler(options, [(0, 0)], config.vocab_size, batch.engine.weights.device)
-        before = cache.lengths[0]
-        count = 0
-        for tokens in batch.decode(sampler, options.max_new_tokens):
-            token = int(tokens[0])
-            count += 1
-            self._pending = (token,) if cache.lengths[0] - before < count else ()
+            raise UserError("the text ends with an answer\nfix: append a prompt first, session.prefill(ids)")
+        batch.cache.require_room(0, options.max_new_tokens)
+        return self._generate(options)
+
+    def _generate(self, options: GenerationOptions) -> Iterator[int]:
+        weights = self._batch.engine.weights
+        row = SamplerRow(0, 0, self._tokens)
+        sampler = Sampler(options, [row], weights.config.vocab_size, weights.device)
+        for chosen in self._batch.decode(sampler, options.max_new_tokens):
+            token = int(chosen.tokens[0])
+            self._tokens.append(token)
             yield token
             if token in options.eos_ids:
                 return
 
     def fork(self) -> "Session":
-        """Return a session with a copy of this text, which goes on by itself."""
+        """Return a session with a copy of this text and its cache, which goes on by itself."""
         other = object.__new__(Session)
-        other._start(self._batch.copies(1), self._pending)
+        other._batch, other._options, other._encoder = self._batch.copies(1), self._options, self._encoder
+        other._tokens = list(self._tokens)
         return other
 
-    def _checked(self, ids: Sequence[int]) -> str:
-        from bmburst.inference.prompts import require_ids
-
-        require_ids(ids, self._batch.engine.weights.config.vocab_size)
-        return " ".join(map(str, ids[:8])) + f" ... {hash(tuple(ids))}"
+    def _checked(self, ids: Ids) -> tuple[list[int], str]:
+        """Return the tokens that the cache lacks: those given, and the last one of an answer that ran to its end."""
+        new = self._encoder.ids(ids, "prefill").tokens
+        pending = self._tokens[self._batch.cache.lengths[0] :]
+        self._batch.cache.require_room(0, len(pending) + len(new))
+        checksum = zlib.crc32(np.ascontiguousarray(new).tobytes())
+        return [*pending, *new.tolist()], f"prefill\ntokens {len(new)}\nids #{checksum:08x}"

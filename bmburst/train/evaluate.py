@@ -26,6 +26,7 @@ from bmburst.train.resolve import EvalConfig
 if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig
     from bmburst.blocks.model import Llama
+    from bmburst.inference.sampling import Sampled
 
 _TEMPERATURE = 0.7  # divides the logits
 
@@ -181,8 +182,8 @@ def generate(model: "Llama", mesh: Mesh, prompt: list[int], count: int, *, allow
     batch = Batch(engine, engine.new_cache(1, len(prompt) + count))
     batch.prefill([prompt])
     ids = []
-    for token in batch.decode(_Drawing(allowed, seed), count):
-        ids.append(int(token.item()))
+    for chosen in batch.decode(_Drawing(allowed, seed), count):
+        ids.append(int(chosen.tokens.item()))
         beat()
     return ids
 
@@ -193,8 +194,11 @@ class _Drawing:
     def __init__(self, allowed: int, seed: int) -> None:
         self._allowed, self._generator = allowed, torch.Generator().manual_seed(seed)
 
-    def step(self, logits: torch.Tensor) -> torch.Tensor:
+    def step(self, logits: torch.Tensor) -> "Sampled":
+        """Draw the next token of each row; see `bmburst.inference.batch.Chooser`."""
+        from bmburst.inference.sampling import Sampled
+
         # A model that has diverged gives NaN, which cannot be drawn from: it then draws at random.
         known = logits[:, : self._allowed].float().cpu().nan_to_num()
         drawn = torch.multinomial(torch.softmax(known / _TEMPERATURE, 1), 1, generator=self._generator)
-        return drawn[:, 0].to(logits.device)
+        return Sampled(drawn[:, 0].to(logits.device))

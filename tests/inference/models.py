@@ -14,6 +14,7 @@ from torch import Tensor
 from bmburst.comm.checks import Checked
 from bmburst.convert.weights import open_weights
 from bmburst.inference.batch import Engine
+from bmburst.inference.sampling import Sampled
 from bmburst.inference.weights import ResidentWeights
 from tests.blocks.minicpm import MiniCPM
 
@@ -111,6 +112,6 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 class Greedy:
     """Chooses the most likely token."""
 
-    def step(self, logits: Tensor) -> Tensor:
+    def step(self, logits: Tensor) -> Sampled:
         """See `bmburst.inference.batch.Chooser`."""
-        return logits.argmax(-1)
+        return Sampled(logits.argmax(-1))

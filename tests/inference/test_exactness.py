@@ -19,7 +19,7 @@ def answers(comm: Checked, family: str, cache: str, chunk: int, prompts: list[tu
     made = engine(family, comm, cache, chunk)
     batch = Batch(made, made.new_cache(len(prompts), max(map(len, prompts)) + STEPS))
     batch.prefill(prompts)
-    return torch.stack(list(batch.decode(Greedy(), STEPS)), 1).tolist()
+    return torch.stack([chosen.tokens for chosen in batch.decode(Greedy(), STEPS)], 1).tolist()
 
 
 @pytest.mark.parametrize("cache", ["auto", "tokens"])

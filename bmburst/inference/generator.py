@@ -1,0 +1,434 @@
+"""`Generator`: a model that answers prompts, in batches that fit the memory of its ranks."""
+
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bmburst.amounts import GIB
+from bmburst.attention.api import resolve_group
+from bmburst.blocks.config import LlamaConfig
+from bmburst.checkpoint.files import STATE_FILE, read_progress, verified, warn
+from bmburst.comm.checks import Checked
+from bmburst.comm.protocol import gather_objects
+from bmburst.convert.weights import Weights, open_weights
+from bmburst.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from bmburst.errors import UserError, require_known
+from bmburst.inference.batch import Batch, Engine
+from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder, TokenLogprob
+from bmburst.inference.sampling import GenerationOptions, Sampled, Sampler, SamplerRow, generation_options
+from bmburst.inference.session import Ids, Session
+from bmburst.inference.text import TextStream
+from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
+from bmburst.mesh import Mesh
+from bmburst.plan.inference import TOKENS_OF_RANK, InferenceMemory, usable
+from bmburst.runtime.watchdog import beat
+from bmburst.schedule.cache_split import CacheSplit
+from bmburst.train.memory_plan import available_bytes
+
+if TYPE_CHECKING:
+    from bmburst.blocks.model import Llama
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_MOST_ROWS = 64  # sequences of a batch
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Source:
+    """A directory of a model, opened.
+
+    Attributes:
+        directory: Of the weights.
+        weights: The weights, not yet read.
+        tokenizer: The model's tokenizer; None where it comes without one.
+    """
+
+    directory: Path
+    weights: Weights
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def open(cls, given: Path) -> "Source":
+        """Open a directory of Hugging Face or ModelCenter, a checkpoint of bmburst, or a run folder.
+
+        Raises:
+            UserError: There is no such directory, no whole checkpoint or model in it, or it is of an unknown family.
+        """
+        if not given.is_dir():
+            raise UserError(
+                f"no directory {given}\nfix: give a directory of a Hugging Face, ModelCenter or bmburst model"
+            )
+        directory = verified(given, warn)
+        weights = open_weights(directory)
+        name = None
+        if (directory / STATE_FILE).exists():
+            name = read_progress(directory).tokenizer
+        elif (directory / TOKENIZER_FILE).is_file():
+            name = str(directory)
+        return cls(directory, weights, None if name is None else load_tokenizer(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of inference: the named one, or for "auto" what most weights are stored in.
+
+        Raises:
+            UserError: The name is unknown.
+        """
+        require_known("dtype", name, DTYPES)
+        if name != "auto":
+            found: torch.dtype = getattr(torch, name)
+            return found
+        first = next(name for name in self.weights.places if name.endswith("q_proj.weight"))
+        return self.weights.read(first, 0, 1).dtype
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a caller wants to be told while text is generated; called on every rank.
+
+    Attributes:
+        tokens: With the prompt tokens of each chunk that was computed.
+        text: With prompt, sample and new text of an answer, as it comes.
+        answer: With prompt and answer, when it is complete.
+    """
+
+    tokens: Callable[[int], object] = field(default=lambda _: None)
+    text: Callable[[int, int, str], object] = field(default=lambda *_: None)
+    answer: Callable[[int, Answer], object] = field(default=lambda *_: None)
+
+
+class Generator:
+    """A model that answers prompts over the ranks of a group, each of which holds a part of the KV cache.
+
+    Every rank makes it with the same arguments and calls the same methods. All ranks get the same answers.
+
+    Example:
+        >>> generator = bmburst.Generator("path/to/model")
+        >>> (answer,) = generator.generate(["Once upon a time"], max_new_tokens=64)
+
+    Args:
+        model: A directory of a Hugging Face model of `bmburst.blocks.families`, of a ModelCenter LLaMA, a checkpoint
+            of bmburst or a run folder; or a `Llama` in training, whose weights are then gathered for every token.
+        mesh: Its sequence group shares every prompt. Default: the current mesh's, else all ranks of BMTrain's or
+            torch.distributed's world, else this process alone.
+        cache: "heads" or "tokens": how the KV cache is split; "auto": by heads where the ranks can share them.
+        dtype: "float32", "bfloat16", "float16", or "auto", the dtype that the weights are stored in.
+        chunk_tokens: Tokens of a prompt that are computed at once, over all ranks. Default: 64K a rank.
+        kernel: Attention kernel of prefill; see `burst_attention`.
+        on_bytes: Called with the bytes of weights read since the last call.
+
+    Raises:
+        UserError: There is no such model, the cache cannot be split so, or weights do not fit the memory.
+    """
+
+    def __init__(
+        self,
+        model: "str | Path | Source | Llama",
+        *,
+        mesh: Mesh | None = None,
+        cache: str = "auto",
+        dtype: str = "auto",
+        chunk_tokens: int | None = None,
+        kernel: str = "auto",
+        on_bytes: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        comm = resolve_group(None) if mesh is None else mesh.sequence
+        if isinstance(model, str | Path):
+            model = Source.open(Path(model))
+        self.directory: Path | None = None
+        self.tokenizer: Tokenizer | None = None
+        weights: ModelWeights
+        if isinstance(model, Source):
+            self.directory, self.tokenizer = model.directory, model.tokenizer
+            device, kind = device_of_rank(comm), model.dtype(dtype)
+            self.memory = memory_of(model.weights.config, comm, cache, kind, chunk_tokens)
+            self._available = available_memory(comm, device)
+            if self.memory.longest(self._available) < 1:
+                raise UserError(_too_large(self.memory, self._available))
+            weights = ResidentWeights.read(model.weights, kind, device, on_bytes)
+        else:
+            weights = GatheredWeights(model)
+            self.memory = memory_of(weights.config, comm, cache, weights.dtype, chunk_tokens)
+            self._available = available_memory(comm, weights.device) + self.memory.weights
+        self.config = weights.config
+        self._engine = Engine.over(weights, comm, cache, chunk_tokens, kernel)
+
+    def options(self, **given: Any) -> GenerationOptions:
+        """Return options of generation: those that are given, over the model's own of generation_config.json.
+
+        Raises:
+            UserError: One is unknown or out of its bounds.
+        """
+        return generation_options(self.directory, **given)
+
+    def session(self, max_tokens: int) -> Session:
+        """Return an empty text with room for `max_tokens` tokens, prompts and answers.
+
+        Raises:
+            UserError: The cache does not fit the memory; the message has the longest length that does.
+        """
+        problem = too_long(self.memory, self._available, max_tokens)
+        if problem:
+            raise UserError(problem)
+        return Session(self._engine, max_tokens, self.options)
+
+    def encoder(self, *, chat: bool = False) -> PromptEncoder:
+        """Return what turns text, token ids and messages into prompts of this model."""
+        return PromptEncoder(self.tokenizer, self.config.vocab_size, directory=self.directory, chat=chat)
+
+    def generate(
+        self,
+        prompts: Sequence["str | Ids | Messages | Prompt"],
+        options: GenerationOptions | None = None,
+        *,
+        chat: bool = False,
+        progress: Progress | None = None,
+        **given: Any,
+    ) -> list[Answer]:
+        """Return an answer to each prompt, or `num_samples` of them, in order.
+
+        Prompts of any lengths are answered in batches that fit the memory. What a prompt is answered does not depend
+        on the others: greedy answers are those of the prompt alone but for rounding, and random numbers are its own.
+
+        Args:
+            prompts: Each a text, token ids or messages; the same on every rank.
+            options: How tokens are chosen. Default: `options(**given)`.
+            chat: Whether a text is one message of a user, put through the chat template.
+            progress: Who is told while text is generated.
+            given: Fields of `GenerationOptions`.
+
+        Returns:
+            A prompt that is too long for the memory has an answer with `finish` "refused" and the reason.
+
+        Raises:
+            UserError: There is no prompt, one is empty or has no such token, ranks have different ones, an option
+                does not fit, or the only prompt is too long.
+        """
+        options, progress = options or self.options(**given), progress or Progress()
+        if isinstance(prompts, str) or not len(prompts):
+            raise UserError("no prompt\nallowed: a list of prompts, at least one\nfix: for example ['Once upon a time']")
+        TextStream(self.tokenizer, options.stop)  # refuses stop strings without a tokenizer
+        comm = self._engine.comm
+        with comm.checking():
+            read = comm.decided(partial(self._read, prompts, options, chat))
+        answers: dict[int, list[Answer]] = {}
+        fitting = []
+        for index, prompt in enumerate(read):
+            problem = too_long(self.memory, self._available, len(prompt) + options.max_new_tokens, len(prompt))
+            if problem and len(read) == 1:
+                raise UserError(problem)
+            if problem:
+                refused = Answer(prompt_tokens=len(prompt), finish="refused", reason=" ".join(problem.splitlines()))
+                answers[index] = [refused]
+                progress.answer(index, refused)
+            else:
+                fitting.append(index)
+        for group in self._groups(read, fitting, options):
+            found = _Answering(self._engine, self.tokenizer, {i: read[i] for i in group}, options, progress).run()
+            answers |= found
+        return [answer for index in range(len(read)) for answer in answers[index]]
+
+    def _read(
+        self, prompts: Sequence["str | Ids | Messages | Prompt"], options: GenerationOptions, chat: bool
+    ) -> tuple[list[Prompt], str]:
+        encoder = self.encoder(chat=chat)
+        read = [
+            each if isinstance(each, Prompt) else encoder.encode(each, f"prompt {index + 1}")
+            for index, each in enumerate(prompts)
+        ]
+        return read, f"generate\nprompts {_checksum(read)}\noptions {options}"
+
+    def _groups(self, prompts: Sequence[Prompt], fitting: Sequence[int], options: GenerationOptions) -> Iterator[list[int]]:
+        """Yield the prompts of each batch: neighbours, as many as fit."""
+        group: list[int] = []
+        for index in fitting:
+            longest = max(len(prompts[i]) for i in [*group, index]) + options.max_new_tokens
+            rows = (len(group) + 1) * options.num_samples
+            is_full = rows > _MOST_ROWS or self.memory.total(rows, longest) > self._available
+            if group and (is_full or options.num_samples > 1):
+                yield group
+                group = []
+            group.append(index)
+        if group:
+            yield group
+
+
+class _Answering:
+    """One batch of prompts on its way to answers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        prompts: Mapping[int, Prompt],
+        options: GenerationOptions,
+        progress: Progress,
+    ) -> None:
+        self._engine, self._options, self._progress = engine, options, progress
+        self._prompts = prompts
+        self._rows = [
+            _Row(SamplerRow(index, sample, prompt.tokens), TextStream(tokenizer, options.stop), options)
+            for index, prompt in prompts.items()
+            for sample in range(options.num_samples)
+        ]
+
+    def run(self) -> dict[int, list[Answer]]:
+        """Return the answers of each prompt."""
+        engine, options, device = self._engine, self._options, self._engine.weights.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        begin = time.perf_counter()
+        length = max(map(len, self._prompts.values())) + options.max_new_tokens
+        batch = Batch(engine, engine.new_cache(len(self._prompts), length))
+        batch.prefill([prompt.tokens.tolist() for prompt in self._prompts.values()], self._progress.tokens)
+        if options.num_samples > 1:
+            batch = batch.copies(options.num_samples)
+        sampler = Sampler(options, [row.sampled for row in self._rows], engine.weights.config.vocab_size, device)
+        for chosen in batch.decode(sampler, options.max_new_tokens):
+            seconds = time.perf_counter() - begin
+            beat()
+            for i, row in enumerate(self._rows):
+                if row.finish is None:
+                    text = row.take(chosen, i, seconds)
+                    if text:
+                        self._progress.text(row.sampled.prompt, row.sampled.sample, text)
+            if all(row.finish is not None for row in self._rows):
+                break
+        peak = max(gather_objects(engine.comm, peak_gib(device)))
+        answers: dict[int, list[Answer]] = {index: [] for index in self._prompts}
+        for row in self._rows:
+            index = row.sampled.prompt
+            answers[index].append(row.answer(peak))
+            self._progress.answer(index, answers[index][-1])
+        return answers
+
+
+class _Row:
+    """An answer that grows."""
+
+    def __init__(self, sampled: SamplerRow, text: TextStream, options: GenerationOptions) -> None:
+        self.sampled, self._text, self._options = sampled, text, options
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._first = self._last = 0.0
+        self.finish: str | None = None
+
+    def take(self, chosen: Sampled, row: int, seconds: float) -> str:
+        """Take the next token, and return the text that is now certain."""
+        token = int(chosen.tokens[row])
+        self._last = seconds
+        if not self._tokens:
+            self._first = seconds
+        self._tokens.append(token)
+        if chosen.logprobs is not None and chosen.top_ids is not None and chosen.top_logprobs is not None:
+            top = zip(chosen.top_ids[row].tolist(), chosen.top_logprobs[row].tolist(), strict=True)
+            self._logprobs.append(TokenLogprob(token, float(chosen.logprobs[row]), tuple(top)))
+        if token in self._options.eos_ids:
+            self.finish = "eos"
+            return self._text.finish()
+        text = self._text.push(token)
+        if self._text.stop_string is not None:
+            self.finish = "stop"
+        elif len(self._tokens) == self._options.max_new_tokens:
+            self.finish = "length"
+            text += self._text.finish()
+            if self._text.stop_string is not None:
+                self.finish = "stop"
+        return text
+
+    def answer(self, peak: float) -> Answer:
+        """Return the answer, once it is finished."""
+        assert self.finish in ("eos", "stop", "length")
+        count = len(self._tokens)
+        return Answer(
+            prompt_tokens=len(self.sampled.tokens),
+            tokens=tuple(self._tokens),
+            text=self._text.text,
+            finish=self.finish,
+            first_token_seconds=self._first,
+            seconds_per_token=(self._last - self._first) / (count - 1) if count > 1 else None,
+            peak_gib=peak,
+            logprobs=tuple(self._logprobs) if self._options.logprobs is not None else None,
+            sample=self.sampled.sample if self._options.num_samples > 1 else None,
+        )
+
+
+def device_of_rank(comm: Checked) -> torch.device:
+    """Return where a rank of a group computes: a rank alone takes the current GPU if there is one."""
+    if comm.size > 1 or not torch.cuda.is_available():
+        return comm.device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def memory_of(
+    config: LlamaConfig, comm: Checked, cache: str, dtype: torch.dtype, chunk_tokens: int | None
+) -> InferenceMemory:
+    """Return the memory that a model needs on this rank of a group.
+
+    Raises:
+        UserError: The cache cannot be split so.
+    """
+    return InferenceMemory(
+        config=config,
+        split=CacheSplit.choose(cache, comm.size, comm.rank, config.num_heads, config.num_kv_heads),
+        itemsize=dtype.itemsize,
+        chunk_tokens=chunk_tokens or TOKENS_OF_RANK * comm.size,
+    )
+
+
+def available_memory(comm: Checked, device: torch.device) -> float:
+    """Return the bytes that every rank of a group can have on its device. Blocks the host."""
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        mine = usable(free + kept, whole)
+    else:
+        host = available_bytes() or 2**40
+        mine = usable(host / comm.size, 0)
+    return float(min(gather_objects(comm, mine)))
+
+
+def too_long(memory: InferenceMemory, available: float, length: int, prompt: int | None = None) -> str | None:
+    """Return why a sequence does not fit, or None.
+
+    Args:
+        memory: What the model needs.
+        available: Bytes of a rank.
+        length: Tokens, prompt and answer.
+        prompt: Tokens of the prompt, for the message.
+    """
+    if memory.total(1, length) <= available:
+        return None
+    asked = f"a prompt of {prompt:,} tokens and {length - prompt:,} new ones" if prompt else f"{length:,} tokens"
+    return (
+        f"{asked} need {memory.total(1, length) / GIB:.1f} GiB of a rank's memory, {available / GIB:.1f} are free\n"
+        f"allowed: at most {memory.longest(available):,} tokens, prompt and answer\n"
+        "fix: a shorter prompt, fewer new tokens, or more ranks (--nproc)"
+    )
+
+
+def _too_large(memory: InferenceMemory, available: float) -> str:
+    return (
+        f"the model's weights take {memory.weights / GIB:.1f} GiB of each rank's memory, {available / GIB:.1f} are free\n"
+        "allowed: weights that fit a rank with some cache\nfix: --dtype bfloat16, or a device with more memory"
+    )
+
+
+def peak_gib(device: torch.device) -> float:
+    """Return the largest memory of this rank in GiB: of the GPU since the last reset, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def _checksum(prompts: Sequence[Prompt]) -> str:
+    import zlib
+
+    checksum = 0
+    for prompt in prompts:
+        checksum = zlib.crc32(prompt.tokens.tobytes(), zlib.crc32(len(prompt).to_bytes(8, "little"), checksum))
+    return f"{len(prompts)} #{checksum:08x}"
