@@ -69,9 +69,7 @@ def spread_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend:
     return into
 
 
-def heads_forward(
-    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None
-) -> Partial:
+def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None) -> Partial:
     """Return attention of this rank's queries over the whole sequence; see `ring_forward`.
 
     `attend` is that of `spread_forward`; by default the executor of the call that remains.

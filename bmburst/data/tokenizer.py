@@ -53,6 +53,18 @@ class Tokenizer(Protocol):
         """Return `encode` of each text, on several cores where the tokenizer can."""
         ...
 
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        """Return the ids of a prompt, int64 `[tokens]`, as transformers' tokenizer does.
+
+        Here text that spells a special token is that token.
+
+        Args:
+            text: The prompt.
+            add_special_tokens: Whether the tokens that the tokenizer puts around a text, such as its first one, are
+                added.
+        """
+        ...
+
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         """Return the text of `ids`; an id outside the vocabulary stands for no text."""
         ...
@@ -79,6 +91,10 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return `encode` of each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:  # noqa: ARG002
+        """Return `encode` of the text: nothing spells a special token, and none is added."""
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD, ids that are no byte are left out."""
@@ -147,9 +163,17 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the ids of each text; the package spreads them over the cores."""
-        clean = [text.encode("utf-8", "replace").decode() for text in texts]
-        encodings = self._tokenizer.encode_batch(clean, add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch(list(map(_valid, texts)), add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        """Return the ids of a prompt, int64 `[tokens]`; text that spells a special token is that token."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encoding = self._tokenizer.encode(_valid(text), add_special_tokens=add_special_tokens)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return np.array(encoding.ids, np.int64)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         """Return the text, without special tokens; ids outside the vocabulary are left out."""
@@ -256,6 +280,11 @@ def _quiet(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _valid(text: str) -> str:
+    """Return the text with "?" for halves of surrogate pairs, which are no characters."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _first_line(error: BaseException) -> str:
