@@ -19,7 +19,7 @@ TokenIds = npt.NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline and the sampler ask of a tokenizer.
+    """What the data pipeline asks of a tokenizer.
 
     Every id it gives is in [0, vocab_size). It adds no special token by itself, and text that spells a special
     token is text: `</s>` in a file is four characters, not the end of a document.
@@ -53,6 +53,14 @@ class Tokenizer(Protocol):
         """Return `encode` of each text, on several cores where the tokenizer can."""
         ...
 
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
+        """Return the text of `ids`; an id outside the vocabulary stands for no text."""
+        ...
+
+
+class PromptTokenizer(Tokenizer, Protocol):
+    """What generation asks of a tokenizer in addition."""
+
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """Return the ids of a prompt, int64 `[tokens]`, as transformers' tokenizer does.
 
@@ -63,10 +71,6 @@ class Tokenizer(Protocol):
             add_special_tokens: Whether the tokens that the tokenizer puts around a text, such as its first one, are
                 added.
         """
-        ...
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """Return the text of `ids`; an id outside the vocabulary stands for no text."""
         ...
 
 
@@ -102,7 +106,7 @@ class ByteTokenizer:
         return values[(values >= 0) & (values < 256)].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 
-def load_tokenizer(name_or_path: str) -> Tokenizer:
+def load_tokenizer(name_or_path: str) -> PromptTokenizer:
     """Return the tokenizer of that name.
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 
 from bmburst.config.fields import shown
 from bmburst.config.files import parse_json, read_bytes
-from bmburst.data.tokenizer import TokenIds, Tokenizer
+from bmburst.data.tokenizer import PromptTokenizer, TokenIds
 from bmburst.errors import UserError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -93,7 +93,7 @@ class PromptEncoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, *, directory: Path | None = None, chat: bool = False
+        self, tokenizer: PromptTokenizer | None, vocab_size: int, *, directory: Path | None = None, chat: bool = False
     ) -> None:
         self._tokenizer, self._vocab_size, self._directory, self._chat = tokenizer, vocab_size, directory, chat
         self._loaded: ChatTemplate | None = None
@@ -132,23 +132,15 @@ class PromptEncoder:
         Raises:
             UserError: They are no integers, none at all, or one is not in the vocabulary.
         """
-        if isinstance(ids, np.ndarray):
-            is_valid = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
-            values = ids
-        else:
-            is_valid = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
-            values = ids if is_valid else ()
-            wrong = next((each for each in values if isinstance(each, bool) or not _is_integer(each)), None)
-            is_valid = is_valid and wrong is None
-        if not is_valid:
+        if (wrong := _not_ids(ids)) is not None:
             raise UserError(
-                f"{source}: tokens {shown(ids if isinstance(ids, np.ndarray) or not values else wrong)}\n"
-                f"allowed: a list of integers from 0 to {self._vocab_size - 1}\nfix: give token ids, or a prompt"
+                f"{source}: tokens {wrong}\nallowed: a list of integers from 0 to {self._vocab_size - 1}\n"
+                "fix: give token ids, or a prompt"
             )
-        outside = next((int(each) for each in values if not 0 <= each < self._vocab_size), None)
+        outside = next((int(each) for each in ids if not 0 <= each < self._vocab_size), None)
         if outside is not None:
             raise self._outside(outside, source)
-        return self._checked(np.asarray(values, np.int64), source)
+        return self._checked(np.asarray(ids, np.int64), source)
 
     def messages(self, messages: Any, source: str) -> Prompt:
         """Return the prompt of messages, `[{"role": "user", "content": "..."}, ...]`, by the chat template.
@@ -184,7 +176,7 @@ class PromptEncoder:
             )
         return ChatTemplate(self._directory)
 
-    def _require_tokenizer(self, source: str, what: str) -> Tokenizer:
+    def _require_tokenizer(self, source: str, what: str) -> PromptTokenizer:
         if self._tokenizer is None:
             raise UserError(
                 f"{source}: {what} needs a tokenizer, and the model comes without one\n"
@@ -283,8 +275,15 @@ def _read(path: Path) -> bytes:
         ) from None
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer)
+def _not_ids(ids: object) -> str | None:
+    """Return what keeps `ids` from being a list of integers, as text; None if it is one."""
+    if isinstance(ids, np.ndarray):
+        is_one = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
+        return None if is_one else f"of shape {list(ids.shape)} and dtype {ids.dtype}"
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        return shown(ids)
+    wrong = (each for each in ids if isinstance(each, bool) or not isinstance(each, int | np.integer))
+    return next((f"hold {shown(each)}" for each in wrong), None)
 
 
 def _is_message(message: object) -> bool:

@@ -37,7 +37,7 @@ _UNIT = 2.0**40
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """How tokens are chosen and when generation ends. Names, defaults and meaning are those of transformers' `generate`.
+    """How tokens are chosen and when generation ends: names, defaults and meaning of transformers' `generate`.
 
     The processors run in transformers' order: repetition penalty, temperature, top-k, top-p, min-p. Greedy decoding
     (temperature 0, the default as do_sample=False is there) uses the repetition penalty alone of them.
