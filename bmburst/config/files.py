@@ -27,7 +27,7 @@ def read_json(path: Path, *, finite: bool = False) -> dict[str, Any]:
         UserError: It is missing, not a file, larger than 256 MiB, or not valid for `parse_json`.
     """
     try:
-        data = _read_bytes(path, _MOST_JSON)
+        data = read_bytes(path, _MOST_JSON)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}\nfix: give a directory that has it") from error
     try:
@@ -74,7 +74,7 @@ def parse_json(
     return values
 
 
-def _read_bytes(path: Path, most: int) -> bytes:
+def read_bytes(path: Path, most: int) -> bytes:
     """Return the bytes of a regular file: a pipe or a device may never end.
 
     Raises:
@@ -138,7 +138,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise UserError(f"{path}: unknown type of configuration file '{path.suffix}'\nallowed: .json, .yaml, .yml")
     try:
-        text = _read_bytes(path, _MOST_CONFIG).decode("utf-8-sig")
+        text = read_bytes(path, _MOST_CONFIG).decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such configuration file\nfix: give the path of a .json or .yaml file") from None
     except OSError as error:

@@ -19,7 +19,7 @@ TokenIds = npt.NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline and the sampler ask of a tokenizer.
+    """What the data pipeline asks of a tokenizer.
 
     Every id it gives is in [0, vocab_size). It adds no special token by itself, and text that spells a special
     token is text: `</s>` in a file is four characters, not the end of a document.
@@ -58,6 +58,22 @@ class Tokenizer(Protocol):
         ...
 
 
+class PromptTokenizer(Tokenizer, Protocol):
+    """What generation asks of a tokenizer in addition."""
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        """Return the ids of a prompt, int64 `[tokens]`, as transformers' tokenizer does.
+
+        Here text that spells a special token is that token.
+
+        Args:
+            text: The prompt.
+            add_special_tokens: Whether the tokens that the tokenizer puts around a text, such as its first one, are
+                added.
+        """
+        ...
+
+
 class ByteTokenizer:
     """Ids 0..255 are the bytes of the text in UTF-8; 256 ends a document, 257 and 258 are kept for start and padding.
 
@@ -80,13 +96,17 @@ class ByteTokenizer:
         """Return `encode` of each text."""
         return [self.encode(text) for text in texts]
 
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:  # noqa: ARG002
+        """Return `encode` of the text: nothing spells a special token, and none is added."""
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD, ids that are no byte are left out."""
         values = np.asarray(ids, np.int64).reshape(-1)
         return values[(values >= 0) & (values < 256)].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 
-def load_tokenizer(name_or_path: str) -> Tokenizer:
+def load_tokenizer(name_or_path: str) -> PromptTokenizer:
     """Return the tokenizer of that name.
 
     Args:
@@ -147,9 +167,17 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the ids of each text; the package spreads them over the cores."""
-        clean = [text.encode("utf-8", "replace").decode() for text in texts]
-        encodings = self._tokenizer.encode_batch(clean, add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch(list(map(_valid, texts)), add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        """Return the ids of a prompt, int64 `[tokens]`; text that spells a special token is that token."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encoding = self._tokenizer.encode(_valid(text), add_special_tokens=add_special_tokens)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return np.array(encoding.ids, np.int64)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         """Return the text, without special tokens; ids outside the vocabulary are left out."""
@@ -256,6 +284,11 @@ def _quiet(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _valid(text: str) -> str:
+    """Return the text with "?" for halves of surrogate pairs, which are no characters."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _first_line(error: BaseException) -> str:

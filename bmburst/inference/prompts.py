@@ -1,0 +1,380 @@
+"""Reads prompts from text, files and messages into token ids, and writes answers as JSON lines."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from bmburst.config.fields import shown
+from bmburst.config.files import parse_json, read_bytes
+from bmburst.data.tokenizer import PromptTokenizer, TokenIds
+from bmburst.errors import UserError
+
+Messages = Sequence[Mapping[str, Any]]
+_KINDS = ("prompt", "tokens", "messages")
+_LINE = 'one of {"prompt": "..."}, {"tokens": [...]} and {"messages": [...]}'
+_MOST_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A prompt of a model.
+
+    Attributes:
+        tokens: Its ids, int64 `[tokens]`, at least one, read-only.
+        source: Where it comes from, for messages: "--prompt" or "prompts.jsonl:3".
+    """
+
+    tokens: TokenIds
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class ChatTemplate:
+    """Writes messages as the text that a model was trained on: the chat template of its directory.
+
+    Args:
+        directory: It holds tokenizer.json, and the template in chat_template.jinja or tokenizer_config.json.
+
+    Raises:
+        UserError: There is no template, it cannot be read, or transformers is not installed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from transformers import PreTrainedTokenizerFast
+        except ImportError as error:
+            raise UserError(
+                "chat templates need transformers, and importing it failed\nfix: pip install 'bmburst[hugging-face]'"
+            ) from error
+        try:
+            # Not AutoTokenizer: it would run code of the directory, and ask whether it may.
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        except Exception as error:  # of the file, of JSON, or a bare one of the tokenizers package
+            raise UserError(
+                f"{directory}: cannot read the tokenizer for its chat template: {_first_line(error)}\n"
+                "fix: copy the directory again, or give prompts as text without chat"
+            ) from error
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                f"{directory} has no chat template, in chat_template.jinja or tokenizer_config.json\n"
+                "allowed: prompts and tokens\nfix: leave chat and messages out, or add the template"
+            )
+
+    def render(self, messages: Messages) -> str:
+        """Return the text of messages up to where the answer begins.
+
+        Raises:
+            Exception: The template refuses them, or fails.
+        """
+        text = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+        return str(text)
+
+
+class PromptEncoder:
+    """Turns what a user gives as a prompt into token ids, and checks it.
+
+    Args:
+        tokenizer: The model's tokenizer; None takes token ids only.
+        vocab_size: Ids are less than this.
+        directory: The model's directory, whose chat template is read when the first messages come.
+        chat: Whether text is one message of a user, put through the chat template.
+
+    Raises:
+        UserError: Chat is asked for without a tokenizer or chat template.
+    """
+
+    def __init__(
+        self, tokenizer: PromptTokenizer | None, vocab_size: int, *, directory: Path | None = None, chat: bool = False
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._directory, self._chat = tokenizer, vocab_size, directory, chat
+        self._loaded: ChatTemplate | None = None
+        if chat:
+            self._loaded = self._template("chat")
+
+    def encode(self, value: str | Sequence[int] | TokenIds | Messages, source: str) -> Prompt:
+        """Return the prompt of a text, of token ids or of messages.
+
+        Raises:
+            UserError: It is empty, of another type, or `text`, `ids` or `messages` refuses it.
+        """
+        if isinstance(value, str):
+            return self.text(value, source)
+        if isinstance(value, Sequence) and value and all(isinstance(each, Mapping) for each in value):
+            return self.messages(value, source)
+        return self.ids(value, source)
+
+    def text(self, text: Any, source: str) -> Prompt:
+        """Return the prompt of a text, with the special tokens that the tokenizer adds by itself.
+
+        Raises:
+            UserError: It is empty or not text, or there is no tokenizer.
+        """
+        if not isinstance(text, str):
+            raise UserError(f"{source}: prompt {shown(text)}\nallowed: text, not empty\nfix: give the prompt as text")
+        if not text:
+            raise UserError(f"{source}: the prompt is empty\nallowed: at least one token\nfix: give some text")
+        if self._chat:
+            return self.messages([{"role": "user", "content": text}], source)
+        return self._checked(self._require_tokenizer(source, "a prompt as text").encode_prompt(text), source)
+
+    def ids(self, ids: Any, source: str) -> Prompt:
+        """Return the prompt of token ids.
+
+        Raises:
+            UserError: They are no integers, none at all, or one is not in the vocabulary.
+        """
+        if (wrong := _not_ids(ids)) is not None:
+            raise UserError(
+                f"{source}: tokens {wrong}\nallowed: a list of integers from 0 to {self._vocab_size - 1}\n"
+                "fix: give token ids, or a prompt"
+            )
+        outside = next((int(each) for each in ids if not 0 <= each < self._vocab_size), None)
+        if outside is not None:
+            raise self._outside(outside, source)
+        return self._checked(np.asarray(ids, np.int64), source)
+
+    def messages(self, messages: Any, source: str) -> Prompt:
+        """Return the prompt of messages, `[{"role": "user", "content": "..."}, ...]`, by the chat template.
+
+        The template writes the special tokens, also the first one. None is added.
+
+        Raises:
+            UserError: They are no such list, there is no tokenizer or chat template, or the template refuses them.
+        """
+        if not isinstance(messages, list | tuple) or not messages or not all(map(_is_message, messages)):
+            wrong = next((each for each in messages if not _is_message(each)), messages) if messages else messages
+            raise UserError(
+                f"{source}: messages {shown(wrong)}\n"
+                'allowed: [{"role": "...", "content": "..."}, ...], with at least one\nfix: give every message both'
+            )
+        tokenizer = self._require_tokenizer(source, "messages")
+        if self._loaded is None:
+            self._loaded = self._template(source)
+        try:
+            text = self._loaded.render(messages)
+        except Exception as error:  # of jinja2, or whatever the template's code raises
+            raise UserError(
+                f"{source}: the chat template refuses the messages: {_first_line(error)}\nfix: change their roles"
+            ) from error
+        return self._checked(tokenizer.encode_prompt(text, add_special_tokens=False), source)
+
+    def _template(self, source: str) -> ChatTemplate:
+        self._require_tokenizer(source, "a chat template")
+        if self._directory is None:
+            raise UserError(
+                f"{source}: messages need a chat template, and the model has no directory with one\n"
+                "allowed: prompts and tokens\nfix: give the messages' text as a prompt"
+            )
+        return ChatTemplate(self._directory)
+
+    def _require_tokenizer(self, source: str, what: str) -> PromptTokenizer:
+        if self._tokenizer is None:
+            raise UserError(
+                f"{source}: {what} needs a tokenizer, and the model comes without one\n"
+                'allowed: {"tokens": [...]}\nfix: add tokenizer.json to the directory, or give token ids'
+            )
+        return self._tokenizer
+
+    def _checked(self, ids: TokenIds, source: str) -> Prompt:
+        if not len(ids):
+            raise UserError(f"{source}: the prompt has no tokens\nallowed: at least one\nfix: give another prompt")
+        if ids.max() >= self._vocab_size:
+            raise self._outside(int(ids.max()), source)
+        ids = ids.copy()
+        ids.flags.writeable = False
+        return Prompt(ids, source)
+
+    def _outside(self, token: int, source: str) -> UserError:
+        return UserError(
+            f"{source}: token id {shown(token)} is not in the vocabulary\n"
+            f"allowed: 0 to {self._vocab_size - 1}\nfix: the tokenizer that belongs to the model"
+        )
+
+
+def read_prompts(
+    encoder: PromptEncoder,
+    *,
+    prompt: str | None = None,
+    prompt_file: Path | None = None,
+    prompts: Path | None = None,
+) -> list[Prompt]:
+    """Return the prompts of `--prompt`, `--prompt-file` or `--prompts`, at least one.
+
+    Args:
+        encoder: Encodes them.
+        prompt: The text of one prompt.
+        prompt_file: A UTF-8 file that is one prompt, as it stands.
+        prompts: A file with a JSON object a line: a prompt, tokens or messages. Empty lines are left out.
+
+    Raises:
+        UserError: Not exactly one of them is given, a file cannot be read, or a prompt is refused; a line by its
+            number.
+    """
+    given = [
+        name
+        for name, value in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--prompts", prompts))
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise UserError(
+            f"{' and '.join(given) or 'no prompt'} given\nallowed: exactly one of --prompt, --prompt-file, --prompts\n"
+            f"fix: {'keep one' if given else '--prompt TEXT'}"
+        )
+    if prompt is not None:
+        return [encoder.text(prompt, "--prompt")]
+    if prompt_file is not None:
+        try:
+            text = _read(prompt_file).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{prompt_file}: not UTF-8 text at byte {error.start}\nallowed: UTF-8\nfix: save it as UTF-8"
+            ) from None
+        return [encoder.text(text, str(prompt_file))]
+    assert prompts is not None
+    found = [_line(encoder, values, source) for values, source in _lines(prompts)]
+    if not found:
+        raise UserError(f"{prompts} holds no prompt\nallowed: a line each, {_LINE}\nfix: write at least one line")
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[Any, str]]:
+    for number, line in enumerate(_read(path).split(b"\n"), 1):
+        if not line.strip(b" \t\r\n\xef\xbb\xbf"):
+            continue
+        source = f"{path}:{number}"
+        try:
+            yield parse_json(line, finite=True), source
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{source} {reason}\nallowed: {_LINE}\nfix: correct that line") from None
+
+
+def _line(encoder: PromptEncoder, values: Any, source: str) -> Prompt:
+    if not isinstance(values, dict) or len(values) != 1 or not set(values) <= set(_KINDS):
+        what = f"the keys {', '.join(map(shown, values)) or 'none'}" if isinstance(values, dict) else shown(values)
+        raise UserError(f"{source} holds {what}\nallowed: exactly {_LINE}\nfix: correct that line")
+    ((kind, value),) = values.items()
+    return {"prompt": encoder.text, "tokens": encoder.ids, "messages": encoder.messages}[kind](value, source)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_bytes(path, _MOST_BYTES)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read: {error.strerror}\nallowed: a file\nfix: give the path of a file you may read"
+        ) from None
+
+
+def _not_ids(ids: object) -> str | None:
+    """Return what keeps `ids` from being a list of integers, as text; None if it is one."""
+    if isinstance(ids, np.ndarray):
+        is_one = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
+        return None if is_one else f"of shape {list(ids.shape)} and dtype {ids.dtype}"
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        return shown(ids)
+    wrong = (each for each in ids if isinstance(each, bool) or not isinstance(each, int | np.integer))
+    return next((f"hold {shown(each)}" for each in wrong), None)
+
+
+def _is_message(message: object) -> bool:
+    return (
+        isinstance(message, Mapping)
+        and isinstance(message.get("content"), str)
+        and isinstance(message.get("role"), str)
+        and bool(message["role"])
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a new token, of the model's distribution before penalty and temperature.
+
+    Attributes:
+        token: The token id.
+        logprob: Its log-probability.
+        top: The most probable tokens, each with its log-probability, as many as are asked for.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer to a prompt.
+
+    Attributes:
+        prompt_tokens: Length of the prompt.
+        tokens: The new token ids.
+        text: Their text up to the stop string; None without a tokenizer and for a refused prompt.
+        finish: Why it ends: `max_new_tokens` reached, a stop string, an end-of-text token, or the prompt was refused.
+        reason: Why the prompt was refused; None unless it was.
+        first_token_seconds: Time from the start of prefill to the first token; None if there was none.
+        seconds_per_token: Mean time of each token after the first; None if there was none.
+        peak_gib: Largest amount of device memory on any rank; None where it is not measured.
+        logprobs: One entry a token; None unless asked for.
+        sample: Index among the answers to the prompt; None where there is one.
+    """
+
+    prompt_tokens: int
+    tokens: tuple[int, ...] = ()
+    text: str | None = None
+    finish: Literal["length", "stop", "eos", "refused"]
+    reason: str | None = None
+    first_token_seconds: float | None = None
+    seconds_per_token: float | None = None
+    peak_gib: float | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    sample: int | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.finish == "refused") == (self.reason is not None), (self.finish, self.reason)
+        assert self.logprobs is None or len(self.logprobs) == len(self.tokens)
+
+    def to_json(self) -> str:
+        """Return the answer as one line of JSON, without a line end.
+
+        `reason`, `logprobs` and `sample` are there only if they are not None. A number that is not finite is null.
+        """
+        values: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": list(self.tokens),
+            "text": self.text,
+            "finish": self.finish,
+            "first_token_seconds": _finite(self.first_token_seconds),
+            "seconds_per_token": _finite(self.seconds_per_token),
+            "peak_gib": _finite(self.peak_gib),
+        }
+        if self.reason is not None:
+            values["reason"] = self.reason
+        if self.logprobs is not None:
+            values["logprobs"] = [
+                {**_entry(each.token, each.logprob), "top_logprobs": [_entry(*pair) for pair in each.top]}
+                for each in self.logprobs
+            ]
+        if self.sample is not None:
+            values["sample"] = self.sample
+        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+
+
+def _entry(token: int, logprob: float) -> dict[str, float | None]:
+    return {"token": token, "logprob": _finite(logprob)}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

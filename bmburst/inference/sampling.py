@@ -1,0 +1,335 @@
+"""Chooses the next tokens: the options of generation, and a sampler that runs on the device without synchronisation."""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bmburst.config import read_json
+from bmburst.config.fields import convert, field, shown, spec_of
+from bmburst.data.tokenizer import TokenIds
+from bmburst.errors import UserError
+
+GENERATION_CONFIG = "generation_config.json"
+_MODEL_CONFIG = "config.json"
+_EOS = "eos_token_id"
+# Keys of generation_config.json with the fields they set.
+_KEYS: Mapping[str, str] = {
+    "max_new_tokens": "max_new_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "stop_strings": "stop",
+    _EOS: "eos_ids",
+}
+# Probabilities become integers, the largest of them 2**40, because sums of integers do not depend on their order: a
+# parallel sum of floats differs between devices and batch sizes. Sums over 2**22 tokens stay below 2**63.
+_UNIT = 2.0**40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """How tokens are chosen and when generation ends: names, defaults and meaning of transformers' `generate`.
+
+    The processors run in transformers' order: repetition penalty, temperature, top-k, top-p, min-p. Greedy decoding
+    (temperature 0, the default as do_sample=False is there) uses the repetition penalty alone of them.
+
+    Raises:
+        UserError: A value is of another type or out of bounds, a stop string is empty, or several samples are asked
+            for with temperature 0.
+    """
+
+    max_new_tokens: int = field("New tokens of an answer, at most.", default=20, unit="tokens", minimum=1)
+    temperature: float = field("Divides the logits; 0: greedy.", default=0.0, minimum=0)
+    top_k: int = field("Sample from this many most probable tokens only; 0: from all.", default=50, minimum=0)
+    top_p: float = field(
+        "Sample from the most probable tokens whose probabilities add up to this.", default=1.0, minimum=0, maximum=1
+    )
+    min_p: float = field(
+        "Sample from tokens of at least this probability, relative to the most probable one.",
+        default=0.0,
+        minimum=0,
+        maximum=1,
+    )
+    repetition_penalty: float = field(
+        "Divides positive logits of tokens seen before, and multiplies negative ones.", default=1.0, above=0
+    )
+    seed: int = field("Seed of the random numbers.", default=0, minimum=0, maximum=2**32 - 1)
+    stop: tuple[str, ...] = field("Text that ends an answer, which is cut before it.", default=())
+    eos_ids: tuple[int, ...] = field("Token ids that end an answer.", default=(), minimum=0)
+    num_samples: int = field("Answers to each prompt.", default=1, minimum=1)
+    logprobs: int | None = field(
+        "Log-probabilities to return: of the chosen token, and of this many most probable ones.",
+        default=None,
+        minimum=0,
+    )
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for declared in dataclasses.fields(self):
+            given = getattr(self, declared.name)
+            value = _converted(declared.name, declared.name, given, hints[declared.name])
+            object.__setattr__(self, declared.name, value)
+        if self.num_samples > 1 and self.is_greedy:
+            raise UserError(
+                f"num_samples: {self.num_samples} answers to a prompt are all alike with temperature 0\n"
+                "allowed: 1 with temperature 0\nfix: temperature 1, or num_samples 1"
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is chosen."""
+        return self.temperature == 0
+
+
+_FIELDS = {declared.name: declared for declared in dataclasses.fields(GenerationOptions)}
+
+
+def generation_options(directory: Path | None = None, **given: object) -> GenerationOptions:
+    """Return the options that are given, and the defaults of a model's directory for the others.
+
+    The defaults are those of generation_config.json: `max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`,
+    `repetition_penalty`, `stop_strings` and all ids of `eos_token_id`. Other keys are ignored, `max_length` among
+    them. Without `do_sample: true` the default is greedy, whatever its temperature. The ids of config.json end an
+    answer if that file names none.
+
+    Args:
+        directory: The model's directory; None or a directory without these files has no defaults of its own.
+        given: Fields of `GenerationOptions`; None stands for a field that is not given.
+
+    Raises:
+        UserError: A file is damaged or holds a value that is not allowed, or a given value is not.
+    """
+    values = {} if directory is None else _defaults(directory)
+    values |= {name: value for name, value in given.items() if value is not None}
+    return GenerationOptions(**values)
+
+
+def _defaults(directory: Path) -> dict[str, Any]:
+    path, values = directory / GENERATION_CONFIG, dict[str, Any]()
+    if path.exists():
+        stored = read_json(path)
+        samples = stored.get("do_sample")
+        if samples is not None and not isinstance(samples, bool):
+            raise _damaged(path, "do_sample", samples, "true or false")
+        values = {name: _stored(path, stored, key) for key, name in _KEYS.items() if stored.get(key) is not None}
+        values["temperature"] = values.get("temperature", 1.0) if samples else 0.0
+    path = directory / _MODEL_CONFIG
+    if "eos_ids" not in values and path.exists():
+        stored = read_json(path)
+        if stored.get(_EOS) is not None:
+            values["eos_ids"] = _stored(path, stored, _EOS)
+    return values
+
+
+def _stored(path: Path, stored: Mapping[str, Any], key: str) -> Any:
+    name, value = _KEYS[key], stored[key]
+    if key == _EOS and not isinstance(value, list):
+        value = [value]
+    try:
+        return _converted(key, name, value, typing.get_type_hints(GenerationOptions)[name])
+    except UserError as error:
+        allowed = str(error).splitlines()[1].removeprefix("allowed: ")
+        raise _damaged(path, key, stored[key], allowed) from error
+
+
+def _damaged(path: Path, key: str, value: object, allowed: str) -> UserError:
+    return UserError(f"{path}: {key}: {shown(value)} does not fit\nallowed: {allowed}\nfix: correct that file")
+
+
+def _converted(label: str, name: str, value: Any, annotation: Any) -> Any:
+    """Return the value of a field as its type.
+
+    Raises:
+        UserError: It does not fit; three lines.
+    """
+    if name == "stop":
+        # Not by `convert`: a stop string may hold line ends and commas.
+        strings = (value,) if isinstance(value, str) else value
+        if not isinstance(strings, list | tuple) or not all(isinstance(each, str) and each for each in strings):
+            raise UserError(f"{label}: {shown(value)} does not fit\nallowed: text, not empty\nfix: leave {label} out")
+        return tuple(strings)
+    declared = _FIELDS[name]
+    try:
+        return convert(label, value, annotation, spec_of(declared))
+    except UserError as error:
+        default = "leave it out" if declared.default in ((), None) else f"{label} {declared.default}"
+        raise UserError(f"{error}\nfix: {default}") from None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SamplerRow:
+    """A row of a batch.
+
+    Attributes:
+        prompt: Index of its prompt among all prompts, whatever batch it is in.
+        sample: Index among the answers to the prompt.
+        tokens: Token ids of the prompt, which the repetition penalty counts as seen.
+    """
+
+    prompt: int
+    sample: int = 0
+    tokens: Sequence[int] | TokenIds = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """What a step of a sampler chose. Log-probabilities are None unless they are asked for.
+
+    Attributes:
+        tokens: `[rows]` int64.
+        logprobs: `[rows]`, of the chosen tokens, in the logits' dtype.
+        top_ids: `[rows, n]` int64, the most probable tokens, n of them being asked for.
+        top_logprobs: `[rows, n]`, theirs.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
+class Sampler:
+    """Chooses a token for each row of a batch, step by step.
+
+    A step is a fixed sequence of operations on the device that never waits for it, so a CUDA graph can hold it. Equal
+    logits give equal tokens, on every rank and on every type of device, whatever else is in the batch:
+
+    - The random numbers of a row depend on (seed, prompt, sample) alone. They are drawn beforehand on the CPU.
+    - A token is found in the inverse cumulative distribution, in integer arithmetic.
+    - Greedy rows take the first of the largest logits.
+
+    A NaN among the logits is never chosen before a number; a row of nothing else gives token 0.
+
+    Log-probabilities are of the model's distribution, `log_softmax` of the logits before penalty and temperature, as
+    OpenAI's API and vLLM return them.
+
+    Args:
+        options: How tokens are chosen.
+        rows: The rows of the batch.
+        vocab_size: Logits of a row.
+        device: Where the logits are.
+    """
+
+    def __init__(
+        self, options: GenerationOptions, rows: Sequence[SamplerRow], vocab_size: int, device: torch.device | str
+    ) -> None:
+        self.options, self.vocab_size = options, vocab_size
+        self._device, self._rows = torch.device(device), len(rows)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._uniforms = self._seen = None
+        if not options.is_greedy:
+            self._uniforms = torch.zeros(options.max_new_tokens, len(rows), dtype=torch.float64, device=device)
+        if options.repetition_penalty != 1:
+            self._seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
+        self.start(rows)
+
+    def start(self, rows: Sequence[SamplerRow]) -> None:
+        """Begin again with as many rows, in the same memory: a captured step stays valid."""
+        assert len(rows) == self._rows, (len(rows), self._rows)
+        self._step.zero_()
+        if self._uniforms is not None:
+            self._uniforms.copy_(torch.from_numpy(_uniforms(self.options, rows)))
+        if self._seen is not None:
+            self._seen.zero_()
+            for index, row in enumerate(rows):
+                seen = torch.as_tensor(np.unique(np.asarray(row.tokens, np.int64)))
+                self._seen[index].index_fill_(0, seen.to(self._device), True)
+
+    def step(self, logits: Tensor) -> Sampled:
+        """Choose the next token of each row.
+
+        Steps beyond `max_new_tokens` are allowed; their tokens are of no use.
+
+        Args:
+            logits: `[rows, vocab_size]`, fp32 or wider. It is not changed.
+        """
+        if self._uniforms is None:
+            tokens = self._penalized(logits).argmax(-1)
+        else:
+            weights = self._weights(self._penalized(logits))
+            step = self._step.clamp(max=len(self._uniforms) - 1)
+            tokens = _inverse(weights, self._uniforms.index_select(0, step)[0])
+            self._step += 1
+        if self._seen is not None:
+            self._seen.scatter_(1, tokens[:, None], True)
+        if self.options.logprobs is None:
+            return Sampled(tokens)
+        logprobs = logits.log_softmax(-1)
+        top = logprobs.topk(min(self.options.logprobs, self.vocab_size), dim=-1)
+        return Sampled(tokens, logprobs.gather(1, tokens[:, None])[:, 0], top.indices, top.values)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probabilities, `[rows, vocab_size]` fp64, that `step` would choose tokens by. Changes nothing."""
+        logits = self._penalized(logits)
+        if self._uniforms is None:
+            return torch.zeros_like(logits, dtype=torch.float64).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
+        weights = self._weights(logits)
+        return weights.double() / weights.sum(-1, keepdim=True)
+
+    def _penalized(self, logits: Tensor) -> Tensor:
+        """Return the logits after the repetition penalty, without NaN and +inf."""
+        most = torch.finfo(logits.dtype).max
+        logits = logits.nan_to_num(nan=-math.inf, posinf=most, neginf=-math.inf)
+        if self._seen is None:
+            return logits
+        penalty = self.options.repetition_penalty
+        penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
+        return torch.where(self._seen, penalized, logits).clamp(max=most)
+
+    def _weights(self, logits: Tensor) -> Tensor:
+        """Return int64 `[rows, vocab_size]`, in proportion to the probabilities after temperature, top-k, top-p, min-p.
+
+        The most probable token has `_UNIT`.
+        """
+        options = self.options
+        best = logits.amax(-1, keepdim=True)
+        exponents = (logits - best).double() / options.temperature
+        odds = exponents.exp().nan_to_num(nan=0.0)  # NaN: a row of -inf
+        if 0 < options.top_k < self.vocab_size:
+            # As in transformers, all tokens that equal the last of the k are kept.
+            least = logits.topk(options.top_k, dim=-1).values[:, -1:]
+            odds = odds.masked_fill(logits < least, 0.0)
+        weights = (odds * _UNIT).round().long()
+        if options.top_p < 1:
+            order = logits.sort(dim=-1, descending=True, stable=True).indices
+            ordered = weights.gather(1, order)
+            sums = ordered.cumsum(-1)
+            keep = (sums - ordered).double() < options.top_p * sums[:, -1:].double()
+            keep[:, :1] = True
+            weights = torch.zeros_like(weights).scatter(1, order, ordered * keep)
+        if options.min_p > 0:
+            # Both sides of transformers' comparison have the sum as divisor, and the best token has odds 1.
+            weights = weights.masked_fill(odds < options.min_p, 0)
+        return weights
+
+
+def _uniforms(options: GenerationOptions, rows: Sequence[SamplerRow]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return `[max_new_tokens, rows]` numbers in [0, 1)."""
+    columns = np.empty((options.max_new_tokens, len(rows)))
+    for index, row in enumerate(rows):
+        # Not torch.Generator: on the CPU it uses 32 bits of its seed, too few for three numbers.
+        source = np.random.SeedSequence([options.seed, row.prompt, row.sample])
+        columns[:, index] = np.random.Generator(np.random.PCG64(source)).random(options.max_new_tokens)
+    return columns
+
+
+def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the first index of each row whose cumulative weight exceeds that part of the sum, int64 `[rows]`.
+
+    Args:
+        weights: `[rows, n]` int64, none negative.
+        uniforms: `[rows]` fp64 in [0, 1).
+    """
+    sums = weights.cumsum(-1)
+    total = sums[:, -1]
+    target = torch.minimum((uniforms * total.double()).long(), total - 1)
+    return torch.searchsorted(sums, target[:, None], right=True)[:, 0].clamp(max=weights.shape[1] - 1)

@@ -1,0 +1,180 @@
+"""Turns tokens into text as they come: whole characters only, and up to a stop string."""
+
+from collections.abc import Sequence
+
+from bmburst.data.tokenizer import Tokenizer
+from bmburst.errors import UserError
+
+_UNKNOWN = "\ufffd"  # what decoders write for bytes that are not UTF-8, also for those of an unfinished character
+_UNFINISHED = 3  # bytes of a character without its last one, at most; a token has one byte or more
+
+
+class TextStream:
+    """Text of one row of a batch, given out as soon as no later token can change it.
+
+    Bytes of an unfinished character are held back, and text that may begin a stop string. The cost of a token does
+    not depend on the number of tokens before it.
+
+    The pieces together are `tokenizer.decode` of all tokens, cut before the stop string. One case differs: in a run
+    of byte tokens (`<0xE4>`) that is not UTF-8 as a whole, `tokenizers` replaces every byte. Here the characters that
+    were given out before stay.
+
+    Args:
+        tokenizer: The tokenizer; None gives no text.
+        stop: Strings that end the text.
+
+    Raises:
+        UserError: There are stop strings but no tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()) -> None:
+        if tokenizer is None and stop:
+            raise UserError(
+                f"stop: {stop[0]!r} cannot be found in the answer: the model comes without a tokenizer\n"
+                "allowed: stop strings with a tokenizer\nfix: add tokenizer.json to its directory, or leave stop out"
+            )
+        self._pieces: list[str] = []
+        self._decoder = None if tokenizer is None else _Decoder(tokenizer)
+        self._finder = _StopFinder(tuple(stop))
+
+    @property
+    def text(self) -> str | None:
+        """All text given out so far; None without a tokenizer."""
+        return None if self._decoder is None else "".join(self._pieces)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was met; None before. Nothing is given out after it."""
+        return self._finder.found
+
+    def push(self, token: int) -> str:
+        """Take the next token and return text that is final, often none."""
+        if self._decoder is None or self.stop_string is not None:
+            return ""
+        return self._given(self._finder.push(self._decoder.push(token)))
+
+    def finish(self) -> str:
+        """Return the text that was held back. No token may follow."""
+        if self._decoder is None or self.stop_string is not None:
+            return ""
+        return self._given(self._finder.push(self._decoder.finish()) + self._finder.finish())
+
+    def _given(self, text: str) -> str:
+        if text:
+            self._pieces.append(text)
+        return text
+
+
+class _Decoder:
+    """Decodes a window of the last tokens, and returns the characters by which its text grew.
+
+    The window is context, tokens whose text was given out (a decoder drops the space before its first word), and
+    pending tokens. It starts where a character starts, except amid bytes that are no UTF-8.
+
+    Attributes of the window:
+        _context: Number of its tokens that are context.
+        _shown: Number of characters of its text that were given out.
+        _before: Those characters.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._window: list[int] = []
+        self._text = ""
+        self._context, self._before = 0, ""
+
+    def push(self, token: int) -> str:
+        self._window.append(token)
+        text = self._decode(self._window)
+        if text == self._text and self._is_silent(token):
+            self._window.pop()
+            return ""
+        if not text.endswith(_UNKNOWN):
+            return self._all(text)
+        if not text.startswith(self._before):
+            # Byte tokens: with an unfinished character at its end, the whole run decodes to U+FFFD.
+            if len(self._window) - self._context <= _UNFINISHED:
+                self._text = text
+                return ""
+            text = self._without_context()
+        pending = len(self._window) - self._context
+        held = min(_trailing(text), _UNFINISHED)
+        if pending <= _UNFINISHED:
+            return self._show(text, len(text) - held)
+        # More tokens than an unfinished character can have: the first of them are wrong bytes.
+        window = self._window[-_UNFINISHED:]
+        after = self._decode(window)
+        held = min(held, _trailing(after))
+        piece = self._show(text, len(text) - held)
+        self._window, self._text, self._context = window, after, 0
+        self._before = after[: len(after) - held]
+        return piece
+
+    def finish(self) -> str:
+        return self._all(self._decode(self._window))
+
+    def _all(self, text: str) -> str:
+        """Give out the whole text of the window; its pending tokens become the context of those that follow."""
+        if not text.startswith(self._before):
+            text = self._without_context()
+        piece = text[len(self._before) :]
+        if piece:
+            self._window = self._window[self._context :]
+            self._context = len(self._window)
+            self._before = self._text = self._decode(self._window)
+        else:
+            self._text = text
+        return piece
+
+    def _show(self, text: str, end: int) -> str:
+        piece = text[len(self._before) : end]
+        self._text = text
+        self._before += piece
+        return piece
+
+    def _without_context(self) -> str:
+        """Drop the context, which tokens after it have spoilt, and return the text of the pending tokens."""
+        del self._window[: self._context]
+        self._context, self._before = 0, ""
+        return self._decode(self._window)
+
+    def _is_silent(self, token: int) -> bool:
+        """Return whether a token has no text wherever it stands, such as a special token."""
+        return self._decode([token]) == "" and self._decode([token, token]) == ""
+
+
+class _StopFinder:
+    """Cuts text before the stop string that ends first, wherever the pieces of the text are divided."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        if not self._stop or not text:
+            return text
+        text = self._held + text
+        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if found:
+            _, start, self.found = min(found)
+            self._held = ""
+            return text[:start]
+        end = len(text) - max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[end:]
+        return text[:end]
+
+    def finish(self) -> str:
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of the text that begins the stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _trailing(text: str) -> int:
+    """Return the number of U+FFFD at the end of the text."""
+    return len(text) - len(text.rstrip(_UNKNOWN))
