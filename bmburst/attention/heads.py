@@ -49,7 +49,7 @@ Attend = Callable[[AttentionCall, Span, Tensor, Tensor, Tensor, Partial], object
 
 
 def spread_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Partial:
-    """Return attention of this rank's queries by a given function, once heads are exchanged as the call's strategy says.
+    """Return attention of this rank's queries by a given function, behind the head exchange of the call's strategy.
 
     Inference uses it: what attends also keeps keys and values, and looks at those of earlier tokens.
 

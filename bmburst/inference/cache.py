@@ -1,7 +1,5 @@
 """The KV cache of one rank: memory that is taken once, filled by prefill and by decoding."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -96,7 +94,7 @@ class KVCache:
         other.device_lengths = self.device_lengths[sequence : sequence + 1].repeat(copies)
         return other
 
-    def _like(self, memory: Tensor) -> Any:
+    def _like(self, memory: Tensor) -> "KVCache":
         other = object.__new__(KVCache)
         other.split, other.length, other._memory = self.split, self.length, memory
         return other

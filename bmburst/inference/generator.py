@@ -2,11 +2,12 @@
 
 import resource
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -17,7 +18,7 @@ from bmburst.checkpoint.files import STATE_FILE, read_progress, verified, warn
 from bmburst.comm.checks import Checked
 from bmburst.comm.protocol import gather_objects
 from bmburst.convert.weights import Weights, open_weights
-from bmburst.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from bmburst.data.tokenizer import TOKENIZER_FILE, PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.inference.batch import Batch, Engine
 from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder, TokenLogprob
@@ -50,7 +51,7 @@ class Source:
 
     directory: Path
     weights: Weights
-    tokenizer: Tokenizer | None
+    tokenizer: PromptTokenizer | None
 
     @classmethod
     def open(cls, given: Path) -> "Source":
@@ -140,7 +141,7 @@ class Generator:
         if isinstance(model, str | Path):
             model = Source.open(Path(model))
         self.directory: Path | None = None
-        self.tokenizer: Tokenizer | None = None
+        self.tokenizer: PromptTokenizer | None = None
         weights: ModelWeights
         if isinstance(model, Source):
             self.directory, self.tokenizer = model.directory, model.tokenizer
@@ -210,7 +211,9 @@ class Generator:
         """
         options, progress = options or self.options(**given), progress or Progress()
         if isinstance(prompts, str) or not len(prompts):
-            raise UserError("no prompt\nallowed: a list of prompts, at least one\nfix: for example ['Once upon a time']")
+            raise UserError(
+                "no prompt\nallowed: a list of prompts, at least one\nfix: for example ['Once upon a time']"
+            )
         TextStream(self.tokenizer, options.stop)  # refuses stop strings without a tokenizer
         comm = self._engine.comm
         with comm.checking():
@@ -242,7 +245,9 @@ class Generator:
         ]
         return read, f"generate\nprompts {_checksum(read)}\noptions {options}"
 
-    def _groups(self, prompts: Sequence[Prompt], fitting: Sequence[int], options: GenerationOptions) -> Iterator[list[int]]:
+    def _groups(
+        self, prompts: Sequence[Prompt], fitting: Sequence[int], options: GenerationOptions
+    ) -> Iterator[list[int]]:
         """Yield the prompts of each batch: neighbours, as many as fit."""
         group: list[int] = []
         for index in fitting:
@@ -263,7 +268,7 @@ class _Answering:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Tokenizer | None,
+        tokenizer: PromptTokenizer | None,
         prompts: Mapping[int, Prompt],
         options: GenerationOptions,
         progress: Progress,
@@ -284,7 +289,12 @@ class _Answering:
         begin = time.perf_counter()
         length = max(map(len, self._prompts.values())) + options.max_new_tokens
         batch = Batch(engine, engine.new_cache(len(self._prompts), length))
-        batch.prefill([prompt.tokens.tolist() for prompt in self._prompts.values()], self._progress.tokens)
+
+        def computed(tokens: int) -> None:
+            beat()
+            self._progress.tokens(tokens)
+
+        batch.prefill([prompt.tokens.tolist() for prompt in self._prompts.values()], computed)
         if options.num_samples > 1:
             batch = batch.copies(options.num_samples)
         sampler = Sampler(options, [row.sampled for row in self._rows], engine.weights.config.vocab_size, device)
@@ -315,7 +325,7 @@ class _Row:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._first = self._last = 0.0
-        self.finish: str | None = None
+        self.finish: Literal["length", "stop", "eos"] | None = None
 
     def take(self, chosen: Sampled, row: int, seconds: float) -> str:
         """Take the next token, and return the text that is now certain."""
@@ -342,7 +352,7 @@ class _Row:
 
     def answer(self, peak: float) -> Answer:
         """Return the answer, once it is finished."""
-        assert self.finish in ("eos", "stop", "length")
+        assert self.finish is not None
         count = len(self._tokens)
         return Answer(
             prompt_tokens=len(self.sampled.tokens),
@@ -413,7 +423,7 @@ def too_long(memory: InferenceMemory, available: float, length: int, prompt: int
 
 def _too_large(memory: InferenceMemory, available: float) -> str:
     return (
-        f"the model's weights take {memory.weights / GIB:.1f} GiB of each rank's memory, {available / GIB:.1f} are free\n"
+        f"the weights take {memory.weights / GIB:.1f} GiB of each rank's memory, {available / GIB:.1f} are free\n"
         "allowed: weights that fit a rank with some cache\nfix: --dtype bfloat16, or a device with more memory"
     )
 
@@ -426,8 +436,6 @@ def peak_gib(device: torch.device) -> float:
 
 
 def _checksum(prompts: Sequence[Prompt]) -> str:
-    import zlib
-
     checksum = 0
     for prompt in prompts:
         checksum = zlib.crc32(prompt.tokens.tobytes(), zlib.crc32(len(prompt).to_bytes(8, "little"), checksum))

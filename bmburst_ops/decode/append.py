@@ -13,7 +13,7 @@ def append_rotated(
 ) -> Tensor:
     """Return the rotated queries of one new token per sequence; its rotated key and its value go to the cache.
 
-    On NVIDIA GPUs where Triton is installed this is one kernel. The result equals `apply_rotary` but for the last bit of a sum.
+    On NVIDIA GPUs where Triton is installed this is one kernel.
 
     Args:
         q: `[batch, heads, head_dim]`, any strides.

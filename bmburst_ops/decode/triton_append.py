@@ -1,4 +1,4 @@
-"""The Triton twin of `bmburst_ops.decode.append`: a program for each head of each sequence. Importing it needs Triton."""
+"""The Triton twin of `bmburst_ops.decode.append`: a program for each head of a token. Importing it needs Triton."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

@@ -90,8 +90,9 @@ def greedy(family: str, prompt: tuple[int, ...], count: int) -> list[int]:
             with torch.no_grad():
                 ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
         return ids[len(prompt) :]
+    ids = torch.tensor([prompt])
     whole = model.generate(
-        torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
     )
     return whole[0, len(prompt) :].tolist()
 

@@ -1,4 +1,4 @@
-"""Rotary embedding and cache write of new tokens: the Triton kernel against plain torch, and both against `apply_rotary`."""
+"""Rotary embedding and cache write of new tokens: the Triton kernel, plain torch, and what `apply_rotary` gives."""
 
 import pytest
 import torch
