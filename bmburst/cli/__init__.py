@@ -25,6 +25,7 @@ from bmburst.errors import UserError
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "train a LLaMA-family model on long sequences, from text to a saved checkpoint",
+        "generate": "answer prompts with a model, split over ranks, with a KV cache",
         "eval": "evaluate a checkpoint on held-out text: loss, bits per byte, perplexity",
         "launch": "start any BMTrain script on all ranks and supervise it",
         "doctor": "show what is installed and usable, and the commands that repair the rest",

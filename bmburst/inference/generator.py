@@ -86,6 +86,10 @@ class Source:
         first = next(name for name in self.weights.places if name.endswith("q_proj.weight"))
         return self.weights.read(first, 0, 1).dtype
 
+    def nbytes(self, dtype: str) -> int:
+        """Return the bytes of the weights in the dtype of inference."""
+        return self.weights.config.num_parameters * self.dtype(dtype).itemsize
+
 
 @dataclass(slots=True)
 class Progress:
@@ -225,7 +229,7 @@ class Generator:
             if problem and len(read) == 1:
                 raise UserError(problem)
             if problem:
-                refused = Answer(prompt_tokens=len(prompt), finish="refused", reason=" ".join(problem.splitlines()))
+                refused = Answer(prompt_tokens=len(prompt), finish="refused", reason="; ".join(problem.splitlines()))
                 answers[index] = [refused]
                 progress.answer(index, refused)
             else:
@@ -400,6 +404,37 @@ def available_memory(comm: Checked, device: torch.device) -> float:
         host = available_bytes() or 2**40
         mine = usable(host / comm.size, 0)
     return float(min(gather_objects(comm, mine)))
+
+
+def require_room(
+    source: Source,
+    comm: Checked,
+    cache: str,
+    dtype: str,
+    chunk_tokens: int | None,
+    prompt: int,
+    options: GenerationOptions,
+) -> None:
+    """Check, before weights are read, that a prompt and its answer fit the memory. Every rank calls it.
+
+    Args:
+        source: The model.
+        comm: See `Generator`, as `cache`, `dtype` and `chunk_tokens`.
+        cache: See `Generator`.
+        dtype: See `Generator`.
+        chunk_tokens: See `Generator`.
+        prompt: Tokens of the prompt.
+        options: Of the answers to it.
+
+    Raises:
+        UserError: They do not.
+    """
+    memory = memory_of(source.weights.config, comm, cache, source.dtype(dtype), chunk_tokens)
+    available = available_memory(comm, device_of_rank(comm))
+    if memory.longest(available) < 1:
+        raise UserError(_too_large(memory, available))
+    if problem := too_long(memory, available, prompt + options.max_new_tokens, prompt):
+        raise UserError(problem)
 
 
 def too_long(memory: InferenceMemory, available: float, length: int, prompt: int | None = None) -> str | None:

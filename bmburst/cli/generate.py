@@ -1,0 +1,308 @@
+"""`bmburst generate`: answers prompts with a model, over one rank or several that share every prompt."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, TextIO
+
+from bmburst.amounts import tokens
+from bmburst.cli import leaves_errors_to_rank_0, ranks_to_start
+from bmburst.errors import UserError
+from bmburst.outputs import require_file
+
+if TYPE_CHECKING:
+    from bmburst.inference.generator import Generator, Source
+    from bmburst.inference.prompts import Answer, Prompt
+    from bmburst.inference.sampling import GenerationOptions
+
+HELP = (
+    "Answer prompts with a model: a directory of Hugging Face, ModelCenter or bmburst. The tokens of a prompt and the "
+    "KV cache are split over the ranks, so that prompts may be longer than one GPU holds."
+)
+_USAGE = (
+    "bmburst generate --checkpoint DIR --prompt TEXT [OPTIONS]\n"
+    "       bmburst generate --checkpoint DIR --prompt-file FILE [--nproc N] [--stream] [OPTIONS]\n"
+    "       bmburst generate --checkpoint DIR --prompts FILE.jsonl --output FILE.jsonl [OPTIONS]"
+)
+_EPILOG = (
+    "Options of sampling have the names and meaning of transformers' generate; their defaults are the model's own, of "
+    "its generation_config.json. A prompt of --prompts that is too long for the memory is refused in its own line of "
+    "--output, and the others are answered. Exit status: 2 for bad input or a refused prompt, 130 after Ctrl-C."
+)
+_SAMPLING = (
+    ("--max-new-tokens", tokens, "N", "new tokens of an answer, at most (default: the model's, else 20)"),
+    ("--temperature", float, "T", "divides the logits; 0: the most probable token (default: the model's, else 0)"),
+    ("--top-k", int, "K", "sample from the K most probable tokens; 0: from all (default: the model's, else 50)"),
+    ("--top-p", float, "P", "sample from the tokens that make up this probability (default: the model's, else 1)"),
+    ("--min-p", float, "P", "sample from tokens of this probability or more, relative to the first (default: 0)"),
+    ("--repetition-penalty", float, "F", "divides logits of tokens seen before (default: the model's, else 1)"),
+    ("--seed", int, "N", "of the random numbers (default: 0)"),
+    ("--num-samples", int, "N", "answers to each prompt (default: 1)"),
+    ("--logprobs", int, "N", "write log-probabilities, of the new tokens and of the N most probable ones"),
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT, DEFAULT_START_TIMEOUT
+
+    parser.usage, parser.epilog = _USAGE, _EPILOG
+    add = parser.add_argument
+    add("--checkpoint", type=Path, metavar="DIR", help="model directory, checkpoint, or run folder (its newest one)")
+    add("--prompt", metavar="TEXT", help="a prompt")
+    add("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file that is one prompt")
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='file with a prompt a line: {"prompt": "..."}, {"tokens": [...]} or {"messages": [...]}',
+    )
+    add("--output", type=Path, metavar="FILE", help="write a JSON line for each answer (default: print the answers)")
+    add("--stream", action="store_true", help="print text as it comes")
+    add("--chat", action="store_true", help="put each text through the chat template, as a message of the user")
+    for name, kind, metavar, text in _SAMPLING:
+        add(name, type=kind, metavar=metavar, help=text)
+    add("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be given several times")
+    add("--dtype", default="auto", metavar="TYPE", help="float32, bfloat16, float16 or auto: as stored (default: auto)")
+    add("--nproc", type=int, metavar="N", help="ranks that share every prompt (default: one a GPU, else 1)")
+    add(
+        "--cache",
+        default="auto",
+        metavar="SPLIT",
+        help="split of the KV cache: heads, tokens, or auto: heads where the ranks can share them (default: auto)",
+    )
+    add(
+        "--chunk-tokens",
+        type=tokens,
+        metavar="N",
+        help="tokens of a prompt that are computed at once, over all ranks (default: 64K a rank)",
+    )
+    add(
+        "--hang-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=DEFAULT_HANG_TIMEOUT,
+        help=f"time without a token of a rank after which the run ends; 0: never (default: {DEFAULT_HANG_TIMEOUT:g})",
+    )
+    add(
+        "--start-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"time until a rank's first token (default: {DEFAULT_START_TIMEOUT:g}, or --hang-timeout)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer the prompts and return the exit status.
+
+    Raises:
+        UserError: Something given cannot work.
+    """
+    if "RANK" in os.environ:
+        try:
+            return _on_rank(args)
+        except UserError:
+            if leaves_errors_to_rank_0():
+                return 2
+            raise
+    if args.checkpoint is None:
+        raise UserError("--checkpoint is missing\nfix: --checkpoint DIR, a directory of a model")
+    nproc = ranks_to_start(args.nproc, fewest=1)
+    if nproc == 1:
+        return _answer(args)
+    request = _Request.of(args, nproc)  # everything that can be refused, before ranks start
+    from bmburst.checkpoint.files import VERIFIED
+    from bmburst.cli.train import rank_environment
+    from bmburst.runtime.launch import LaunchSpec, launch
+
+    limits = {"hang_timeout": args.hang_timeout, "start_timeout": args.start_timeout}
+    spec = LaunchSpec(nproc=nproc, host_runtime=False, **limits)
+    with rank_environment({VERIFIED: str(request.source.directory)}):
+        return launch(spec, ["-m", "bmburst", "generate", *_words(args)])
+
+
+class _Request:
+    """What a command line asks for, read and checked; no weights are read yet."""
+
+    def __init__(self, source: "Source", prompts: "list[Prompt]", options: "GenerationOptions") -> None:
+        self.source, self.prompts, self.options = source, prompts, options
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, ranks: int) -> "_Request":
+        """Read what the options name.
+
+        Raises:
+            UserError: Something given cannot work.
+        """
+        from bmburst.inference.generator import Source
+        from bmburst.inference.prompts import PromptEncoder, read_prompts
+        from bmburst.inference.sampling import generation_options
+        from bmburst.inference.text import TextStream
+        from bmburst.schedule.cache_split import CacheSplit
+
+        source = Source.open(args.checkpoint)
+        config = source.weights.config
+        source.dtype(args.dtype)
+        CacheSplit.choose(args.cache, ranks, 0, config.num_heads, config.num_kv_heads)
+        names = [name.removeprefix("--").replace("-", "_") for name, *_ in _SAMPLING]
+        given = {name: getattr(args, name) for name in names}
+        options = generation_options(source.directory, **given, stop=args.stop)
+        TextStream(source.tokenizer, options.stop)
+        encoder = PromptEncoder(source.tokenizer, config.vocab_size, directory=source.directory, chat=args.chat)
+        prompts = read_prompts(encoder, prompt=args.prompt, prompt_file=args.prompt_file, prompts=args.prompts)
+        if args.output is not None:
+            require_file("--output", args.output, "answers of bmburst generate", _holds_answers)
+        if args.stream and (len(prompts) > 1 or options.num_samples > 1):
+            raise UserError(
+                f"--stream with {len(prompts)} prompts and {options.num_samples} answers to each\n"
+                "allowed: one prompt and one answer\nfix: --output FILE in place of --stream"
+            )
+        if args.chunk_tokens is not None and args.chunk_tokens < 1:
+            raise UserError(f"--chunk-tokens {args.chunk_tokens}\nallowed: at least 1 token\nfix: for example 64K")
+        return cls(source, prompts, options)
+
+
+def _holds_answers(path: Path) -> bool:
+    """Return whether a file is empty or holds answers of an earlier run, which may be replaced."""
+    with path.open("rb") as file:
+        line = file.readline()
+    try:
+        return not line or "prompt_tokens" in json.loads(line)
+    except (ValueError, TypeError):
+        return False
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """Return the options that make the same request."""
+    words: list[str] = []
+    for name, value in vars(args).items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [option] * value
+        elif value is not None:
+            for each in value if isinstance(value, list) else (value,):
+                words.append(f"{option}={each}")
+    return words
+
+
+def _on_rank(args: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device)
+    try:
+        return _answer(args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _answer(args: argparse.Namespace) -> int:
+    from bmburst.comm.groups import communicator
+    from bmburst.inference.generator import Generator, require_room
+
+    comm = communicator(None)
+    request = _Request.of(args, comm.size)
+    if len(request.prompts) == 1:
+        length = len(request.prompts[0])
+        require_room(request.source, comm, args.cache, args.dtype, args.chunk_tokens, length, request.options)
+    screen = _Screen(args, request, is_main=comm.rank == 0)
+    with screen.bar("reading weights", request.source.nbytes(args.dtype), "B") as read:
+        generator = Generator(
+            request.source, cache=args.cache, dtype=args.dtype, chunk_tokens=args.chunk_tokens, on_bytes=read
+        )
+    answers = screen.run(generator)
+    return 2 if any(answer.finish == "refused" for answer in answers) else 0
+
+
+class _Screen:
+    """What rank 0 shows and writes; the others show nothing."""
+
+    def __init__(self, args: argparse.Namespace, request: _Request, *, is_main: bool) -> None:
+        self._args, self._request, self._is_main = args, request, is_main
+        self._streams = args.stream and is_main
+        self._answers: dict[int, list[Answer]] = {}
+        self._written = 0
+        self._file: TextIO | None = None
+
+    def bar(self, title: str, total: int, unit: str) -> "AbstractContextManager[Callable[[int], object]]":
+        """Return a context in which a progress bar stands on a terminal; it gives what advances the bar."""
+        from tqdm import tqdm
+
+        @contextmanager
+        def shown() -> Iterator[Callable[[int], object]]:
+            is_off = None if self._is_main else True
+            with tqdm(desc=title, total=total, unit=unit, unit_scale=True, disable=is_off, leave=False) as bar:
+                yield bar.update
+
+        return shown()
+
+    def run(self, generator: "Generator") -> "list[Answer]":
+        """Answer the prompts and show the answers."""
+        from bmburst.inference.generator import Progress
+
+        request, output = self._request, self._args.output
+        total = sum(map(len, request.prompts))
+        with ExitStack() as stack:
+            if output is not None and self._is_main:
+                self._file = stack.enter_context(output.open("w", encoding="utf-8"))
+            computed = stack.enter_context(self.bar("prefill", total, " tokens"))
+            progress = Progress(tokens=computed, text=self._text, answer=self._answer)
+            answers = generator.generate(request.prompts, request.options, progress=progress)
+        if self._streams:
+            print(flush=True)
+        if self._is_main:
+            _summarize(answers)
+        return answers
+
+    def _text(self, prompt: int, sample: int, text: str) -> None:
+        del prompt, sample
+        if self._streams:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _answer(self, prompt: int, answer: "Answer") -> None:
+        """Show answers in the order of their prompts, each as soon as those before it are there."""
+        self._answers.setdefault(prompt, []).append(answer)
+        if not self._is_main:
+            return
+        while found := self._answers.get(self._written):
+            if found[0].finish != "refused" and len(found) < self._request.options.num_samples:
+                return
+            for each in found:
+                self._show(each)
+            self._written += 1
+
+    def _show(self, answer: "Answer") -> None:
+        if self._file is not None:
+            self._file.write(answer.to_json() + "\n")
+            self._file.flush()
+        elif not self._streams:
+            is_text = self._args.prompts is None and answer.text is not None
+            print(answer.text if is_text else answer.to_json(), flush=True)
+
+
+def _summarize(answers: "list[Answer]") -> None:
+    """Write what was done, in one line, to standard error."""
+    done = [answer for answer in answers if answer.finish != "refused"]
+    words = [f"{len(done)} answers"] if len(done) != 1 else []
+    if done:
+        new = sum(len(answer.tokens) for answer in done)
+        words.append(f"{sum(answer.prompt_tokens for answer in done):,} prompt tokens, {new:,} new tokens")
+        firsts = [answer.first_token_seconds for answer in done if answer.first_token_seconds is not None]
+        paces = [answer.seconds_per_token for answer in done if answer.seconds_per_token is not None]
+        words.append(f"first token {median(firsts):.3g} s")
+        if paces:
+            words.append(f"then {1000 * median(paces):.3g} ms a token")
+        words.append(f"peak {max(answer.peak_gib or 0.0 for answer in done):.3g} GiB a rank")
+    if refused := [answer for answer in answers if answer.finish == "refused"]:
+        words.append(f"{len(refused)} refused: {refused[0].reason}")
+    print("; ".join(words), file=sys.stderr, flush=True)
