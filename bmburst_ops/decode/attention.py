@@ -37,7 +37,8 @@ def decode_attention(
             What lies outside of the visible tokens is never used and may be NaN.
         values: As keys.
         lengths: How many cached tokens each sequence sees, `[batch]` int32 or int64, on q's device. A sequence that
-            sees none has an output of zero and a log-sum-exp of `-inf`. More than the capacity counts as all of it.
+            sees none (0 or less) has an output of zero and a log-sum-exp of `-inf`. More than the capacity counts as
+            all of it.
         starts: The first visible token of each sequence, as `lengths`, for sliding windows. Below 0 counts as 0; at
             or above the length the sequence sees none. Default: 0.
         scale: Factor on the scores, usually `head_dim ** -0.5`.
@@ -56,7 +57,7 @@ def decode_attention(
         ValueError: Shapes, dtypes, devices or strides do not fit.
     """
     _check(q, keys, values, lengths, starts, num_splits)
-    if _takes(kernel, q):
+    if _runs_triton(kernel, q):
         from bmburst_ops.decode import triton_decode
 
         return triton_decode.attend(q, keys, values, lengths, starts, scale, out_dtype or q.dtype, num_splits)
@@ -91,7 +92,7 @@ def merge_decode(
             f"a merge needs outputs [parts, batch, heads, head_dim] with a contiguous last dimension and log-sum-exps "
             f"[parts, batch, heads]; got {tuple(outs.shape)} with strides {outs.stride()}, {tuple(lses.shape)}"
         )
-    if _takes(kernel, outs):
+    if _runs_triton(kernel, outs):
         from bmburst_ops.decode import triton_decode
 
         return triton_decode.merge(outs, lses, out_dtype or outs.dtype)
@@ -99,7 +100,7 @@ def merge_decode(
     return out.to(out_dtype or outs.dtype), lse
 
 
-def _takes(kernel: str, values: Tensor) -> bool:
+def _runs_triton(kernel: str, values: Tensor) -> bool:
     """Return whether Triton runs; `values` has the dtype, the device and, last, the head dim of the call."""
     if kernel == "reference":
         return False

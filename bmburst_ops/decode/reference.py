@@ -16,12 +16,12 @@ def attend(
     """
     if q.device.type != "cpu":
         return attend_visible(q, keys, values, visible_tokens(lengths, starts, keys.shape[1]), scale)
-    stops = [min(length, keys.shape[1]) for length in lengths.tolist()]
-    firsts = [0] * len(stops) if starts is None else [max(0, start) for start in starts.tolist()]
+    stops = lengths.tolist()
+    firsts = [0] * len(stops) if starts is None else starts.clamp(min=0).tolist()
     out = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
     lse = out.new_empty(q.shape[:2])
     for i, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
-        one, seen = slice(i, i + 1), slice(first, max(first, stop))
+        one, seen = slice(i, i + 1), slice(first, max(first, stop))  # cut at the capacity, as slices are
         out[one], lse[one] = attend_visible(q[one], keys[one, seen], values[one, seen], None, scale)
     return out, lse
 

@@ -177,9 +177,9 @@ def test_offsets_of_more_than_32_bits(kernel, dim, tmp_path):
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:])
-def test_lengths_beyond_the_capacity_and_starts_below_zero(kernel):
-    case = Case(2, 1, 16, torch.float32, lengths=(20, 20, 20), starts=(-(2**31), -1, 4))
-    case.lengths = torch.tensor([20, 21, 2**31 - 1], dtype=torch.int64)
+def test_lengths_beyond_the_capacity_and_below_zero(kernel):
+    case = Case(2, 1, 16, torch.float32, lengths=(20, 20, 20, 0), starts=(-(2**31), -1, 4, 0))
+    case.lengths = torch.tensor([20, 21, 2**31 - 1, -3], dtype=torch.int64)
     case.check(*case.run(kernel))
 
 
@@ -282,10 +282,31 @@ def test_splits_fill_the_device():
         (1, 1, 1),
         (0, 1, 1),
     ):
-        assert (
-            triton_decode.splits_for(keys.expand(1, capacity, 2, 16) if capacity else keys[:, :0], rows, tuning)
-            == splits
-        )
+        cache = keys.expand(1, capacity, 2, 16) if capacity else keys[:, :0]
+        assert triton_decode.splits_for(cache, rows, tuning) == splits
+
+
+@pytest.mark.parametrize(
+    ("length", "splits", "shares"),
+    [
+        (100, 2, (64, 36)),
+        (200, 4, (64, 64, 64, 8)),
+        (65, 4, (32, 32, 1)),
+        (40, 9, (32, 8)),
+        (3, 2, (3,)),
+        (0, 2, ()),
+    ],
+)
+def test_shares_of_splits(monkeypatch, length, splits, shares):
+    """Even but for units of 16 tokens, and of a block at least: few tokens are not spread over all splits."""
+    kept = []
+    monkeypatch.setattr(triton_decode, "_merge_into", lambda _, part_lse, *__: kept.append(part_lse))
+    monkeypatch.setattr(triton_decode, "plan_for", lambda *_, **__: triton_decode.Tuning(32, 16, 4, 1, 8))
+    case = Case(1, 1, 16, torch.float32, lengths=(length + 5,), starts=(5,))
+    case.q.zero_()  # the log-sum-exp is the logarithm of how many tokens there are
+    case.run("triton", num_splits=splits)
+    counted = kept[0].cpu().exp().round().int().flatten().tolist()
+    assert counted == [*shares, *[0] * (splits - len(shares))]
 
 
 def test_auto_is_triton_on_gpus_only(monkeypatch):
@@ -302,14 +323,14 @@ def test_auto_is_triton_on_gpus_only(monkeypatch):
     class OnGpu:
         is_cuda, dtype, shape = True, torch.bfloat16, (1, 2, 8)
 
-    assert attention._takes("auto", OnGpu)
+    assert attention._runs_triton("auto", OnGpu)
     OnGpu.dtype = torch.float64
-    assert not attention._takes("auto", OnGpu)
+    assert not attention._runs_triton("auto", OnGpu)
     OnGpu.dtype, OnGpu.shape = torch.bfloat16, (1, 2, 257)
-    assert not attention._takes("auto", OnGpu)
+    assert not attention._runs_triton("auto", OnGpu)
     OnGpu.shape = (1, 2, 256)
     monkeypatch.setattr(attention, "is_there", lambda _: False)
-    assert not attention._takes("auto", OnGpu)
+    assert not attention._runs_triton("auto", OnGpu)
 
 
 def test_triton_is_refused_with_a_reason(monkeypatch):
