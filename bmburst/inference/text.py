@@ -16,8 +16,8 @@ class TextStream:
     not depend on the number of tokens before it.
 
     The pieces together are `tokenizer.decode` of all tokens, cut before the stop string. One case differs: in a run
-    of byte tokens (`<0xE4>`) that is not UTF-8 as a whole, `tokenizers` replaces every byte. Here the characters that
-    were given out before stay.
+    of byte tokens (`<0xE4>`) that is not UTF-8 as a whole, or spells U+FFFD itself, `tokenizers` replaces every byte.
+    Here the characters that were given out before stay.
 
     Args:
         tokenizer: The tokenizer; None gives no text.
@@ -95,6 +95,8 @@ class _Decoder:
             if len(pending) <= _UNFINISHED:
                 self._text = text
                 return ""
+            text = self._without_context()
+        elif not text.startswith(self._before):
             text = self._without_context()
         held = min(_trailing(text), _UNFINISHED)
         if len(pending) <= _UNFINISHED:

@@ -51,12 +51,12 @@ def test_probabilities_are_those_of_transformers(penalty):
         processors.append(logits_process.MinPLogitsWarper(min_p))
         for processor in processors:
             expected = processor(torch.tensor(seen), expected)
-        sampler = make(
-            rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty
-        )
+        sampler = make(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
         found = sampler.probabilities(logits)
         torch.testing.assert_close(found, expected.double().softmax(-1), rtol=1e-5, atol=1e-7)
-        assert torch.equal(found[expected == -math.inf], torch.zeros((expected == -math.inf).sum(), dtype=torch.float64))
+        assert torch.equal(
+            found[expected == -math.inf], torch.zeros((expected == -math.inf).sum(), dtype=torch.float64)
+        )
         assert (found[expected.softmax(-1) > 1e-9] > 0).all()
         compared += 1
     assert compared == 144
@@ -292,4 +292,4 @@ def test_uniforms_differ_for_every_row():
     rows = [SamplerRow(prompt, sample) for prompt in range(20) for sample in range(20)]
     columns = make(rows, temperature=1.0)._uniforms.numpy()
     assert len(np.unique(columns)) == columns.size
-    assert 0 <= columns.min() and columns.max() < 1
+    assert columns.min() >= 0 and columns.max() < 1
