@@ -5,7 +5,7 @@ import difflib
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -138,19 +138,12 @@ class HuggingFaceTokenizer:
         name: What the user called it.
         tokenizer: The `tokenizers.Tokenizer`; its truncation and padding are switched off here.
         eos_token: The token that ends a document; None looks for one of `END_TOKENS`.
-        around: Tokens put before and after a prompt; None leaves that to the tokenizer's post-processor.
 
     Raises:
         UserError: It has no end-of-document token.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tokenizer: Any,
-        eos_token: str | None = None,
-        around: tuple[str | None, str | None] | None = None,
-    ) -> None:
+    def __init__(self, name: str, tokenizer: Any, eos_token: str | None = None) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True  # text that spells a special token stays text
@@ -162,7 +155,6 @@ class HuggingFaceTokenizer:
                 f'name it in a {TOKENIZER_CONFIG} beside {TOKENIZER_FILE}: {{"eos_token": "..."}}'
             )
         self._tokenizer = tokenizer
-        self._around = None if around is None else [self._ids_of(token) for token in around]
         self.name = name
         self.eos_id = int(eos_id)
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -180,20 +172,12 @@ class HuggingFaceTokenizer:
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """Return the ids of a prompt, int64 `[tokens]`; text that spells a special token is that token."""
-        by_itself = add_special_tokens and self._around is None
         self._tokenizer.encode_special_tokens = False
         try:
-            ids = self._tokenizer.encode(_valid(text), add_special_tokens=by_itself).ids
+            encoding = self._tokenizer.encode(_valid(text), add_special_tokens=add_special_tokens)
         finally:
             self._tokenizer.encode_special_tokens = True
-        if add_special_tokens and self._around is not None:
-            before, after = self._around
-            ids = before + ids + after
-        return np.array(ids, np.int64)
-
-    def _ids_of(self, token: str | None) -> list[int]:
-        token_id = None if token is None else self._tokenizer.token_to_id(token)
-        return [] if token_id is None else [int(token_id)]
+        return np.array(encoding.ids, np.int64)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         """Return the text, without special tokens; ids outside the vocabulary are left out."""
@@ -230,14 +214,7 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
 
 
 def _from_file(name: str, file: Path) -> HuggingFaceTokenizer:
-    path = file.parent / TOKENIZER_CONFIG
-    config = read_json(path) if path.is_file() else {}
-    bos, eos = _token(config, "bos_token"), _token(config, "eos_token")
-    around = None
-    if "add_bos_token" in config or "add_eos_token" in config:
-        # As in transformers, these two keys replace what tokenizer.json puts around a text.
-        around = (bos if config.get("add_bos_token") else None, eos if config.get("add_eos_token") else None)
-    return HuggingFaceTokenizer(name, require_tokenizer(file), eos, around)
+    return HuggingFaceTokenizer(name, require_tokenizer(file), _eos_token(file.parent / TOKENIZER_CONFIG))
 
 
 def require_tokenizer(file: Path) -> Any:
@@ -287,9 +264,11 @@ def _from_hub(name: str) -> HuggingFaceTokenizer:
     return _from_file(name, file)
 
 
-def _token(config: Mapping[str, Any], key: str) -> str | None:
-    """Return the special token that a tokenizer_config.json names, if it does."""
-    token = config.get(key)
+def _eos_token(config: Path) -> str | None:
+    """Return the end-of-document token that a tokenizer_config.json names, if there is one and it does."""
+    if not config.is_file():
+        return None
+    token = read_json(config).get("eos_token")
     if isinstance(token, dict):  # an AddedToken, written out
         token = token.get("content")
     return token if isinstance(token, str) else None
