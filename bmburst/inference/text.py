@@ -16,8 +16,8 @@ class TextStream:
     not depend on the number of tokens before it.
 
     The pieces together are `tokenizer.decode` of all tokens, cut before the stop string. One case differs: in a run
-    of byte tokens (`<0xE4>`) that is not UTF-8 as a whole, `tokenizers` replaces every byte. Here the characters that
-    were given out before stay.
+    of byte tokens (`<0xE4>`) that is not UTF-8 as a whole, or spells U+FFFD itself, `tokenizers` replaces every byte.
+    Here the characters that were given out before stay.
 
     Args:
         tokenizer: The tokenizer; None gives no text.
@@ -68,20 +68,17 @@ class TextStream:
 class _Decoder:
     """Decodes a window of the last tokens, and returns the characters by which its text grew.
 
-    The window is context, tokens whose text was given out (a decoder drops the space before its first word), and
-    pending tokens. It starts where a character starts, except amid bytes that are no UTF-8.
-
-    Attributes of the window:
-        _context: Number of its tokens that are context.
-        _shown: Number of characters of its text that were given out.
-        _before: Those characters.
+    The window is context, tokens whose text was given out, and pending tokens. It starts where a character starts,
+    except amid bytes that are no UTF-8. The context is two pieces of text, because decoders drop a space that begins
+    their text: one piece alone may decode to nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.decode
         self._window: list[int] = []
-        self._text = ""
-        self._context, self._before = 0, ""
+        self._text = ""  # of the window
+        self._before = ""  # the part of it that was given out
+        self._older = self._context = 0  # tokens of the first piece of context, and of both
 
     def push(self, token: int) -> str:
         self._window.append(token)
@@ -91,22 +88,26 @@ class _Decoder:
             return ""
         if not text.endswith(_UNKNOWN):
             return self._all(text)
-        if not text.startswith(self._before):
+        pending = self._window[self._context :]
+        held = _trailing(text)
+        if held > _trailing(self._decode(pending)):
             # Byte tokens: with an unfinished character at its end, the whole run decodes to U+FFFD.
-            if len(self._window) - self._context <= _UNFINISHED:
+            if len(pending) <= _UNFINISHED:
                 self._text = text
                 return ""
             text = self._without_context()
-        pending = len(self._window) - self._context
+        elif not text.startswith(self._before):
+            text = self._without_context()
         held = min(_trailing(text), _UNFINISHED)
-        if pending <= _UNFINISHED:
+        if len(pending) <= _UNFINISHED:
             return self._show(text, len(text) - held)
         # More tokens than an unfinished character can have: the first of them are wrong bytes.
-        window = self._window[-_UNFINISHED:]
+        window = pending[-_UNFINISHED:]
         after = self._decode(window)
         held = min(held, _trailing(after))
         piece = self._show(text, len(text) - held)
-        self._window, self._text, self._context = window, after, 0
+        self._window, self._text = window, after
+        self._older = self._context = 0
         self._before = after[: len(after) - held]
         return piece
 
@@ -119,11 +120,11 @@ class _Decoder:
             text = self._without_context()
         piece = text[len(self._before) :]
         if piece:
-            self._window = self._window[self._context :]
-            self._context = len(self._window)
-            self._before = self._text = self._decode(self._window)
-        else:
-            self._text = text
+            del self._window[: self._older]
+            self._older = self._context - self._older
+            text = self._decode(self._window)
+        self._context = len(self._window)
+        self._before = self._text = text
         return piece
 
     def _show(self, text: str, end: int) -> str:
@@ -135,7 +136,7 @@ class _Decoder:
     def _without_context(self) -> str:
         """Drop the context, which tokens after it have spoilt, and return the text of the pending tokens."""
         del self._window[: self._context]
-        self._context, self._before = 0, ""
+        self._older, self._context, self._before = 0, 0, ""
         return self._decode(self._window)
 
     def _is_silent(self, token: int) -> bool:
