@@ -122,6 +122,13 @@ def test_a_run_of_byte_tokens_keeps_what_was_shown():
     assert pieces == ["", "", "\u4f60", "", "", "\ufffd\ufffdb", ""]
 
 
+def test_wrong_bytes_after_a_space_or_before_an_unknown_character():
+    space, begun, follows = FIRST_BYTE + 0x20, FIRST_BYTE + 0xC2, FIRST_BYTE + 0x80
+    the, b, unknown = FIRST_WORD + 1, FIRST_WORD + 3, FIRST_WORD + 10
+    assert stream(SPM, [the, space, begun, b])[0] == ["the", " ", "", "\ufffdb", ""]
+    assert stream(SPM, [begun, follows, follows, unknown])[0] == ["", "\x80", "", "\ufffdo", "\ufffd"]
+
+
 def test_an_emoji_is_never_cut():
     pieces, _ = stream(BYTES, BYTES.encode("a\U0001f600b"))
     assert pieces == ["a", "", "", "", "\U0001f600", "b", ""]
