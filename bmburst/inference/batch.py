@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.checks import Checked
+from bmburst.comm.one_shot import small_sums
 from bmburst.errors import UserError
 from bmburst.inference.cache import KVCache
 from bmburst.inference.decode import Decoder
@@ -17,6 +18,9 @@ from bmburst.inference.sampling import Sampled
 from bmburst.inference.weights import ModelWeights
 from bmburst.plan.inference import TOKENS_OF_RANK
 from bmburst.schedule.cache_split import CacheSplit
+
+MOST_SEQUENCES = 64
+"""Sequences of a batch, at most."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -28,6 +32,7 @@ class Engine:
         comm: The ranks that share each sequence.
         split: How they share the cache.
         chunk_tokens: Tokens that prefill computes at once, over all ranks.
+        add_up: Adds up a small tensor over the ranks.
         kernel: Attention kernel of prefill; see `burst_attention`.
     """
 
@@ -35,6 +40,7 @@ class Engine:
     comm: Checked
     split: CacheSplit
     chunk_tokens: int
+    add_up: Callable[[Tensor], Tensor]
     kernel: str = "auto"
 
     @classmethod
@@ -67,6 +73,7 @@ class Engine:
             comm=comm,
             split=split,
             chunk_tokens=chunk_tokens or TOKENS_OF_RANK * comm.size,
+            add_up=small_sums(comm, MOST_SEQUENCES * config.hidden_size, weights.dtype),
             kernel=kernel,
         )
 
@@ -87,7 +94,7 @@ class Batch:
     def __init__(self, engine: Engine, cache: KVCache) -> None:
         self.engine, self.cache = engine, cache
         self._prefill = Prefill(engine.weights, engine.comm, engine.split, engine.kernel)
-        self._decoder = Decoder(engine.weights, engine.comm, cache)
+        self._decoder = Decoder(engine.weights, engine.comm, cache, engine.add_up)
         self.logits: Tensor | None = None
         """Of what follows each sequence, `[sequences, vocab_size]`, fp32 or wider; None before the first prefill."""
 

@@ -9,6 +9,7 @@ of them, so they choose the same tokens.
 A step reads lengths on the device and never waits for the host, so that it can be captured in a CUDA graph.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +23,7 @@ from bmburst.comm.checks import Checked
 from bmburst.inference.cache import KVCache
 from bmburst.inference.weights import EMBEDDING, HEAD, NORM, LayerWeights, ModelWeights
 from bmburst.schedule.cache_split import CacheSplit
-from bmburst_ops.decode import append_rotated, decode_attention
+from bmburst_ops.decode import append_rotated, decode_attention, merge_decode
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 from bmburst_ops.swiglu import swiglu
@@ -81,9 +82,12 @@ class Decoder:
         weights: The model.
         comm: The ranks that share the cache.
         cache: The cache, whose sequences all have at least one token.
+        add_up: Adds a tensor up over the ranks, to equal bits on all of them; see `bmburst.comm.one_shot`.
     """
 
-    def __init__(self, weights: ModelWeights, comm: Checked, cache: KVCache) -> None:
+    def __init__(
+        self, weights: ModelWeights, comm: Checked, cache: KVCache, add_up: Callable[[Tensor], Tensor]
+    ) -> None:
         self._weights, self._comm, self._cache, self._split = weights, comm, cache, cache.split
         self._config = weights.config
         self._slices = {i: self._slice_of(i) for i in range(self._config.num_layers)} if weights.is_resident else {}
@@ -92,6 +96,7 @@ class Decoder:
         self._frequencies = torch.empty(cache.sequences, self._config.head_dim // 2, device=weights.device)
         self._factor = 1.0
         self._set_frequencies()
+        self._added_up = add_up
 
     @property
     def is_capturable(self) -> bool:
@@ -187,8 +192,8 @@ class Decoder:
         split = self._split
         (parts,) = self._comm.all_gather(torch.cat((out, lse[..., None]), -1)).wait()
         mine = parts[split.head_group :: split.head_groups]
-        outs, lses = mine[..., :-1], mine[..., -1:]
-        return (outs * (lses - lses.logsumexp(0)).exp()).sum(0)
+        merged, _ = merge_decode(mine[..., :-1], mine[..., -1])
+        return merged
 
     def _mlp(self, layer: LayerSlice, normed: Tensor) -> Tensor:
         products = [linear(normed, each) for each in layer.gate_up]
@@ -200,12 +205,6 @@ class Decoder:
 
     def _slice_of(self, index: int) -> LayerSlice:
         return LayerSlice.of(self._weights.layer(index), self._config, self._split)
-
-    def _added_up(self, x: Tensor) -> Tensor:
-        if self._comm.size == 1:
-            return x
-        (total,) = self._comm.all_reduce(x).wait()
-        return total
 
     def _set_frequencies(self) -> None:
         for sequence, length in enumerate(self._cache.lengths if self._is_dynamic else (None,)):

@@ -20,7 +20,7 @@ from bmburst.comm.protocol import gather_objects
 from bmburst.convert.weights import Weights, open_weights
 from bmburst.data.tokenizer import TOKENIZER_FILE, PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError, require_known
-from bmburst.inference.batch import Batch, Engine
+from bmburst.inference.batch import MOST_SEQUENCES, Batch, Engine
 from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder, TokenLogprob
 from bmburst.inference.sampling import GenerationOptions, Sampled, Sampler, SamplerRow, generation_options
 from bmburst.inference.session import Ids, Session
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_MOST_ROWS = 64  # sequences of a batch
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -257,7 +256,7 @@ class Generator:
         for index in fitting:
             longest = max(len(prompts[i]) for i in [*group, index]) + options.max_new_tokens
             rows = (len(group) + 1) * options.num_samples
-            is_full = rows > _MOST_ROWS or self.memory.total(rows, longest) > self._available
+            is_full = rows > MOST_SEQUENCES or self.memory.total(rows, longest) > self._available
             if group and (is_full or options.num_samples > 1):
                 yield group
                 group = []
