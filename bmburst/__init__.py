@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bmburst.attention.module import BurstAttention
     from bmburst.comm.groups import communicator
     from bmburst.errors import UserError
+    from bmburst.inference.generator import Generator
     from bmburst.mesh import Mesh
     from bmburst.runtime import start
     from bmburst.schedule.documents import Documents, PrefixLM
@@ -35,6 +36,7 @@ __all__ = [
     "Causal",
     "Documents",
     "Full",
+    "Generator",
     "Mask",
     "Mesh",
     "MeshShape",
@@ -61,6 +63,7 @@ _HOMES = {
     "Causal": "schedule.mask",
     "Documents": "schedule.documents",
     "Full": "schedule.mask",
+    "Generator": "inference.generator",
     "Mask": "schedule.mask",
     "Mesh": "mesh",
     "MeshShape": "schedule.mesh_shape",

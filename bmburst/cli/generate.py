@@ -247,7 +247,7 @@ class _Screen:
 
     def run(self, generator: "Generator") -> "list[Answer]":
         """Answer the prompts and show the answers."""
-        from bmburst.inference.generator import Progress
+        from bmburst.inference.answering import Progress
 
         request, output = self._request, self._args.output
         total = sum(map(len, request.prompts))

@@ -1,70 +1,78 @@
 """Sums of small tensors over ranks: on GPUs of one host in one kernel that reads every rank's memory.
 
-NCCL takes some 25 microseconds for 8 KiB, and decoding adds up twice a layer. A one-shot all-reduce has each rank write
-its part where the others can read it, and add up all parts in one order, which gives the same bits on every rank. It is
-torch's (`torch.distributed._symmetric_memory`), used where torch has it and GPUs can reach each other's memory.
+NCCL takes some 25 microseconds for 8 KiB, and decoding adds up twice a layer. In a one-shot all-reduce each rank writes
+its part where the others can read it, and adds up all parts (`bmburst_ops.triton_one_shot`).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bmburst.comm.checks import Checked
-from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import gather_objects
+from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError
 from bmburst.comm.transports import over_transport
+from bmburst_ops.bounded_cache import bounded_cache
+from bmburst_ops.fused import triton_twin
 
-_ALIGNMENT = 16  # bytes that a thread reads at once
+AddUp = Callable[[Tensor], Tensor]
+"""Returns the sum of a tensor over the ranks of a group, in its shape and dtype."""
 
 
-def small_sums(comm: Checked, numbers: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a function that adds up a tensor over the ranks of a group, in its dtype; equal bits on all of them.
+def small_sums(comm: Checked, numbers: int, dtype: torch.dtype) -> AddUp:
+    """Return a function that adds a tensor up over the ranks of a group, to equal bits on all of them.
 
-    It can be captured in a CUDA graph. Collective the first time for a group on GPUs.
+    It can be captured in a CUDA graph. Collective on GPUs the first time for a group and a size.
 
     Args:
         comm: The group.
-        numbers: Numbers of a tensor at most.
-        dtype: Of the tensors.
+        numbers: Numbers of a tensor for which this is meant; larger ones go by the group's own collective.
+        dtype: Of these tensors.
     """
     if comm.size == 1:
         return lambda tensor: tensor
+    one_shot = _one_shots(comm.base, numbers, dtype)
 
-    def by_collective(tensor: Tensor) -> Tensor:
+    def add_up(tensor: Tensor) -> Tensor:
+        if one_shot is not None and tensor.numel() <= numbers and tensor.dtype == dtype:
+            return one_shot(tensor)
         (total,) = comm.all_reduce(tensor).wait()
         return total
 
-    inner = comm.base.inner
-    if not isinstance(inner, ProcessGroupCommunicator) or over_transport(comm, "auto").transport != "peer":
-        return by_collective
-    one_shot = _one_shot(inner.process_group, numbers, dtype)
-    works = gather_objects(comm, one_shot is not None)  # the ranks must do alike
-
-    def by_peers(tensor: Tensor) -> Tensor:
-        assert one_shot is not None
-        is_aligned = tensor.nbytes % _ALIGNMENT == 0 and tensor.numel() <= numbers and tensor.dtype == dtype
-        return one_shot(tensor) if is_aligned else by_collective(tensor)
-
-    return by_peers if all(works) else by_collective
-
-
-def _one_shot(group: dist.ProcessGroup, numbers: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """Return torch's one-shot all-reduce over memory that is made here; None where torch or this machine has none."""
-    try:
-        import torch.distributed._symmetric_memory as symmetric
-
-        device = torch.device("cuda", torch.cuda.current_device())
-        buffer = symmetric.empty(-(-numbers // _ALIGNMENT) * _ALIGNMENT, dtype=dtype, device=device)
-        symmetric.rendezvous(buffer, group)
-        verb, name = torch.ops.symm_mem.one_shot_all_reduce_copy, group.group_name
-
-        def add_up(tensor: Tensor) -> Tensor:
-            total: Tensor = verb(buffer, tensor.contiguous(), "sum", name)
-            return total
-
-        add_up(torch.zeros(_ALIGNMENT, dtype=dtype, device=device))
-    except (ImportError, AttributeError, RuntimeError, NotImplementedError):
-        return None
     return add_up
+
+
+class _OneShot:
+    """The memory of a group's one-shot sums."""
+
+    def __init__(self, comm: Checked, numbers: int, dtype: torch.dtype, kernels: Any) -> None:
+        self._kernels, self._rank, self._most = kernels, comm.rank, numbers
+        programs, places = kernels.programs_for(numbers), 2 * numbers * dtype.itemsize
+        self._memory = SharedMemory(comm.inner, places + programs * comm.size * 4, comm.device)
+        self._memory.local.zero_()
+        torch.cuda.synchronize(comm.device)
+        gather_objects(comm.inner, None)  # every rank's words are zero before anyone writes one
+        addresses = torch.tensor(self._memory.addresses, dtype=torch.int64, device=comm.device)
+        self._boxes, self._flags = addresses, addresses + places
+        self._calls = torch.zeros(programs, dtype=torch.int32, device=comm.device)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        places = self._boxes, self._flags, self._calls
+        total: Tensor = self._kernels.add_up(tensor.contiguous(), *places, self._rank, self._most)
+        return total
+
+
+@bounded_cache(maxsize=16)
+def _one_shots(comm: Checked, numbers: int, dtype: torch.dtype) -> _OneShot | None:
+    """Return the one-shot sums of a group, or None where its ranks cannot reach each other's memory."""
+    if comm.transport != "nccl" or over_transport(comm, "auto").transport != "peer":
+        return None
+    kernels = triton_twin("triton_one_shot", torch.empty(0, dtype=dtype, device=comm.device))
+    if not all(gather_objects(comm.inner, kernels is not None)):
+        return None
+    try:
+        return _OneShot(comm, -(-numbers // 8) * 8, dtype, kernels)
+    except SharedMemoryError:  # on every rank
+        return None

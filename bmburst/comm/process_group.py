@@ -51,15 +51,6 @@ class ProcessGroupCommunicator(MessageMover):
         self._device = device_of(self)
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
-        """torch's group.
-
-        Raises:
-            UserError: It was destroyed.
-        """
-        return self._group
-
-    @property
     def _group(self) -> dist.ProcessGroup:
         group = self._reference()
         if group is None:

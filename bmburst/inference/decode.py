@@ -95,13 +95,15 @@ class Decoder:
         self._is_dynamic = scaling is not None and scaling.kind == "dynamic"
         self._frequencies = torch.empty(cache.sequences, self._config.head_dim // 2, device=weights.device)
         self._factor = 1.0
+        self.may_capture = True
+        """Whether steps may be captured in a CUDA graph."""
         self._set_frequencies()
         self._added_up = add_up
 
     @property
     def is_capturable(self) -> bool:
-        """Whether `compute` can be captured in a CUDA graph: nothing of it depends on the host."""
-        return self._weights.is_resident and self._weights.device.type == "cuda"
+        """Whether `compute` is to be captured in a CUDA graph, where nothing of it depends on the host."""
+        return self.may_capture and self._weights.is_resident and self._weights.device.type == "cuda"
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token to each sequence and return the logits of what follows, on every rank.

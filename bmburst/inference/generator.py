@@ -1,13 +1,11 @@
 """`Generator`: a model that answers prompts, in batches that fit the memory of its ranks."""
 
-import resource
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,15 +18,15 @@ from bmburst.comm.protocol import gather_objects
 from bmburst.convert.weights import Weights, open_weights
 from bmburst.data.tokenizer import TOKENIZER_FILE, PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError, require_known
-from bmburst.inference.batch import MOST_SEQUENCES, Batch, Engine
-from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder, TokenLogprob
-from bmburst.inference.sampling import GenerationOptions, Sampled, Sampler, SamplerRow, generation_options
+from bmburst.inference.answering import Answering, Progress
+from bmburst.inference.batch import MOST_SEQUENCES, Engine
+from bmburst.inference.prompts import Answer, Messages, Prompt, PromptEncoder
+from bmburst.inference.sampling import GenerationOptions, generation_options
 from bmburst.inference.session import Ids, Session
 from bmburst.inference.text import TextStream
 from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
 from bmburst.mesh import Mesh
 from bmburst.plan.inference import TOKENS_OF_RANK, InferenceMemory, usable
-from bmburst.runtime.watchdog import beat
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.train.memory_plan import available_bytes
 
@@ -88,21 +86,6 @@ class Source:
     def nbytes(self, dtype: str) -> int:
         """Return the bytes of the weights in the dtype of inference."""
         return self.weights.config.num_parameters * self.dtype(dtype).itemsize
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a caller wants to be told while text is generated; called on every rank.
-
-    Attributes:
-        tokens: With the prompt tokens of each chunk that was computed.
-        text: With prompt, sample and new text of an answer, as it comes.
-        answer: With prompt and answer, when it is complete.
-    """
-
-    tokens: Callable[[int], object] = field(default=lambda _: None)
-    text: Callable[[int, int, str], object] = field(default=lambda *_: None)
-    answer: Callable[[int, Answer], object] = field(default=lambda *_: None)
 
 
 class Generator:
@@ -234,7 +217,7 @@ class Generator:
             else:
                 fitting.append(index)
         for group in self._groups(read, fitting, options):
-            found = _Answering(self._engine, self.tokenizer, {i: read[i] for i in group}, options, progress).run()
+            found = Answering(self._engine, self.tokenizer, {i: read[i] for i in group}, options, progress).run()
             answers |= found
         return [answer for index in range(len(read)) for answer in answers[index]]
 
@@ -263,111 +246,6 @@ class Generator:
             group.append(index)
         if group:
             yield group
-
-
-class _Answering:
-    """One batch of prompts on its way to answers."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: PromptTokenizer | None,
-        prompts: Mapping[int, Prompt],
-        options: GenerationOptions,
-        progress: Progress,
-    ) -> None:
-        self._engine, self._options, self._progress = engine, options, progress
-        self._prompts = prompts
-        self._rows = [
-            _Row(SamplerRow(index, sample, prompt.tokens), TextStream(tokenizer, options.stop), options)
-            for index, prompt in prompts.items()
-            for sample in range(options.num_samples)
-        ]
-
-    def run(self) -> dict[int, list[Answer]]:
-        """Return the answers of each prompt."""
-        engine, options, device = self._engine, self._options, self._engine.weights.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        begin = time.perf_counter()
-        length = max(map(len, self._prompts.values())) + options.max_new_tokens
-        batch = Batch(engine, engine.new_cache(len(self._prompts), length))
-
-        def computed(tokens: int) -> None:
-            beat()
-            self._progress.tokens(tokens)
-
-        batch.prefill([prompt.tokens.tolist() for prompt in self._prompts.values()], computed)
-        if options.num_samples > 1:
-            batch = batch.copies(options.num_samples)
-        sampler = Sampler(options, [row.sampled for row in self._rows], engine.weights.config.vocab_size, device)
-        for chosen in batch.decode(sampler, options.max_new_tokens):
-            seconds = time.perf_counter() - begin
-            beat()
-            for i, row in enumerate(self._rows):
-                if row.finish is None:
-                    text = row.take(chosen, i, seconds)
-                    if text:
-                        self._progress.text(row.sampled.prompt, row.sampled.sample, text)
-            if all(row.finish is not None for row in self._rows):
-                break
-        peak = max(gather_objects(engine.comm, peak_gib(device)))
-        answers: dict[int, list[Answer]] = {index: [] for index in self._prompts}
-        for row in self._rows:
-            index = row.sampled.prompt
-            answers[index].append(row.answer(peak))
-            self._progress.answer(index, answers[index][-1])
-        return answers
-
-
-class _Row:
-    """An answer that grows."""
-
-    def __init__(self, sampled: SamplerRow, text: TextStream, options: GenerationOptions) -> None:
-        self.sampled, self._text, self._options = sampled, text, options
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._first = self._last = 0.0
-        self.finish: Literal["length", "stop", "eos"] | None = None
-
-    def take(self, chosen: Sampled, row: int, seconds: float) -> str:
-        """Take the next token, and return the text that is now certain."""
-        token = int(chosen.tokens[row])
-        self._last = seconds
-        if not self._tokens:
-            self._first = seconds
-        self._tokens.append(token)
-        if chosen.logprobs is not None and chosen.top_ids is not None and chosen.top_logprobs is not None:
-            top = zip(chosen.top_ids[row].tolist(), chosen.top_logprobs[row].tolist(), strict=True)
-            self._logprobs.append(TokenLogprob(token, float(chosen.logprobs[row]), tuple(top)))
-        if token in self._options.eos_ids:
-            self.finish = "eos"
-            return self._text.finish()
-        text = self._text.push(token)
-        if self._text.stop_string is not None:
-            self.finish = "stop"
-        elif len(self._tokens) == self._options.max_new_tokens:
-            self.finish = "length"
-            text += self._text.finish()
-            if self._text.stop_string is not None:
-                self.finish = "stop"
-        return text
-
-    def answer(self, peak: float) -> Answer:
-        """Return the answer, once it is finished."""
-        assert self.finish is not None
-        count = len(self._tokens)
-        return Answer(
-            prompt_tokens=len(self.sampled.tokens),
-            tokens=tuple(self._tokens),
-            text=self._text.text,
-            finish=self.finish,
-            first_token_seconds=self._first,
-            seconds_per_token=(self._last - self._first) / (count - 1) if count > 1 else None,
-            peak_gib=peak,
-            logprobs=tuple(self._logprobs) if self._options.logprobs is not None else None,
-            sample=self.sampled.sample if self._options.num_samples > 1 else None,
-        )
 
 
 def device_of_rank(comm: Checked) -> torch.device:
@@ -460,13 +338,6 @@ def _too_large(memory: InferenceMemory, available: float) -> str:
         f"the weights take {memory.weights / GIB:.1f} GiB of each rank's memory, {available / GIB:.1f} are free\n"
         "allowed: weights that fit a rank with some cache\nfix: --dtype bfloat16, or a device with more memory"
     )
-
-
-def peak_gib(device: torch.device) -> float:
-    """Return the largest memory of this rank in GiB: of the GPU since the last reset, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 def _checksum(prompts: Sequence[Prompt]) -> str:

@@ -216,6 +216,7 @@ BASE = {
     "train": (),
     "check": (),
     "eval": ("--checkpoint", "model", "--data", "file"),
+    "generate": ("--checkpoint", "model", "--prompts", "file", "--max-new-tokens", "2"),
     "launch": ("--dry-run",),
     "doctor": (),
     "data": ("--input", "file", "--output", "out.tokens"),

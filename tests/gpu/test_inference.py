@@ -1,0 +1,98 @@
+"""On real GPUs: sums in one kernel, and inference by heads and by tokens, eager and as CUDA graphs."""
+
+import pytest
+import torch
+
+from bmburst.comm.groups import communicator
+from bmburst.comm.one_shot import small_sums
+from bmburst.convert.weights import open_weights
+from bmburst.inference.batch import Batch, Engine
+from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
+from bmburst.inference.weights import ResidentWeights
+from tests.gpu.test_gpus import run_nccl
+from tests.inference.models import Greedy, directory, greedy, prompt
+
+pytestmark = pytest.mark.gpu
+GPUS = torch.cuda.device_count()
+SIZES = range(2, min(GPUS, 4) + 1)
+STEPS = 10
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_in_one_kernel(size: int) -> None:
+    run_nccl(size, _sums)
+
+
+def _sums() -> None:
+    comm = communicator(None)
+    for dtype, numbers in ((torch.bfloat16, 4096), (torch.float32, 300_000), (torch.float16, 7)):
+        add_up = small_sums(comm, numbers, dtype)
+        assert small_sums.__module__ == "bmburst.comm.one_shot"
+        draws = torch.Generator().manual_seed(numbers)
+        parts = torch.randn(50, comm.size, numbers, generator=draws).to(dtype)
+        mine = parts[:, comm.rank].cuda()
+        torch.cuda.synchronize()
+        sums = []
+        for call, part in enumerate(mine):  # one rank is late, then the other
+            if call % comm.size == comm.rank:
+                torch.cuda._sleep(200_000)
+            sums.append(add_up(part))
+        expected = parts.float().sum(1).to(dtype)
+        found = torch.stack(sums).cpu()
+        torch.testing.assert_close(found, expected, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-2)
+        (all_ranks,) = comm.all_gather(torch.stack(sums)).wait()
+        assert all(torch.equal(each, all_ranks[0]) for each in all_ranks)  # bit for bit
+        graph, static = torch.cuda.CUDAGraph(), mine[0].clone()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = add_up(add_up(static))
+        for part, total in zip(mine[:5], expected, strict=False):
+            static.copy_(part)
+            graph.replay()
+            twice = total.float() * comm.size
+            torch.testing.assert_close(out.cpu().float(), twice, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("size", [1, *SIZES])
+def test_tokens_are_those_of_one_cpu(size: int) -> None:
+    families = ("llama", "mistral", "qwen2", "qwen3")
+    prompts = [prompt(length) for length in (130, 5, 1, 301)]
+    expected = {family: [greedy(family, each, STEPS) for each in prompts] for family in families}
+    places = {family: str(directory(family)) for family in families}
+    run_nccl(size, _tokens, places, prompts, expected)
+
+
+def _tokens(places, prompts, expected) -> None:
+    comm = communicator(None)
+    for family, place in places.items():
+        weights = ResidentWeights.read(open_weights(place), torch.float32, comm.device)
+        for cache in ("auto", "tokens"):
+            for chunk in (None, 64):
+                engine = Engine.over(weights, comm, cache, chunk)
+                batch = Batch(engine, engine.new_cache(len(prompts), max(map(len, prompts)) + STEPS))
+                batch.prefill(prompts)
+                found = torch.stack([chosen.tokens for chosen in batch.decode(Greedy(), STEPS)], 1)
+                assert found.tolist() == expected[family], (family, cache, chunk)
+
+
+@pytest.mark.parametrize("size", [1, *SIZES])
+def test_a_graph_samples_what_single_calls_do(size: int) -> None:
+    run_nccl(size, _graphs, str(directory("qwen2")))
+
+
+def _graphs(place) -> None:
+    comm = communicator(None)
+    weights = ResidentWeights.read(open_weights(place), torch.bfloat16, comm.device)
+    options = GenerationOptions(max_new_tokens=60, temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=2)
+    found = []
+    for is_captured in (True, False):
+        engine = Engine.over(weights, comm, "tokens")
+        batch = Batch(engine, engine.new_cache(2, 100))
+        if not is_captured:
+            batch._decoder.may_capture = False
+        batch.prefill([prompt(7), prompt(33)])
+        rows = [SamplerRow(i, 0, prompt(n)) for i, n in enumerate((7, 33))]
+        sampler = Sampler(options, rows, weights.config.vocab_size, comm.device)
+        found.append([(c.tokens.tolist(), c.logprobs.tolist(), c.top_ids.tolist()) for c in batch.decode(sampler, 60)])
+    assert found[0] == found[1]
+    (whole,) = comm.all_gather(torch.tensor([tokens for tokens, *_ in found[0]], device=comm.device)).wait()
+    assert all(torch.equal(each, whole[0]) for each in whole)

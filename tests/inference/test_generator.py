@@ -1,0 +1,246 @@
+"""`Generator` and `Session`: batches, turns, samples, stops, and what they refuse."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bmburst
+from bmburst.comm.checks import Checked
+from bmburst.comm.local import run_ranks
+from bmburst.inference import generator as generating
+from bmburst.inference.answering import Progress
+from bmburst.inference.batch import Engine
+from bmburst.inference.generator import Generator
+from bmburst.inference.prompts import Answer
+from bmburst.mesh import Mesh
+from bmburst.schedule.mesh_shape import MeshShape
+from tests.inference.models import VOCAB, directory, greedy, logits, prompt
+from tests.refusals import refused
+
+UNEVEN = (13, 5, 1, 30, 21)
+
+
+def alone(family: str = "llama", **options: Any) -> Generator:
+    return Generator(directory(family), dtype="float32", **options)
+
+
+def over(comm: Checked, family: str = "llama", **options: Any) -> Generator:
+    mesh = Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, comm, comm)
+    return Generator(directory(family), mesh=mesh, dtype="float32", **options)
+
+
+def without_eos(found: Sequence[Answer]) -> list[list[int]]:
+    return [list(answer.tokens) for answer in found]
+
+
+def test_answers_are_in_order_and_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [prompt(length) for length in UNEVEN]
+    expected = [greedy("llama", each, 8) for each in prompts]
+    for most in (64, 2, 1):
+        monkeypatch.setattr(generating, "MOST_SEQUENCES", most)
+        found = alone().generate([np.array(prompts[0]), *prompts[1:]], max_new_tokens=8, eos_ids=(VOCAB + 1,))
+        assert without_eos(found) == expected
+        assert [answer.prompt_tokens for answer in found] == list(UNEVEN)
+        assert all(answer.finish == "length" and answer.text is None for answer in found)
+        assert all(answer.first_token_seconds and answer.seconds_per_token and answer.peak_gib for answer in found)
+
+
+@pytest.mark.parametrize("cache", ["auto", "tokens"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_ranks_sample_the_same_and_each_prompt_its_own(ranks: int, cache: str) -> None:
+    prompts, options = [prompt(length) for length in UNEVEN[:3]], {"temperature": 1.0, "max_new_tokens": 12, "seed": 7}
+    options |= {"top_k": 0, "num_samples": 3, "logprobs": 1}
+
+    def body(comm: Checked) -> Any:
+        made = over(comm, cache=cache)
+        whole = made.generate(prompts, **options)
+        return (
+            [answer.tokens for answer in whole],
+            [answer.sample for answer in whole],
+            made.generate([prompts[2]], **options),
+        )
+
+    results = run_ranks(ranks, body)
+    expected = [answer.tokens for answer in alone().generate(prompts, **options)]
+    for tokens, samples, last in results:
+        assert tokens == expected and samples == [0, 1, 2] * 3
+        assert len(set(tokens)) == 9
+        # By itself it is prompt 0, with numbers of its own.
+        assert [answer.tokens for answer in last] == [answer.tokens for answer in results[0][2]] != tokens[6:]
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    text = prompt(9)
+    (answer,) = alone().generate([text], max_new_tokens=5, logprobs=3, eos_ids=(VOCAB + 1,))
+    assert answer.logprobs is not None
+    expected = logits("llama", [*text, *answer.tokens])[8:-1].log_softmax(-1)
+    for found, row in zip(answer.logprobs, expected, strict=True):
+        assert found.logprob == pytest.approx(row[found.token].item(), abs=1e-5)
+        values, ids = row.topk(3)
+        assert [token for token, _ in found.top] == ids.tolist()
+        assert [value for _, value in found.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_an_answer_ends_with_any_eos_id() -> None:
+    text = prompt(13)
+    tokens = greedy("llama", text, 10)
+    (answer,) = alone().generate([text], max_new_tokens=10, eos_ids=(VOCAB + 1, tokens[4]))
+    assert answer.finish == "eos" and list(answer.tokens) == tokens[: tokens.index(tokens[4]) + 1]
+
+
+@pytest.mark.parametrize("cache", ["auto", "tokens"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_sessions_go_on_by_turns_and_forks(ranks: int, cache: str) -> None:
+    def body(comm: Checked) -> Any:
+        session = over(comm, cache=cache, chunk_tokens=8).session(max_tokens=90)
+        session.prefill(prompt(13))
+        first = list(session.generate(max_new_tokens=6, eos_ids=(VOCAB + 1,)))
+        session.prefill(prompt(1, seed=1))
+        fork = session.fork()
+        stopped = []
+        for token in session.generate(max_new_tokens=20, eos_ids=(VOCAB + 1,)):
+            stopped.append(token)
+            if len(stopped) == 3:  # as at a stop string
+                break
+        session.prefill(prompt(9, seed=2))
+        last = list(session.generate(max_new_tokens=5, eos_ids=(VOCAB + 1,)))
+        return first, stopped, last, list(fork.generate(max_new_tokens=7, eos_ids=(VOCAB + 1,))), session.tokens
+
+    for first, stopped, last, forked, tokens in run_ranks(ranks, body):
+        text = prompt(13)
+        assert first == greedy("llama", text, 6)
+        text += (*first, *prompt(1, seed=1))
+        assert forked == greedy("llama", text, 7)
+        assert stopped == forked[:3]
+        text += (*stopped, *prompt(9, seed=2))
+        assert last == greedy("llama", text, 5)
+        assert tokens == (*text, *last)
+
+
+def test_progress_is_told_in_order() -> None:
+    seen: list[Any] = []
+    progress = Progress(
+        tokens=lambda n: seen.append(n), answer=lambda index, answer: seen.append((index, answer.tokens))
+    )
+    found = alone(chunk_tokens=16).generate([prompt(13), prompt(30)], max_new_tokens=3, progress=progress)
+    assert seen[:3] == [16, 16, 11]
+    assert seen[3:] == [(0, found[0].tokens), (1, found[1].tokens)]
+
+
+def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = alone()
+    monkeypatch.setattr(made, "_available", made.memory.total(1, 40))
+    assert made.memory.longest(made._available) == 40
+    refused_one, answered = made.generate([prompt(31), prompt(30)], max_new_tokens=10, eos_ids=(VOCAB + 1,))
+    assert refused_one.finish == "refused" and "at most 40 tokens" in (refused_one.reason or "")
+    assert list(answered.tokens) == greedy("llama", prompt(30), 10)
+    refused(lambda: made.generate([prompt(31)], max_new_tokens=10), "31 tokens", "at most 40", "--nproc")
+    refused(lambda: made.session(41), "41 tokens", "at most 40")
+    session = made.session(40)
+    session.prefill(prompt(30))
+    refused(lambda: session.generate(max_new_tokens=11), "11", "at most 10")
+    refused(lambda: session.prefill(prompt(11)), "11 more tokens", "at most 10")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda g: g.generate([]), ("no prompts", "at least one")),
+        (lambda g: g.generate("a text"), ("no prompts",)),
+        (lambda g: g.generate(["a text"]), ("prompt 1", "tokenizer")),
+        (lambda g: g.generate([[1], []]), ("prompt 2", "at least one")),
+        (lambda g: g.generate([[1, VOCAB]]), ("prompt 1", str(VOCAB), f"0 to {VOCAB - 1}")),
+        (lambda g: g.generate([[1]], stop=("x",)), ("stop", "tokenizer")),
+        (lambda g: g.generate([[1]], temperature=-1), ("temperature", "-1")),
+        (lambda g: g.session(0), ("max_tokens 0", "at least 1")),
+        (lambda g: g.session(9).generate(), ("prefill",)),
+        (lambda g: g.session(9).prefill([]), ("at least one",)),
+        (lambda g: g.session(9).prefill([-1]), ("-1",)),
+    ],
+)
+def test_bad_input(call: Callable[[Generator], object], words: tuple[str, ...]) -> None:
+    made = alone()
+    refused(lambda: call(made), *words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cache": "rows"}, ("cache", "rows", "tokens")),
+        ({"dtype": "int8"}, ("dtype", "int8", "bfloat16")),
+        ({"chunk_tokens": 0}, ("chunk_tokens 0", "at least 1")),
+    ],
+)
+def test_bad_options(options: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused(lambda: Generator(directory("llama"), **options), *words)
+
+
+def test_ranks_that_differ_are_told() -> None:
+    def body(comm: Checked) -> None:
+        made = over(comm)
+        refused(lambda: made.generate([prompt(5, seed=comm.rank)], max_new_tokens=2), "prompts", "rank")
+        refused(lambda: made.session(20).prefill(prompt(5, seed=comm.rank)), "ids", "rank")
+
+    run_ranks(2, body)
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    run_ranks(3, lambda comm: refused(lambda: over(comm, cache="heads"), "2 KV heads", "3 ranks", "--cache tokens"))
+
+
+def test_no_head_of_a_token_is_kept_twice() -> None:
+    """The bytes of all ranks' caches are those of one rank's, but for a row of each sequence."""
+
+    def body(comm: Checked, cache: str) -> int:
+        engine: Engine = over(comm, cache=cache)._engine
+        return engine.new_cache(2, 60).nbytes
+
+    (one,) = run_ranks(1, body, "auto")
+    row = one // 60
+    assert run_ranks(2, body, "heads") == [one // 2] * 2
+    assert run_ranks(4, body, "tokens") == [one // 4 + row] * 4
+    assert run_ranks(4, body, "auto") == [one // 4 + row // 2] * 4
+
+
+def test_defaults_are_those_of_generation_config(tmp_path: Path) -> None:
+    for path in directory("llama").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").unlink()
+    tokens = greedy("llama", prompt(13), 10)
+    values = {"max_new_tokens": 9, "eos_token_id": [VOCAB - 1, tokens[5]], "do_sample": False}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    made = Generator(tmp_path, dtype="float32")
+    (answer,) = made.generate([prompt(13)])
+    assert list(answer.tokens) == tokens[: tokens.index(tokens[5]) + 1] and answer.finish == "eos"
+    session = made.session(40)
+    session.prefill(prompt(13))
+    assert list(session.generate()) == list(answer.tokens)
+    assert len(list(made.generate([prompt(1)], eos_ids=())[0].tokens)) == 9
+
+
+def test_bf16_is_no_further_from_fp32_than_transformers_is() -> None:
+    text = prompt(60)
+    exact = logits("llama", text)[-1]
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory("llama"), dtype=torch.bfloat16)
+    with torch.no_grad():
+        reference = theirs(torch.tensor([text])).logits[0, -1].float()
+    session = Generator(directory("llama"), dtype="bfloat16").session(80)
+    session.prefill(text)
+    assert session._batch.logits is not None
+    ours = session._batch.logits[0]
+    assert (ours - exact).norm() <= 2 * (reference - exact).norm()
+
+
+def test_inference_needs_no_bmtrain() -> None:
+    code = "import sys, bmburst; bmburst.Generator; assert not any(n.startswith('bmtrain') for n in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert "Generator" in bmburst.__all__
