@@ -1,0 +1,180 @@
+"""`bmburst generate`: text and JSON lines, one rank and two, and what it refuses before weights are read."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bmburst.cli import main
+from bmburst.inference import generator as generating
+from bmburst.inference.weights import ResidentWeights
+from tests.cli.commands import refused
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "eos_token_id": 258,
+}
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}>"
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of bytes in a form that transformers reads, with a chat template."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    values = {"eos_token": "</s>", "chat_template": CHAT, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generate") / "model"
+    torch.manual_seed(3)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bare(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without a tokenizer."""
+    folder = tmp_path_factory.mktemp("bare")
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        (folder / name).symlink_to(model / name)
+    return folder
+
+
+def expected(model: Path, text: str, count: int, **options: Any) -> tuple[list[int], str]:
+    """What transformers gives: new ids, and their text."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    options = {"do_sample": False, "max_new_tokens": count, "eos_token_id": 258} | options
+    found = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+    return found, tokenizer.decode(found, skip_special_tokens=True)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> str:
+    capsys.readouterr()
+    assert main(["generate", *argv]) == status
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [(), ("--stream",)])
+def test_a_prompt_is_answered_in_text(model: Path, option: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--checkpoint", str(model), "--prompt", "Once upon", "--max-new-tokens", "12", *option)
+    assert run(capsys, *given) == expected(model, "Once upon", 12)[1] + "\n"
+
+
+def test_a_chat_is_answered_behind_its_template(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--checkpoint", str(model), "--prompt", "hello", "--chat", "--max-new-tokens", "9")
+    assert run(capsys, *given) == expected(model, "<user>hello>", 9)[1] + "\n"
+
+
+def test_a_stop_string_cuts_the_text(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = expected(model, "Once upon", 30)[1]
+    stop = next(whole[i : i + 2] for i in range(4, len(whole)) if whole[i : i + 2].isascii())
+    given = ("--checkpoint", str(model), "--prompt", "Once upon", "--max-new-tokens", "30", "--stop", stop)
+    assert run(capsys, *given) == whole[: whole.index(stop)] + "\n"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_prompts_of_a_file_are_answered_in_order(model: Path, tmp_path: Path, ranks: int) -> None:
+    lines = [{"prompt": "Once"}, {"tokens": [5]}, {"messages": [{"role": "user", "content": "hi"}]}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    given = ["--prompts", "prompts.jsonl", "--output", "answers.jsonl", "--max-new-tokens", "6", "--nproc", str(ranks)]
+    command = [sys.executable, "-m", "bmburst", "generate", "--checkpoint", str(model), *given]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "3 answers" in done.stderr
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    for answer, text in zip(answers, ("Once", None, "<user>hi>"), strict=True):
+        assert {"prompt_tokens", "first_token_seconds", "seconds_per_token", "peak_gib"} < set(answer)
+        if text is not None:
+            tokens, words = expected(model, text, 6)
+            assert (answer["tokens"], answer["text"]) == (tokens, words)
+            assert answer["finish"] == ("eos" if tokens[-1] == 258 else "length")
+
+
+def test_one_prompt_that_is_too_long_is_refused_in_its_line(
+    bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[1] * 5, [1] * 500, [2] * 7]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"tokens": tokens}) for tokens in prompts))
+    need = generating.InferenceMemory.total
+    monkeypatch.setattr(
+        generating.InferenceMemory, "total", lambda *a, **k: need(*a, **k) if a[2] < 100 else 1 << 60
+    )  # as on a machine where 100 tokens do not fit
+    out = run(capsys, "--checkpoint", str(bare), "--prompts", str(path), "--max-new-tokens", "4", status=2)
+    first, second, third = map(json.loads, out.splitlines())
+    assert (first["finish"], second["finish"], third["finish"]) == ("length", "refused", "length")
+    assert first["text"] is None and len(third["tokens"]) == 4
+    assert "at most 99 tokens" in second["reason"] and second["tokens"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--prompt", "x", "--prompt-file", "y"), ("--prompt and --prompt-file", "exactly one")),
+        ((), ("no prompt", "--prompt")),
+        (("--prompt", ""), ("empty",)),
+        (("--prompt-file", "missing"), ("missing", "No such file")),
+        (("--prompt", "x", "--cache", "rows"), ("rows", "tokens")),
+        (("--prompt", "x", "--cache", "heads", "--nproc", "3"), ("heads", "3 ranks", "--cache tokens")),
+        (("--prompt", "x", "--temperature", "-1"), ("temperature", "-1")),
+        (("--prompt", "x", "--top-p", "2"), ("top_p", "2")),
+        (("--prompt", "x", "--stop", ""), ("stop", "not empty")),
+        (("--prompt", "x", "--num-samples", "2"), ("num_samples", "temperature")),
+        (("--prompt", "x", "--temperature", "1", "--num-samples", "2", "--stream"), ("--stream", "one prompt")),
+        (("--prompt", "x", "--chunk-tokens", "0"), ("--chunk-tokens 0", "at least 1")),
+        (("--prompt", "x", "--max-new-tokens", "0"), ("max_new_tokens", "0")),
+        (("--prompt", "x", "--max-new-tokens", "100000G"), ("--max-new-tokens",)),
+        (("--prompt", "x", "--dtype", "int4"), ("int4", "bfloat16")),
+        (("--prompt", "x", "--output", "no/such/folder.jsonl"), ("--output", "folder")),
+        (("--prompt", "x", "--max-new-tokens", "99999999999"), ("GiB", "at most")),
+    ],
+)
+def test_bad_input_is_refused_before_weights_are_read(
+    model: Path, given: tuple[str, ...], words: tuple[str, ...], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ResidentWeights, "read", lambda *_: pytest.fail("weights were read"))
+    said = refused(capsys, "generate", "--checkpoint", str(model), *given)
+    assert all(word in said for word in words), said
+
+
+def test_directories_that_are_no_models_are_refused(tmp_path: Path, model: Path, bare: Path, capsys: Any) -> None:
+    assert "no directory" in refused(capsys, "generate", "--checkpoint", str(tmp_path / "none"), "--prompt", "x")
+    assert "config.json" in refused(capsys, "generate", "--checkpoint", str(tmp_path), "--prompt", "x")
+    assert "--checkpoint" in refused(capsys, "generate", "--prompt", "x")
+    assert "tokenizer" in refused(capsys, "generate", "--checkpoint", str(bare), "--prompt", "x")
+    assert "tokenizer" in refused(capsys, "generate", "--checkpoint", str(bare), "--prompts", __file__, "--stop", "x")
+    values = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "mamba"}))
+    assert "mamba" in refused(capsys, "generate", "--checkpoint", str(tmp_path), "--prompt", "x")
+
+
+def test_a_file_of_somebody_else_is_not_replaced(model: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "notes.txt").write_text("mine\n")
+    given = ("--checkpoint", str(model), "--prompt", "x", "--output", str(tmp_path / "notes.txt"))
+    assert "notes.txt" in refused(capsys, "generate", *given)
+    for _ in range(2):  # its own are
+        out = tmp_path / "answers.jsonl"
+        run(capsys, *given[:-1], str(out), "--max-new-tokens", "2")
+        assert len(out.read_text().splitlines()) == 1
