@@ -32,7 +32,7 @@ from benchmarks.engine.timeline import record
 from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient
 from bmburst.amounts import GIB
 from bmburst_ops.constants import ATTENTION_BACKWARD
-from bmburst_ops.flash import Given, ReferenceKernel
+from bmburst_ops.flash import BackwardInputs, ReferenceKernel
 from bmburst_ops.merge import row_dots
 from bmburst_ops.rotary import apply_rotary
 
@@ -213,7 +213,7 @@ def _whole(cell: Cell, device: torch.device) -> _Whole:
     kernel, pattern, scale = ReferenceKernel(), pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5
     wide_q, wide_k, wide_v, wide_grad = (t.double() for t in (q, k, v, grad))
     out, lse = kernel.forward(wide_q, wide_k, wide_v, pattern=pattern, scale=scale)
-    given = Given(wide_grad, wide_q, wide_k, wide_v, lse, row_dots(wide_grad, out))
+    given = BackwardInputs(wide_grad, wide_q, wide_k, wide_v, lse, row_dots(wide_grad, out))
     grads = kernel.backward(given, pattern=pattern, scale=scale, deterministic=True)
     return _Whole((q, k, v, grad), (out, *grads))
 

@@ -37,9 +37,9 @@ from bmburst_ops.biased import (
     require_relations,
     select_biased_kernel,
 )
-from bmburst_ops.biased.pairs import Once
+from bmburst_ops.biased.pairs import DerivedTensors
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import Given, Partial
+from bmburst_ops.flash import BackwardInputs, Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 __all__ = ["BiasedSequence", "biased_attention"]
@@ -65,7 +65,7 @@ class _Shared:
     """What calls of one batch share; a copy of the batch begins with nothing."""
 
     def __init__(self) -> None:
-        self.whole = Once()
+        self.whole = DerivedTensors()
         self.versions: tuple[int, ...] | None = None
         self.pairs: tuple[Pairs, ...] | None = None
         self.calls: DecidedCalls[BiasedCall] = DecidedCalls()
@@ -275,7 +275,7 @@ def _forward(call: BiasedCall, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -
     return Partial(merged.out.to(q.dtype), merged.lse)
 
 
-def _backward(call: BiasedCall, given: Given, table: Tensor) -> BiasedGradients:
+def _backward(call: BiasedCall, given: BackwardInputs, table: Tensor) -> BiasedGradients:
     """Return the gradients of q, k and v, and this rank's share of the table's: fp32 or wider, of one rank rounded."""
     grad_out, q, k, v, lse, delta = given
     own: list[tuple[Tensor, Tensor]] = []

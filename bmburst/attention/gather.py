@@ -31,7 +31,7 @@ from bmburst.attention.local import local_backward, local_forward, tile_backward
 from bmburst.comm.memory import tensor_in
 from bmburst.comm.protocol import Transfer
 from bmburst.schedule.gather_plan import GatherPlan, GatherShapes, GradientSums, Visibility, make_gather_plan
-from bmburst_ops.flash import Given, Gradients, Partial
+from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.merge import merge_partials_, sum_parts
 
 _IN, _OUT = 2, 3  # lanes: nothing queues behind gradients that go home, nor behind heads that are being exchanged
@@ -61,7 +61,7 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: P
     return whole
 
 
-def gather_backward(call: AttentionCall, given: Given, into: Gradients | None = None) -> Gradients:
+def gather_backward(call: AttentionCall, given: BackwardInputs, into: Gradients | None = None) -> Gradients:
     """Return the gradients of this rank's q, k and v in their dtype; `into` as above."""
     grad_out, q, k, v, lse, delta = given
     plan = _plan(call, q, k)
@@ -77,14 +77,14 @@ def gather_backward(call: AttentionCall, given: Given, into: Gradients | None = 
         if plan.query_sums.zeroed:
             q_parts[1:] = 0
         kv = unit.kv_heads.slice
-        own = Given(
+        own = BackwardInputs(
             *(t[:, : plan.real, heads] for t in (grad_out, q)),
             *(t[:, : plan.real, kv] for t in (k, v)),
             *(t[:, heads, : plan.real] for t in (lse, delta)),
         )
         local_backward(call, own, Gradients(q_parts[0], *returning.own_parts(i)), tiles=plan.own)
         keys, values = arriving.wait(i)
-        others = Given(grad_out[:, :, heads], q[:, :, heads], keys, values, lse[:, heads], delta[:, heads])
+        others = BackwardInputs(grad_out[:, :, heads], q[:, :, heads], keys, values, lse[:, heads], delta[:, heads])
         grad_k, grad_v = returning.outbox(i)
         for part, tile in enumerate(plan.backward, 1):
             grad_q, columns = q_parts[part][:, tile.queries.slice], tile.keys.slice

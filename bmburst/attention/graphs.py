@@ -25,7 +25,7 @@ import torch
 
 from bmburst.comm.streams import On, Order
 from bmburst.comm.transports import PEER_GROUPS
-from bmburst_ops.flash.memory import held
+from bmburst_ops.flash.memory import collect_vectors
 
 # Bytes: during a recording torch's cache does not give way. Masks of several tiles take five or six times the sums that
 # `records_kernels` allows: three gradients in fp32, a tile's three, and what the kernel takes itself.
@@ -116,7 +116,7 @@ def _record(work: Callable[[], None], varying: int) -> tuple[Any, object]:
     current = torch.cuda.current_stream()
     stream, pool = _capture_resources(current)
     graph = torch.cuda.CUDAGraph()
-    with On(stream), held() as vectors:
+    with On(stream), collect_vectors() as vectors:
         graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         try:
             if varying:  # at once free again: the work's tensors are cut from it

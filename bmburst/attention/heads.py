@@ -28,7 +28,7 @@ from bmburst.comm.streams import current_stream
 from bmburst.schedule.heads_plan import HeadsPlan, StridedView
 from bmburst.schedule.tiles import Span
 from bmburst.schedule.units import records_kernels
-from bmburst_ops.flash import Given, Gradients, Partial
+from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.merge import accumulation_dtype
 
 _IN, _OUT = 0, 1  # lanes: what comes in does not queue behind what goes home
@@ -95,7 +95,7 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: 
     return Partial(out, lse)
 
 
-def heads_backward(call: AttentionCall, given: Given) -> Gradients:
+def heads_backward(call: AttentionCall, given: BackwardInputs) -> Gradients:
     """Return the gradients of this rank's q, k and v; see `ring_backward`."""
     grad_out, q, k, v, lse, delta = given
     brought = [*(_token_rows(t) for t in (q, k, v, grad_out)), lse.contiguous(), delta.contiguous()]
@@ -111,7 +111,7 @@ def heads_backward(call: AttentionCall, given: Given) -> Gradients:
         queries, keys, values, *statistics = _tensors(inbox, plan.views[i], q.dtype)
         grads, own_lse, own_delta = statistics
         results = _tensors(outbox, plan.outbound[i].views, q.dtype)
-        differentiate(outer, Given(grads, queries, keys, values, own_lse, own_delta), Gradients(*results))
+        differentiate(outer, BackwardInputs(grads, queries, keys, values, own_lse, own_delta), Gradients(*results))
 
     targets = (grad_q, grad_k, grad_v)
     _by_units(call, plan, streams, arriving, work, targets, is_recorded=_is_recorded(call, plan))

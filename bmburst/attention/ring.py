@@ -19,7 +19,7 @@ from bmburst.comm.protocol import Arrived, BlockMover, Transfer
 from bmburst.comm.transports import DoubleRingGroups
 from bmburst.schedule.ring_schedule import Itinerary, Schedule, Step
 from bmburst.schedule.strategy_names import Travellers
-from bmburst_ops.flash import Given, Gradients, Partial
+from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
@@ -50,7 +50,7 @@ def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: Par
     return deliver_partial(Partial(out.to(q.dtype), lse), into)
 
 
-def ring_backward(call: AttentionCall, given: Given, into: Gradients | None = None) -> Gradients:
+def ring_backward(call: AttentionCall, given: BackwardInputs, into: Gradients | None = None) -> Gradients:
     """Return the gradients of this rank's q, k and v, accumulated in fp32 or wider; `into` as above.
 
     K and V travel with dK and dV behind them, or Q, dO, log-sum-exp and delta with dQ behind them (BurstAttention,
@@ -76,7 +76,7 @@ def ring_backward(call: AttentionCall, given: Given, into: Gradients | None = No
     def queries_visit(step: Step, visitors: Tensors) -> Tensors:
         queries, grad_out, lse, delta = visitors
         sums = Gradients(zeros(q), grad_k, grad_v)
-        add_tiles(call, step.tiles, Given(grad_out, queries, k, v, lse, delta), sums)
+        add_tiles(call, step.tiles, BackwardInputs(grad_out, queries, k, v, lse, delta), sums)
         return (sums.q,)
 
     (grad_q,) = carry_home(call, "q", (q, given.grad_out, given.lse, given.delta), queries_visit)

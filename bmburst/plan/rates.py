@@ -145,7 +145,7 @@ def _attention(device: torch.device, scale: Scale) -> dict[str, Fact]:
 
 
 def _attention_rates(device: torch.device, scale: Scale, tokens: int) -> tuple[float, float, str]:
-    from bmburst_ops.flash import CAUSAL, Given, select_kernel
+    from bmburst_ops.flash import CAUSAL, BackwardInputs, select_kernel
     from bmburst_ops.merge import row_dots
 
     shape = (1, tokens, scale.heads, _HEAD_DIM)
@@ -158,7 +158,7 @@ def _attention_rates(device: torch.device, scale: Scale, tokens: int) -> tuple[f
         return kernel.forward(q, k, v, pattern=CAUSAL, scale=_HEAD_DIM**-0.5).out
 
     def backward() -> object:
-        given = Given(grad, q, k, v, part.lse, delta)
+        given = BackwardInputs(grad, q, k, v, part.lse, delta)
         return kernel.backward(given, pattern=CAUSAL, scale=_HEAD_DIM**-0.5, deterministic=False)
 
     flops = 2.0 * tokens**2 * scale.heads * _HEAD_DIM

@@ -10,7 +10,7 @@ from bmburst.amounts import brief, digest, require_flag, whole_number, whole_num
 from bmburst.errors import UserError
 from bmburst.schedule.mask import Mask
 from bmburst_ops.bounded_cache import bounded_cache
-from bmburst_ops.pattern import IntArray, Need, Rows
+from bmburst_ops.pattern import IntArray, Need, VisibleRanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class Documents(Mask):
         """See `Mask.needs`."""
         return frozenset({"segments"})
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         del length
         edges, document = edges_of(self.lengths), _documents_at(self.lengths, positions)
         start, stop = edges[document], edges[document + 1]
-        return Rows(start, positions + 1 if self.causal else stop)
+        return VisibleRanges(start, positions + 1 if self.causal else stop)
 
     def __str__(self) -> str:
         return f"{_described(self.lengths)}{', causal' if self.causal else ''}"
@@ -111,14 +111,14 @@ class PrefixLM(Mask):
         """See `Mask.needs`."""
         return frozenset() if self.lengths is None else frozenset({"segments"})
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         lengths = (length,) if self.lengths is None else self.lengths
         edges, document = edges_of(lengths), _documents_at(lengths, positions)
         start, stop = edges[document], edges[document + 1]
         prefixes = self.prefix_lengths if self.lengths is not None else (min(self.prefix_lengths[0], length),)
         prefix = np.minimum(start + np.asarray(prefixes)[document], stop)
-        return Rows(start, np.minimum(np.maximum(positions + 1, prefix), stop))
+        return VisibleRanges(start, np.minimum(np.maximum(positions + 1, prefix), stop))
 
     def __str__(self) -> str:
         packed = "" if self.lengths is None else f" of {_described(self.lengths)}"

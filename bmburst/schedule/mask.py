@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bmburst.amounts import array_of, digest, require_flag, whole_number
 from bmburst.errors import UserError, require_known
-from bmburst_ops.pattern import IntArray, Need, Rows
+from bmburst_ops.pattern import IntArray, Need, VisibleRanges
 
 NAMES = ("causal", "full")
 _WIDEST = 1 << 62  # a block may be wider than 64 bits, a sequence is not
@@ -32,7 +32,7 @@ class Mask(ABC):
     """Which keys a query may see. Masks are joined with `&`: a key must be visible in each."""
 
     @abstractmethod
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """Return the interval of keys that the queries at these positions see, cells aside.
 
         Args:
@@ -89,9 +89,9 @@ class Mask(ABC):
 class Full(Mask):
     """Every query sees every key."""
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
-        return Rows(np.zeros_like(positions), np.full_like(positions, length))
+        return VisibleRanges(np.zeros_like(positions), np.full_like(positions, length))
 
     def __str__(self) -> str:
         return "full"
@@ -101,10 +101,10 @@ class Full(Mask):
 class Causal(Mask):
     """A query sees itself and what is before it."""
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         del length
-        return Rows(np.zeros_like(positions), positions + 1)
+        return VisibleRanges(np.zeros_like(positions), positions + 1)
 
     def __str__(self) -> str:
         return "causal"
@@ -130,11 +130,11 @@ class SlidingWindow(Mask):
         """See `Mask.needs`."""
         return frozenset({"window"})
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         tokens = min(self.tokens, length)  # a window may be wider than 64 bits, a sequence is not
         stop = positions + 1 if self.causal else np.minimum(positions + tokens, length)
-        return Rows(np.maximum(positions - tokens + 1, 0), stop)
+        return VisibleRanges(np.maximum(positions - tokens + 1, 0), stop)
 
     def __str__(self) -> str:
         return f"window of {self.tokens}{', causal' if self.causal else ''}"
@@ -181,7 +181,7 @@ class BlockSparse(Mask):
         """See `Mask.needs`."""
         return frozenset({"cells"})
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         return (Causal() if self.causal else Full()).rows(positions, length)
 
@@ -224,11 +224,11 @@ class Both(Mask):
         """See `Mask.needs`."""
         return frozenset().union(*(mask.needs for mask in self.masks))
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         parts = [mask.rows(positions, length) for mask in self.masks]
         start = np.maximum.reduce([part.start for part in parts])
-        return Rows(start, np.maximum(start, np.minimum.reduce([part.stop for part in parts])))
+        return VisibleRanges(start, np.maximum(start, np.minimum.reduce([part.stop for part in parts])))
 
     def require(self, length: int) -> None:
         """See `Mask.require`."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmburst.schedule.mask import BlockMap, Mask
-from bmburst_ops.pattern import FULL, Band, Cells, IntArray, Pattern, Rows, Segments, transposed
+from bmburst_ops.pattern import FULL, Band, Cells, IntArray, Pattern, Segments, VisibleRanges, transposed
 
 
 class Span(NamedTuple):
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     """Visible (query, key) pairs."""
 
 
-def visible_rows(mask: Mask, length: int, queries: IntArray, keys: IntArray) -> Rows:
+def visible_rows(mask: Mask, length: int, queries: IntArray, keys: IntArray) -> VisibleRanges:
     """Return, for each query, the interval of `keys` that it sees, by their indices; cells aside.
 
     Args:
@@ -52,7 +52,7 @@ def visible_rows(mask: Mask, length: int, queries: IntArray, keys: IntArray) -> 
         keys: Global positions of the keys, ascending, below `length`.
     """
     start, stop = mask.rows(queries, length)
-    return Rows(_index_of(keys, start), _index_of(keys, stop))
+    return VisibleRanges(_index_of(keys, start), _index_of(keys, stop))
 
 
 def make_tiles(
@@ -141,7 +141,7 @@ def _band_area(band: Band, queries: int, keys: int) -> int:
     return queries * keys - hidden
 
 
-def _rectangles(rows: Rows, cuts: IntArray) -> Iterator[_Rectangle]:
+def _rectangles(rows: VisibleRanges, cuts: IntArray) -> Iterator[_Rectangle]:
     """Yield the rows with anything to see as bands, in order.
 
     Args:
@@ -234,7 +234,7 @@ def _tile(group: _Group) -> Tile:
     return Tile(queries, keys, Segments(group.band, query_edges, key_edges), sum(p.area for p in group.rectangles))
 
 
-def _cells(blocks: BlockMap, rows: Rows, queries: IntArray, keys: IntArray) -> tuple[Tile, ...]:
+def _cells(blocks: BlockMap, rows: VisibleRanges, queries: IntArray, keys: IntArray) -> tuple[Tile, ...]:
     """Return the rectangle that holds everything visible, in cells that no block's edge crosses."""
     query_edges, query_blocks = _runs(queries // blocks.size)
     key_edges, key_blocks = _runs(keys // blocks.size)
@@ -259,7 +259,7 @@ def _runs(values: IntArray) -> tuple[IntArray, IntArray]:
     return np.append(first, len(values)), values[first]
 
 
-def _counts(rows: Rows, query_edges: IntArray, key_edges: IntArray, cells: NDArray[np.bool_]) -> IntArray:
+def _counts(rows: VisibleRanges, query_edges: IntArray, key_edges: IntArray, cells: NDArray[np.bool_]) -> IntArray:
     """Return how many keys each query sees."""
     widths = cells * np.diff(key_edges)
     before: IntArray = np.cumsum(widths, axis=1) - widths

@@ -16,7 +16,7 @@ from bmburst.comm.protocol import Arrived
 from bmburst.comm.transports import DoubleRingGroups, double_ring_groups
 from bmburst.errors import UserError
 from bmburst.schedule.ring_schedule import make_itinerary
-from bmburst_ops.flash import Given
+from bmburst_ops.flash import BackwardInputs
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
 from tests.live_bytes import LiveBytes
@@ -55,7 +55,7 @@ def double_attention(comm, nodes, travellers, whole, mask, layout, with_lse=True
     out, lse = ring_forward(call, q, k, v)
     forward = groups.inter.sent, groups.intra.sent
     delta = (grad * out).sum(-1).transpose(1, 2) - grad_lse
-    grads = ring_backward(call, Given(grad, q, k, v, lse, delta))
+    grads = ring_backward(call, BackwardInputs(grad, q, k, v, lse, delta))
     parts = [bmburst.unshard(t, layout=layout, group=comm, length=length) for t in (out, *grads)]
     return (
         [parts[0], bmburst.unshard(lse, dim=2, layout=layout, group=comm, length=length), *parts[1:]],

@@ -12,7 +12,7 @@ from bmburst.attention.gather import gather_backward, gather_forward
 from bmburst.comm.checks import Checked
 from bmburst.comm.local import run_ranks
 from bmburst.comm.protocol import Arrived
-from bmburst_ops.flash import CAUSAL, Given, Gradients, Partial, ReferenceKernel
+from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, ReferenceKernel
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
@@ -120,7 +120,7 @@ def test_strided_inputs_and_results():
         assert all(a is b for a, b in zip(gather_forward(call, q, k, v, part), part, strict=True))
         torch.testing.assert_close(part, Partial(out, lse))
         into = Gradients(room[:, :, :4], room[:, :, 4:6], room[:, :, 6:])
-        gather_backward(call, Given(grad, q, k, v, part.lse, row_dots(grad, out)), into)
+        gather_backward(call, BackwardInputs(grad, q, k, v, part.lse, row_dots(grad, out)), into)
         for ours, wanted in zip(into, grads, strict=True):
             torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-10)
 
@@ -233,7 +233,7 @@ def test_transfers_are_under_way_beside_kernels():
         *("2 starts 2", "2 is here 1", *rectangles, "2 is here 2", *rectangles),
     ]
     log.clear()
-    gather_backward(call, Given(out, *inputs, lse, lse))
+    gather_backward(call, BackwardInputs(out, *inputs, lse, lse))
     rectangles = ["rectangle 8 x 4", "rectangle 4 x 8"]
     assert log == [
         *("2 starts 0", "own", "2 starts 1", "2 is here 0", *rectangles, "3 starts 0"),
@@ -259,7 +259,7 @@ def test_memory_is_what_the_formula_says(most, turns, size):
         assert alive.peak <= inputs[0].numel() * 4 + statistics + moving + rectangle + 1024 * 2 * turns
         alive = LiveBytes()
         with alive:
-            gather_backward(call, Given(out, *inputs, lse, lse))
+            gather_backward(call, BackwardInputs(out, *inputs, lse, lse))
         moving += 2 * turns * (2 * size - 1) * tokens * unit
         parts_of_queries = 3 * tokens * group * unit
         assert alive.peak <= results + moving + parts_of_queries + tokens * group * unit + 1024 * 4 * turns

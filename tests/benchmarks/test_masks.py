@@ -35,7 +35,7 @@ from benchmarks.engine.machine import Gauge
 from benchmarks.engine.report import markdown, row_line
 from benchmarks.engine.timing import RankGroup
 from bmburst.schedule.tiles import visible_area
-from bmburst_ops.pattern import rows_of
+from bmburst_ops.pattern import visible_ranges
 from tests.benchmarks.masked import visible
 
 METHODS = all_methods("cuda")
@@ -56,7 +56,7 @@ def test_mask_pattern_and_pairs_are_one_thing(mask, tokens):
     assert visible_area(mask_of(mask, tokens), tokens, everything) == seen.sum()
     for start, stop in (
         mask_of(mask, tokens).rows(everything, tokens),
-        rows_of(pattern_of(mask, tokens), tokens, tokens),
+        visible_ranges(pattern_of(mask, tokens), tokens, tokens),
     ):
         assert (((everything >= start[:, None]) & (everything < stop[:, None])) == seen).all()
 
