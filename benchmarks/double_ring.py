@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from benchmarks import netns
 from bmburst.attention.api import burst_attention
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import gather_objects
 
@@ -143,7 +143,7 @@ def run_rank(rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, po
     # Calls are not compared between ranks: that is another message on the slow link before each hop.
     group = dist.group.WORLD
     assert group is not None
-    comm = Checked(ProcessGroupCommunicator(group), torch.device("cpu"), always=False)
+    comm = CheckedCommunicator(ProcessGroupCommunicator(group), torch.device("cpu"), always=False)
     what = Job(**job)
     torch.manual_seed(rank)
     shapes = (what.batch, what.tokens, what.heads, what.head_dim)

@@ -20,7 +20,7 @@ import bmtrain as bmt
 import torch
 from torch import Tensor
 
-from bmburst.comm.bmtrain_nccl import Flat, launched_together
+from bmburst.comm.bmtrain_nccl import FlatStorage, launched_together
 
 
 class Weights(Enum):
@@ -205,14 +205,14 @@ def gather(
     full = torch.empty(prod(shard.shape), dtype=dtype, device=piece.device) if shard.rank in receivers else None
     # BMTrain reduces and gathers on its own stream; what we read must be finished.
     torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])
-    flat = Flat(piece.contiguous())
+    flat = FlatStorage(piece.contiguous())
     with launched_together():
         for peer in receivers:
             if not empty and peer != shard.rank:
                 bmt.nccl.send(flat, peer, shard.comm)
         for peer, (begin, end) in enumerate(shard.ranges):
             if full is not None and begin < end and peer != shard.rank:
-                bmt.nccl.recv(Flat(full[begin:end]), peer, shard.comm)
+                bmt.nccl.recv(FlatStorage(full[begin:end]), peer, shard.comm)
     if full is None:
         return None
     if not empty:

@@ -20,7 +20,7 @@ from bmburst.attention.call import DecidedCalls, Executor, SequenceCall, Strateg
 from bmburst.attention.function import SequenceAttention
 from bmburst.attention.options import gradient_signature, require_scale, require_transport, scale_of
 from bmburst.attention.ring import Tensors, carry_home, visiting_kv
-from bmburst.comm.checks import Checked, describe, require_numbers
+from bmburst.comm.checks import CheckedCommunicator, describe, require_numbers
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.layout import Contiguous
@@ -97,13 +97,13 @@ class BiasedSequence:
     formula: RelativeBias
     relations: Tensor
     tokens: Tokens
-    group: Checked
+    group: CheckedCommunicator
     kernel: str = "auto"
     transport: str = "auto"
     _shared: _Shared = field(default_factory=_Shared, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        kinds = {"formula": RelativeBias, "relations": Tensor, "tokens": Tokens, "group": Checked}
+        kinds = {"formula": RelativeBias, "relations": Tensor, "tokens": Tokens, "group": CheckedCommunicator}
         for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise UserError(f"{name} must be a {kind.__name__}, got {type(value).__name__}\n{_HOW_MADE}")

@@ -77,7 +77,7 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: 
     brought = [_token_rows(t) for t in (q, k, v)]
     plan = call.heads_plan(q, k, brought, backward=False)
     streams = _streams(call, plan, q)
-    arriving = _Arriving(call, plan, brought, streams)  # first: the host's time for all else is hidden
+    arriving = _UnitPrefetch(call, plan, brought, streams)  # first: the host's time for all else is hidden
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
     inbox, outer = arriving.inbox, call.outer
@@ -101,7 +101,7 @@ def heads_backward(call: AttentionCall, given: BackwardInputs) -> Gradients:
     brought = [*(_token_rows(t) for t in (q, k, v, grad_out)), lse.contiguous(), delta.contiguous()]
     plan = call.heads_plan(q, k, brought, backward=True)
     streams = _streams(call, plan, q)
-    arriving = _Arriving(call, plan, brought, streams)
+    arriving = _UnitPrefetch(call, plan, brought, streams)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k, grad_v = (t.new_empty((plan.shapes.replicas, *t.shape)) for t in (k, v))
     inbox, outer = arriving.inbox, call.outer
@@ -128,7 +128,7 @@ def _by_units(
     call: AttentionCall,
     plan: HeadsPlan,
     streams: UnitStreams,
-    arriving: "_Arriving",
+    arriving: "_UnitPrefetch",
     work: Callable[[int, Tensor], None],
     targets: tuple[Tensor, ...],
     *,
@@ -184,7 +184,7 @@ def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> UnitStreams:
     return UnitStreams(q.device, len(plan.units) if is_free and plan.shapes.tokens <= _SHORT else 1)
 
 
-class _Arriving:
+class _UnitPrefetch:
     """The tensors of one unit after another over all tokens. The first is under way from the start.
 
     Queries and what belongs to them come with the unit's heads, keys and values with its KV heads.

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, SequenceCall
 from bmburst.attention.local import add_tiles, tile_forward
-from bmburst.comm.protocol import Arrived, BlockMover, Transfer
+from bmburst.comm.protocol import BlockMover, CompletedTransfer, Transfer
 from bmburst.comm.transports import DoubleRingGroups
 from bmburst.schedule.ring_schedule import Itinerary, Schedule, Step
-from bmburst.schedule.strategy_names import Travellers
+from bmburst.schedule.strategy_names import RingTensors
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
@@ -61,7 +61,7 @@ def ring_backward(call: AttentionCall, given: BackwardInputs, into: Gradients | 
     def zeros(like: Tensor) -> Tensor:
         return torch.zeros_like(like, dtype=accumulation_dtype(q.dtype), memory_format=torch.contiguous_format)
 
-    if call.strategy.travellers == "kv":
+    if call.strategy.ring_tensors == "kv":
         grad_q = zeros(q)
 
         def keys_visit(step: Step, visitors: Tensors) -> Tensors:
@@ -92,23 +92,23 @@ def visiting_kv(call: SequenceCall, k: Tensor, v: Tensor) -> Iterator[tuple[Step
 
 
 def carry_home(
-    call: SequenceCall, travellers: Travellers, own: Tensors, work: Callable[[Step, Tensors], Tensors]
+    call: SequenceCall, ring_tensors: RingTensors, own: Tensors, work: Callable[[Step, Tensors], Tensors]
 ) -> Tensors:
     """Send own tensors round the ring and return what all ranks add to their gradients.
 
     Args:
         call: The attention.
-        travellers: What the tensors are.
+        ring_tensors: What the tensors are.
         own: This rank's tensors.
         work: From a step and the tensors that visit this rank to its share of their gradients.
     """
     if call.double_ring is None:
-        schedule = call.schedule(travellers)
+        schedule = call.schedule(ring_tensors)
         *between, home = schedule.hops
         visiting = ring_visits(call.comm, schedule, *own)
         shares = _collect_shares(call.comm, between, visiting, lambda visit: work(*visit))
         return call.comm.ring(*shares, shift=home).wait()
-    double = call.double_schedule(travellers, returning=True)
+    double = call.double_schedule(ring_tensors, returning=True)
     steps = iter(double.steps)
     return double_ring_carry_home(call.double_ring, double.itinerary, own, lambda held: work(next(steps), held))
 
@@ -210,4 +210,4 @@ def _add_all(shares: Tensors, arrived: Tensors) -> None:
 
 
 def _hop(mover: BlockMover, tensors: Tensors, shift: int) -> Transfer:
-    return mover.ring(*tensors, shift=shift) if shift % mover.size else Arrived(tensors)
+    return mover.ring(*tensors, shift=shift) if shift % mover.size else CompletedTransfer(tensors)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import alone, communicator
 from bmburst.errors import UserError
 from bmburst_ops.first_order import first_order
@@ -140,7 +140,7 @@ class TensorGroup:
     Every rank has `ceil(tokens / size)` tokens; those beyond the last are padding.
     """
 
-    def __init__(self, comm: Checked) -> None:
+    def __init__(self, comm: CheckedCommunicator) -> None:
         self._comm = comm
         self.size, self.rank = comm.size, comm.rank
 
@@ -180,7 +180,7 @@ class TensorGroup:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: int, comm: Checked) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tokens: int, comm: CheckedCommunicator) -> Tensor:
         ctx.comm = comm
         return _gathered(x, tokens, comm)
 
@@ -192,7 +192,7 @@ class _Gather(torch.autograd.Function):
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Checked) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: CheckedCommunicator) -> Tensor:
         ctx.comm, ctx.tokens = comm, x.shape[1]
         return _added_up(x, comm)
 
@@ -202,12 +202,12 @@ class _AddUp(torch.autograd.Function):
         return _gathered(grad, ctx.tokens, ctx.comm), None
 
 
-def _gathered(x: Tensor, tokens: int, comm: Checked) -> Tensor:
+def _gathered(x: Tensor, tokens: int, comm: CheckedCommunicator) -> Tensor:
     (parts,) = comm.all_gather(x).wait()
     return parts.movedim(0, 1).flatten(1, 2)[:, :tokens].contiguous()
 
 
-def _added_up(x: Tensor, comm: Checked) -> Tensor:
+def _added_up(x: Tensor, comm: CheckedCommunicator) -> Tensor:
     padded = pad(x, (0, 0, 0, -x.shape[1] % comm.size))
     (mine,) = comm.reduce_scatter(padded.unflatten(1, (comm.size, -1)).movedim(1, 0)).wait()
     return mine

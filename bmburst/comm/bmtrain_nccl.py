@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.memory import MessageMover, bytes_of, contiguous
-from bmburst.comm.protocol import Arrived, Transfer, gather_objects
+from bmburst.comm.protocol import CompletedTransfer, Transfer, gather_objects
 from bmburst.comm.streams import SideStreamTransfer
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlatStorage:
     """A contiguous tensor in the shape of the storage that `bmtrain.nccl` takes.
 
     BMTrain moves whole storages: the storage of a view would be sent from its beginning and in full. Its functions
@@ -87,8 +87,8 @@ class BMTrainCommunicator(MessageMover):
 
         def operations() -> None:
             for outgoing, incoming in zip(sent, received, strict=True):
-                self._nccl.send(Flat(bytes_of(outgoing)), to, self._handle)
-                self._nccl.recv(Flat(bytes_of(incoming)), source, self._handle)
+                self._nccl.send(FlatStorage(bytes_of(outgoing)), to, self._handle)
+                self._nccl.recv(FlatStorage(bytes_of(incoming)), source, self._handle)
 
         return self._start(operations, received, sent)
 
@@ -106,7 +106,7 @@ class BMTrainCommunicator(MessageMover):
         (sent,) = contiguous((tensor,))
         received = sent.new_empty((self.size, *sent.shape))
         return self._start(
-            lambda: self._nccl.allGather(Flat(bytes_of(sent)), Flat(bytes_of(received)), self._handle),
+            lambda: self._nccl.allGather(FlatStorage(bytes_of(sent)), FlatStorage(bytes_of(received)), self._handle),
             (received,),
             (sent,),
         )
@@ -116,13 +116,17 @@ class BMTrainCommunicator(MessageMover):
         (sent,) = contiguous((tensor,))
         received = sent.new_empty(sent.shape[1:])
         return self._start(
-            lambda: self._nccl.reduceScatter(Flat(sent), Flat(received), "sum", self._handle), (received,), (sent,)
+            lambda: self._nccl.reduceScatter(FlatStorage(sent), FlatStorage(received), "sum", self._handle),
+            (received,),
+            (sent,),
         )
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return self._start(lambda: self._nccl.allReduce(Flat(total), Flat(total), "sum", self._handle), (total,), ())
+        return self._start(
+            lambda: self._nccl.allReduce(FlatStorage(total), FlatStorage(total), "sum", self._handle), (total,), ()
+        )
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], held: tuple[Tensor, ...]) -> Transfer:
         return self._start(lambda: self._messages(outgoing, incoming), tuple(incoming), held)
@@ -131,16 +135,16 @@ class BMTrainCommunicator(MessageMover):
         """Send message r to rank r and receive rank r's, where they are not empty."""
         for peer, (sent, received) in enumerate(zip(outgoing, incoming, strict=True)):
             if sent.numel():
-                self._nccl.send(Flat(sent), peer, self._handle)
+                self._nccl.send(FlatStorage(sent), peer, self._handle)
             if received.numel():
-                self._nccl.recv(Flat(received), peer, self._handle)
+                self._nccl.recv(FlatStorage(received), peer, self._handle)
 
     def _start(
         self, operations: Callable[[], None], received: tuple[Tensor, ...], sent: tuple[Tensor, ...]
     ) -> Transfer:
         """Launch on our stream, after what the current stream has made, without blocking the host."""
         if not any(tensor.numel() for tensor in (*received, *sent)):
-            return Arrived(received)  # BMTrain divides by the number of elements
+            return CompletedTransfer(received)  # BMTrain divides by the number of elements
         pending = SideStreamTransfer(self._stream, received, sent)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), launched_together():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bmburst.comm.disagreement import decoded, disagreement, encoded
 from bmburst.comm.meter import WaitMeter, traced
-from bmburst.comm.protocol import Arrived, Communicator, Transfer
+from bmburst.comm.protocol import Communicator, CompletedTransfer, Transfer
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Exchange
 
@@ -77,14 +77,14 @@ def require_numbers(name: str, tensor: Tensor) -> None:
 
 
 @dataclass(slots=True)
-class _Switch:
+class _CheckState:
     on: bool
     meter: WaitMeter | None = None
     compared: dict[str, int] = field(default_factory=dict)
     """How many calls of a kind were compared because they were the first."""
 
 
-class Checked:
+class CheckedCommunicator:
     """The communicator that everything else holds: it compares operation, shapes and dtypes over the ranks.
 
     Satisfies `Communicator`. A comparison is one all-gather of 512 bytes before the call, and blocks the host.
@@ -107,39 +107,39 @@ class Checked:
         self.ulysses_degree: int | None = None
         """How many neighbouring ranks exchange attention heads, 1 for none; None: the cheapest degree."""
         self.always = always or os.environ.get(DEBUG_SWITCH) == "1"
-        self._switch = _Switch(self.always)
+        self._state = _CheckState(self.always)
 
     @property
     def active(self) -> bool:
         """Whether calls are compared. Set it on every rank at the same point of the program."""
-        return self._switch.on
+        return self._state.on
 
     @active.setter
     def active(self, on: bool) -> None:
-        self._switch.on = on
+        self._state.on = on
 
     @property
     def meter(self) -> WaitMeter | None:
         """What measures waits for this group, over any transport; none unless somebody sets one."""
-        return self._switch.meter
+        return self._state.meter
 
     @meter.setter
     def meter(self, meter: WaitMeter | None) -> None:
-        self._switch.meter = meter
+        self._state.meter = meter
 
-    def over(self, inner: Communicator) -> "Checked":
+    def over(self, inner: Communicator) -> "CheckedCommunicator":
         """Return the same group, or a part of it, over another transport; the two are active together."""
-        other = Checked(inner, self.device)
-        other.always, other._switch = self.always, self._switch
+        other = CheckedCommunicator(inner, self.device)
+        other.always, other._state = self.always, self._state
         return other
 
-    def hinted(self, nodes: int | None, ulysses_degree: int | None) -> "Checked":
+    def hinted(self, nodes: int | None, ulysses_degree: int | None) -> "CheckedCommunicator":
         """Return the same group with what a mesh says of it; whoever else has the group is not told."""
         other = self.over(self.inner)
         other.nodes, other.ulysses_degree, other.base = nodes, ulysses_degree, self.base
         return other
 
-    def __deepcopy__(self, memo: object) -> "Checked":
+    def __deepcopy__(self, memo: object) -> "CheckedCommunicator":
         """Return itself: the copy of a model talks to the same ranks."""
         return self
 
@@ -159,13 +159,13 @@ class Checked:
         Args:
             kind: For example the name of a function. A call that raises is not counted.
         """
-        count = self._switch.compared.get(kind, 0)
+        count = self._state.compared.get(kind, 0)
         if count >= _FIRST:
             yield
             return
         with self.checking():
             yield
-        self._switch.compared[kind] = count + 1
+        self._state.compared[kind] = count + 1
 
     def require_alike(self, call: str, tensor: Tensor) -> None:
         """Check, while active, that every rank holds this tensor of rounded numbers, but for rounding.
@@ -233,7 +233,11 @@ class Checked:
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
         self._check(f"ring shift={shift}", *tensors)
-        return self._started(lambda: self.inner.ring(*tensors, shift=shift)) if shift % self.size else Arrived(tensors)
+        return (
+            self._started(lambda: self.inner.ring(*tensors, shift=shift))
+            if shift % self.size
+            else CompletedTransfer(tensors)
+        )
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
         """See `BlockMover.outbox`."""
@@ -256,17 +260,25 @@ class Checked:
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
         self._check("all_to_all", tensor, one_row_a_rank=True)
-        return self._started(lambda: self.inner.all_to_all(tensor)) if self.size > 1 else Arrived((tensor,))
+        return self._started(lambda: self.inner.all_to_all(tensor)) if self.size > 1 else CompletedTransfer((tensor,))
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
         self._check("all_gather", tensor)
-        return self._started(lambda: self.inner.all_gather(tensor)) if self.size > 1 else Arrived((tensor[None],))
+        return (
+            self._started(lambda: self.inner.all_gather(tensor))
+            if self.size > 1
+            else CompletedTransfer((tensor[None],))
+        )
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
         self._check("reduce_scatter", tensor, one_row_a_rank=True)
-        return self._started(lambda: self.inner.reduce_scatter(tensor)) if self.size > 1 else Arrived((tensor[0],))
+        return (
+            self._started(lambda: self.inner.reduce_scatter(tensor))
+            if self.size > 1
+            else CompletedTransfer((tensor[0],))
+        )
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
@@ -274,7 +286,7 @@ class Checked:
         return (
             self._started(lambda: self.inner.all_reduce(tensor))
             if self.size > 1
-            else Arrived((tensor.detach().clone(),))
+            else CompletedTransfer((tensor.detach().clone(),))
         )
 
     def _started(self, start: Callable[[], Transfer]) -> Transfer:

@@ -23,7 +23,7 @@ from bmburst.comm.memory import copy_own, ring_by_pull
 from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import Communicator, Transfer, gather_objects
 from bmburst.comm.shared_memory import PeerWatch, SharedMemory, SharedMemoryError, agreed, host_identity
-from bmburst.comm.streams import FIRST, On, Order, SideStreamTransfer, current_stream
+from bmburst.comm.streams import FIRST, CurrentStream, SideStreamTransfer, StreamOrder, current_stream
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Block, Exchange, Move
 from bmburst_ops.bounded_cache import bounded_cache
@@ -94,7 +94,7 @@ class PeerCommunicator:
         *streams, self._local = (torch.cuda.Stream(device, priority=FIRST) for _ in range(LANES + 1))
         self._lanes = [_Lane(stream) for stream in streams]
         self._index = self._local.device_index
-        self._order = Order()
+        self._order = StreamOrder()
         self._prepared = bounded_cache(maxsize=1024)(self._prepare)
         self._signals = lru_cache(maxsize=256)(self._make_signals)
         self._others = tuple(p for p in range(self.size) if p != self.rank)
@@ -132,7 +132,7 @@ class PeerCommunicator:
         calls.copies.enqueue(handle, [target.data_ptr() for target in targets], buffer.memory.addresses)
         self._signals(lane, _DONE, calls.senders, ()).enqueue(handle, buffer.number)
         if exchange.receives[self.rank]:  # a hop of a ring keeps nothing for itself
-            with On(at.stream):
+            with CurrentStream(at.stream):
                 copy_own(exchange, (outbox,), targets)
         self._under_way(transfer, buffer)
         buffer.user = None  # `done` comes after what filled it; what that stream does next concerns nobody
@@ -171,7 +171,7 @@ class PeerCommunicator:
             if not any(before.waited for before in at.inbox.pushed):
                 calls.kept.enqueue(self._local.cuda_stream, inboxes, own)
             else:  # the driver's copies inside one device were seen to wait long beside a running kernel
-                with On(self._local):
+                with CurrentStream(self._local):
                     copy_own(exchange, sources, (inbox,))
             self._order.after(at.stream, self._local)
         at.inbox.pushed.append(transfer)

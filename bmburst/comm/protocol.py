@@ -23,7 +23,7 @@ class Transfer(Protocol):
         ...
 
 
-class Arrived:
+class CompletedTransfer:
     """A `Transfer` of what is here already, or will be once the stream that is current now has made it.
 
     Args:

@@ -22,8 +22,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from bmburst.comm.checks import Checked
-from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.local import LocalCommunicator, MessageQueue
 from bmburst.comm.memory import ring_by_pull
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.protocol import BlockMover, Communicator, Transfer, gather_objects
@@ -39,10 +39,10 @@ class PeerGroups:
     """The groups of this process that were asked to move by transport "peer": one communicator for each."""
 
     def __init__(self) -> None:
-        self._outcomes: dict[Checked, Checked | str] = {}
+        self._outcomes: dict[CheckedCommunicator, CheckedCommunicator | str] = {}
         self._peers: list[PeerCommunicator] = []  # in one order on ranks that share two groups
 
-    def over(self, comm: Checked) -> Checked | str:
+    def over(self, comm: CheckedCommunicator) -> CheckedCommunicator | str:
         """Return the group over its GPUs' memory, or why that is impossible; rank 0 warns once.
 
         The first call for a group is collective.
@@ -65,7 +65,7 @@ class PeerGroups:
         self._outcomes.clear()
         self._peers.clear()
 
-    def _make(self, comm: Checked) -> Checked | str:
+    def _make(self, comm: CheckedCommunicator) -> CheckedCommunicator | str:
         try:
             peers = PeerCommunicator(comm.inner, comm.device)
         except SharedMemoryError as error:
@@ -79,7 +79,7 @@ class PeerGroups:
 PEER_GROUPS = PeerGroups()
 
 
-def over_transport(comm: Checked, transport: str) -> Checked:
+def over_transport(comm: CheckedCommunicator, transport: str) -> CheckedCommunicator:
     """Return the group over a transport: "auto" is "peer" where every rank can read the others' GPU memory.
 
     The first call for a group on GPUs is collective and blocks the host.
@@ -90,14 +90,14 @@ def over_transport(comm: Checked, transport: str) -> Checked:
     if comm.size == 1 or comm.transport != "nccl" or transport not in ("auto", "peer"):
         return comm
     outcome = PEER_GROUPS.over(comm.base)
-    if isinstance(outcome, Checked):
+    if isinstance(outcome, CheckedCommunicator):
         return outcome
     if transport == "peer":
         raise UserError(f"transport 'peer' cannot work here: {outcome}\nfix: use transport='auto' or 'nccl'")
     return comm
 
 
-class Members:
+class Subgroup:
     """A subgroup of the given ranks, which include this one. A `BlockMover`.
 
     The subgroups partition the group into parts of equal size, and every rank makes the same calls.
@@ -135,7 +135,7 @@ class Members:
         return _spread(exchange, self._comm.size, self._ranks)
 
 
-class EveryNth(Members):
+class StridedSubgroup(Subgroup):
     """The subgroup `rank % n`, `rank % n + n`, ...: its ring is the parent's ring with hops of `n`."""
 
     def __init__(self, comm: BlockMover, n: int) -> None:
@@ -186,34 +186,38 @@ class Splittable(Communicator, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class NodeGrouping:
     """On how many nodes a group lies, and why they do not hold as many ranks each, in order; None: they do."""
 
     count: int
     uneven: str | None = None
 
 
-def find_nodes(comm: Checked) -> Nodes:
+def find_nodes(comm: CheckedCommunicator) -> NodeGrouping:
     """Return how many nodes the group lies on: the same on every rank.
 
     It is `comm.nodes` if that is set. Else ranks ask each other where they run, the first time for a group: collective,
     and blocks the host. Nodes must hold as many ranks each, next to each other in the group.
     """
     if comm.size == 1:
-        return Nodes(1)
+        return NodeGrouping(1)
     if comm.nodes is not None:
         fits = comm.nodes > 0 and comm.size % comm.nodes == 0
-        return Nodes(comm.nodes) if fits else Nodes(1, f"{comm.size} ranks cannot lie evenly on {comm.nodes} nodes")
+        return (
+            NodeGrouping(comm.nodes)
+            if fits
+            else NodeGrouping(1, f"{comm.size} ranks cannot lie evenly on {comm.nodes} nodes")
+        )
     found = [(name, len(list(ranks))) for name, ranks in groupby(_node_names(comm.base))]
     if len({name for name, _ in found}) == len(found) and len({count for _, count in found}) == 1:
-        return Nodes(len(found))
+        return NodeGrouping(len(found))
     order = ", ".join(f"{count} on {name[:20]}" for name, count in found[:4])
     more = ", ..." if len(found) > 4 else ""
     uneven = f"nodes must hold equal numbers of neighbouring ranks, but the group has {order}{more}"
-    return Nodes(len({name for name, _ in found}), uneven)
+    return NodeGrouping(len({name for name, _ in found}), uneven)
 
 
-def device_name(comm: Checked) -> str:
+def device_name(comm: CheckedCommunicator) -> str:
     """Return the device by whose machine attention is priced: the first rank's, the same on every rank.
 
     A group of GPUs asks for it the first time: collective, and blocks the host.
@@ -221,7 +225,7 @@ def device_name(comm: Checked) -> str:
     return _first_device(comm.base) if comm.device.type == "cuda" else HOST
 
 
-def double_ring_groups(comm: Checked, nodes: int, transport: str, every: int = 1) -> DoubleRingGroups:
+def double_ring_groups(comm: CheckedCommunicator, nodes: int, transport: str, every: int = 1) -> DoubleRingGroups:
     """Return this rank's two groups of a double ring. Collective the first time; blocks the host then.
 
     Args:
@@ -238,33 +242,35 @@ def double_ring_groups(comm: Checked, nodes: int, transport: str, every: int = 1
 
 
 @lru_cache(maxsize=64)  # one for a group: each has communicators
-def _double_ring_groups(comm: Checked, nodes: int, transport: str, every: int) -> DoubleRingGroups:
+def _double_ring_groups(comm: CheckedCommunicator, nodes: int, transport: str, every: int) -> DoubleRingGroups:
     places = comm.size // nodes
     assert comm.size == nodes * places
     assert places % every == 0
     firsts = range(0, comm.size, places)
     intra = _part(comm, [tuple(range(node + i, node + places, every)) for node in firsts for i in range(every)])
     inter = _part(comm, [tuple(range(place, comm.size, places)) for place in range(places)])
-    return DoubleRingGroups(over_transport(intra, transport) if isinstance(intra, Checked) else intra, inter)
+    return DoubleRingGroups(
+        over_transport(intra, transport) if isinstance(intra, CheckedCommunicator) else intra, inter
+    )
 
 
-def _part(comm: Checked, partition: Sequence[tuple[int, ...]]) -> BlockMover:
+def _part(comm: CheckedCommunicator, partition: Sequence[tuple[int, ...]]) -> BlockMover:
     mine = next(part for part in partition if comm.rank in part)
     if len(mine) == 1:
-        return comm.over(LocalCommunicator(0, [[Wire()]]))
+        return comm.over(LocalCommunicator(0, [[MessageQueue()]]))
     if isinstance(comm.inner, Splittable):
         return comm.over(comm.inner.split(partition))
-    return Members(comm, mine)
+    return Subgroup(comm, mine)
 
 
 @lru_cache(maxsize=64)
-def _first_device(comm: Checked) -> str:
+def _first_device(comm: CheckedCommunicator) -> str:
     mine = torch.cuda.get_device_name(comm.device)
     return mine if comm.size == 1 else gather_objects(comm, mine)[0]
 
 
 @lru_cache(maxsize=64)
-def _node_names(comm: Checked) -> tuple[str, ...]:
+def _node_names(comm: CheckedCommunicator) -> tuple[str, ...]:
     return tuple(gather_objects(comm, _node_name()))
 
 

@@ -155,10 +155,10 @@ class Problem:
         Args:
             strategy: As `in_units` returns it.
         """
-        priced = _Priced(self, strategy, replace(self.shapes, degree=strategy.ulysses_degree))
-        forward, backward = (priced.run(backward=direction) for direction in (False, True))
+        cost = _StrategyCost(self, strategy, replace(self.shapes, degree=strategy.ulysses_degree))
+        forward, backward = (cost.run(backward=direction) for direction in (False, True))
         waits = (
-            max(0.0, priced.host_seconds(backward=direction) - HOST_HIDDEN * each.total)
+            max(0.0, cost.host_seconds(backward=direction) - HOST_HIDDEN * each.total)
             for direction, each in ((False, forward), (True, backward))
         )
         return AttentionCost(forward, backward, sum(waits))
@@ -205,7 +205,7 @@ def _mover(hardware: Hardware, transport: str) -> Hardware:
 
 
 @dataclass(frozen=True)
-class _Priced:
+class _StrategyCost:
     """A problem spread by a strategy; `shapes` has the strategy's degree."""
 
     problem: Problem
@@ -276,7 +276,7 @@ class _Priced:
             return 1
         if self.strategy.outer == "gather":
             return 2 if most_seen(Visibility(outer, length, mask)) else 1
-        return len(distances(outer, length, mask, self.strategy.travellers))
+        return len(distances(outer, length, mask, self.strategy.ring_tensors))
 
     def _exchange(self, kernel: float, *, backward: bool) -> float:
         """The first unit's way in and the last one's way out are not hidden; the rest is, behind the other units."""
@@ -320,10 +320,10 @@ class _Priced:
             step, sums = RING_FORWARD_K * k + RING_FORWARD_Q * q, 0.0
             visiting, returning = 2 * shapes.k_bytes, 0
         else:
-            is_q = self.strategy.travellers == "q"
+            is_q = self.strategy.ring_tensors == "q"
             of_q, of_k = (BURST_BACKWARD_Q, BURST_BACKWARD_K) if is_q else (KV_BACKWARD_Q, KV_BACKWARD_K)
             step, sums = of_q * q + of_k * k, RING_SUMS * (q + 2 * k)
-            visiting, returning = shapes.ring_bytes(self.strategy.travellers)
+            visiting, returning = shapes.ring_bytes(self.strategy.ring_tensors)
         joining = self.problem.hardware.memory_seconds(self.stops * step + sums)
         return joining, self._hops(visiting, returning, kernel / self.stops)
 
@@ -341,7 +341,7 @@ class _Priced:
                 self.shapes.outer,
                 self.problem.length,
                 self.problem.mask,
-                self.strategy.travellers,
+                self.strategy.ring_tensors,
                 self.nodes,
                 returning=bool(returning),
             )

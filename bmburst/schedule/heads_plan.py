@@ -253,10 +253,10 @@ def _strides(operand: Operand, tokens: int, heads: int, item: int) -> Strides:
     return Strides(tokens * heads * item, *((item, tokens * item) if operand.is_statistic else (heads * item, item)))
 
 
-_Run = tuple[Place, int, int]  # of a tensor, the tokens from the first on, with a stride
+_TokenRun = tuple[Place, int, int]  # of a tensor, the tokens from the first on, with a stride
 
 
-def _moves(batches: int, heads: int, item: int, tokens: int, source: _Run, target: _Run) -> Iterator[Move]:
+def _moves(batches: int, heads: int, item: int, tokens: int, source: _TokenRun, target: _TokenRun) -> Iterator[Move]:
     """Yield what moves `tokens` tokens of `heads` heads: as few rectangles of bytes as their strides allow."""
     if not heads:
         return

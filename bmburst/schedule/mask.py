@@ -81,7 +81,7 @@ class Mask(ABC):
         """
         if not isinstance(other, Mask):
             return NotImplemented
-        parts = (mask.masks if isinstance(mask, Both) else (mask,) for mask in (self, other))
+        parts = (mask.masks if isinstance(mask, Intersection) else (mask,) for mask in (self, other))
         return _joined(tuple(chain.from_iterable(parts)))
 
 
@@ -199,7 +199,7 @@ class BlockSparse(Mask):
 
 
 @dataclass(frozen=True, slots=True)
-class Both(Mask):
+class Intersection(Mask):
     """What is visible in each of several masks; made by `&`."""
 
     masks: tuple[Mask, ...]
@@ -268,4 +268,4 @@ def _joined(masks: tuple[Mask, ...]) -> Mask:
         one = BlockSparse(cells, maps[0].block_size, any(mask.causal for mask in maps))
         masks = (*(mask for mask in masks if not isinstance(mask, BlockSparse)), one)
     kept = tuple(dict.fromkeys(mask for mask in masks if mask != Full())) or (Full(),)
-    return kept[0] if len(kept) == 1 else Both(kept)
+    return kept[0] if len(kept) == 1 else Intersection(kept)

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from bmburst.schedule.layout import Layout, real_positions
 from bmburst.schedule.mask import Mask
-from bmburst.schedule.strategy_names import Travellers
+from bmburst.schedule.strategy_names import RingTensors
 from bmburst.schedule.tiles import Span, Tile, make_tiles, seen_by
 from bmburst_ops.bounded_cache import bounded_cache
 
@@ -66,7 +66,7 @@ class Schedule:
 
 
 @bounded_cache(maxsize=128)
-def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, travellers: Travellers) -> Schedule:
+def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, ring_tensors: RingTensors) -> Schedule:
     """Return the schedule of one rank.
 
     Args:
@@ -74,16 +74,16 @@ def make_schedule(layout: Layout, length: int, mask: Mask, rank: int, travellers
         length: Global number of real tokens; positions from there on are padding, in no tile.
         mask: Which keys a query sees.
         rank: The rank on the sequence ring.
-        travellers: "kv": keys and values visit our queries. "q": queries visit our keys and values.
+        ring_tensors: "kv": keys and values visit our queries. "q": queries visit our keys and values.
     """
-    owners = [(rank - distance) % layout.size for distance in distances(layout, length, mask, travellers)]
-    steps = tuple(make_step(layout, length, mask, rank, owner, travellers) for owner in owners)
+    owners = [(rank - distance) % layout.size for distance in distances(layout, length, mask, ring_tensors)]
+    steps = tuple(make_step(layout, length, mask, rank, owner, ring_tensors) for owner in owners)
     return Schedule(layout.size, steps)
 
 
-def make_step(layout: Layout, length: int, mask: Mask, rank: int, owner: int, travellers: Travellers) -> Step:
+def make_step(layout: Layout, length: int, mask: Mask, rank: int, owner: int, ring_tensors: RingTensors) -> Step:
     """Return what a rank computes with the blocks of another; the arguments are those of `make_schedule`."""
-    pair = (rank, owner) if travellers == "kv" else (owner, rank)
+    pair = (rank, owner) if ring_tensors == "kv" else (owner, rank)
     return Step((rank - owner) % layout.size, owner, tiles(layout, length, mask, *pair))
 
 
@@ -96,10 +96,10 @@ def tiles(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: in
 
 
 @bounded_cache(maxsize=256)
-def distances(layout: Layout, length: int, mask: Mask, travellers: Travellers) -> tuple[int, ...]:
+def distances(layout: Layout, length: int, mask: Mask, ring_tensors: RingTensors) -> tuple[int, ...]:
     """Return 0 and the distances at which a rank's queries may see another's keys."""
     found, ranks = _meetings(layout, length, mask), np.arange(layout.size)
-    way = -1 if travellers == "kv" else 1
+    way = -1 if ring_tensors == "kv" else 1
     return (0, *(d for d in range(1, layout.size) if found[ranks, (ranks + way * d) % layout.size].any()))
 
 
@@ -203,7 +203,7 @@ class DoubleSchedule:
 
 @bounded_cache(maxsize=128)
 def make_double_schedule(
-    layout: Layout, length: int, mask: Mask, rank: int, travellers: Travellers, nodes: int, *, returning: bool
+    layout: Layout, length: int, mask: Mask, rank: int, ring_tensors: RingTensors, nodes: int, *, returning: bool
 ) -> DoubleSchedule:
     """Return the schedule of one rank.
 
@@ -212,23 +212,23 @@ def make_double_schedule(
         length: Global number of real tokens; positions from there on are padding, in no tile.
         mask: Which keys a query sees.
         rank: The rank on the sequence ring.
-        travellers: "kv": keys and values visit our queries. "q": queries visit our keys and values.
+        ring_tensors: "kv": keys and values visit our queries. "q": queries visit our keys and values.
         nodes: Nodes that the ring lies on.
-        returning: Whether gradients follow the travellers home.
+        returning: Whether gradients follow the tensors and return to their owners.
     """
-    itinerary = layout_itinerary(layout, length, mask, travellers, nodes, returning=returning)
-    steps = (make_step(layout, length, mask, rank, owner, travellers) for owner in itinerary.owners(rank))
+    itinerary = layout_itinerary(layout, length, mask, ring_tensors, nodes, returning=returning)
+    steps = (make_step(layout, length, mask, rank, owner, ring_tensors) for owner in itinerary.owners(rank))
     return DoubleSchedule(itinerary, tuple(steps))
 
 
 @bounded_cache(maxsize=128)
 def layout_itinerary(
-    layout: Layout, length: int, mask: Mask, travellers: Travellers, nodes: int, *, returning: bool
+    layout: Layout, length: int, mask: Mask, ring_tensors: RingTensors, nodes: int, *, returning: bool
 ) -> Itinerary:
     """Return how blocks travel under a layout and a mask; the arguments are those of `make_double_schedule`."""
 
     def works(owner: int, rank: int) -> bool:
-        pair = (rank, owner) if travellers == "kv" else (owner, rank)
+        pair = (rank, owner) if ring_tensors == "kv" else (owner, rank)
         return meet(layout, length, mask, *pair)
 
     return make_itinerary(nodes, layout.size // nodes, works, returning=returning)

@@ -9,7 +9,7 @@ from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Full, Mask
 from bmburst.schedule.strategy_names import STRATEGIES, Outer, Strategy, StrategySpec
-from bmburst.schedule.units import HeadShapes, choose_travellers
+from bmburst.schedule.units import HeadShapes, choose_ring_tensors
 from bmburst_ops.bounded_cache import bounded_cache
 
 ALIKE = 0.02
@@ -74,7 +74,7 @@ def possible_strategies(spec: StrategySpec, shapes: HeadShapes, mask: Mask, plac
         within = replace(shapes, degree=degree)
         if within.refusal() is not None or not spec.allows(degree, size):
             continue
-        least = choose_travellers(within)
+        least = choose_ring_tensors(within)
         possible: dict[Outer, bool] = {
             "ring": True,
             "gather": degree < size and gather_refusal(within.outer, mask) is None,
@@ -82,7 +82,7 @@ def possible_strategies(spec: StrategySpec, shapes: HeadShapes, mask: Mask, plac
         }
         for outer in spec.outer:
             if possible[outer]:
-                yield Strategy(degree, outer, spec.travellers or least)
+                yield Strategy(degree, outer, spec.ring_tensors or least)
 
 
 def _can_double(spec: StrategySpec, size: int, degree: int, placement: Placement) -> bool:

@@ -177,7 +177,7 @@ def _turned(rectangle: _Rectangle) -> _Rectangle:
 
 
 @dataclass(slots=True)
-class _Group:
+class _DiagonalGroup:
     """Rectangles along the diagonal that one band serves: no two share a query or a key.
 
     Rectangles without a bound are served by one that hides nothing of them: `keys` and `queries` are the least that it
@@ -206,17 +206,19 @@ class _Group:
         return True
 
 
-def _grouped(rectangles: Iterable[_Rectangle]) -> list[_Group]:
-    groups: list[_Group] = []
+def _grouped(rectangles: Iterable[_Rectangle]) -> list[_DiagonalGroup]:
+    groups: list[_DiagonalGroup] = []
     for rectangle in rectangles:
         if not any(group.takes(rectangle) for group in groups):
             left, right = rectangle.band
             keys = len(rectangle.keys) - 1 if left is None else 0
-            groups.append(_Group([rectangle], rectangle.band, keys, len(rectangle.queries) - 1 if right is None else 0))
+            groups.append(
+                _DiagonalGroup([rectangle], rectangle.band, keys, len(rectangle.queries) - 1 if right is None else 0)
+            )
     return groups
 
 
-def _tile(group: _Group) -> Tile:
+def _tile(group: _DiagonalGroup) -> Tile:
     """Return the call of a group: one rectangle as it is, several as segments with empty ones where nothing is."""
     first, last = group.rectangles[0], group.rectangles[-1]
     if first is last:

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from bmburst.schedule.layout import Layout
-from bmburst.schedule.strategy_names import Strategy, Travellers
+from bmburst.schedule.strategy_names import RingTensors, Strategy
 from bmburst.schedule.tiles import Span
 from bmburst_ops.constants import ATTENTION_BACKWARD, TILE_ROWS
 
@@ -88,12 +88,12 @@ class HeadShapes:
         """Bytes of a rank's log-sum-exp, and of its delta."""
         return self.batch * self.layout.tokens * self.heads * self.statistics_itemsize
 
-    def ring_bytes(self, travellers: Travellers) -> tuple[int, int]:
+    def ring_bytes(self, ring_tensors: RingTensors) -> tuple[int, int]:
         """Return the bytes of a hop in backward: of what visits, and of the gradients that follow it.
 
         "kv": K and V, dK and dV. "q": Q, dO, log-sum-exp and delta, dQ (BurstAttention, arXiv:2403.09347, section 3.2).
         """
-        if travellers == "q":
+        if ring_tensors == "q":
             visiting, gradients = 2 * self.q_bytes + 2 * self.statistics_bytes, self.q_bytes
         else:
             visiting = gradients = 2 * self.k_bytes
@@ -117,13 +117,13 @@ def forward_bytes(shapes: HeadShapes) -> int:
     return (shapes.groups - 1) * 2 * shapes.k_bytes
 
 
-def backward_bytes(shapes: HeadShapes, travellers: Travellers) -> int:
+def backward_bytes(shapes: HeadShapes, ring_tensors: RingTensors) -> int:
     """Return the bytes that a rank sends in a ring backward: gradients make one hop more, for they must come home."""
-    visiting, returning = shapes.ring_bytes(travellers)
+    visiting, returning = shapes.ring_bytes(ring_tensors)
     return (shapes.groups - 1) * visiting + shapes.groups * returning if shapes.groups > 1 else 0
 
 
-def choose_travellers(shapes: HeadShapes) -> Travellers:
+def choose_ring_tensors(shapes: HeadShapes) -> RingTensors:
     """Return what moves in backward for the fewest bytes; a tie goes to "q", whose dK and dV stay at home."""
     return "q" if backward_bytes(shapes, "q") <= backward_bytes(shapes, "kv") else "kv"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from bmburst.amounts import whole_number
 from bmburst.attention.api import resolve_group
 from bmburst.attention.options import no_autocast
-from bmburst.comm.checks import Checked, contents, describe, is_exact, require_numbers
+from bmburst.comm.checks import CheckedCommunicator, contents, describe, is_exact, require_numbers
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.schedule.mask import Mask
@@ -64,7 +64,7 @@ class SequenceShard:
     length: int
     layout: Layout
     rank: int
-    group: Checked | None = field(default=None, compare=False, repr=False)
+    group: CheckedCommunicator | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def cut(
@@ -191,7 +191,7 @@ class SequenceShard:
 
             return comm.decided(decide)
 
-    def _comparing(self) -> Checked | None:
+    def _comparing(self) -> CheckedCommunicator | None:
         """Return the group over which batches are compared, if there is one and this thread may talk to it."""
         is_alone = self.layout.size == 1 or threading.current_thread() is not threading.main_thread()
         if is_alone or torch.utils.data.get_worker_info() is not None:
@@ -385,7 +385,7 @@ class _Shard(torch.autograd.Function):
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_local: Tensor, cut: SequenceShard, dim: int, comm: Checked) -> Tensor:
+    def forward(ctx: Any, x_local: Tensor, cut: SequenceShard, dim: int, comm: CheckedCommunicator) -> Tensor:
         ctx.cut, ctx.dim, ctx.comm = cut, dim, comm
         with no_autocast(x_local.device.type):
             return cut.join(comm.all_gather(x_local).wait()[0], dim)

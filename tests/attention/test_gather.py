@@ -9,9 +9,9 @@ import torch
 import bmburst
 from bmburst.attention import call as decided
 from bmburst.attention.gather import gather_backward, gather_forward
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.local import run_ranks
-from bmburst.comm.protocol import Arrived
+from bmburst.comm.protocol import CompletedTransfer
 from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, ReferenceKernel
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw, reference
@@ -63,7 +63,7 @@ class Eager:
         self.all_gather, self.outbox, self.inbox, self.push = inner.all_gather, inner.outbox, inner.inbox, inner.push
 
     def pull(self, exchange, outbox, targets, lane=0):
-        return Arrived(self.inner.pull(exchange, outbox, targets, lane).wait())
+        return CompletedTransfer(self.inner.pull(exchange, outbox, targets, lane).wait())
 
 
 @pytest.mark.parametrize("strategy", ["gather", "heads+gather"])
@@ -71,7 +71,7 @@ def test_nothing_that_is_still_read_is_written(monkeypatch, strategy):
     in_units(monkeypatch, 1)
 
     def body(comm):
-        group = Checked(Eager(comm), torch.device("cpu"), always=False)
+        group = CheckedCommunicator(Eager(comm), torch.device("cpu"), always=False)
         compare(group, "zigzag", "causal", 29, 8, 8, {"strategy": strategy})
 
     run_ranks(4, body)
@@ -157,7 +157,7 @@ def test_moves_only_what_the_mask_needs(most, layout, mask, length):
 
     def body(comm):
         watching = Watching(comm)
-        group = Checked(watching, torch.device("cpu"), always=False)
+        group = CheckedCommunicator(watching, torch.device("cpu"), always=False)
         q, k, v = (torch.randn(batch, 8, h, head_dim).bfloat16().requires_grad_() for h in (6, kv_heads, kv_heads))
         attend = partial(bmburst.burst_attention, group=group, layout=layout, mask=mask, length=length)
         out = attend(q, k, v, strategy="gather")
@@ -216,7 +216,7 @@ class Idle:
 
 def alone(rank, size, log, most, tokens=8, heads=6, kv_heads=3, head_dim=4):
     """Return one rank's call, with what it attends to."""
-    comm = Checked(Silent(rank, size, log), torch.device("cpu"), always=False)
+    comm = CheckedCommunicator(Silent(rank, size, log), torch.device("cpu"), always=False)
     q, k, v = (torch.zeros(1, tokens, h, head_dim) for h in (heads, kv_heads, kv_heads))
     call = decided.decide(comm, q, k, v, None, decided.AttentionOptions(strategy="gather"))
     return replace(call, kernel=Idle(log), strategy=replace(call.strategy, most_kv_heads=most)), (q, k, v)

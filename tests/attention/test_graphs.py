@@ -112,7 +112,7 @@ def test_work_that_varies_is_recorded_in_memory_of_one_piece(monkeypatch, varyin
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Capturing)
     monkeypatch.setattr(torch, "empty", lambda n, **options: log.append(f"{n} bytes") or empty(n, **options))
     monkeypatch.setattr(module, "_capture_resources", lambda _: (SimpleNamespace(device=CPU), pool))
-    monkeypatch.setattr(module, "On", lambda _: nullcontext())
+    monkeypatch.setattr(module, "CurrentStream", lambda _: nullcontext())
     module._record(lambda: log.append("work"), varying)
     assert log == ["begin", *first, "work", "end"]
 

@@ -125,14 +125,14 @@ def test_gradients_leave_a_node_where_most_windows_end():
     st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
-def test_work_is_that_of_the_flat_ring(mesh, name, extra, mask, travellers, returning):
+def test_work_is_that_of_the_flat_ring(mesh, name, extra, mask, ring_tensors, returning):
     """Which `test_schedule` counts, pair by pair."""
     nodes, places = mesh
     length = nodes * places + extra
     options = padded_layout(name, nodes * places, length), length, make_mask(mask)
     for rank in range(nodes * places):
-        flat = make_schedule(*options, rank, travellers)
-        double = make_double_schedule(*options, rank, travellers, nodes, returning=returning)
+        flat = make_schedule(*options, rank, ring_tensors)
+        double = make_double_schedule(*options, rank, ring_tensors, nodes, returning=returning)
         assert {s.owner: s.tiles for s in double.steps if s.tiles} == {s.owner: s.tiles for s in flat.steps if s.tiles}
         assert len({s.owner for s in double.steps}) == len(double.steps)
         assert all(s.distance == (rank - s.owner) % (nodes * places) for s in double.steps)
