@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks import netns
 from benchmarks.faults.inject import CHAINS, Bench, Chain
-from benchmarks.faults.points import KINDS, Fault, Outcome, faults, outcome_of, record, table
+from benchmarks.faults.points import KINDS, Fault, FaultOutcome, faults, outcome_of, record, table
 from benchmarks.faults.scenarios import SINGLE, Single, nodes
 from bmburst.outputs import replacing
 
@@ -46,11 +46,11 @@ class Log:
     """
 
     def __init__(self, facts: dict[str, Any], planned: Sequence[Fault], output: Path | None) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[FaultOutcome] = []
         self.facts, self._planned, self._output = facts, planned, output
         self._began, self._minutes, self._lock = time.monotonic(), float(facts["minutes"]), Lock()
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: FaultOutcome) -> None:
         """Take an outcome, show it, and write all."""
         with self._lock:
             self.outcomes.append(outcome)

@@ -14,12 +14,12 @@ from pathlib import Path
 from threading import Lock
 
 from benchmarks.faults import programs
-from benchmarks.faults.points import Fault, Outcome
-from benchmarks.faults.programs import JOB, STEPS, Base, Program, Watch, base_of, wait_for
+from benchmarks.faults.points import Fault, FaultOutcome
+from benchmarks.faults.programs import JOB, STEPS, Program, UndisturbedRun, Watch, base_of, wait_for
 
 _DISK_MIB = 64
 LIMIT = 90.0  # seconds a killed run may take to be gone; of others it is added to what they should take
-Report = Callable[[Outcome], None]
+ReportOutcome = Callable[[FaultOutcome], None]
 
 
 class Bench:
@@ -35,7 +35,7 @@ class Bench:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self._text = programs.write_text(folder / "text.txt")
         self._count, self._lock = 0, Lock()
-        self._bases: dict[int, Base] = {}
+        self._bases: dict[int, UndisturbedRun] = {}
         self._mounts: list[Path] = []
         self.is_over = False
 
@@ -75,7 +75,7 @@ class Bench:
         """Remove what a program has written beside its run."""
         shutil.rmtree(program.scratch.parent, ignore_errors=True)
 
-    def base(self, seed: int = 0) -> Base:
+    def base(self, seed: int = 0) -> UndisturbedRun:
         """Return the undisturbed run of a seed; it is run when it is first asked for.
 
         Raises:
@@ -137,18 +137,18 @@ class Chain:
 
     options: tuple[str, ...] = ()
 
-    def __init__(self, bench: Bench, place: Path, report: Report) -> None:
+    def __init__(self, bench: Bench, place: Path, report: ReportOutcome) -> None:
         self.bench, self.place, self.run = bench, place, place / "run"
         place.mkdir(parents=True, exist_ok=True)
         self._report = report
-        self._pending: Outcome | None = None
+        self._pending: FaultOutcome | None = None
 
     def start(self, *, fresh: bool) -> Program:
         """Start the run."""
         return self.bench.program(([], [*self.bench.words(self.run, fresh=fresh), *self.options]))
 
     @property
-    def base(self) -> Base:
+    def base(self) -> UndisturbedRun:
         """What to compare with."""
         return self.bench.base()
 
@@ -213,7 +213,7 @@ class Chain:
         if newest_lost := watch.done if programs.newest(self.run) < watch.done else 0:
             problems.append(f"the checkpoint of step {newest_lost} is lost")
         self._settle(complete=False)
-        self._pending = Outcome(fault, seconds, left, problems=tuple(problems), left=found)
+        self._pending = FaultOutcome(fault, seconds, left, problems=tuple(problems), left=found)
         self.bench.finished(program)
         return True
 
@@ -326,7 +326,7 @@ class Stops(Chain):
 class Disks(Chain):
     """A disk that is full from a moment on, at the start already, but for some kilobytes."""
 
-    def __init__(self, bench: Bench, place: Path, report: Report) -> None:
+    def __init__(self, bench: Bench, place: Path, report: ReportOutcome) -> None:
         self._is_mounted = bench.disk(place)
         super().__init__(bench, place, report)
 

@@ -18,7 +18,7 @@ TOKEN_CACHE, TOKEN_FILE = "token cache", "token file"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FaultKind:
     """One kind of fault.
 
     Attributes:
@@ -34,20 +34,24 @@ class Kind:
     targets: tuple[str, ...]
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, FaultKind] = MappingProxyType(
     {
-        "kill": Kind(
+        "kill": FaultKind(
             "kill -9",
             100,
             ("start", "step", "evaluation", "checkpoint", "rename"),
             ("launcher", "rank 0", "rank 1", "all"),
         ),
-        "term": Kind("SIGTERM", 12, ("start", "step", "evaluation", "checkpoint"), ("launcher", "rank 0", "rank 1")),
-        "stop": Kind("SIGSTOP of a rank", 8, ("step", "evaluation", "checkpoint", "rename"), ("rank 0", "rank 1")),
-        "disk": Kind("full disk", 12, ("start", "step", "evaluation", "checkpoint"), ("disk",)),
-        "flip": Kind("flipped bit", 200, ("head", "tail", "anywhere"), (*CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE)),
-        "pair": Kind("two runs in one folder", 20, ("offset",), ("fresh", "resumed")),
-        "node": Kind("lost and slow node", 8, ("step", "checkpoint"), ("cut 0", "cut 1", "killed 1", "slow 1")),
+        "term": FaultKind(
+            "SIGTERM", 12, ("start", "step", "evaluation", "checkpoint"), ("launcher", "rank 0", "rank 1")
+        ),
+        "stop": FaultKind("SIGSTOP of a rank", 8, ("step", "evaluation", "checkpoint", "rename"), ("rank 0", "rank 1")),
+        "disk": FaultKind("full disk", 12, ("start", "step", "evaluation", "checkpoint"), ("disk",)),
+        "flip": FaultKind(
+            "flipped bit", 200, ("head", "tail", "anywhere"), (*CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE)
+        ),
+        "pair": FaultKind("two runs in one folder", 20, ("offset",), ("fresh", "resumed")),
+        "node": FaultKind("lost and slow node", 8, ("step", "checkpoint"), ("cut 0", "cut 1", "killed 1", "slow 1")),
     }
 )
 
@@ -77,7 +81,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FaultOutcome:
     """What came of a fault.
 
     Attributes:
@@ -128,13 +132,13 @@ def _of_kind(seed: int, name: str, points: int | None) -> list[Fault]:
     return found[: kind.points if points is None else points]
 
 
-def outcome_of(values: Mapping[str, Any]) -> Outcome:
+def outcome_of(values: Mapping[str, Any]) -> FaultOutcome:
     """Return an outcome that `json` has read back."""
     fault, problems = Fault(**values["fault"]), tuple(values["problems"])
-    return Outcome(**{**values, "fault": fault, "problems": problems})
+    return FaultOutcome(**{**values, "fault": fault, "problems": problems})
 
 
-def table(planned: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
+def table(planned: Sequence[Fault], outcomes: Sequence[FaultOutcome]) -> str:
     """Return the results in Markdown, a line for each kind."""
     lines = [
         "| fault | points | tried | survivors | runs that differ | flips unseen | other problems | longest end (s) |",
@@ -156,7 +160,7 @@ def table(planned: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
+def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequence[FaultOutcome]) -> str:
     """Return the whole record in Markdown.
 
     Args:
@@ -203,7 +207,7 @@ unseen when a run that reads the file again neither refuses nor says a word. Bes
 JSON."""
 
 
-def _spread(outcomes: Sequence[Outcome]) -> list[str]:
+def _spread(outcomes: Sequence[FaultOutcome]) -> list[str]:
     """Return in how many points each state of the checkpoint folder was found after a kill."""
     places: dict[str, int] = {}
     for outcome in outcomes:
@@ -213,7 +217,7 @@ def _spread(outcomes: Sequence[Outcome]) -> list[str]:
     return [f"- {place}: {count}" for place, count in sorted(places.items())] or ["No point."]
 
 
-def _said(outcome: Outcome) -> str:
+def _said(outcome: FaultOutcome) -> str:
     wrong = [
         f"{outcome.survivors} survivors" if outcome.survivors else "",
         "differs" if outcome.differs else "",

@@ -138,7 +138,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class RunTiming:
     """Seconds that parts of an undisturbed run take.
 
     Attributes:
@@ -201,7 +201,7 @@ class Watch:
             seen = self.is_begun if moment == "checkpoint" else self.has_step
         return lambda: seen(step)
 
-    def measure(self, program: Program) -> Timing:
+    def measure(self, program: Program) -> RunTiming:
         """Time the parts of an undisturbed run while it runs."""
         marks = {
             f"{name} {step}": (seen, step)
@@ -226,7 +226,7 @@ class Watch:
             gaps = [times[f"{then} {s}"] - times[f"{first} {s}"] for s in steps if f"{then} {s}" in times]
             return max(gaps, default=0.0)
 
-        return Timing(
+        return RunTiming(
             start=times.get("step 1", program.started) - program.started,
             step=(times.get("step 3", 0.0) - times.get("step 1", 0.0)) / 2,
             evaluation=between("step", "evaluation", EVAL_EVERY),
@@ -286,7 +286,7 @@ def left_in(folder: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class UndisturbedRun:
     """The undisturbed run.
 
     Attributes:
@@ -298,7 +298,7 @@ class Base:
     """
 
     folder: Path
-    timing: Timing
+    timing: RunTiming
     losses: dict[int, tuple[float, ...]]
     evaluations: list[dict[str, Any]]
     digests: dict[str, str]
@@ -327,9 +327,9 @@ class Base:
         return f"last checkpoint: {', '.join(changed)}" if changed else ""
 
 
-def base_of(folder: Path, timing: Timing) -> Base:
+def base_of(folder: Path, timing: RunTiming) -> UndisturbedRun:
     """Return a finished run as the one to compare with."""
-    return Base(folder, timing, _losses(folder), read_lines(folder / "evals.jsonl"), _digests(folder))
+    return UndisturbedRun(folder, timing, _losses(folder), read_lines(folder / "evals.jsonl"), _digests(folder))
 
 
 def write_text(path: Path) -> Path:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from benchmarks import netns
 from benchmarks.faults import points
-from benchmarks.faults.inject import LIMIT, Bench, Chain, Report
-from benchmarks.faults.points import Fault, Outcome
-from benchmarks.faults.programs import Base, Program, Watch, base_of
+from benchmarks.faults.inject import LIMIT, Bench, Chain, ReportOutcome
+from benchmarks.faults.points import Fault, FaultOutcome
+from benchmarks.faults.programs import Program, UndisturbedRun, Watch, base_of
 
 SEEN = re.compile(
     r"damag|checksum|corrupt|truncat|is missing|not of format|not JSON|no valid|of another|do(es)? not match|holds no|"
@@ -22,10 +22,10 @@ SEEN = re.compile(
     re.IGNORECASE,
 )
 """What a run says of a file that is not as it was written."""
-Single = Callable[[Bench, Fault, Path], Outcome]
+Single = Callable[[Bench, Fault, Path], FaultOutcome]
 
 
-def flip(bench: Bench, fault: Fault, place: Path) -> Outcome:
+def flip(bench: Bench, fault: Fault, place: Path) -> FaultOutcome:
     """Flip a bit of a file of a finished run's copy, and let the run read it again."""
     has_older = fault.draw("older") < 0.2
     run = bench.copy_of_base(place, (6, 9) if has_older else (9,))
@@ -51,7 +51,7 @@ def flip(bench: Bench, fault: Fault, place: Path) -> Outcome:
     if is_seen and status != 0 and has_older and fault.target in points.CHECKPOINT_FILES:
         problems.append(f"no fall back to the older checkpoint: {program.last_words}")
     difference = bench.base().difference(run, complete=True) if status == 0 else ""
-    outcome = Outcome(
+    outcome = FaultOutcome(
         fault,
         time.monotonic() - program.started,
         left,
@@ -78,7 +78,7 @@ def with_flipped(content: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
-def pair(bench: Bench, fault: Fault, place: Path) -> Outcome:
+def pair(bench: Bench, fault: Fault, place: Path) -> FaultOutcome:
     """Start two runs in one folder: of two seeds, or the same one twice on a checkpoint."""
     is_fresh = fault.target == "fresh"
     bases = [bench.base(0), bench.base(1 if is_fresh else 0)]
@@ -110,7 +110,7 @@ def pair(bench: Bench, fault: Fault, place: Path) -> Outcome:
     for program in both:
         bench.finished(program)
     shutil.rmtree(place)
-    return Outcome(fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=said)
+    return FaultOutcome(fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=said)
 
 
 SINGLE: dict[str, Single] = {"flip": flip, "pair": pair}
@@ -120,21 +120,21 @@ _LINK = netns.Shape(nodes=2, places=1, fast=1000, slow=1000)
 _SLOW_MBIT = 2.0
 
 
-class Nodes(Chain):
+class TwoNodes(Chain):
     """Two nodes of one rank each, in namespaces: a link that is cut, a node that is killed, a link that is slow."""
 
-    def __init__(self, bench: Bench, place: Path, report: Report, network: netns.Network) -> None:
+    def __init__(self, bench: Bench, place: Path, report: ReportOutcome, network: netns.Network) -> None:
         super().__init__(bench, place, report)
         self._network = network
         self._patience = max(10, round(3 * bench.base().timing.start))
         self._base = self._undisturbed()
 
     @property
-    def base(self) -> Base:
+    def base(self) -> UndisturbedRun:
         """An undisturbed run on this network."""
         return self._base
 
-    def _undisturbed(self) -> Base:
+    def _undisturbed(self) -> UndisturbedRun:
         watch = Watch(self.run)
         program = self.start(fresh=True)
         timing = watch.measure(program)
@@ -190,7 +190,7 @@ class Nodes(Chain):
 
 
 @contextlib.contextmanager
-def nodes(bench: Bench, place: Path, report: Report) -> Iterator[Nodes]:
+def nodes(bench: Bench, place: Path, report: ReportOutcome) -> Iterator[TwoNodes]:
     """Bring up the network of two nodes, and the chain on it."""
     with netns.network(_LINK) as network:
-        yield Nodes(bench, place, report, network)
+        yield TwoNodes(bench, place, report, network)

@@ -105,9 +105,9 @@ class _Peer(torch.nn.Module):
 
 
 def _put(model: torch.nn.Module, attend: Attend) -> None:
-    from bmburst.blocks.transformer import Attention
+    from bmburst.blocks.transformer import SelfAttention
 
-    places = [module for module in model.modules() if isinstance(module, Attention)]
+    places = [module for module in model.modules() if isinstance(module, SelfAttention)]
     assert places
     for place in places:
         place.attention = _Peer(attend)

@@ -83,7 +83,7 @@ def output_gradients(out: Tensor, grad_out: Tensor | None, grad_lse: Tensor | No
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The tokens that a checkpoint recomputes attention for; a `bmburst.recompute.Part` of output and log-sum-exp.
+    """Recomputes attention for the first tokens of a sequence (recompute policy `:0.5`); see `PrefixRecompute`.
 
     Attributes:
         executor: What runs the call.
@@ -118,12 +118,12 @@ class Prefix:
         return cls(executor, call.over(_first(layout, rows), length), rows, inputs)
 
     def end(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """See `Part.end`."""
+        """See `PrefixRecompute.end`."""
         out, lse = results
         return out[:, self.rows :].detach().clone(), lse[:, :, self.rows :].detach().clone()
 
     def whole(self, end: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """See `Part.whole`."""
+        """See `PrefixRecompute.whole`."""
         out, lse = end
         if not self.rows:
             return out.detach(), lse.detach()

@@ -12,14 +12,14 @@ import torch
 
 from bmburst.errors import UserError
 from bmburst.outputs import replacing
-from bmburst.plan.rates import Fact, Say, measure_device, measured
+from bmburst.plan.rates import Fact, PrintLine, measure_device, measured
 from bmburst.runtime.launch import LaunchSpec, launch
 from bmburst.schedule.hardware import NUMBERS, hardware_from, read_facts
 
 _LINKS_TIMEOUT = 60.0  # seconds without an answer after which ranks are ended
 
 
-def calibrate(base: str, ranks: int, say: Say) -> str:
+def calibrate(base: str, ranks: int, say: PrintLine) -> str:
     """Measure this machine and return its hardware file.
 
     Args:

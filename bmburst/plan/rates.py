@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 _LEAST, _MOST = 3, 20  # timed calls
 _HEAD_DIM = 128
 _GPU_BYTES, _CPU_BYTES = 1 << 27, 1 << 22  # of a transfer
@@ -94,7 +94,7 @@ GPU = Scale(8192, 256, (16384, 1024), 32, 1 << 29, torch.bfloat16)
 CPU = Scale(768, 32, (512, 128), 4, 1 << 25, torch.float32)
 
 
-def measure_device(device: torch.device, say: Say) -> dict[str, Fact]:
+def measure_device(device: torch.device, say: PrintLine) -> dict[str, Fact]:
     """Return the numbers of a hardware file that one process can measure on a device.
 
     Args:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from bmburst.lazy import public_name
 
 if TYPE_CHECKING:
-    from bmburst.recompute.checkpointing import Part, checkpoint, is_recomputing, keep
+    from bmburst.recompute.checkpointing import PrefixRecompute, checkpoint, is_recomputing, keep
     from bmburst.recompute.policy import POLICIES, Policy
 
-__all__ = ["POLICIES", "Part", "Policy", "checkpoint", "is_recomputing", "keep"]
+__all__ = ["POLICIES", "Policy", "PrefixRecompute", "checkpoint", "is_recomputing", "keep"]
 
 _HOMES = {
     "POLICIES": "policy",
-    "Part": "checkpointing",
+    "PrefixRecompute": "checkpointing",
     "Policy": "policy",
     "checkpoint": "checkpointing",
     "is_recomputing": "checkpointing",

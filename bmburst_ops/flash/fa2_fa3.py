@@ -61,7 +61,7 @@ class FlashAttention2Kernel:
         """See `Kernel.forward`. The package cannot write into given memory: `into` gets copies."""
         package = load(_MODULE_2, self.name)
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.Shape, into: Partial | None) -> Partial:
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
             call = fa2_arguments(seen, q, k)
             function = package._flash_attn_forward if call.queries is None else package._flash_attn_varlen_forward
             result, lse, *_ = function(
@@ -83,7 +83,7 @@ class FlashAttention2Kernel:
         """See `Kernel.backward`."""
         package = load(_MODULE_2, self.name)
 
-        def part(given: BackwardInputs, seen: fully_masked.Shape, into: Gradients | None) -> Gradients:
+        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
             call = fa2_arguments(seen, given.q, given.k)
             grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
             gradients = gradient_memory(q, k, v, call.flat_targets(into))
@@ -157,7 +157,7 @@ class FlashAttention3Kernel:
         """See `Kernel.forward`. `into` gets copies: newer releases are functional operations, which must not alias."""
         function = load(_MODULE_3, self.name)._flash_attn_forward
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.Shape, into: Partial | None) -> Partial:
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
             call = package_arguments(seen, q, k)
             options: list[object] = [None] * _FORWARD_OPTIONS
             if call.queries is not None:
@@ -187,7 +187,7 @@ class FlashAttention3Kernel:
         unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
         function = load(_MODULE_3, self.name)._flash_attn_backward
 
-        def part(given: BackwardInputs, seen: fully_masked.Shape, into: Gradients | None) -> Gradients:
+        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
             call = package_arguments(seen, given.q, given.k)
             grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
             gradients = gradient_memory(q, k, v, call.flat_targets(into))

@@ -63,7 +63,7 @@ class FlashAttention4Kernel:
         """See `Kernel.forward`."""
         function = load(_MODULE, self.name)._flash_attn_fwd
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.Shape, into: Partial | None) -> Partial:
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
             call = package_arguments(seen, q, k)
             flat = [aligned(call.flat(t)) for t in (q, k, v)]
             out, statistic = (None, None) if into is None else into
@@ -100,7 +100,7 @@ class FlashAttention4Kernel:
         """
         function = load(_MODULE, self.name)._flash_attn_bwd
 
-        def part(given: BackwardInputs, seen: fully_masked.Shape, into: Gradients | None) -> Gradients:
+        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
             call = package_arguments(seen, given.q, given.k)
             grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
             gradients = gradient_memory(q, k, v, call.flat_targets(into))

@@ -16,14 +16,16 @@ from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.memory import DeviceVectors, copy_to_device, deliver_gradients, deliver_partial
 from bmburst_ops.pattern import Band, Rectangle, Segments, rectangles, transposed, visible_ranges
 
-Shape = Band | Segments
-ForwardPart = Callable[[Tensor, Tensor, Tensor, Shape, Partial | None], Partial]
+PackedPattern = Band | Segments
+ForwardPart = Callable[[Tensor, Tensor, Tensor, PackedPattern, Partial | None], Partial]
 """A kernel's forward of `(q, k, v, pattern, into)`."""
-BackwardPart = Callable[[BackwardInputs, Shape, Gradients | None], Gradients]
+BackwardPart = Callable[[BackwardInputs, PackedPattern, Gradients | None], Gradients]
 """A kernel's backward of `(given, pattern, into)`."""
 
 
-def forward(part: ForwardPart, q: Tensor, k: Tensor, v: Tensor, pattern: Shape, into: Partial | None) -> Partial:
+def forward(
+    part: ForwardPart, q: Tensor, k: Tensor, v: Tensor, pattern: PackedPattern, into: Partial | None
+) -> Partial:
     """Return the part's result: of a band it gets the queries that see something, of segments all, set right after."""
     seen = _seen(pattern, q.shape[1], k.shape[1])
     if seen is None:
@@ -47,7 +49,7 @@ def forward(part: ForwardPart, q: Tensor, k: Tensor, v: Tensor, pattern: Shape, 
     return into
 
 
-def backward(part: BackwardPart, given: BackwardInputs, pattern: Shape, into: Gradients | None) -> Gradients:
+def backward(part: BackwardPart, given: BackwardInputs, pattern: PackedPattern, into: Gradients | None) -> Gradients:
     """Return the part's gradients, as `forward`."""
     grad_out, q, k, v, lse, delta = given
     seen = _seen(pattern, q.shape[1], k.shape[1])
@@ -84,7 +86,7 @@ class _MaskedTokens(NamedTuple):
     keys: DeviceVectors | None
 
 
-def _seen(pattern: Shape, queries: int, keys: int) -> Rectangle | None:
+def _seen(pattern: PackedPattern, queries: int, keys: int) -> Rectangle | None:
     """Return where a band sees something; of segments, the first such; None if nobody sees anything."""
     return next(rectangles(pattern, queries, keys), None)
 

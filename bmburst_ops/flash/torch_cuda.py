@@ -46,7 +46,7 @@ class TorchKernel:
     ) -> Partial:
         """See `Kernel.forward`."""
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.Shape, into: Partial | None) -> Partial:
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
             call = fa2_arguments(seen, q, k)
             result, lse, *_ = torch.ops.aten._flash_attention_forward(
                 *(aligned(call.flat(t)) for t in (q, k, v)),
@@ -70,7 +70,7 @@ class TorchKernel:
         """See `Kernel.backward`."""
         unused = torch.empty(0, dtype=torch.int64, device=given.q.device)  # random state of a dropout that is zero
 
-        def part(given: BackwardInputs, seen: fully_masked.Shape, into: Gradients | None) -> Gradients:
+        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
             call = fa2_arguments(seen, given.q, given.k)
             grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
             out = call.flat(surrogate_out(given.grad_out, given.delta))
@@ -153,7 +153,9 @@ class CudnnKernel:
             )
             return Partial(result.transpose(1, 2), lse.flatten(2))  # [batch, heads, queries, 1] as cuDNN has it
 
-        def rectangle(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.Shape, into: Partial | None) -> Partial:
+        def rectangle(
+            q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None
+        ) -> Partial:
             return top_left.forward(part, q, k, v, causal_or_full(seen, self.name), into)
 
         return fully_masked.forward(rectangle, q, k, v, band_of(pattern, self.name), into)
@@ -170,7 +172,7 @@ class CudnnKernel:
         """See `Kernel.backward`."""
         unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
 
-        def rectangle(given: BackwardInputs, seen: fully_masked.Shape, into: Gradients | None) -> Gradients:
+        def rectangle(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
             return _rectangle_backward(given, causal_or_full(seen, self.name), scale, into)
 
         return fully_masked.backward(rectangle, given, band_of(pattern, self.name), into)

@@ -22,7 +22,7 @@ from bmburst_ops.flash.memory import aligned, deliver_gradients, gradient_memory
 from bmburst_ops.flash.varlen import PackageArguments, fa2_arguments, package_arguments
 from bmburst_ops.merge import row_dots
 
-Shape = Band | Segments
+PackedPattern = Band | Segments
 """Which keys the queries see, aligned at the bottom right."""
 
 
@@ -45,17 +45,17 @@ class LocalKernel:
     def __init__(self, name: str = "auto") -> None:
         self.choice = name
 
-    def name(self, q: Tensor, k: Tensor, pattern: Shape) -> str:
+    def name(self, q: Tensor, k: Tensor, pattern: PackedPattern) -> str:
         """Return the name of the kernel that takes these inputs."""
         return select_kernel(self.choice, q, k, needs=pattern.needs).name
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, pattern: Shape, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pattern: PackedPattern, scale: float) -> tuple[Tensor, Tensor]:
         """Return output, in q's dtype, and log-sum-exp `[batch, heads, queries]`."""
         part = select_kernel(self.choice, q, k, needs=pattern.needs).forward(q, k, v, pattern=pattern, scale=scale)
         return part.out.to(q.dtype), part.lse
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: Shape, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: PackedPattern, scale: float
     ) -> Gradients:
         """Return the gradients, in q's dtype, from the global output and log-sum-exp."""
         kernel = select_kernel(self.choice, q, k, needs=pattern.needs)
@@ -69,7 +69,7 @@ class LocalKernel:
 
 
 def _flash_attention_4(
-    q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: Shape, scale: float
+    q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: PackedPattern, scale: float
 ) -> Gradients:
     interface, call = importlib.import_module("flash_attn.cute.interface"), package_arguments(pattern, q, k)
     flat_q, flat_k, flat_v, out, grad = (aligned(call.flat(t)) for t in (q, k, v, results.out, results.grad))
@@ -80,7 +80,7 @@ def _flash_attention_4(
     return call.gradients(memory, q.shape[0], results.into)
 
 
-def _torch(q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: Shape, scale: float) -> Gradients:
+def _torch(q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: PackedPattern, scale: float) -> Gradients:
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state of a dropout that is zero
     call = fa2_arguments(pattern, q, k)
     grad, flat_q, flat_k, flat_v, out = (aligned(call.flat(t)) for t in (results.grad, q, k, v, results.out))
@@ -94,7 +94,7 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: Shape
     return call.gradients(Gradients(*found), q.shape[0], results.into)
 
 
-Backward = Callable[[Tensor, Tensor, Tensor, ForBackward, Shape, float], Gradients]
+Backward = Callable[[Tensor, Tensor, Tensor, ForBackward, PackedPattern, float], Gradients]
 _OWN_BACKWARD: Mapping[str, Backward] = MappingProxyType({"fa4": _flash_attention_4, "torch": _torch})
 
 

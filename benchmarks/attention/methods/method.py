@@ -19,7 +19,7 @@ from benchmarks.attention.cells import (
     pattern_of,
     sizes,
 )
-from benchmarks.attention.methods.kernel import ForBackward, LocalKernel, Shape
+from benchmarks.attention.methods.kernel import ForBackward, LocalKernel, PackedPattern
 from benchmarks.engine.kind import ONE_GPU
 from benchmarks.engine.timing import RankGroup
 from bmburst.schedule.layout import make_layout
@@ -172,7 +172,9 @@ class _Local(torch.autograd.Function):
     """`(q, k, v, kernel, pattern, scale) -> out`: the kernel as one differentiable function, and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: LocalKernel, pattern: Shape, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: LocalKernel, pattern: PackedPattern, scale: float
+    ) -> Tensor:
         out, lse = kernel.forward(q, k, v, pattern, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = kernel, pattern, scale

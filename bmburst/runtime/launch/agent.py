@@ -35,7 +35,7 @@ def start_guard(folder: Path) -> subprocess.Popen[bytes]:
 
 
 @dataclass(slots=True)
-class Stop:
+class GracefulStop:
     """The end of a run from outside: told to each rank once, enforced when `GRACE` is over.
 
     Args:

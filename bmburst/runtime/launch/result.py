@@ -1,4 +1,4 @@
-"""Turns how a run's ranks ended into one message and one exit status: the cause, not its consequences in other ranks."""
+"""Turns how a run's ranks ended into one message and one exit status: the cause, not what it did to other ranks."""
 
 import json
 import re

@@ -21,8 +21,8 @@ from bmburst.errors import UserError
 from bmburst.runtime.launch.agent import (
     GRACE,
     AgentThread,
+    GracefulStop,
     Outcome,
-    Stop,
     all_polite,
     rank_command,
     start_guard,
@@ -210,7 +210,7 @@ def _wait(
             if not caught:
                 return None if began else _ended_elsewhere(nodes)
     patient = bool(caught) and caught[0] in _IN_ORDER and all_polite(folder)
-    stop = Stop(folder, caught[0] if caught else signal.SIGTERM, patient)
+    stop = GracefulStop(folder, caught[0] if caught else signal.SIGTERM, patient)
     gone = others_gone = float("inf")
     if nodes is not None and not rank_pids(folder):
         gone = 0.0  # the agent waits for other nodes, and there is nothing here to end
