@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import Split, alone, bmtrain_groups, bmtrain_tensor_degree, process_groups
+from bmburst.comm.groups import Split, bmtrain_groups, bmtrain_tensor_degree, process_groups, single_rank_group
 from bmburst.errors import UserError
 from bmburst.schedule.mesh_shape import MeshShape
 
@@ -39,7 +39,7 @@ class Mesh:
     world: CheckedCommunicator
     sequence: CheckedCommunicator
     data: CheckedCommunicator
-    tensor: CheckedCommunicator = field(default_factory=alone)
+    tensor: CheckedCommunicator = field(default_factory=single_rank_group)
 
     @property
     def sequence_rank(self) -> int:

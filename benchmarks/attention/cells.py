@@ -294,7 +294,7 @@ def forward_flops(cell: Cell) -> float:
     return 4.0 * cell.batch * visible_pairs(cell.mask, cell.tokens) * cell.heads * cell.head_dim
 
 
-def alone(cell: Cell) -> Cell:
+def one_gpu_cell(cell: Cell) -> Cell:
     """Return what one GPU computes beside a method: a rank's share of the FLOPs.
 
     Under a causal or full mask a sequence of S / sqrt(P), in whole tiles of the kernel. Under the others the same
@@ -320,7 +320,7 @@ def plain_causal(cell: Cell) -> Cell:
 
 def one_gpu_memory(cell: Cell) -> float:
     """Return about what the comparison on one GPU holds at its peak, in bytes: its tensors and dQ in fp32."""
-    others = (alone(cell),) if cell.mask in PLAIN_MASKS else (alone(cell), plain_causal(cell))
+    others = (one_gpu_cell(cell),) if cell.mask in PLAIN_MASKS else (one_gpu_cell(cell), plain_causal(cell))
     return sum(own.held + own.q * own.wide for own in map(sizes, others))
 
 

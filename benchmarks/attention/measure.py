@@ -15,9 +15,9 @@ from benchmarks.attention.cells import (
     PLAIN_MASKS,
     Cell,
     accuracy_ranks,
-    alone,
     facts,
     forward_flops,
+    one_gpu_cell,
     one_gpu_memory,
     pattern_of,
     plain_causal,
@@ -131,7 +131,7 @@ def _others(cell: Cell, setting: Setting) -> tuple[Calls, ...]:
 
 def _flops(cell: Cell, direction: str, factor: float) -> list[float]:
     """FLOPs of a rank's share, and of what one GPU is given, which ends on a whole tile; of `_others`, in order."""
-    method, one = forward_flops(cell) / cell.ranks, forward_flops(alone(cell))
+    method, one = forward_flops(cell) / cell.ranks, forward_flops(one_gpu_cell(cell))
     projections = projection_flops(cell, direction) if cell.suite == "block" else 0.0
     own = one if cell.method == ONE_GPU else method
     plain = [] if cell.mask in PLAIN_MASKS else [forward_flops(plain_causal(cell))]

@@ -281,8 +281,8 @@ def _backward(call: BiasedCall, given: BackwardInputs, table: Tensor) -> BiasedG
     own: list[tuple[Tensor, Tensor]] = []
     is_alone = call.comm.size == 1
 
-    def visit(step: Step, visitors: Tensors) -> Tensors:
-        (keys, values), pairs = visitors, call.pairs[step.owner]
+    def visit(step: Step, received: Tensors) -> Tensors:
+        (keys, values), pairs = received, call.pairs[step.owner]
         grads = call.kernel.backward(
             *(grad_out, q, keys, values, lse, delta, table), pairs, scale=call.scale, rounded=is_alone
         )

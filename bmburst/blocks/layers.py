@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import alone, communicator
+from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
 from bmburst_ops.first_order import first_order
 from bmburst_ops.linears import linears
@@ -147,7 +147,7 @@ class TensorGroup:
     @classmethod
     def of_bmtrain(cls) -> "TensorGroup":
         """Return the group of this rank in the running BMTrain, which was started with `tp_size` ranks in each."""
-        return cls(communicator(bmt.config["tp_comm"]) if bmt.config["tp_size"] > 1 else alone())
+        return cls(communicator(bmt.config["tp_comm"]) if bmt.config["tp_size"] > 1 else single_rank_group())
 
     def own(self, x: Tensor, pad_value: int = 0) -> Tensor:
         """Return this rank's part of `[batch, tokens]`, which all ranks of the group hold; no gradient."""

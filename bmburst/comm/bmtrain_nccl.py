@@ -1,4 +1,4 @@
-"""A communicator over BMTrain's NCCL: the real one on GPUs, gloo underneath where the host runtime is in use."""
+"""A communicator over `bmtrain.nccl`: NCCL on GPUs, gloo if the host runtime is in use."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,18 +15,18 @@ from bmburst.comm.streams import SideStreamTransfer
 
 @dataclass(frozen=True, slots=True)
 class FlatStorage:
-    """A contiguous tensor in the shape of the storage that `bmtrain.nccl` takes.
+    """A contiguous tensor with the interface of the storage that `bmtrain.nccl` takes.
 
-    BMTrain moves whole storages: the storage of a view would be sent from its beginning and in full. Its functions
-    ask only for these four names.
+    BMTrain sends whole storages: for a view it would send the storage from its beginning and in full. Its functions use
+    only these four names.
     """
 
     tensor: Tensor
-    is_cuda: ClassVar[bool] = True  # BMTrain asserts it; under the host runtime the CPU's memory stands for the GPU's
+    is_cuda: ClassVar[bool] = True  # BMTrain asserts it; the host runtime uses CPU memory in its place
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is added up in a reduction."""
+        """The dtype of a reduction."""
         return self.tensor.dtype
 
     def data_ptr(self) -> int:
@@ -40,9 +40,9 @@ class FlatStorage:
 
 @contextmanager
 def launched_together() -> Iterator[None]:
-    """Launch BMTrain's NCCL calls of this block at its end: two ranks that both sent first would block each other.
+    """Launch the NCCL calls of this block together at its end: two ranks that both send first would deadlock.
 
-    After an exception the group is closed too: an open one would hold back every later call of the process.
+    The NCCL group is also closed after an exception: an open one would delay every later call of the process.
     """
     import bmtrain.nccl as nccl
 
@@ -58,7 +58,7 @@ class BMTrainCommunicator(MessageMover):
 
     Args:
         handle: What `bmtrain.nccl.commInitRank` returned, or `bmtrain.config["comm"]`.
-        on_host: Whether the host runtime stands in for CUDA.
+        on_host: Whether the host runtime replaces CUDA.
     """
 
     def __init__(self, handle: object, *, on_host: bool) -> None:
@@ -66,7 +66,7 @@ class BMTrainCommunicator(MessageMover):
 
         self._nccl: Any = nccl
         self._handle = handle
-        self._stream: Any = torch.cuda.Stream(priority=-1)  # the transfer is short, what waits for it is long
+        self._stream: Any = torch.cuda.Stream(priority=-1)  # high: the transfer is short, and long kernels wait for it
         self.rank: int = nccl.commRank(handle)
         self.size: int = nccl.commCount(handle)
         self.transport = "gloo" if on_host else "nccl"
@@ -93,7 +93,7 @@ class BMTrainCommunicator(MessageMover):
         return self._start(operations, received, sent)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
-        """See `Communicator.all_to_all`. BMTrain 1.0.1 has none: grouped sends and receives."""
+        """See `Communicator.all_to_all`. BMTrain 1.0.1 has none, so these are grouped sends and receives."""
         (sent,) = contiguous((tensor,))
         received = torch.empty_like(sent)
 
@@ -132,7 +132,7 @@ class BMTrainCommunicator(MessageMover):
         return self._start(lambda: self._messages(outgoing, incoming), tuple(incoming), held)
 
     def _messages(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Send message r to rank r and receive rank r's, where they are not empty."""
+        """Send message r to rank r and receive the message of rank r; empty messages are skipped."""
         for peer, (sent, received) in enumerate(zip(outgoing, incoming, strict=True)):
             if sent.numel():
                 self._nccl.send(FlatStorage(sent), peer, self._handle)
@@ -142,7 +142,7 @@ class BMTrainCommunicator(MessageMover):
     def _start(
         self, operations: Callable[[], None], received: tuple[Tensor, ...], sent: tuple[Tensor, ...]
     ) -> Transfer:
-        """Launch on our stream, after what the current stream has made, without blocking the host."""
+        """Launch on the side stream, after the work of the current stream, without blocking the host."""
         if not any(tensor.numel() for tensor in (*received, *sent)):
             return CompletedTransfer(received)  # BMTrain divides by the number of elements
         pending = SideStreamTransfer(self._stream, received, sent)

@@ -1,4 +1,4 @@
-"""Makes the communicator of a process group, of BMTrain's communicator, of the world or of one rank."""
+"""Makes communicators: over a process group, over BMTrain's communicator, over the world, or for a single rank."""
 
 import sys
 import weakref
@@ -66,28 +66,28 @@ def bmtrain_groups() -> tuple[CheckedCommunicator, Split]:
         from bmtrain import nccl
         from bmtrain.store import allgather_objects
 
-        # Every rank makes an id, the first of each group's is used: ids travel by BMTrain's own object exchange.
+        # The first rank of each group makes its id; BMTrain's own all-gather of objects distributes the ids.
         ids = allgather_objects(nccl.getUniqueId() if mine[0] == world.rank else b"")
         return _over_bmtrain(nccl.commInitRank(ids[mine[0]], len(mine), mine.index(world.rank)))
 
     def split(groups: Sequence[Sequence[int]]) -> CheckedCommunicator:
         if [list(ranks) for ranks in groups] == _neighbours(world.size, bmtrain_tensor_degree()):
-            return _over_bmtrain(config["tp_comm"])  # BMTrain has made it; another would take memory of its own
+            return _over_bmtrain(config["tp_comm"])  # made by BMTrain already; another one would need more memory
         return _own_group(world, groups, make)
 
     return world, split
 
 
 def bmtrain_tensor_degree() -> int:
-    """Return how many neighbouring ranks share each matrix of a running BMTrain; 1 where none runs."""
+    """Return BMTrain's tensor parallel degree; 1 if BMTrain was not started."""
     config = _bmtrain_config()
     return 1 if config is None else int(config["tp_size"])
 
 
-def alone(world: CheckedCommunicator | None = None) -> CheckedCommunicator:
-    """Return the communicator of a group that is this rank alone, for tensors where `world` has them, or on CPUs.
+def single_rank_group(world: CheckedCommunicator | None = None) -> CheckedCommunicator:
+    """Return the communicator of a group of this rank only, for tensors on the device of `world`, or on CPUs.
 
-    No library is asked for one: NCCL would keep memory of the GPU for it.
+    It uses no communication library: NCCL would allocate GPU memory for it.
     """
     device, always = (torch.device("cpu"), True) if world is None else (world.device, world.always)
     return CheckedCommunicator(LocalCommunicator(0, [[MessageQueue()]], device), device, always=always)
@@ -105,7 +105,7 @@ def process_groups() -> tuple[CheckedCommunicator, Split]:
 
     def split(groups: Sequence[Sequence[int]]) -> CheckedCommunicator:
         def make(mine: Sequence[int]) -> CheckedCommunicator:
-            made = [dist.new_group(list(ranks)) for ranks in groups]  # each rank makes every group, in one order
+            made = [dist.new_group(list(ranks)) for ranks in groups]  # every rank must make every group, in one order
             return communicator(made[groups.index(mine)])
 
         return _own_group(world, groups, make)
@@ -116,16 +116,16 @@ def process_groups() -> tuple[CheckedCommunicator, Split]:
 def _own_group(
     world: CheckedCommunicator, groups: Sequence[Sequence[int]], make: Callable[[Sequence[int]], CheckedCommunicator]
 ) -> CheckedCommunicator:
-    """Return this rank's of the groups of a partition; `make` is asked for it unless it is all ranks or each alone."""
+    """Return this rank's group of a partition. `make` is not called for groups of all ranks or of single ranks."""
     if len(groups) == 1:
         return world
     if all(len(ranks) == 1 for ranks in groups):
-        return alone(world)
+        return single_rank_group(world)
     return make(next(ranks for ranks in groups if world.rank in ranks))
 
 
 def _neighbours(world_size: int, degree: int) -> list[list[int]]:
-    """Return BMTrain's tensor groups; nothing where there are none."""
+    """Return the ranks of BMTrain's tensor groups; an empty list if there are none."""
     starts = range(0, world_size, degree) if degree > 1 else ()
     return [list(range(first, first + degree)) for first in starts]
 
@@ -136,20 +136,20 @@ def _world() -> object:
         return config["comm"]
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
-    return alone()
+    return single_rank_group()
 
 
 def _bmtrain_config() -> dict[str, Any] | None:
-    """BMTrain's own state, if this program imported and started it. Never imports it."""
+    """Return BMTrain's configuration if this program has imported and started it. Does not import it."""
     module = sys.modules.get("bmtrain.global_var")
     return module.config if module is not None and module.config.get("initialized") else None
 
 
-# One communicator for a group, however often attention is called with it: each may own streams and shared memory.
+# One communicator per group for all calls of attention: each may own streams and shared memory.
 @lru_cache(maxsize=64)
 def _over_process_group(reference: "weakref.ref[dist.ProcessGroup]") -> CheckedCommunicator:
     group = reference()
-    assert group is not None  # the caller has it
+    assert group is not None  # the caller holds a reference
     return _checked(ProcessGroupCommunicator(group))
 
 

@@ -1,4 +1,4 @@
-"""A communicator between threads of one process: tests with many ranks take milliseconds."""
+"""A communicator between threads of one process, for tests with many ranks and for groups of one rank."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ _SECONDS = 60.0
 
 
 class LostRank(RuntimeError):
-    """A message that was waited for will not come: its sender has ended, or called something else."""
+    """An expected message will not arrive: its sender has ended, or called another operation."""
 
 
 class MessageQueue:
@@ -35,11 +35,11 @@ class MessageQueue:
         self._messages.put((call, copies))
 
     def close(self) -> None:
-        """Tell the peer that nothing more will come."""
+        """Tell the receiver that no more messages will come."""
         self._messages.put(None)
 
     def get(self, call: int) -> tuple[Tensor, ...]:
-        """Return what the peer's call of that number sent; calls may be waited for in any order.
+        """Return the tensors of the sender's call of that number; calls may be waited for in any order.
 
         Raises:
             LostRank: The sender closed the queue, or sent nothing for a minute.
@@ -50,7 +50,7 @@ class MessageQueue:
             except Empty:
                 raise LostRank(f"no message from another rank for {_SECONDS:.0f} s: it skipped a call") from None
             if message is None:
-                self.close()  # for the next who asks
+                self.close()  # for the next receiver
                 raise LostRank("no message from another rank: it ended, or skipped a call")
             number, tensors = message
             self._early[number] = tensors
@@ -74,9 +74,9 @@ class LocalCommunicator(MessageMover):
     """`Communicator` between threads of one process.
 
     Args:
-        rank: This thread's.
-        queues: From every rank to every rank.
-        device: Where its outboxes and inboxes are.
+        rank: The rank of this thread.
+        queues: `queues[a][b]` carries messages from rank a to rank b.
+        device: The device of its outboxes and inboxes.
     """
 
     transport = "threads"
@@ -115,7 +115,7 @@ class LocalCommunicator(MessageMover):
         return self._swapped([tensor] * self.size, lambda parts: torch.stack(parts).sum(0, dtype=tensor.dtype))
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], held: tuple[Tensor, ...]) -> Transfer:
-        del held  # what is sent is copied at once
+        del held  # sent tensors are copied at once
 
         def arrive(parts: list[Tensor]) -> Tensor:
             for buffer, part in zip(incoming, parts, strict=True):
@@ -132,11 +132,11 @@ class LocalCommunicator(MessageMover):
 
 
 def run_ranks(size: int, body: Callable[..., T], *args: object) -> list[T]:
-    """Call `body(communicator, *args)` on `size` ranks, a thread each, and return what each gave.
+    """Call `body(communicator, *args)` on `size` ranks, one thread each, and return all results.
 
     Raises:
-        Exception: The first failure of any rank, after all of them ended. One that only missed another rank's message
-            comes last.
+        Exception: The first failure of any rank, after all of them have ended. A rank that only missed another rank's
+            message comes last.
     """
     queues = [[MessageQueue() for _ in range(size)] for _ in range(size)]
 

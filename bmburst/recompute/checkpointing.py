@@ -1,4 +1,4 @@
-"""Activation checkpointing that saves attention's results: `checkpoint` drops the other activations and recomputes them.
+"""Activation checkpointing that saves attention's results and recomputes the other activations: `checkpoint`.
 
 A block's activations are dropped after forward and recomputed in backward, except attention's output and log-sum-exp:
 they are saved, so that the recomputation sends nothing over the ring. Each call of `checkpoint` owns what it saves;
@@ -157,7 +157,7 @@ class _SavedResults:
 
 
 class _Tape:
-    """Saved results of one checkpointed call, in order. A nested checkpoint takes those that the outer one has saved."""
+    """Saved results of one checkpointed call, in order. A nested checkpoint takes what the outer one has saved."""
 
     def __init__(self, policy: Policy, group: OffloadGroup | None) -> None:
         self._policy, self._group, self._outer = policy, group, _tape.get()
@@ -179,7 +179,7 @@ class _Tape:
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """The context of a recomputation: the forward's mesh is current, and its tape is replayed. Entered in each backward.
+    """The context of a recomputation: the forward's mesh is current and its tape is replayed. Each backward enters it.
 
     Backward may run in one of autograd's threads, or after the `with` block that made the mesh current.
     """

@@ -7,7 +7,7 @@ from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.heads_plan import HeadsPlan, Strides, make_heads_plan
 from bmburst.schedule.layout import Contiguous, Layout, make_layout, rank_areas
 from bmburst.schedule.mask import Causal
-from bmburst.schedule.ring_schedule import Itinerary, layout_itinerary, make_schedule
+from bmburst.schedule.ring_schedule import DoubleRingOrder, layout_ring_order, make_schedule
 from bmburst.schedule.strategy import choose_strategy
 from bmburst.schedule.strategy_names import RingTensors, Strategy
 from bmburst.schedule.units import HeadShapes, backward_bytes, choose_ring_tensors
@@ -117,7 +117,7 @@ def double_ring() -> Drawing:
         [step.owner for step in make_schedule(layout, length, Causal(), rank, "kv").steps]
         for rank in range(layout.size)
     ]
-    double = [list(_itinerary().owners(rank)) for rank in range(layout.size)]
+    double = [list(_ring_order().owners(rank)) for rank in range(layout.size)]
     _visits(drawing, 78, flat, "one ring")
     _visits(drawing, 446, double, "double ring")
     drawing.rect(78, 352, 14, 14, "r0", radius=2)
@@ -217,8 +217,8 @@ def _strategy() -> Strategy:
     return choose_strategy("heads", _shapes(), LENGTH, Causal(), Placement("peer"), load_hardware(MACHINE))
 
 
-def _itinerary() -> Itinerary:
-    return layout_itinerary(*_around(), Causal(), "kv", NODES, returning=False)
+def _ring_order() -> DoubleRingOrder:
+    return layout_ring_order(*_around(), Causal(), "kv", NODES, returning=False)
 
 
 def _around() -> tuple[Layout, int]:

@@ -15,7 +15,7 @@ from bmburst.comm.local import run_ranks
 from bmburst.comm.protocol import CompletedTransfer
 from bmburst.comm.transports import DoubleRingGroups, double_ring_groups
 from bmburst.errors import UserError
-from bmburst.schedule.ring_schedule import make_itinerary
+from bmburst.schedule.ring_schedule import make_ring_order
 from bmburst_ops.flash import BackwardInputs
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
@@ -119,11 +119,11 @@ def test_moves_the_bytes_that_the_formula_says(nodes, places, ring_tensors, kv_h
         whole = draw(0, 2, tokens * size, 4, kv_heads, 8)
         _, groups, forward = double_attention(comm, nodes, ring_tensors, whole, "causal", "zigzag")
         keys, queries, statistics = (2 * tokens * 8 * n for n in (8 * kv_heads, 8 * 4, 4))  # bytes of fp64
-        guests, gradients = (2 * keys, 2 * keys) if ring_tensors == "kv" else (2 * queries + 2 * statistics, queries)
+        blocks, gradients = (2 * keys, 2 * keys) if ring_tensors == "kv" else (2 * queries + 2 * statistics, queries)
         assert forward == ((nodes - 1) * 2 * keys, nodes * (places - 1) * 2 * keys)
-        assert groups.inter.sent - forward[0] == (nodes - 1) * (guests + gradients)
+        assert groups.inter.sent - forward[0] == (nodes - 1) * (blocks + gradients)
         returns = nodes * (places - 1) + (places > 2 or nodes == 1 < places)
-        assert groups.intra.sent - forward[1] == nodes * (places - 1) * guests + returns * gradients
+        assert groups.intra.sent - forward[1] == nodes * (places - 1) * blocks + returns * gradients
 
     run_ranks(size, body)
 
@@ -144,8 +144,8 @@ class Logging:
 def test_a_block_is_on_its_way_between_nodes_for_a_whole_window():
     log = []
     groups = DoubleRingGroups(Logging("hop", 2, log), Logging("far", 3, log))
-    itinerary = make_itinerary(3, 2, everything, returning=False)
-    for _ in double_ring_visits(groups, itinerary, torch.zeros(1)):
+    ring_order = make_ring_order(3, 2, everything, returning=False)
+    for _ in double_ring_visits(groups, ring_order, torch.zeros(1)):
         log.append("work")
     first = ["start far1 by 1", "start hop1 by 1", "work", "wait hop1", "work", "wait far1"]
     second = ["start far2 by 1", "start hop2 by 1", "work", "wait hop2", "work", "wait far2"]
@@ -155,8 +155,8 @@ def test_a_block_is_on_its_way_between_nodes_for_a_whole_window():
 def test_gradients_between_nodes_are_on_their_way_for_a_whole_window():
     log = []
     groups = DoubleRingGroups(Logging("hop", 4, log), Logging("far", 3, log))
-    itinerary = make_itinerary(3, 4, everything, returning=True)
-    double_ring_carry_home(groups, itinerary, (torch.zeros(1),), lambda _: log.append("work") or (torch.zeros(1),))
+    ring_order = make_ring_order(3, 4, everything, returning=True)
+    double_ring_carry_home(groups, ring_order, (torch.zeros(1),), lambda _: log.append("work") or (torch.zeros(1),))
     far = [(entry.split(" by ")[0], log[:i].count("work")) for i, entry in enumerate(log) if "far" in entry]
     assert far == [  # at which step: windows are of 2, 4, 4 and 2 of them
         *(("start far1", 0), ("wait far1", 2), ("start far2", 2)),  # blocks
@@ -257,10 +257,10 @@ def test_memory_does_not_grow_with_nodes_or_ranks():
         groups = DoubleRingGroups(Echo(places), Echo(nodes))
         alive = LiveBytes()
         with alive:
-            itinerary = make_itinerary(nodes, places, everything, returning=False)
-            deque(double_ring_visits(groups, itinerary, torch.zeros(1000)), maxlen=0)
-            forward, itinerary = alive.peak, make_itinerary(nodes, places, everything, returning=True)
-            double_ring_carry_home(groups, itinerary, (torch.zeros(1000),), lambda _: (torch.zeros(1000),))
+            ring_order = make_ring_order(nodes, places, everything, returning=False)
+            deque(double_ring_visits(groups, ring_order, torch.zeros(1000)), maxlen=0)
+            forward, ring_order = alive.peak, make_ring_order(nodes, places, everything, returning=True)
+            double_ring_carry_home(groups, ring_order, (torch.zeros(1000),), lambda _: (torch.zeros(1000),))
         return forward, alive.peak
 
     for nodes, places in ((2, 2), (4, 4), (8, 8)):

@@ -119,8 +119,8 @@ class Logging(Echo):
         return SimpleNamespace(wait=lambda: self.log.append(f"wait {len(tensors)}") or tensors)
 
 
-@pytest.mark.parametrize(("strategy", "guests", "gradients"), [("kv", 2, 2), ("burst", 4, 1)])
-def test_hops_are_hidden_behind_compute(monkeypatch, strategy, guests, gradients):
+@pytest.mark.parametrize(("strategy", "blocks", "gradients"), [("kv", 2, 2), ("burst", 4, 1)])
+def test_hops_are_hidden_behind_compute(monkeypatch, strategy, blocks, gradients):
     """The next block is on its way while a tile is computed; gradients follow one step behind and arrive meanwhile."""
     log = []
     for name in ("forward", "backward"):
@@ -132,7 +132,7 @@ def test_hops_are_hidden_behind_compute(monkeypatch, strategy, guests, gradients
     assert log == ["start 2", "tile", "wait 2", "start 2", "tile", "wait 2", "tile"]
     log.clear()
     out.sum().backward()
-    start, wait = f"start {guests}", f"wait {guests}"
+    start, wait = f"start {blocks}", f"wait {blocks}"
     send, add = f"start {gradients}", f"wait {gradients}"
     assert log == [start, "tile", send, wait, start, "tile", add, send, wait, "tile", add, send, add]
 

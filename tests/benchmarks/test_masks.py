@@ -12,13 +12,13 @@ from benchmarks.attention import measure
 from benchmarks.attention.cells import (
     Cell,
     Selection,
-    alone,
     document_lengths,
     facts,
     forward_flops,
     list_cells,
     mask_of,
     median_tokens,
+    one_gpu_cell,
     pattern_of,
     plain_causal,
     visible_pairs,
@@ -91,13 +91,13 @@ def test_short_sequences_have_short_documents_and_windows():
 def test_one_gpu_gets_a_ranks_share_of_the_same_documents_or_window(mask):
     for ranks, heads, expected in ((8, (32, 8), (4, 1)), (2, (32, 32), (16, 16)), (8, (32, 4), (4, 1))):
         at = cell(mask, ranks=ranks, heads=heads[0], kv_heads=heads[1])
-        one = alone(at)
+        one = one_gpu_cell(at)
         assert (one.heads, one.kv_heads, one.tokens, one.mask) == (*expected, at.tokens, mask)
-        assert forward_flops(one) == forward_flops(at) / ranks and one == alone(one)
+        assert forward_flops(one) == forward_flops(at) / ranks and one == one_gpu_cell(one)
         plain = plain_causal(at)
         assert plain.mask == "causal" and (plain.heads, plain.kv_heads) == heads
         assert 0.96 < forward_flops(plain) / forward_flops(one) <= 1
-    uneven = alone(cell(mask, ranks=3, heads=4, kv_heads=2))
+    uneven = one_gpu_cell(cell(mask, ranks=3, heads=4, kv_heads=2))
     assert (uneven.heads, uneven.kv_heads) == (1, 1)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bmburst import Documents, Full, Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
-from bmburst.comm.groups import alone
+from bmburst.comm.groups import single_rank_group
 from bmburst.comm.local import run_ranks
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import SequenceMask, attention, layer_mask
@@ -22,8 +22,8 @@ IDS = torch.arange(3, 14).expand(2, -1)
 
 
 def _mesh(world: CheckedCommunicator | None = None) -> Mesh:
-    world = world or alone()
-    return Mesh(MeshShape(1, world.size, 1), world.rank, world, world, alone())
+    world = world or single_rank_group()
+    return Mesh(MeshShape(1, world.size, 1), world.rank, world, world, single_rank_group())
 
 
 def _part(**options: Any) -> Part:

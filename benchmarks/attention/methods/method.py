@@ -13,8 +13,8 @@ from benchmarks.attention.cells import (
     PLAIN_MASKS,
     Cell,
     Traffic,
-    alone,
     mask_of,
+    one_gpu_cell,
     one_gpu_memory,
     pattern_of,
     sizes,
@@ -141,7 +141,7 @@ def heads_refusal(cell: Cell) -> str | None:
 
 
 class OneGpu(Method):
-    """One GPU's own kernel on the FLOPs of a rank's share (`work.alone`): what every ratio is taken against.
+    """One GPU's own kernel on the FLOPs of a rank's share (`one_gpu_cell`): what every ratio is taken against.
 
     For accuracy it has the whole sequence.
     """
@@ -164,7 +164,7 @@ class OneGpu(Method):
 
     def input_shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
         """See `Method.input_shape`."""
-        own = alone(cell)
+        own = one_gpu_cell(cell)
         return cell.batch, own.tokens, own.heads if heads == cell.heads else own.kv_heads, cell.head_dim
 
 
