@@ -19,13 +19,13 @@ TOKEN_CACHE, TOKEN_FILE = "token cache", "token file"
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    """One kind of fault.
+    """A kind of fault.
 
     Attributes:
-        title: What a record calls it.
-        points: How many of them a full record has.
-        moments: When they happen; of flips, in which part of a file.
-        targets: What they happen to.
+        title: Its name in records.
+        points: The number of such faults in a full record.
+        moments: When faults happen; of flips, the part of the file.
+        targets: The processes or files that are affected.
     """
 
     title: str
@@ -58,13 +58,13 @@ KINDS: Mapping[str, FaultKind] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault.
+    """A fault to inject.
 
     Attributes:
         kind: A key of `KINDS`.
-        moment: When it happens, one of the kind's.
-        target: What it happens to, one of the kind's.
-        seed: Decides the rest, for example the delay after the moment: see `draw`.
+        moment: One of the kind's moments.
+        target: One of the kind's targets.
+        seed: Determines everything else, for example the delay after the moment: see `draw`.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class Fault:
     seed: int
 
     def draw(self, what: str) -> float:
-        """Return a number in [0, 1) that this fault's seed and the name of the choice decide."""
+        """Return a pseudorandom number in [0, 1) from the seed and the name of a choice."""
         return random.Random(f"{self.seed} {what}").random()
 
     def __str__(self) -> str:
@@ -82,16 +82,16 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultOutcome:
-    """What came of a fault.
+    """The outcome of a fault.
 
     Attributes:
-        fault: What was done.
+        fault: The fault.
         seconds: From the fault until no process of the run was left.
-        survivors: Processes that had to be killed after the limit.
-        differs: A loss, an evaluation or a final weight is not that of the undisturbed run.
-        unseen: Of a flip: the run that read the file again said nothing.
-        problems: What else is not as it should be.
-        left: What the disturbed run left or said, for whoever reads the JSON.
+        survivors: Processes that had to be killed after the time limit.
+        differs: Whether a loss, an evaluation or a final weight differs from the undisturbed run.
+        unseen: For a flip: whether the run that read the file again reported nothing.
+        problems: Other errors.
+        left: What the disturbed run left or printed, for readers of the JSON file.
     """
 
     fault: Fault
@@ -104,20 +104,20 @@ class FaultOutcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no error of any kind."""
         return not (self.survivors or self.differs or self.unseen or self.problems)
 
 
 def faults(seed: int, kinds: Iterable[str] = KINDS, points: int | None = None) -> tuple[Fault, ...]:
     """Return the faults of a record.
 
-    Every moment meets every target as often as any other, give or take one. The first N of a kind are the same
-    whatever other kinds are asked for and however many points.
+    All pairs of moment and target occur equally often, up to one. The first N faults of a kind do not depend on the
+    other kinds or on the number of points.
 
     Args:
-        seed: Decides them all.
+        seed: Determines all faults.
         kinds: Keys of `KINDS`.
-        points: Faults of each kind; None: as many as a full record has.
+        points: Faults per kind; None: the number in a full record.
     """
     return tuple(fault for kind in kinds for fault in _of_kind(seed, kind, points))
 
@@ -133,13 +133,13 @@ def _of_kind(seed: int, name: str, points: int | None) -> list[Fault]:
 
 
 def outcome_of(values: Mapping[str, Any]) -> FaultOutcome:
-    """Return an outcome that `json` has read back."""
+    """Return an outcome from its JSON object."""
     fault, problems = Fault(**values["fault"]), tuple(values["problems"])
     return FaultOutcome(**{**values, "fault": fault, "problems": problems})
 
 
 def table(planned: Sequence[Fault], outcomes: Sequence[FaultOutcome]) -> str:
-    """Return the results in Markdown, a line for each kind."""
+    """Return the results as a Markdown table with one row per kind."""
     lines = [
         "| fault | points | tried | survivors | runs that differ | flips unseen | other problems | longest end (s) |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -164,9 +164,9 @@ def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequenc
     """Return the whole record in Markdown.
 
     Args:
-        facts: `benchmarks.engine.machine.describe`, `cores`, `minutes`, and `notes`: lines on what could not be done.
-        planned: All faults that were asked for.
-        outcomes: Of those that were tried.
+        facts: Result of `benchmarks.engine.machine.describe`, with `cores`, `minutes` and `notes`.
+        planned: All requested faults.
+        outcomes: Outcomes of the faults that were injected.
     """
     software = f"Python {facts['python']}, torch {facts['torch']}, bmburst {facts['bmburst']}"
     bad = [outcome for outcome in outcomes if not outcome.is_good]
@@ -208,7 +208,7 @@ JSON."""
 
 
 def _spread(outcomes: Sequence[FaultOutcome]) -> list[str]:
-    """Return in how many points each state of the checkpoint folder was found after a kill."""
+    """Return how often each state of the checkpoint folder was found after a kill."""
     places: dict[str, int] = {}
     for outcome in outcomes:
         if outcome.fault.kind == "kill":
