@@ -25,7 +25,7 @@ def calibrate(base: str, ranks: int, say: PrintLine) -> str:
     Args:
         base: Name or file of the hardware whose numbers stand in for those that cannot be measured here.
         ranks: Number of ranks between which links are measured; 1 measures none.
-        say: Told what is being done.
+        say: Prints a line of progress.
 
     Raises:
         UserError: `base` is unknown, or the ranks cannot start.

@@ -99,7 +99,7 @@ def measure_device(device: torch.device, say: PrintLine) -> dict[str, Fact]:
 
     Args:
         device: A GPU, or the CPU.
-        say: Told what is being measured.
+        say: Prints a line of progress.
     """
     scale = GPU if device.type == "cuda" else CPU
     found: dict[str, Fact] = {}

@@ -1,4 +1,4 @@
-"""Activation checkpointing that never runs attention twice: `checkpoint`, the policies, and the host memory store.
+"""Activation checkpointing that saves attention's results: `checkpoint`, recompute policies, offload to the host.
 
 Names are imported on first use, because the planner reads `bmburst.recompute.policy` where torch is not installed.
 """

@@ -1,4 +1,4 @@
-"""Strategies, the ways to spread an attention over ranks, and the names by which users ask for them."""
+"""Strategies of attention over several ranks, and the names by which users request them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ RingTensors = Literal["kv", "q"]
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How an attention is spread: head exchange within groups of neighbouring ranks, and what happens between groups.
+    """A strategy: head exchange in groups of neighbouring ranks, and a ring or gather between the groups.
 
     Attributes:
         ulysses_degree: Neighbouring ranks that exchange heads (DeepSpeed Ulysses); 1 for none.
@@ -73,7 +73,7 @@ STRATEGIES: Mapping[str, StrategySpec] = MappingProxyType(
 
 
 def name_of(heads: int, size: int, outer: str) -> str:
-    """Return the first name that asks for `heads` of `size` ranks and `outer` between groups; "auto" if none does."""
+    """Return the first name that allows `heads` of `size` ranks and `outer` between groups; "auto" if none does."""
     if size == 1:
         return "auto"  # there is nothing to distribute: every name fits
     named = (name for name, asked in STRATEGIES.items() if asked.exchange != "any" and asked.fits(heads, size, outer))

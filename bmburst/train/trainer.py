@@ -349,7 +349,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of this step into the run folder."""
-        progress = checkpoint.Progress(
+        progress = checkpoint.RunProgress(
             step=self.steps_done,
             data=self.batches.state_dict(),
             tokenizer=self.corpus.tokenizer_name,
