@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import gather_objects
 from bmburst.comm.transports import over_transport
@@ -19,7 +19,7 @@ from bmburst.comm.transports import over_transport
 _ALIGNMENT = 16  # bytes that a thread reads at once
 
 
-def small_sums(comm: Checked, numbers: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def small_sums(comm: CheckedCommunicator, numbers: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Return a function that adds up a tensor over the ranks of a group, in its dtype; equal bits on all of them.
 
     It can be captured in a CUDA graph. Collective the first time for a group on GPUs.
