@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from benchmarks import netns
 from bmburst.attention.api import burst_attention
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import gather_objects
 
@@ -36,7 +36,7 @@ _TOLERANCE = 1e-4  # of fp32 sums in another order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class AttentionJob:
     """What each rank runs: attention in fp32 on CPUs, causal, zigzag, as many KV heads as heads."""
 
     batch: int = 32
@@ -59,7 +59,7 @@ class Job:
         return hops * 2 * self.queries, hops * (2 * self.queries + statistics) + returns * self.queries
 
 
-class Times(NamedTuple):
+class RepeatTimes(NamedTuple):
     """Seconds of the slowest rank, and bytes of the port that sent most to other nodes, of each repeat."""
 
     forward: list[float]
@@ -69,7 +69,7 @@ class Times(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    default = Job()
+    default = AttentionJob()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2, help="nodes, default 2")
     parser.add_argument("--places", type=int, default=2, help="ranks of a node, default 2")
@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"cannot measure here: {problem}")
         return 1
     shape = netns.Shape(args.nodes, args.places, args.fast, args.slow)
-    job = Job(batch=args.batch, tokens=args.tokens, repeats=args.repeats)
-    results: dict[netns.Port, dict[str, Times]] = {}
+    job = AttentionJob(batch=args.batch, tokens=args.tokens, repeats=args.repeats)
+    results: dict[netns.Port, dict[str, RepeatTimes]] = {}
     for port in args.port:
         at = replace(shape, port=port)
         results[port] = measure(at, job)
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(shape: netns.Shape, job: Job) -> dict[str, Times]:
+def measure(shape: netns.Shape, job: AttentionJob) -> dict[str, RepeatTimes]:
     """Run the job on every rank of a network.
 
     Raises:
@@ -132,7 +132,7 @@ def measure(shape: netns.Shape, job: Job) -> dict[str, Times]:
     for rank, process in enumerate(ranks):
         if process.returncode:
             raise RuntimeError(f"rank {rank}:\n{outputs[rank]}")
-    return {name: Times(*times) for name, times in json.loads(outputs[0].splitlines()[-1]).items()}
+    return {name: RepeatTimes(*times) for name, times in json.loads(outputs[0].splitlines()[-1]).items()}
 
 
 def run_rank(rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, ports: list[tuple[str, str]]) -> None:
@@ -143,13 +143,13 @@ def run_rank(rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, po
     # Calls are not compared between ranks: that is another message on the slow link before each hop.
     group = dist.group.WORLD
     assert group is not None
-    comm = Checked(ProcessGroupCommunicator(group), torch.device("cpu"), always=False)
-    what = Job(**job)
+    comm = CheckedCommunicator(ProcessGroupCommunicator(group), torch.device("cpu"), always=False)
+    what = AttentionJob(**job)
     torch.manual_seed(rank)
     shapes = (what.batch, what.tokens, what.heads, what.head_dim)
     q, k, v = (torch.randn(shapes).requires_grad_() for _ in range(3))
     grad = torch.randn(shapes)
-    times = {name: Times([], [], []) for name in STRATEGIES}
+    times = {name: RepeatTimes([], [], []) for name in STRATEGIES}
     for repeat in range(1 + what.repeats):
         results = []
         for name, strategy in STRATEGIES.items():
@@ -175,7 +175,7 @@ def run_rank(rank: int, shape: dict[str, Any], job: dict[str, Any], url: str, po
     dist.destroy_process_group()
 
 
-def least(shape: netns.Shape, job: Job, name: str) -> tuple[float, float, float]:
+def least(shape: netns.Shape, job: AttentionJob, name: str) -> tuple[float, float, float]:
     """Return what the slow links alone allow: seconds forward and backward, and bytes of a port.
 
     In a flat ring each hop goes over every node's port once, whoever owns it: size - 1 of blocks, size of gradients. In
@@ -191,7 +191,7 @@ def least(shape: netns.Shape, job: Job, name: str) -> tuple[float, float, float]
     return forward / rate, backward / rate, forward + backward
 
 
-def table(shape: netns.Shape, job: Job, results: dict[str, Times]) -> str:
+def table(shape: netns.Shape, job: AttentionJob, results: dict[str, RepeatTimes]) -> str:
     """Return one network's results in Markdown."""
     whose = {"rank": "each rank has a port to the other nodes", "node": "the ranks of a node share one port"}
     lines = [
@@ -218,7 +218,9 @@ def table(shape: netns.Shape, job: Job, results: dict[str, Times]) -> str:
     return "\n".join(lines)
 
 
-def record(shape: netns.Shape, job: Job, results: dict[netns.Port, dict[str, Times]], words: Sequence[str]) -> str:
+def record(
+    shape: netns.Shape, job: AttentionJob, results: dict[netns.Port, dict[str, RepeatTimes]], words: Sequence[str]
+) -> str:
     """Return the whole record in Markdown."""
     cores = os.cpu_count()
     software = f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"

@@ -23,7 +23,7 @@ from benchmarks.engine.report import versions
 _WARM_UP = 10  # steps that are not timed: kernels are chosen and memory is taken
 
 
-class Run(NamedTuple):
+class FinishedRun(NamedTuple):
     """One finished run of the main job."""
 
     ranks: int
@@ -54,7 +54,7 @@ def main() -> int:
     return 0
 
 
-def train(ranks: int, options: list[str]) -> Run:
+def train(ranks: int, options: list[str]) -> FinishedRun:
     """Run the main job on some ranks of this machine.
 
     Raises:
@@ -74,10 +74,10 @@ def train(ranks: int, options: list[str]) -> Run:
             for name in ("metrics.jsonl", "evals.jsonl")
         )
         output = "\n".join(line.split("\r")[-1].rstrip() for line in done.stdout.splitlines() if folder not in line)
-        return Run(ranks, shlex.join(["bmburst", *words]), output, seconds, metrics, evals[-1])
+        return FinishedRun(ranks, shlex.join(["bmburst", *words]), output, seconds, metrics, evals[-1])
 
 
-def record(runs: list[Run], machine: dict[str, Any]) -> str:
+def record(runs: list[FinishedRun], machine: dict[str, Any]) -> str:
     """Return the record of runs on a machine as Markdown."""
     lines = [
         "# The main job",

@@ -31,7 +31,7 @@ RATES: Mapping[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weig
 _EPS = 1e-5
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """What of a step is done in several ways.
 
     Attributes:
@@ -67,7 +67,7 @@ def main() -> int:
     return 0
 
 
-def parts(model: LlamaConfig, tokens: int, ranks: int, device: torch.device) -> Iterator[Part]:
+def parts(model: LlamaConfig, tokens: int, ranks: int, device: torch.device) -> Iterator[StepPart]:
     """Each part on tensors of its own, given back before the next one's are made.
 
     Args:
@@ -90,7 +90,7 @@ def parts(model: LlamaConfig, tokens: int, ranks: int, device: torch.device) -> 
 Random = Callable[..., Tensor]
 
 
-def _head(model: LlamaConfig, tokens: int, random: Random) -> Iterator[Part]:
+def _head(model: LlamaConfig, tokens: int, random: Random) -> Iterator[StepPart]:
     hidden, weight = random(tokens, model.hidden_size), random(model.vocab_size, model.hidden_size) / 64
     labels = torch.arange(tokens, device=hidden.device) * 7 % model.vocab_size
     leaves = hidden.requires_grad_(), weight.requires_grad_()
@@ -99,10 +99,10 @@ def _head(model: LlamaConfig, tokens: int, random: Random) -> Iterator[Part]:
         return torch.autograd.grad(linear_cross_entropy(*leaves, labels, gathered=gathered), leaves)
 
     ways = {f"{gathered} chunks at once": partial(way, gathered) for gathered in (1, 2, 4, 8)}
-    yield Part("head and loss, with gradients", ways, 1, flops=6.0 * tokens * weight.numel())
+    yield StepPart("head and loss, with gradients", ways, 1, flops=6.0 * tokens * weight.numel())
 
 
-def _sums(model: LlamaConfig, tokens: int, random: Random) -> Iterator[Part]:
+def _sums(model: LlamaConfig, tokens: int, random: Random) -> Iterator[StepPart]:
     """The head's weight gradient alone."""
     grads, states = random(tokens, model.vocab_size), random(tokens, model.hidden_size)
     total = torch.zeros(model.vocab_size, model.hidden_size, device=grads.device)
@@ -115,10 +115,10 @@ def _sums(model: LlamaConfig, tokens: int, random: Random) -> Iterator[Part]:
         return (wide,)
 
     ways = {f"{rows} tokens at once": partial(way, rows) for rows in (1024, 2048, 4096, 8192)}
-    yield Part("head's weight gradient", ways, 1, flops=2.0 * tokens * total.numel())
+    yield StepPart("head's weight gradient", ways, 1, flops=2.0 * tokens * total.numel())
 
 
-def _shared_inputs(model: LlamaConfig, tokens: int, random: Random) -> Iterator[Part]:
+def _shared_inputs(model: LlamaConfig, tokens: int, random: Random) -> Iterator[StepPart]:
     """Backward of what reads one input: its gradient and those of the weights."""
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     for name, widths in (("q, k, v", (query, kv, kv)), ("gate, up", (model.intermediate_size,) * 2)):
@@ -134,10 +134,10 @@ def _shared_inputs(model: LlamaConfig, tokens: int, random: Random) -> Iterator[
             for way, given in results.items()
         }
         flops = 4.0 * tokens * model.hidden_size * sum(widths)
-        yield Part(f"{name}, backward", ways, model.num_layers, flops=flops)
+        yield StepPart(f"{name}, backward", ways, model.num_layers, flops=flops)
 
 
-def _norms(model: LlamaConfig, tokens: int, random: Random) -> Iterator[Part]:
+def _norms(model: LlamaConfig, tokens: int, random: Random) -> Iterator[StepPart]:
     """The norm in front of the MLP, with what attention adds, and the one in front of attention."""
     x, added, *grads = (random(1, tokens, model.hidden_size) for _ in range(4))
     weight = random(model.hidden_size).requires_grad_()
@@ -156,17 +156,17 @@ def _norms(model: LlamaConfig, tokens: int, random: Random) -> Iterator[Part]:
 
     named = {"apart": apart, "in one pass": joined}
     ways = {name: partial(detached, function) for name, function in named.items()}
-    yield Part("sum and norm, forward", ways, 2 * model.num_layers, nbytes=4.0 * x.nbytes)
+    yield StepPart("sum and norm, forward", ways, 2 * model.num_layers, nbytes=4.0 * x.nbytes)
     for with_added, name in ((True, "sum and norm, backward"), (False, "norm beside a stream, backward")):
         leaves = (x, added, weight) if with_added else (x, weight)
         backward = {
             way: partial(torch.autograd.grad, function(with_added), leaves, grads, retain_graph=True)
             for way, function in named.items()
         }
-        yield Part(name, backward, model.num_layers, nbytes=4.0 * x.nbytes)
+        yield StepPart(name, backward, model.num_layers, nbytes=4.0 * x.nbytes)
 
 
-def _adam(model: LlamaConfig, ranks: int, random: Random) -> Iterator[Part]:
+def _adam(model: LlamaConfig, ranks: int, random: Random) -> Iterator[StepPart]:
     """AdamW of a quarter of a rank's weights, which stand for all."""
     numbers = model.num_parameters // ranks // 4
     weights, gradient = random(numbers), random(numbers)
@@ -189,17 +189,17 @@ def _adam(model: LlamaConfig, ranks: int, random: Random) -> Iterator[Part]:
         return master, mean, square
 
     ways: dict[str, Way] = {"BMTrain's": partial(bmtrain, *state()), "Triton": partial(ours, *state())}
-    yield Part("AdamW", ways, 4, nbytes=28.0 * numbers)
+    yield StepPart("AdamW", ways, 4, nbytes=28.0 * numbers)
 
 
-def _measured(part: Part, repeats: int) -> dict[str, float]:
+def _measured(part: StepPart, repeats: int) -> dict[str, float]:
     """Return the median of each way's times on the GPU, in seconds."""
     scratch = torch.empty(8 * FLUSH, dtype=torch.uint8, device="cuda")  # a millisecond: autograd launches within it
     seconds = median_seconds(list(part.ways.values()), scratch, repeats=repeats, warm_up=2)
     return {name: on_gpu for name, (on_gpu, _) in zip(part.ways, seconds, strict=True)}
 
 
-def _row(part: Part, way: str, seconds: float) -> dict[str, float]:
+def _row(part: StepPart, way: str, seconds: float) -> dict[str, float]:
     """Print a line of the table, and return its numbers."""
     flops, speed = part.flops / seconds / 1e12, part.nbytes / seconds / 1e9
     found = {"milliseconds": 1e3 * seconds, "milliseconds_a_step": 1e3 * seconds * part.times}

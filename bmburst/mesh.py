@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bmburst.comm.checks import Checked
-from bmburst.comm.groups import Split, alone, bmtrain_groups, bmtrain_tensor_degree, process_groups
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.groups import Split, bmtrain_groups, bmtrain_tensor_degree, process_groups, single_rank_group
 from bmburst.errors import UserError
 from bmburst.schedule.mesh_shape import MeshShape
 
@@ -36,10 +36,10 @@ class Mesh:
 
     shape: MeshShape
     rank: int
-    world: Checked
-    sequence: Checked
-    data: Checked
-    tensor: Checked = field(default_factory=alone)
+    world: CheckedCommunicator
+    sequence: CheckedCommunicator
+    data: CheckedCommunicator
+    tensor: CheckedCommunicator = field(default_factory=single_rank_group)
 
     @property
     def sequence_rank(self) -> int:
@@ -114,7 +114,7 @@ class Mesh:
         return cls._over(world, split, lambda: MeshShape.fit(world.size, data, sequence, tensor, heads, nodes))
 
     @classmethod
-    def _over(cls, world: Checked, split: Split, fit: Callable[[], MeshShape]) -> "Mesh":
+    def _over(cls, world: CheckedCommunicator, split: Split, fit: Callable[[], MeshShape]) -> "Mesh":
         def decide() -> tuple[MeshShape, str]:
             shape = fit()
             return shape, f"mesh\nof {shape}\nheads {shape.heads}\nnodes {shape.nodes}"

@@ -20,13 +20,13 @@ import bmtrain as bmt
 import torch
 from torch import Tensor
 
-from bmburst.comm.bmtrain_nccl import Flat, launched_together
+from bmburst.comm.bmtrain_nccl import FlatStorage, launched_together
 
 
-class Weights(Enum):
-    """Selects the weights themselves where another tensor of their layout may be given."""
+class ShardData(Enum):
+    """Selects the data of a shard: its weights, where a tensor of the same layout may be given instead."""
 
-    THEMSELVES = auto()
+    WEIGHTS = auto()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,7 +74,7 @@ class NamedShard:
         """How many numbers this rank has."""
         return self.end - self.begin
 
-    def local(self, like: Tensor | Weights = Weights.THEMSELVES) -> Tensor:
+    def local(self, like: Tensor | ShardData = ShardData.WEIGHTS) -> Tensor:
         """Return this rank's piece of a tensor that is laid out as the parameter is, as a flat view.
 
         Args:
@@ -83,7 +83,7 @@ class NamedShard:
         Raises:
             ValueError: It is laid out as neither.
         """
-        if isinstance(like, Weights):
+        if isinstance(like, ShardData):
             like = self.storage.data
         if like.dim() == 1 and like.numel() == self.storage.numel():
             return like[self.offset : self.offset + self.count]
@@ -172,7 +172,7 @@ def named_shards(model: torch.nn.Module) -> list[NamedShard]:
 
 def gather(
     shard: NamedShard,
-    like: Tensor | Weights | None = Weights.THEMSELVES,
+    like: Tensor | ShardData | None = ShardData.WEIGHTS,
     *,
     dtype: torch.dtype | None = None,
     root: int | None = None,
@@ -205,14 +205,14 @@ def gather(
     full = torch.empty(prod(shard.shape), dtype=dtype, device=piece.device) if shard.rank in receivers else None
     # BMTrain reduces and gathers on its own stream; what we read must be finished.
     torch.cuda.current_stream().wait_stream(bmt.config["load_stream"])
-    flat = Flat(piece.contiguous())
+    flat = FlatStorage(piece.contiguous())
     with launched_together():
         for peer in receivers:
             if not empty and peer != shard.rank:
                 bmt.nccl.send(flat, peer, shard.comm)
         for peer, (begin, end) in enumerate(shard.ranges):
             if full is not None and begin < end and peer != shard.rank:
-                bmt.nccl.recv(Flat(full[begin:end]), peer, shard.comm)
+                bmt.nccl.recv(FlatStorage(full[begin:end]), peer, shard.comm)
     if full is None:
         return None
     if not empty:
@@ -221,7 +221,7 @@ def gather(
 
 
 @torch.no_grad()
-def scatter(shard: NamedShard, full: Tensor, into: Tensor | Weights = Weights.THEMSELVES) -> None:
+def scatter(shard: NamedShard, full: Tensor, into: Tensor | ShardData = ShardData.WEIGHTS) -> None:
     """Write this rank's piece of a full tensor, without communication; the inverse of `gather`.
 
     Args:
@@ -239,7 +239,7 @@ def scatter(shard: NamedShard, full: Tensor, into: Tensor | Weights = Weights.TH
 
 
 @torch.no_grad()
-def scatter_piece(shard: NamedShard, piece: Tensor, into: Tensor | Weights = Weights.THEMSELVES) -> None:
+def scatter_piece(shard: NamedShard, piece: Tensor, into: Tensor | ShardData = ShardData.WEIGHTS) -> None:
     """Write this rank's piece, given as exactly its own numbers: `scatter` where the full tensor is nowhere held."""
     if shard.count:
         shard.local(into).copy_(piece)

@@ -81,17 +81,17 @@ class Cells:
 Pattern = Band | Segments | Cells
 
 
-class Rows(NamedTuple):
+class VisibleRanges(NamedTuple):
     """Query i sees keys `start[i]` to `stop[i]`, exclusive; neither decreases, and `start <= stop`."""
 
     start: IntArray
     stop: IntArray
 
 
-def rows_of(pattern: Pattern, queries: int, keys: int) -> Rows:
+def visible_ranges(pattern: Pattern, queries: int, keys: int) -> VisibleRanges:
     """Return what each query sees, cells aside."""
     if isinstance(pattern, Cells):
-        return Rows(pattern.start, pattern.stop)
+        return VisibleRanges(pattern.start, pattern.stop)
     whole = pattern if isinstance(pattern, Segments) else Segments(pattern, (0, queries), (0, keys))
     band, query_edges, key_edges = whole.band, np.array(whole.queries), np.array(whole.keys)
     lengths = np.diff(query_edges)
@@ -101,7 +101,7 @@ def rows_of(pattern: Pattern, queries: int, keys: int) -> Rows:
     aligned = np.arange(queries) + end_key - end_query
     start = first_key if band.left is None else np.clip(aligned - band.left, first_key, end_key)
     stop = end_key if band.right is None else np.clip(aligned + band.right + 1, first_key, end_key)
-    return Rows(start, np.maximum(start, stop))
+    return VisibleRanges(start, np.maximum(start, stop))
 
 
 class Rectangle(NamedTuple):
@@ -125,8 +125,8 @@ def rectangles(pattern: Band | Segments, queries: int, keys: int) -> Iterator[Re
             yield Rectangle(slice(first_query, q1), slice(first_key, k1), band)
 
 
-def transposed(rows: Rows, keys: int) -> Rows:
+def transposed(rows: VisibleRanges, keys: int) -> VisibleRanges:
     """Return which queries see each key, cells aside: an interval each, and neither end of it decreases."""
     every = np.arange(keys)
     first = np.searchsorted(rows.stop, every, side="right")  # the first whose interval ends behind the key
-    return Rows(first, np.maximum(first, np.searchsorted(rows.start, every, side="right")))
+    return VisibleRanges(first, np.maximum(first, np.searchsorted(rows.start, every, side="right")))

@@ -15,7 +15,7 @@ from bmburst.attention.options import MaskOption
 from bmburst.blocks.model import Llama as Blocks
 from bmburst.checkpoint.sharded_files import together
 from bmburst.comm.checks import contents, describe
-from bmburst.comm.groups import alone, communicator
+from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.convert.model_center import ATTENTION_PLACES, BLOCK_PLACES, MLP_PLACES, model_center_name
 from bmburst.convert.weights import Weights, open_weights
 from bmburst.errors import UserError
@@ -64,7 +64,7 @@ class Llama(Blocks):
 
     def __init__(self, config: LlamaConfig, mesh: Mesh | None = None) -> None:
         mesh = current_mesh() if mesh is None else mesh
-        sequence = alone(communicator(None)) if mesh is None else mesh.sequence
+        sequence = single_rank_group(communicator(None)) if mesh is None else mesh.sequence
         # One rank has every token in order, whatever the layout, and need not pad for one.
         layout = config.layout if sequence.size > 1 else "contiguous"
         super().__init__(

@@ -3,7 +3,7 @@
 import numpy as np
 
 from bmburst.schedule.documents import Documents, PrefixLM
-from bmburst.schedule.mask import BlockSparse, Both, Causal, Full, SlidingWindow
+from bmburst.schedule.mask import BlockSparse, Causal, Full, Intersection, SlidingWindow
 
 KINDS = ("full", "causal", "window", "documents", "prefix", "prefixes", "blocks", "both")
 
@@ -12,7 +12,7 @@ def visible(mask, length):
     """Return whether query i sees key j, bool `[length, length]`, from what the docstrings of the masks say."""
     query, key = np.arange(length)[:, None], np.arange(length)[None]
     seen = np.ones((length, length), dtype=bool)
-    if isinstance(mask, Both):
+    if isinstance(mask, Intersection):
         for part in mask.masks:
             seen &= visible(part, length)
     elif isinstance(mask, SlidingWindow):

@@ -21,31 +21,31 @@ def test_what_went_comes_back(dtype, numbers):
     rows = torch.randint(0, 2, (numbers, 3)).to(dtype)
     wanted = rows[:, 0] if numbers == 1 else rows.t()  # one number is contiguous with any stride; the others are not
     store = HostStore()
-    deposit = store.deposit()
-    number = deposit.put(wanted)
-    store.deposit()  # it has left
+    group = store.new_group()
+    number = group.put(wanted)
+    store.new_group()  # it has left
     for _ in range(2):
-        deposit.begin()
-        got = deposit.get(number)
+        group.begin()
+        got = group.get(number)
         assert (got.dtype == dtype and torch.equal(got, wanted) and got.data_ptr() != wanted.data_ptr()) or not numbers
 
 
 def test_one_is_in_use_and_one_on_its_way():
     nbytes, alive, store = 4096 * 2, LiveBytes(), HostStore()
     with alive:
-        deposits = []
+        groups = []
         for seed in range(5):
-            deposits.append(store.deposit())
-            deposits[-1].put(torch.full((1024,), float(seed), dtype=torch.float64))
+            groups.append(store.new_group())
+            groups[-1].put(torch.full((1024,), float(seed), dtype=torch.float64))
             assert alive.now - store.nbytes == nbytes  # the one before has left
         assert store.nbytes == 5 * nbytes
         for i in reversed(range(5)):
-            deposits[i].begin()
-            got = deposits[i].get(0)
+            groups[i].begin()
+            got = groups[i].get(0)
             assert (got == i).all()
             assert alive.now - store.nbytes == nbytes * (2 if i else 1)
             del got
-            deposits.pop()
+            groups.pop()
         assert alive.now == store.nbytes == 5 * nbytes
 
 
@@ -53,10 +53,10 @@ def test_memory_of_the_host_is_used_again():
     store = HostStore()
     for size in (10_000, 9_000, 4_097):
         for _ in range(3):
-            made = [store.deposit() for _ in range(2)]
-            for deposit in made:
-                deposit.put(torch.zeros(size, dtype=torch.uint8))
-            del made, deposit
+            made = [store.new_group() for _ in range(2)]
+            for group in made:
+                group.put(torch.zeros(size, dtype=torch.uint8))
+            del made, group
     # Twice two whole pieces and one for the rest, and rests of another size.
     assert store.nbytes <= 2 * (2 * 4096 + 4096)
 
@@ -79,31 +79,31 @@ def test_memory_that_copies_may_still_read_is_not_a_cpu_tensors(monkeypatch):
 def test_another_order_drops_what_was_sent_for_in_vain():
     store, alive = HostStore(), LiveBytes()
     with alive:
-        deposits = [store.deposit() for _ in range(4)]
-        for i, deposit in enumerate(deposits):
-            deposit.put(torch.full((512,), float(i), dtype=torch.float64))
-        store.deposit()
-        for deposit in deposits:
-            deposit.leave()
+        groups = [store.new_group() for _ in range(4)]
+        for i, group in enumerate(groups):
+            group.put(torch.full((512,), float(i), dtype=torch.float64))
+        store.new_group()
+        for group in groups:
+            group.release()
         empty = alive.now
         for i in (3, 1, 2, 0):
-            deposits[i].begin()
-            got = deposits[i].get(0)
+            groups[i].begin()
+            got = groups[i].get(0)
             assert got[0] == i and got[-1] == i
             del got
             assert alive.now - empty <= 4096 + 16  # the next one
-        fresh = store.deposit()
+        fresh = store.new_group()
         fresh.put(torch.zeros(512, dtype=torch.float64))
         assert alive.now - empty <= 4096 + 4096 + 16
 
 
 def test_a_change_in_place_on_the_way_is_an_error():
     store = HostStore()
-    deposit, x = store.deposit(), torch.zeros(SHAPE)
-    deposit.put(x)
+    group, x = store.new_group(), torch.zeros(SHAPE)
+    group.put(x)
     x.add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
-        store.deposit()
+        store.new_group()
 
 
 @pytest.mark.parametrize("policy", ["block+offload", "block-keep-attention+offload-all"])

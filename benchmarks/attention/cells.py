@@ -99,7 +99,7 @@ BALANCED, LLAMA3 = "-balanced", "-llama3"  # ends of names of methods that are f
 _KIB = 1024
 
 
-class Suite(NamedTuple):
+class AttentionSuite(NamedTuple):
     """What a suite measures where the options do not say.
 
     Attributes:
@@ -115,14 +115,14 @@ class Suite(NamedTuple):
     masks: tuple[str, ...] = PLAIN_MASKS
 
 
-SUITES: Mapping[str, Suite] = MappingProxyType(
+SUITES: Mapping[str, AttentionSuite] = MappingProxyType(
     {
-        "sequence": Suite(tuple(_KIB * n for n in (32, 64, 128, 256, 512, 1024))),
-        "batch": Suite((64 * _KIB,), batches=(1, 2, 4, 8)),
-        "block": Suite(tuple(_KIB * n for n in (32, 64, 128, 256)), setups=(GQA,)),
-        "documents": Suite((128 * _KIB, 512 * _KIB), masks=("documents",)),
-        "window": Suite((256 * _KIB,), masks=("window",)),
-        "accuracy": Suite((4 * _KIB,), masks=MASKS),
+        "sequence": AttentionSuite(tuple(_KIB * n for n in (32, 64, 128, 256, 512, 1024))),
+        "batch": AttentionSuite((64 * _KIB,), batches=(1, 2, 4, 8)),
+        "block": AttentionSuite(tuple(_KIB * n for n in (32, 64, 128, 256)), setups=(GQA,)),
+        "documents": AttentionSuite((128 * _KIB, 512 * _KIB), masks=("documents",)),
+        "window": AttentionSuite((256 * _KIB,), masks=("window",)),
+        "accuracy": AttentionSuite((4 * _KIB,), masks=MASKS),
     }
 )
 
@@ -247,7 +247,7 @@ FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class TensorBytes:
     """Bytes of one rank's tensors.
 
     Attributes:
@@ -276,12 +276,12 @@ class Traffic:
     forward_backward: float
 
 
-def sizes(cell: Cell) -> Sizes:
+def sizes(cell: Cell) -> TensorBytes:
     """Return the bytes of the tensors of a rank's share of the sequence."""
     rows = cell.batch * (cell.tokens // cell.ranks)
     item = _ITEMSIZE[cell.dtype]
     wide = max(FP32, item)
-    return Sizes(
+    return TensorBytes(
         q=rows * cell.heads * cell.head_dim * item,
         k=rows * cell.kv_heads * cell.head_dim * item,
         statistics=rows * cell.heads * wide,
@@ -294,7 +294,7 @@ def forward_flops(cell: Cell) -> float:
     return 4.0 * cell.batch * visible_pairs(cell.mask, cell.tokens) * cell.heads * cell.head_dim
 
 
-def alone(cell: Cell) -> Cell:
+def one_gpu_cell(cell: Cell) -> Cell:
     """Return what one GPU computes beside a method: a rank's share of the FLOPs.
 
     Under a causal or full mask a sequence of S / sqrt(P), in whole tiles of the kernel. Under the others the same
@@ -320,7 +320,7 @@ def plain_causal(cell: Cell) -> Cell:
 
 def one_gpu_memory(cell: Cell) -> float:
     """Return about what the comparison on one GPU holds at its peak, in bytes: its tensors and dQ in fp32."""
-    others = (alone(cell),) if cell.mask in PLAIN_MASKS else (alone(cell), plain_causal(cell))
+    others = (one_gpu_cell(cell),) if cell.mask in PLAIN_MASKS else (one_gpu_cell(cell), plain_causal(cell))
     return sum(own.held + own.q * own.wide for own in map(sizes, others))
 
 

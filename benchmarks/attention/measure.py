@@ -15,9 +15,9 @@ from benchmarks.attention.cells import (
     PLAIN_MASKS,
     Cell,
     accuracy_ranks,
-    alone,
     facts,
     forward_flops,
+    one_gpu_cell,
     one_gpu_memory,
     pattern_of,
     plain_causal,
@@ -32,7 +32,7 @@ from benchmarks.engine.timeline import record
 from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient
 from bmburst.amounts import GIB
 from bmburst_ops.constants import ATTENTION_BACKWARD
-from bmburst_ops.flash import Given, ReferenceKernel
+from bmburst_ops.flash import BackwardInputs, ReferenceKernel
 from bmburst_ops.merge import row_dots
 from bmburst_ops.rotary import apply_rotary
 
@@ -131,7 +131,7 @@ def _others(cell: Cell, setting: Setting) -> tuple[Calls, ...]:
 
 def _flops(cell: Cell, direction: str, factor: float) -> list[float]:
     """FLOPs of a rank's share, and of what one GPU is given, which ends on a whole tile; of `_others`, in order."""
-    method, one = forward_flops(cell) / cell.ranks, forward_flops(alone(cell))
+    method, one = forward_flops(cell) / cell.ranks, forward_flops(one_gpu_cell(cell))
     projections = projection_flops(cell, direction) if cell.suite == "block" else 0.0
     own = one if cell.method == ONE_GPU else method
     plain = [] if cell.mask in PLAIN_MASKS else [forward_flops(plain_causal(cell))]
@@ -213,7 +213,7 @@ def _whole(cell: Cell, device: torch.device) -> _Whole:
     kernel, pattern, scale = ReferenceKernel(), pattern_of(cell.mask, cell.tokens), cell.head_dim**-0.5
     wide_q, wide_k, wide_v, wide_grad = (t.double() for t in (q, k, v, grad))
     out, lse = kernel.forward(wide_q, wide_k, wide_v, pattern=pattern, scale=scale)
-    given = Given(wide_grad, wide_q, wide_k, wide_v, lse, row_dots(wide_grad, out))
+    given = BackwardInputs(wide_grad, wide_q, wide_k, wide_v, lse, row_dots(wide_grad, out))
     grads = kernel.backward(given, pattern=pattern, scale=scale, deterministic=True)
     return _Whole((q, k, v, grad), (out, *grads))
 

@@ -1,11 +1,11 @@
 """Injects faults into small training runs and writes a record: `python -m benchmarks.faults --output FILE.md`.
 
-Runs are killed, stopped, told to end, started twice in one folder, left without disk or peers, and find flipped bits;
-then they go on and are compared with an undisturbed run. What is done when is decided by `--seed` alone: `--list`
-prints it. Each point is written into the JSON file beside the record as soon as it is known; `--resume` goes on with
-what is missing there. Needs Linux; as root a full disk is a small tmpfs (else a limit on the length of files), and
-network namespaces are there for lost nodes (else they are left out, and the record says so). The exit status is 0
-where nothing was wrong, 1 where something was, 2 for bad options.
+Faults are kill -9, SIGTERM, SIGSTOP, a full disk, flipped bits, two runs in one folder, and lost or slow nodes. Each
+run is then resumed and compared with an undisturbed run. `--seed` alone determines the faults; `--list` prints them.
+Each outcome is written to the JSON file beside the record at once; `--resume` continues with the missing ones. Needs
+Linux. As root, the full disk is a small tmpfs (else a limit on the size of files), and nodes are network namespaces
+(else faults of nodes are skipped, and the record says so). Exit status: 0 if all outcomes are good, 1 if not, 2 for bad
+options.
 """
 
 import argparse
@@ -28,30 +28,30 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import netns
-from benchmarks.faults.inject import CHAINS, Bench, Chain
-from benchmarks.faults.points import KINDS, Fault, Outcome, faults, outcome_of, record, table
-from benchmarks.faults.scenarios import SINGLE, Single, nodes
+from benchmarks.faults.inject import CHAINS, DisturbedRun, Workspace
+from benchmarks.faults.points import KINDS, Fault, FaultOutcome, faults, outcome_of, record, table
+from benchmarks.faults.scenarios import SINGLE, SingleFault, nodes
 from bmburst.outputs import replacing
 
 _CLONE_NEWNS = 0x00020000  # linux/sched.h
 
 
-class Log:
-    """What is known so far, and the files that it is in.
+class OutcomeLog:
+    """Collects outcomes and writes them to the record and its JSON file.
 
     Args:
         facts: Header of the record.
         planned: All faults.
-        output: The record; None: nothing is written.
+        output: Path of the record; None: nothing is written.
     """
 
     def __init__(self, facts: dict[str, Any], planned: Sequence[Fault], output: Path | None) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[FaultOutcome] = []
         self.facts, self._planned, self._output = facts, planned, output
         self._began, self._minutes, self._lock = time.monotonic(), float(facts["minutes"]), Lock()
 
-    def add(self, outcome: Outcome) -> None:
-        """Take an outcome, show it, and write all."""
+    def add(self, outcome: FaultOutcome) -> None:
+        """Add an outcome, print it, and write both files."""
         with self._lock:
             self.outcomes.append(outcome)
             state = "good" if outcome.is_good else f"WRONG {'differs ' * outcome.differs}{'unseen ' * outcome.unseen}"
@@ -60,17 +60,17 @@ class Log:
             self.write()
 
     def note(self, line: str) -> None:
-        """Add a line on what could not be done."""
+        """Add a note to the record, for example on skipped faults."""
         with self._lock:
             self.say(line)
             self.facts["notes"] = [*self.facts["notes"], line]
 
     def say(self, line: str) -> None:
-        """Show a line with the minutes since the beginning."""
+        """Print a line with the minutes since the start."""
         print(f"[{(time.monotonic() - self._began) / 60:5.1f} min] {line}", flush=True)
 
     def write(self) -> None:
-        """Write record and JSON, each whole or not at all."""
+        """Write the record and the JSON file, each atomically."""
         if self._output is None:
             return
         self.facts["minutes"] = self._minutes + (time.monotonic() - self._began) / 60
@@ -83,7 +83,7 @@ class Log:
                 partial.write_text(text)
 
     def go_on(self) -> list[Fault]:
-        """Take up the outcomes of the JSON file that are of this list and commit; return the faults that are left."""
+        """Read the outcomes of this list and commit from the JSON file; return the faults that remain."""
         path = None if self._output is None else self._output.with_suffix(".json")
         if path is not None and path.is_file():
             data = json.loads(path.read_text())
@@ -112,14 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = describe(command, "cpu", 2) | {"cores": os.cpu_count(), "minutes": 0.0, "notes": []}
     output = args.output or _default_output(facts["device"])
     output.parent.mkdir(parents=True, exist_ok=True)
-    log = Log(facts, planned, output)
+    log = OutcomeLog(facts, planned, output)
     left = log.go_on() if args.resume else list(planned)
     signal.signal(signal.SIGTERM, _leave)
     if not _own_mounts():
         log.say("mounts are not this process's own: should it be killed by SIGKILL, they stay")
     folder = Path(tempfile.mkdtemp(prefix="bmburst-faults-", dir=args.scratch))
     try:
-        with Bench(folder, log.say) as bench:
+        with Workspace(folder, log.say) as bench:
             run(bench, left, log, jobs=args.jobs, seconds=60 * args.minutes)
     except KeyboardInterrupt:
         log.say("ended; --resume goes on")
@@ -132,13 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(not all(outcome.is_good for outcome in log.outcomes) or len(log.outcomes) < len(planned))
 
 
-def run(bench: Bench, planned: Sequence[Fault], log: Log, *, jobs: int, seconds: float) -> None:
-    """Try faults, some at a time, until none is left or the time is over.
+def run(bench: Workspace, planned: Sequence[Fault], log: OutcomeLog, *, jobs: int, seconds: float) -> None:
+    """Inject faults, `jobs` at a time, until all are done or the time is over.
 
-    A kind whose faults disturb one run after the other has as many runs as there are jobs.
+    Faults of a kind in `CHAINS` disturb the same run one after another; there is one such run per job.
 
     Raises:
-        RuntimeError: A run that nothing disturbed failed.
+        RuntimeError: An undisturbed run failed.
     """
     until = time.monotonic() + seconds
     of_kind = {kind: [fault for fault in planned if fault.kind == kind] for kind in KINDS}
@@ -171,21 +171,23 @@ def run(bench: Bench, planned: Sequence[Fault], log: Log, *, jobs: int, seconds:
             _chain(chain, of_kind["node"], until)
 
 
-def _chain_at(make: type[Chain], bench: Bench, place: Path, planned: Sequence[Fault], log: Log, until: float) -> None:
+def _chain_at(
+    make: type[DisturbedRun], bench: Workspace, place: Path, planned: Sequence[Fault], log: OutcomeLog, until: float
+) -> None:
     _chain(make(bench, place, log.add), planned, until)
 
 
-def _chain(chain: Chain, planned: Sequence[Fault], until: float) -> None:
+def _chain(chain: DisturbedRun, planned: Sequence[Fault], until: float) -> None:
     for fault in planned:
         if time.monotonic() < until:
             chain.point(fault)
     chain.finish()
 
 
-def _single(single: Single, bench: Bench, place: Path, fault: Fault, log: Log, until: float) -> None:
+def _single(single: SingleFault, bench: Workspace, place: Path, fault: Fault, log: OutcomeLog, until: float) -> None:
     if time.monotonic() < until:
         outcome = single(bench, fault, place)
-        if not bench.is_over:  # else it was killed by the end of the harness
+        if not bench.is_over:  # else it was killed at the end of the harness
             log.add(outcome)
 
 
@@ -214,11 +216,11 @@ def _default_output(device: str) -> Path:
 
 
 def _own_mounts() -> bool:
-    """Keep what this process mounts to itself, so that it is gone with it, however it ends."""
+    """Make mounts private to this process, so that the kernel removes them when it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) != 0:
         return False
-    private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE: nothing goes back to where this process came from
+    private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE: mounts do not propagate to the parent namespace
     return bool(libc.mount(b"none", b"/", None, private, None) == 0)
 
 

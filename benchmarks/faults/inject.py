@@ -1,4 +1,4 @@
-"""Faults that interrupt a run (kill, SIGTERM, SIGSTOP, full disk), which resumes and is compared afterwards."""
+"""Interrupts a run (kill, SIGTERM, SIGSTOP, full disk), resumes it, and compares it with an undisturbed run."""
 
 import contextlib
 import os
@@ -14,20 +14,20 @@ from pathlib import Path
 from threading import Lock
 
 from benchmarks.faults import programs
-from benchmarks.faults.points import Fault, Outcome
-from benchmarks.faults.programs import JOB, STEPS, Base, Program, Watch, base_of, wait_for
+from benchmarks.faults.points import Fault, FaultOutcome
+from benchmarks.faults.programs import JOB, STEPS, Program, RunWatch, UndisturbedRun, base_of, wait_for
 
 _DISK_MIB = 64
-LIMIT = 90.0  # seconds a killed run may take to be gone; of others it is added to what they should take
-Report = Callable[[Outcome], None]
+LIMIT = 90.0  # seconds until all processes of a killed run are gone; added to the expected time of other runs
+ReportOutcome = Callable[[FaultOutcome], None]
 
 
-class Bench:
-    """A folder to work in, and the undisturbed runs to compare with.
+class Workspace:
+    """A scratch folder, and the undisturbed runs that others are compared with.
 
     Args:
-        folder: An empty folder. Nothing is left in it mounted, and no process of a run alive, when the block ends.
-        say: Takes a line on what is being done.
+        folder: An empty folder. At the end of the `with` block its mounts are removed and all runs are killed.
+        say: Prints a line of progress.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
@@ -35,11 +35,11 @@ class Bench:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self._text = programs.write_text(folder / "text.txt")
         self._count, self._lock = 0, Lock()
-        self._bases: dict[int, Base] = {}
+        self._bases: dict[int, UndisturbedRun] = {}
         self._mounts: list[Path] = []
         self.is_over = False
 
-    def __enter__(self) -> "Bench":
+    def __enter__(self) -> "Workspace":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,22 +48,22 @@ class Bench:
             subprocess.run(["umount", "--lazy", str(place)], capture_output=True, check=False)
 
     def end(self) -> None:
-        """Let no run begin any more, and kill those that there are."""
+        """Refuse to start further runs, and kill the running ones."""
         self.is_over = True
-        with self._lock:  # none is being started
+        with self._lock:  # no run is being started now
             programs.kill_all(f"{self.mark}/")
 
     def words(self, run: Path, *, fresh: bool, seed: int = 0) -> list[str]:
-        """Return the words of `bmburst` that begin a run, or go on with one."""
+        """Return the arguments of `bmburst` that start a run or resume it."""
         if not fresh:
             return ["train", "--resume", "--output", str(run)]
         return ["train", *JOB, "--data", str(self._text), "--seed", str(seed), "--output", str(run)]
 
     def program(self, *commands: tuple[Sequence[str], Sequence[str]]) -> Program:
-        """Start a run in a place of its own.
+        """Start a run with its own scratch folder.
 
         Raises:
-            RuntimeError: The bench is closed.
+            RuntimeError: The workspace was closed.
         """
         with self._lock:
             if self.is_over:
@@ -72,11 +72,11 @@ class Bench:
             return Program(commands, self.folder / f"program{self._count}", f"{self.mark}/{self._count}")
 
     def finished(self, program: Program) -> None:
-        """Remove what a program has written beside its run."""
+        """Remove the output and temporary files of a program."""
         shutil.rmtree(program.scratch.parent, ignore_errors=True)
 
-    def base(self, seed: int = 0) -> Base:
-        """Return the undisturbed run of a seed; it is run when it is first asked for.
+    def base(self, seed: int = 0) -> UndisturbedRun:
+        """Return the undisturbed run of a seed; the first call runs it.
 
         Raises:
             RuntimeError: It fails; the message is its output.
@@ -86,7 +86,7 @@ class Bench:
         if known is not None:
             return known
         run = self.folder / f"base{seed}" / "run"
-        watch = Watch(run)
+        watch = RunWatch(run)
         program = self.program(([], [*self.words(run, fresh=True, seed=seed), "--keep-checkpoints", str(STEPS)]))
         timing = watch.measure(program)
         self.require_success(program)
@@ -95,7 +95,7 @@ class Bench:
         return self._bases[seed]
 
     def require_success(self, program: Program) -> None:
-        """Wait for the end of a run that nothing disturbed.
+        """Wait for the end of an undisturbed run.
 
         Raises:
             RuntimeError: It failed; the message is its output.
@@ -106,7 +106,7 @@ class Bench:
         self.finished(program)
 
     def copy_of_base(self, place: Path, checkpoints: Sequence[int]) -> Path:
-        """Copy the undisturbed run of seed 0 and its tokens into a new place, with some of its checkpoints alone."""
+        """Copy the undisturbed run of seed 0 and its tokens to a new folder, with some of its checkpoints."""
         run = place / "run"
         shutil.copytree(self.base().folder.parent, place)
         for path in run.glob("checkpoints/step-*"):
@@ -115,7 +115,7 @@ class Bench:
         return run
 
     def disk(self, place: Path) -> bool:
-        """Mount a small file system; return False where this may not be."""
+        """Mount a small tmpfs; return False without the permission to mount."""
         place.mkdir()
         size = f"size={_DISK_MIB}m"
         done = subprocess.run(
@@ -126,55 +126,55 @@ class Bench:
         return done.returncode == 0
 
 
-class Chain:
-    """A run that is disturbed, goes on, is disturbed again, and so on; complete, it is compared and begun anew.
+class DisturbedRun:
+    """A run that is disturbed and resumed repeatedly; when complete, it is compared and started again.
 
     Args:
-        bench: Where.
-        place: Folder of this chain's run and tokens.
-        report: Takes each outcome, once the start after it has shown what the fault did to the run.
+        bench: The workspace.
+        place: Folder of this run and its tokens.
+        report: Receives each outcome, after the following start has shown the effect of the fault.
     """
 
     options: tuple[str, ...] = ()
 
-    def __init__(self, bench: Bench, place: Path, report: Report) -> None:
+    def __init__(self, bench: Workspace, place: Path, report: ReportOutcome) -> None:
         self.bench, self.place, self.run = bench, place, place / "run"
         place.mkdir(parents=True, exist_ok=True)
         self._report = report
-        self._pending: Outcome | None = None
+        self._pending: FaultOutcome | None = None
 
     def start(self, *, fresh: bool) -> Program:
         """Start the run."""
         return self.bench.program(([], [*self.bench.words(self.run, fresh=fresh), *self.options]))
 
     @property
-    def base(self) -> Base:
-        """What to compare with."""
+    def base(self) -> UndisturbedRun:
+        """The undisturbed run to compare with."""
         return self.bench.base()
 
     def inject(self, fault: Fault, program: Program) -> None:
-        """Do it."""
+        """Inject the fault."""
         raise NotImplementedError
 
     def undo(self, fault: Fault) -> None:
-        """Make the place whole for the next start."""
+        """Remove the effect of the fault before the next start."""
 
     def judge(self, fault: Fault, program: Program) -> list[str]:
-        """Return what the disturbed run did wrong; tracebacks, and what all kinds have in common, left out."""
+        """Return the errors of the disturbed run, without tracebacks and checks common to all kinds."""
         raise NotImplementedError
 
     def limit(self, fault: Fault) -> float:  # noqa: ARG002
-        """Return the seconds after a fault in which no process is left."""
+        """Return the seconds after a fault within which all processes must be gone."""
         return LIMIT
 
     def before(self, fault: Fault) -> None:
         """Prepare a start."""
 
     def point(self, fault: Fault) -> None:
-        """Start or go on with the run, and disturb it.
+        """Start or resume the run, and inject a fault.
 
-        Delays are parts of what the undisturbed run took. Where this one has got to its end meanwhile, it is begun
-        anew, and the fault comes sooner after its moment.
+        Delays are fractions of the times of the undisturbed run. If the run finishes before the fault, it is started
+        again, with a shorter delay.
         """
         for share in (1.0, 0.2):
             if self._is_met(fault, share, is_last=False):
@@ -182,13 +182,13 @@ class Chain:
         self._is_met(fault, 0.0, is_last=True)
 
     def _is_met(self, fault: Fault, share: float, *, is_last: bool) -> bool:
-        """Do it; return False where the run was complete before, and this is to be tried again."""
+        """Inject a fault; return False if the run finished before, so that the fault must be tried again."""
         done = programs.newest(self.run)
         if done == STEPS:
             self._settle(complete=True)
         if done in (0, STEPS):
             self._wipe()
-        watch = Watch(self.run)
+        watch = RunWatch(self.run)
         self.before(fault)
         program = self.start(fresh=not self.run.exists())
         try:
@@ -213,12 +213,12 @@ class Chain:
         if newest_lost := watch.done if programs.newest(self.run) < watch.done else 0:
             problems.append(f"the checkpoint of step {newest_lost} is lost")
         self._settle(complete=False)
-        self._pending = Outcome(fault, seconds, left, problems=tuple(problems), left=found)
+        self._pending = FaultOutcome(fault, seconds, left, problems=tuple(problems), left=found)
         self.bench.finished(program)
         return True
 
     def finish(self) -> None:
-        """Let the run go on to its end, and compare it."""
+        """Resume the run to its end, and compare it."""
         if self._pending is None:
             return
         fresh = programs.newest(self.run) == 0
@@ -231,8 +231,8 @@ class Chain:
         self._settle(complete=True)
         self.bench.finished(program)
 
-    def _until(self, fault: Fault, share: float, watch: Watch, program: Program) -> bool:
-        """Wait for a fault's moment and a share of the delay after it; return whether the run is still there."""
+    def _until(self, fault: Fault, share: float, watch: RunWatch, program: Program) -> bool:
+        """Wait for a fault's moment and `share` of its delay; return whether the run is still alive."""
         timing = self.base.timing
         if fault.moment != "start" and not wait_for(watch.due(fault.moment, fault), program):
             return False
@@ -240,12 +240,12 @@ class Chain:
         return program.is_running
 
     def _settle(self, *, complete: bool) -> None:
-        """Compare the run, and report the fault before this start."""
+        """Compare the run, and report the previous fault."""
         difference = self.base.difference(self.run, complete=complete)
         if difference:
             self._fault_of_pending(f"differs: {difference}", differs=True)
             self._wipe()
-        if self._pending is not None and not self.bench.is_over:  # else the harness's end has killed it
+        if self._pending is not None and not self.bench.is_over:  # else it was killed at the end of the harness
             self._report(self._pending)
         self._pending = None
 
@@ -259,15 +259,15 @@ class Chain:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-class Kills(Chain):
-    """kill -9."""
+class KilledRun(DisturbedRun):
+    """A run that is killed by SIGKILL."""
 
     def inject(self, fault: Fault, program: Program) -> None:
-        """Kill the target; a rank that is not there yet is waited for."""
+        """Kill the target; wait for a rank that has not started yet."""
         _signal(program, fault.target, signal.SIGKILL)
 
     def judge(self, fault: Fault, program: Program) -> list[str]:
-        """A killed launcher says nothing; a killed rank is named."""
+        """See `DisturbedRun.judge`: a killed launcher prints nothing; the message names a killed rank."""
         (status,) = program.statuses
         if fault.target in ("launcher", "all"):
             return [] if status in (-signal.SIGKILL, 0) else [f"status {status}: {program.last_words}"]
@@ -275,45 +275,45 @@ class Kills(Chain):
         return [] if (status == 1 and is_named) or status == 0 else [f"status {status}: {program.last_words}"]
 
 
-class Terms(Chain):
-    """SIGTERM."""
+class TerminatedRun(DisturbedRun):
+    """A run that receives SIGTERM."""
 
     def inject(self, fault: Fault, program: Program) -> None:
-        """Send it."""
+        """Send SIGTERM."""
         _signal(program, fault.target, signal.SIGTERM)
 
     def judge(self, fault: Fault, program: Program) -> list[str]:
-        """A run that trains stops with a checkpoint, before that it ends."""
+        """See `DisturbedRun.judge`: during training the run saves a checkpoint and stops; before that it ends."""
         (status,) = program.statuses
         allowed = {0, 128 + signal.SIGTERM} if fault.target == "launcher" else {0, 1}
         if fault.target == "launcher" and fault.moment == "start":
-            allowed.add(-signal.SIGTERM)  # it may not listen for signals yet
+            allowed.add(-signal.SIGTERM)  # its signal handler may not be installed yet
         return [] if status in allowed else [f"status {status}: {program.last_words}"]
 
 
-class Stops(Chain):
-    """SIGSTOP of a rank."""
+class StoppedRun(DisturbedRun):
+    """A run of which one rank receives SIGSTOP."""
 
     @property
     def patience(self) -> int:
-        """Seconds without a step after which the run should be ended: more than its start takes."""
+        """The hang timeout in seconds, longer than the start of the run."""
         return max(5, round(2 * self.bench.base().timing.start))
 
     @property
     def options(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The limit."""
+        """The option that sets the hang timeout."""
         return ("--hang-timeout", str(self.patience))
 
     def inject(self, fault: Fault, program: Program) -> None:
-        """Stop it."""
+        """Send SIGSTOP."""
         _signal(program, fault.target, signal.SIGSTOP)
 
     def limit(self, fault: Fault) -> float:  # noqa: ARG002
-        """The patience, and the time to end."""
+        """See `DisturbedRun.limit`: the hang timeout, and the time to end."""
         return self.patience + LIMIT
 
     def judge(self, fault: Fault, program: Program) -> list[str]:
-        """The first rank that is named is the stopped one."""
+        """See `DisturbedRun.judge`: the first rank in the message is the stopped one."""
         (status,) = program.statuses
         named = re.search(r"\brank \d+", program.said)
         if status == 0:
@@ -323,15 +323,15 @@ class Stops(Chain):
         return [] if named[0] == fault.target else [f"blames {named[0]}: {_line_with(program.said, named[0])}"]
 
 
-class Disks(Chain):
-    """A disk that is full from a moment on, at the start already, but for some kilobytes."""
+class FullDiskRun(DisturbedRun):
+    """A run whose disk becomes full at some moment, except for some kilobytes."""
 
-    def __init__(self, bench: Bench, place: Path, report: Report) -> None:
+    def __init__(self, bench: Workspace, place: Path, report: ReportOutcome) -> None:
         self._is_mounted = bench.disk(place)
         super().__init__(bench, place, report)
 
     def inject(self, fault: Fault, program: Program) -> None:
-        """Fill it; where none may be mounted, limit the length of what the processes write."""
+        """Fill the disk; without the permission to mount, limit the size of the files that processes write."""
         room = int(fault.draw("room") * 160) << 10  # a checkpoint has 180 KiB
         if not self._is_mounted:
             for pid in program.processes():
@@ -343,15 +343,15 @@ class Disks(Chain):
             os.posix_fallocate(file.fileno(), 0, max(1, free.f_bavail * free.f_frsize - room))
 
     def undo(self, fault: Fault) -> None:  # noqa: ARG002
-        """Make room."""
+        """Free the disk space."""
         (self.place / "ballast").unlink(missing_ok=True)
 
     def limit(self, fault: Fault) -> float:  # noqa: ARG002
-        """The rest of the run: there may be room enough until the end."""
+        """See `DisturbedRun.limit`: the rest of the run, since the space may suffice until the end."""
         return LIMIT + 5 * self.base.timing.total
 
     def judge(self, fault: Fault, program: Program) -> list[str]:  # noqa: ARG002
-        """It says what to do."""
+        """See `DisturbedRun.judge`: the message has a fix."""
         (status,) = program.statuses
         if status == 0 or (status in (1, 2) and "room" in program.said):
             return []
@@ -376,4 +376,9 @@ def _line_with(text: str, words: str) -> str:
     return next((line[:200] for line in text.splitlines() if words in line), "")
 
 
-CHAINS: dict[str, type[Chain]] = {"kill": Kills, "term": Terms, "stop": Stops, "disk": Disks}
+CHAINS: dict[str, type[DisturbedRun]] = {
+    "kill": KilledRun,
+    "term": TerminatedRun,
+    "stop": StoppedRun,
+    "disk": FullDiskRun,
+}

@@ -18,14 +18,14 @@ TOKEN_CACHE, TOKEN_FILE = "token cache", "token file"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """One kind of fault.
+class FaultKind:
+    """A kind of fault.
 
     Attributes:
-        title: What a record calls it.
-        points: How many of them a full record has.
-        moments: When they happen; of flips, in which part of a file.
-        targets: What they happen to.
+        title: Its name in records.
+        points: The number of such faults in a full record.
+        moments: When faults happen; of flips, the part of the file.
+        targets: The processes or files that are affected.
     """
 
     title: str
@@ -34,33 +34,37 @@ class Kind:
     targets: tuple[str, ...]
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, FaultKind] = MappingProxyType(
     {
-        "kill": Kind(
+        "kill": FaultKind(
             "kill -9",
             100,
             ("start", "step", "evaluation", "checkpoint", "rename"),
             ("launcher", "rank 0", "rank 1", "all"),
         ),
-        "term": Kind("SIGTERM", 12, ("start", "step", "evaluation", "checkpoint"), ("launcher", "rank 0", "rank 1")),
-        "stop": Kind("SIGSTOP of a rank", 8, ("step", "evaluation", "checkpoint", "rename"), ("rank 0", "rank 1")),
-        "disk": Kind("full disk", 12, ("start", "step", "evaluation", "checkpoint"), ("disk",)),
-        "flip": Kind("flipped bit", 200, ("head", "tail", "anywhere"), (*CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE)),
-        "pair": Kind("two runs in one folder", 20, ("offset",), ("fresh", "resumed")),
-        "node": Kind("lost and slow node", 8, ("step", "checkpoint"), ("cut 0", "cut 1", "killed 1", "slow 1")),
+        "term": FaultKind(
+            "SIGTERM", 12, ("start", "step", "evaluation", "checkpoint"), ("launcher", "rank 0", "rank 1")
+        ),
+        "stop": FaultKind("SIGSTOP of a rank", 8, ("step", "evaluation", "checkpoint", "rename"), ("rank 0", "rank 1")),
+        "disk": FaultKind("full disk", 12, ("start", "step", "evaluation", "checkpoint"), ("disk",)),
+        "flip": FaultKind(
+            "flipped bit", 200, ("head", "tail", "anywhere"), (*CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE)
+        ),
+        "pair": FaultKind("two runs in one folder", 20, ("offset",), ("fresh", "resumed")),
+        "node": FaultKind("lost and slow node", 8, ("step", "checkpoint"), ("cut 0", "cut 1", "killed 1", "slow 1")),
     }
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault.
+    """A fault to inject.
 
     Attributes:
         kind: A key of `KINDS`.
-        moment: When it happens, one of the kind's.
-        target: What it happens to, one of the kind's.
-        seed: Decides the rest, for example the delay after the moment: see `draw`.
+        moment: One of the kind's moments.
+        target: One of the kind's targets.
+        seed: Determines everything else, for example the delay after the moment: see `draw`.
     """
 
     kind: str
@@ -69,7 +73,7 @@ class Fault:
     seed: int
 
     def draw(self, what: str) -> float:
-        """Return a number in [0, 1) that this fault's seed and the name of the choice decide."""
+        """Return a pseudorandom number in [0, 1) from the seed and the name of a choice."""
         return random.Random(f"{self.seed} {what}").random()
 
     def __str__(self) -> str:
@@ -77,17 +81,17 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of a fault.
+class FaultOutcome:
+    """The outcome of a fault.
 
     Attributes:
-        fault: What was done.
+        fault: The fault.
         seconds: From the fault until no process of the run was left.
-        survivors: Processes that had to be killed after the limit.
-        differs: A loss, an evaluation or a final weight is not that of the undisturbed run.
-        unseen: Of a flip: the run that read the file again said nothing.
-        problems: What else is not as it should be.
-        left: What the disturbed run left or said, for whoever reads the JSON.
+        survivors: Processes that had to be killed after the time limit.
+        differs: Whether a loss, an evaluation or a final weight differs from the undisturbed run.
+        unseen: For a flip: whether the run that read the file again reported nothing.
+        problems: Other errors.
+        left: What the disturbed run left or printed, for readers of the JSON file.
     """
 
     fault: Fault
@@ -100,20 +104,20 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no error of any kind."""
         return not (self.survivors or self.differs or self.unseen or self.problems)
 
 
 def faults(seed: int, kinds: Iterable[str] = KINDS, points: int | None = None) -> tuple[Fault, ...]:
     """Return the faults of a record.
 
-    Every moment meets every target as often as any other, give or take one. The first N of a kind are the same
-    whatever other kinds are asked for and however many points.
+    All pairs of moment and target occur equally often, up to one. The first N faults of a kind do not depend on the
+    other kinds or on the number of points.
 
     Args:
-        seed: Decides them all.
+        seed: Determines all faults.
         kinds: Keys of `KINDS`.
-        points: Faults of each kind; None: as many as a full record has.
+        points: Faults per kind; None: the number in a full record.
     """
     return tuple(fault for kind in kinds for fault in _of_kind(seed, kind, points))
 
@@ -128,14 +132,14 @@ def _of_kind(seed: int, name: str, points: int | None) -> list[Fault]:
     return found[: kind.points if points is None else points]
 
 
-def outcome_of(values: Mapping[str, Any]) -> Outcome:
-    """Return an outcome that `json` has read back."""
+def outcome_of(values: Mapping[str, Any]) -> FaultOutcome:
+    """Return an outcome from its JSON object."""
     fault, problems = Fault(**values["fault"]), tuple(values["problems"])
-    return Outcome(**{**values, "fault": fault, "problems": problems})
+    return FaultOutcome(**{**values, "fault": fault, "problems": problems})
 
 
-def table(planned: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
-    """Return the results in Markdown, a line for each kind."""
+def table(planned: Sequence[Fault], outcomes: Sequence[FaultOutcome]) -> str:
+    """Return the results as a Markdown table with one row per kind."""
     lines = [
         "| fault | points | tried | survivors | runs that differ | flips unseen | other problems | longest end (s) |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -156,13 +160,13 @@ def table(planned: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequence[Outcome]) -> str:
+def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequence[FaultOutcome]) -> str:
     """Return the whole record in Markdown.
 
     Args:
-        facts: `benchmarks.engine.machine.describe`, `cores`, `minutes`, and `notes`: lines on what could not be done.
-        planned: All faults that were asked for.
-        outcomes: Of those that were tried.
+        facts: Result of `benchmarks.engine.machine.describe`, with `cores`, `minutes` and `notes`.
+        planned: All requested faults.
+        outcomes: Outcomes of the faults that were injected.
     """
     software = f"Python {facts['python']}, torch {facts['torch']}, bmburst {facts['bmburst']}"
     bad = [outcome for outcome in outcomes if not outcome.is_good]
@@ -203,8 +207,8 @@ unseen when a run that reads the file again neither refuses nor says a word. Bes
 JSON."""
 
 
-def _spread(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return in how many points each state of the checkpoint folder was found after a kill."""
+def _spread(outcomes: Sequence[FaultOutcome]) -> list[str]:
+    """Return how often each state of the checkpoint folder was found after a kill."""
     places: dict[str, int] = {}
     for outcome in outcomes:
         if outcome.fault.kind == "kill":
@@ -213,7 +217,7 @@ def _spread(outcomes: Sequence[Outcome]) -> list[str]:
     return [f"- {place}: {count}" for place, count in sorted(places.items())] or ["No point."]
 
 
-def _said(outcome: Outcome) -> str:
+def _said(outcome: FaultOutcome) -> str:
     wrong = [
         f"{outcome.survivors} survivors" if outcome.survivors else "",
         "differs" if outcome.differs else "",

@@ -1,4 +1,4 @@
-"""Starts training runs, follows their progress through the files they write, and finds all of their processes."""
+"""Starts training runs, follows their progress by the files that they write, and finds all their processes."""
 
 import contextlib
 import hashlib
@@ -25,14 +25,14 @@ JOB = (
     *("--model.intermediate_size", "24", "--model.num_layers", "2", "--model.num_heads", "2"),
     *("--model.num_kv_heads", "1"),
 )
-"""The options of the run, but for its text, seed and folder."""
-_MARK = "BMBURST_FAULTS"  # in the environment of every process of a run; its value names harness and run
+"""The options of the run except its text, seed and folder."""
+_MARK = "BMBURST_FAULTS"  # environment variable of every process of a run; its value identifies harness and run
 _COMPARED = ("step", "loss", "bits_per_byte", "lr", "grad_norm")
 _POLL = 0.001
 
 
 def processes(mark: str) -> dict[int, int | None]:
-    """Return the living processes whose mark begins so, by id: a rank's number, or None for what is no rank."""
+    """Return the living processes whose mark has this prefix: from process id to rank, None for other processes."""
     wanted, found = f"{_MARK}={mark}".encode(), dict[int, int | None]()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -49,9 +49,9 @@ def processes(mark: str) -> dict[int, int | None]:
 
 
 def kill_all(mark: str) -> int:
-    """Kill every process whose mark begins so, until none is left; return how many there were at first.
+    """Kill all processes whose mark has this prefix; return how many there were at first.
 
-    One that the kernel does not let die is given up after a while.
+    It gives up after 30 seconds.
     """
     first = found = processes(mark)
     until = time.monotonic() + 30
@@ -65,12 +65,12 @@ def kill_all(mark: str) -> int:
 
 
 class Program:
-    """One start of a run: its launchers, and all that they start.
+    """One start of a run: its launchers and all their processes.
 
     Args:
-        commands: Words of `bmburst` for each launcher, and what stands before each.
-        place: Folder for output and temporary files of this start; made anew.
-        mark: Names it among all starts; no other's begins with it.
+        commands: For each launcher, a command prefix and the arguments of `bmburst`.
+        place: Folder for output and temporary files of this start; it is deleted and created.
+        mark: A unique name of this start, no prefix of another.
     """
 
     def __init__(self, commands: Sequence[tuple[Sequence[str], Sequence[str]]], place: Path, mark: str) -> None:
@@ -81,7 +81,7 @@ class Program:
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "BMBURST"))}
         environ |= {_MARK: f"{mark}/", "TMPDIR": str(self.scratch), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         environ |= {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}"}
-        # Should this process be killed, the kernel ends launchers, and with them their ranks.
+        # If this process is killed, the kernel kills the launchers, and their ranks end with them.
         tied = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
         self.started = time.monotonic()
         self.launchers = []
@@ -94,7 +94,7 @@ class Program:
 
     @property
     def is_running(self) -> bool:
-        """Whether a launcher is there."""
+        """Whether a launcher is alive."""
         return any(launcher.poll() is None for launcher in self.launchers)
 
     @property
@@ -104,28 +104,28 @@ class Program:
 
     @property
     def said(self) -> str:
-        """What launchers and ranks have written to standard error."""
+        """The standard error of launchers and ranks."""
         return "".join(file.read_text(errors="replace") for file in self._errors)
 
     @property
     def last_words(self) -> str:
-        """The end of it, in one line."""
+        """The last lines of `said`, joined to one line."""
         lines = [line.split("\r")[-1].strip() for line in self.said.splitlines()]
         return " / ".join(line for line in lines[-4:] if line)[-400:]
 
     def processes(self) -> dict[int, int | None]:
-        """Return all of its living processes: see `processes`."""
+        """Return its living processes; see `processes`."""
         return processes(f"{self.mark}/")
 
     def of_target(self, target: str) -> list[int]:
-        """Return the process ids of "launcher", "rank N" or "all"; empty where a rank is not there yet."""
+        """Return the process ids of "launcher", "rank N" or "all"; empty if a rank has not started yet."""
         if target == "launcher":
             return [launcher.pid for launcher in self.launchers]
         found = self.processes()
         return [pid for pid, rank in found.items() if target in ("all", f"rank {rank}")]
 
     def end(self, limit: float) -> int:
-        """Wait until no process is left, at most `limit` seconds; kill the rest and return how many those are."""
+        """Wait until no process is left, at most `limit` seconds; kill the rest and return their number."""
         until = time.monotonic() + limit
         while self.is_running and time.monotonic() < until:
             time.sleep(0.02)
@@ -138,15 +138,15 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds that parts of an undisturbed run take.
+class RunTiming:
+    """Seconds of the parts of an undisturbed run.
 
     Attributes:
         start: From its start to its first step.
         step: Between two steps.
         evaluation: From a step to the evaluation after it.
-        checkpoint: From a checkpoint's folder to its last file.
-        rename: From its last file to its name.
+        checkpoint: From the creation of a checkpoint's folder to its last file.
+        rename: From its last file to its final name.
         total: From its start to its end.
     """
 
@@ -158,11 +158,11 @@ class Timing:
     total: float
 
 
-class Watch:
-    """Sees how far a started run is, by the files in its folder; what was there before does not count.
+class RunWatch:
+    """Observes the progress of a run by its files; files from before its start are ignored.
 
     Args:
-        folder: Run folder, as the run before has left it.
+        folder: The run folder before the start.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -179,19 +179,19 @@ class Watch:
         return self._has_line("evals.jsonl", step)
 
     def is_begun(self, step: int) -> bool:
-        """Whether a step's checkpoint is being written."""
+        """Whether the checkpoint of a step is being written, or exists."""
         return self._is_new(self._checkpoint(step, hidden=True)) or self.is_there(step)
 
     def is_written(self, step: int) -> bool:
-        """Whether the last of its files is there."""
+        """Whether the last file of the checkpoint is written."""
         return self._is_new(self._checkpoint(step, hidden=True) / "state.json") or self.is_there(step)
 
     def is_there(self, step: int) -> bool:
-        """Whether it has its name."""
+        """Whether the checkpoint has its final name."""
         return self._is_new(self._checkpoint(step, hidden=False))
 
     def due(self, moment: str, fault: Fault) -> Callable[[], bool]:
-        """Return what becomes true at a fault's moment; a seeded one of those that the run has before it."""
+        """Return the condition of a fault's moment: the seed selects one of the remaining steps."""
         every = {"evaluation": EVAL_EVERY, "step": 1}.get(moment, CHECKPOINT_EVERY)
         coming = [step for step in range(self.done + 1, STEPS + 1) if step % every == 0 or step == STEPS]
         step = coming[int(fault.draw("step") * len(coming))]
@@ -201,7 +201,7 @@ class Watch:
             seen = self.is_begun if moment == "checkpoint" else self.has_step
         return lambda: seen(step)
 
-    def measure(self, program: Program) -> Timing:
+    def measure(self, program: Program) -> RunTiming:
         """Time the parts of an undisturbed run while it runs."""
         marks = {
             f"{name} {step}": (seen, step)
@@ -226,7 +226,7 @@ class Watch:
             gaps = [times[f"{then} {s}"] - times[f"{first} {s}"] for s in steps if f"{then} {s}" in times]
             return max(gaps, default=0.0)
 
-        return Timing(
+        return RunTiming(
             start=times.get("step 1", program.started) - program.started,
             step=(times.get("step 3", 0.0) - times.get("step 1", 0.0)) / 2,
             evaluation=between("step", "evaluation", EVAL_EVERY),
@@ -255,7 +255,7 @@ class Watch:
 
 
 def wait_for(condition: Callable[[], bool], program: Program, limit: float = 300.0) -> bool:
-    """Wait for a condition; return False where the program ends, or the limit in seconds is over, before it is so."""
+    """Wait for a condition; return False if the program ends or `limit` seconds pass before."""
     until = time.monotonic() + limit
     while not condition():
         if not program.is_running or time.monotonic() > until:
@@ -265,19 +265,19 @@ def wait_for(condition: Callable[[], bool], program: Program, limit: float = 300
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file that are whole; of a missing file none."""
+    """Return the complete lines of a metrics file; an empty list if it is missing."""
     with contextlib.suppress(OSError, ValueError):
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     return []
 
 
 def newest(folder: Path) -> int:
-    """Return the step of the newest checkpoint that has its name, or 0."""
+    """Return the step of the newest complete checkpoint, or 0."""
     return max((int(path.name[5:]) for path in folder.glob("checkpoints/step-*")), default=0)
 
 
 def left_in(folder: Path) -> str:
-    """Return what there is of checkpoints, in words without numbers of steps."""
+    """Return a description of the checkpoints in a run folder, without step numbers."""
     names = []
     for path in sorted(folder.glob("checkpoints/.*")):
         written = len(list(path.iterdir()))
@@ -286,29 +286,29 @@ def left_in(folder: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """The undisturbed run.
+class UndisturbedRun:
+    """An undisturbed run to compare with.
 
     Attributes:
-        folder: Its run folder; beside it lies `tokens`.
-        timing: What it took.
-        losses: Of each step: see `_COMPARED`.
+        folder: Its run folder, beside the folder `tokens`.
+        timing: Its times.
+        losses: For each step the metrics of `_COMPARED`.
         evaluations: Lines of evals.jsonl.
-        digests: Hash of each file of its last checkpoint that holds tensors.
+        digests: SHA-256 of each tensor file of its last checkpoint.
     """
 
     folder: Path
-    timing: Timing
+    timing: RunTiming
     losses: dict[int, tuple[float, ...]]
     evaluations: list[dict[str, Any]]
     digests: dict[str, str]
 
     def difference(self, folder: Path, *, complete: bool) -> str:
-        """Return where a run's files are not those of this one, or an empty text.
+        """Return the first difference between another run and this one, or an empty string.
 
         Args:
-            folder: Run folder.
-            complete: It should have got to its end.
+            folder: The other run folder.
+            complete: Whether the other run must be complete.
         """
         losses = _losses(folder)
         for step, values in losses.items():
@@ -327,13 +327,13 @@ class Base:
         return f"last checkpoint: {', '.join(changed)}" if changed else ""
 
 
-def base_of(folder: Path, timing: Timing) -> Base:
-    """Return a finished run as the one to compare with."""
-    return Base(folder, timing, _losses(folder), read_lines(folder / "evals.jsonl"), _digests(folder))
+def base_of(folder: Path, timing: RunTiming) -> UndisturbedRun:
+    """Return a finished run as an `UndisturbedRun`."""
+    return UndisturbedRun(folder, timing, _losses(folder), read_lines(folder / "evals.jsonl"), _digests(folder))
 
 
 def write_text(path: Path) -> Path:
-    """Write the text that runs train on."""
+    """Write the training text."""
     path.write_text("".join(f"line {i}: the quick brown fox, {i * i} times.\n" for i in range(400)))
     return path
 

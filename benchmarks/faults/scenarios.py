@@ -1,4 +1,4 @@
-"""Faults of a run's files and nodes: flipped bits, two runs in one folder, cut links, killed and slow nodes."""
+"""Faults of files and nodes: flipped bits, two runs in one folder, cut links, killed and slow nodes."""
 
 import contextlib
 import json
@@ -12,25 +12,25 @@ from pathlib import Path
 
 from benchmarks import netns
 from benchmarks.faults import points
-from benchmarks.faults.inject import LIMIT, Bench, Chain, Report
-from benchmarks.faults.points import Fault, Outcome
-from benchmarks.faults.programs import Base, Program, Watch, base_of
+from benchmarks.faults.inject import LIMIT, DisturbedRun, ReportOutcome, Workspace
+from benchmarks.faults.points import Fault, FaultOutcome
+from benchmarks.faults.programs import Program, RunWatch, UndisturbedRun, base_of
 
 SEEN = re.compile(
     r"damag|checksum|corrupt|truncat|is missing|not of format|not JSON|no valid|of another|do(es)? not match|holds no|"
     r"not a token file|cannot be read|different",
     re.IGNORECASE,
 )
-"""What a run says of a file that is not as it was written."""
-Single = Callable[[Bench, Fault, Path], Outcome]
+"""Messages of a run about a damaged file."""
+SingleFault = Callable[[Workspace, Fault, Path], FaultOutcome]
 
 
-def flip(bench: Bench, fault: Fault, place: Path) -> Outcome:
-    """Flip a bit of a file of a finished run's copy, and let the run read it again."""
+def flip(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
+    """Flip a bit in a file of a copy of a finished run, and resume the copy."""
     has_older = fault.draw("older") < 0.2
     run = bench.copy_of_base(place, (6, 9) if has_older else (9,))
     (cache,) = (place / "tokens").glob("*.tokens")
-    if fault.target == points.TOKEN_FILE:  # the copy is told that it was begun with one
+    if fault.target == points.TOKEN_FILE:  # make the copy a run that started from a token file
         path = cache.rename(place / "text.tokens")
         settled = json.loads((run / "config.json").read_text())
         settled["data"]["source"] = str(path)
@@ -51,7 +51,7 @@ def flip(bench: Bench, fault: Fault, place: Path) -> Outcome:
     if is_seen and status != 0 and has_older and fault.target in points.CHECKPOINT_FILES:
         problems.append(f"no fall back to the older checkpoint: {program.last_words}")
     difference = bench.base().difference(run, complete=True) if status == 0 else ""
-    outcome = Outcome(
+    outcome = FaultOutcome(
         fault,
         time.monotonic() - program.started,
         left,
@@ -66,7 +66,7 @@ def flip(bench: Bench, fault: Fault, place: Path) -> Outcome:
 
 
 def flipped_bit(fault: Fault, size: int) -> int:
-    """Return which bit of a file of so many bytes a fault flips: in its first 64 bytes, its last 64, or anywhere."""
+    """Return the bit of a file of `size` bytes that a fault flips: in the first or last 64 bytes, or anywhere."""
     first, count = {"head": (0, min(64, size)), "tail": (max(0, size - 64), min(64, size))}.get(fault.moment, (0, size))
     return 8 * first + int(fault.draw("bit") * 8 * count)
 
@@ -78,8 +78,8 @@ def with_flipped(content: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
-def pair(bench: Bench, fault: Fault, place: Path) -> Outcome:
-    """Start two runs in one folder: of two seeds, or the same one twice on a checkpoint."""
+def pair(bench: Workspace, fault: Fault, place: Path) -> FaultOutcome:
+    """Start two runs in one folder: with two seeds, or both resuming the same checkpoint."""
     is_fresh = fault.target == "fresh"
     bases = [bench.base(0), bench.base(1 if is_fresh else 0)]
     run = place / "run"
@@ -110,32 +110,32 @@ def pair(bench: Bench, fault: Fault, place: Path) -> Outcome:
     for program in both:
         bench.finished(program)
     shutil.rmtree(place)
-    return Outcome(fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=said)
+    return FaultOutcome(fault, seconds, left, differs=bool(differences), problems=(*problems, *differences), left=said)
 
 
-SINGLE: dict[str, Single] = {"flip": flip, "pair": pair}
+SINGLE: dict[str, SingleFault] = {"flip": flip, "pair": pair}
 
 
 _LINK = netns.Shape(nodes=2, places=1, fast=1000, slow=1000)
 _SLOW_MBIT = 2.0
 
 
-class Nodes(Chain):
-    """Two nodes of one rank each, in namespaces: a link that is cut, a node that is killed, a link that is slow."""
+class TwoNodeRun(DisturbedRun):
+    """A run on two nodes (network namespaces) of one rank each: cut links, killed nodes, slow links."""
 
-    def __init__(self, bench: Bench, place: Path, report: Report, network: netns.Network) -> None:
+    def __init__(self, bench: Workspace, place: Path, report: ReportOutcome, network: netns.Network) -> None:
         super().__init__(bench, place, report)
         self._network = network
         self._patience = max(10, round(3 * bench.base().timing.start))
         self._base = self._undisturbed()
 
     @property
-    def base(self) -> Base:
+    def base(self) -> UndisturbedRun:
         """An undisturbed run on this network."""
         return self._base
 
-    def _undisturbed(self) -> Base:
-        watch = Watch(self.run)
+    def _undisturbed(self) -> UndisturbedRun:
+        watch = RunWatch(self.run)
         program = self.start(fresh=True)
         timing = watch.measure(program)
         self.bench.require_success(program)
@@ -170,17 +170,17 @@ class Nodes(Chain):
                     os.kill(pid, signal.SIGKILL)
 
     def undo(self, fault: Fault) -> None:
-        """Mend the link."""
+        """Restore the link."""
         _, node = fault.target.split()
         self._network.set_link(int(node), up=True)
         self._network.set_rate(int(node), _LINK.slow)
 
     def limit(self, fault: Fault) -> float:
-        """A lost node is missed after a minute at most, or by the hang's limit."""
+        """See `DisturbedRun.limit`: a lost node is detected within a minute, or by the hang timeout."""
         return 2 * LIMIT + self._patience if fault.target != "slow 1" else 4 * LIMIT
 
     def judge(self, fault: Fault, program: Program) -> list[str]:
-        """A slow node changes nothing; a lost one ends the other, which says so."""
+        """See `DisturbedRun.judge`: a slow node changes nothing; a lost node ends the other one with a message."""
         statuses = program.statuses
         if fault.target == "slow 1":
             return [] if statuses == [0, 0] else [f"statuses {statuses}: {program.last_words}"]
@@ -190,7 +190,7 @@ class Nodes(Chain):
 
 
 @contextlib.contextmanager
-def nodes(bench: Bench, place: Path, report: Report) -> Iterator[Nodes]:
-    """Bring up the network of two nodes, and the chain on it."""
+def nodes(bench: Workspace, place: Path, report: ReportOutcome) -> Iterator[TwoNodeRun]:
+    """Create the network of two nodes and the run on it."""
     with netns.network(_LINK) as network:
-        yield Nodes(bench, place, report, network)
+        yield TwoNodeRun(bench, place, report, network)

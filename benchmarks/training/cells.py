@@ -20,7 +20,7 @@ STEPS = {"loss": 30, "curve": 60}  # that are trained; of a step's cell, what th
 OURS = "ours"
 
 
-class Suite(NamedTuple):
+class TrainSuite(NamedTuple):
     """What a suite measures where the options do not say.
 
     Attributes:
@@ -34,11 +34,11 @@ class Suite(NamedTuple):
     dtypes: tuple[str, ...] = ()
 
 
-SUITES: Mapping[str, Suite] = MappingProxyType(
+SUITES: Mapping[str, TrainSuite] = MappingProxyType(
     {
-        "step": Suite(("llama-3-8b", "llama-2-7b"), tuple(_KIB * n for n in (32, 128, 256, 512, 1024, 2048))),
-        "loss": Suite(("tiny-8-heads",), (2 * _KIB,), ("float32", "bfloat16")),
-        "curve": Suite(("llama-95m",), (128 * _KIB,)),
+        "step": TrainSuite(("llama-3-8b", "llama-2-7b"), tuple(_KIB * n for n in (32, 128, 256, 512, 1024, 2048))),
+        "loss": TrainSuite(("tiny-8-heads",), (2 * _KIB,), ("float32", "bfloat16")),
+        "curve": TrainSuite(("llama-95m",), (128 * _KIB,)),
     }
 )
 # Models that are trained: the presets, and two small ones for losses.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.attention.cells import Cell, alone, forward_flops
+from benchmarks.attention.cells import Cell, forward_flops, one_gpu_cell
 from benchmarks.attention.methods import Attend, LocalKernel, OneGpu, Ours, Setting, all_methods
 from benchmarks.attention.methods.method import prepare
 from benchmarks.engine.kind import Row
@@ -105,9 +105,9 @@ class _Peer(torch.nn.Module):
 
 
 def _put(model: torch.nn.Module, attend: Attend) -> None:
-    from bmburst.blocks.transformer import Attention
+    from bmburst.blocks.transformer import SelfAttention
 
-    places = [module for module in model.modules() if isinstance(module, Attention)]
+    places = [module for module in model.modules() if isinstance(module, SelfAttention)]
     assert places
     for place in places:
         place.attention = _Peer(attend)
@@ -309,7 +309,7 @@ def _measure_rates(cell: TrainCell, setting: Setting) -> Rates:
     FLOPs, or of 128K tokens where that is more; matrices are 8192 x 8192. They are called in turns.
     """
     tokens = min(_LONGEST, max(1, int(cell.tokens / math.sqrt(cell.ranks))))
-    one = alone(replace(attention_cell(cell), ranks=1, tokens=tokens))
+    one = one_gpu_cell(replace(attention_cell(cell), ranks=1, tokens=tokens))
     attention = prepare(OneGpu(), one, setting)
     width, dtype = _WIDTH[cell.device], getattr(torch, cell.dtype)
     left, right, out = (torch.randn(width, width, device=setting.group.device).to(dtype) for _ in range(3))

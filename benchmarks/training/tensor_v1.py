@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from bmburst.blocks.layers import RMSNorm, TensorGroup
 from bmburst.blocks.model import Llama
 from bmburst.blocks.transformer import TransformerBlock
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator
 
 Map = Callable[[Tensor], Tensor]
@@ -42,7 +42,7 @@ def replicate(model: Llama) -> None:
 class _Replicated(TensorGroup):
     """Every rank has all tokens: nothing is gathered, parts are added up on all ranks."""
 
-    def __init__(self, comm: Checked) -> None:
+    def __init__(self, comm: CheckedCommunicator) -> None:
         super().__init__(comm)
         self._sum = comm
 
@@ -70,7 +70,7 @@ class _SharedScale:
 class _Between(torch.nn.Module):
     """The blocks between own tokens and own tokens."""
 
-    def __init__(self, layers: torch.nn.Module, comm: Checked) -> None:
+    def __init__(self, layers: torch.nn.Module, comm: CheckedCommunicator) -> None:
         super().__init__()
         self.layers, self._comm = layers, comm
 
@@ -81,16 +81,16 @@ class _Between(torch.nn.Module):
         return _pair(self.layers(_pair(hidden, gathered, cut), cos, *rest), cut, gathered)
 
 
-def _gathered(x: Tensor, comm: Checked) -> Tensor:
+def _gathered(x: Tensor, comm: CheckedCommunicator) -> Tensor:
     (parts,) = comm.all_gather(x).wait()
     return parts.movedim(0, 1).flatten(1, 2).contiguous()
 
 
-def _cut(x: Tensor, comm: Checked) -> Tensor:
+def _cut(x: Tensor, comm: CheckedCommunicator) -> Tensor:
     return x.chunk(comm.size, 1)[comm.rank].contiguous()
 
 
-def _summed(x: Tensor, comm: Checked) -> Tensor:
+def _summed(x: Tensor, comm: CheckedCommunicator) -> Tensor:
     (total,) = comm.all_reduce(x.contiguous()).wait()
     return total
 

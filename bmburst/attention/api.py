@@ -11,7 +11,7 @@ from bmburst.attention.call import decide
 from bmburst.attention.function import SequenceAttention
 from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions, MaskOption, no_autocast, require_tensors
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator
 from bmburst.errors import UserError, unknown
 from bmburst.mesh import current_mesh
@@ -120,7 +120,7 @@ def burst_attention(
 
     Raises:
         UserError: A value is unknown, shapes, dtypes or devices cannot work, or the ranks of the group disagree: on
-            every rank, where calls are compared (on CPUs always; see `bmburst.comm.checks.Checked`).
+            every rank, where calls are compared (on CPUs always; see `bmburst.comm.checks.CheckedCommunicator`).
 
     Source: BurstAttention, arXiv:2403.09347.
     """
@@ -158,7 +158,7 @@ def attend(
 
 
 def _sample_by_sample(
-    q: Tensor, k: Tensor, v: Tensor, length: int | None, comm: Checked, options: AttentionOptions
+    q: Tensor, k: Tensor, v: Tensor, length: int | None, comm: CheckedCommunicator, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     masks = options.mask
     assert isinstance(masks, tuple)
@@ -182,7 +182,7 @@ def _sample_by_sample(
         return torch.cat(outs), torch.cat(lses)
 
 
-def resolve_group(group: object) -> Checked:
+def resolve_group(group: object) -> CheckedCommunicator:
     """Return the communicator of `group`, or for None that of the current mesh's sequence group or else the world."""
     mesh = current_mesh()
     return mesh.sequence if group is None and mesh is not None else communicator(group)

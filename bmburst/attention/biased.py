@@ -20,7 +20,7 @@ from bmburst.attention.call import DecidedCalls, Executor, SequenceCall, Strateg
 from bmburst.attention.function import SequenceAttention
 from bmburst.attention.options import gradient_signature, require_scale, require_transport, scale_of
 from bmburst.attention.ring import Tensors, carry_home, visiting_kv
-from bmburst.comm.checks import Checked, describe, require_numbers
+from bmburst.comm.checks import CheckedCommunicator, describe, require_numbers
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.layout import Contiguous
@@ -37,9 +37,9 @@ from bmburst_ops.biased import (
     require_relations,
     select_biased_kernel,
 )
-from bmburst_ops.biased.pairs import Once
+from bmburst_ops.biased.pairs import DerivedTensors
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import Given, Partial
+from bmburst_ops.flash import BackwardInputs, Partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
 __all__ = ["BiasedSequence", "biased_attention"]
@@ -65,7 +65,7 @@ class _Shared:
     """What calls of one batch share; a copy of the batch begins with nothing."""
 
     def __init__(self) -> None:
-        self.whole = Once()
+        self.whole = DerivedTensors()
         self.versions: tuple[int, ...] | None = None
         self.pairs: tuple[Pairs, ...] | None = None
         self.calls: DecidedCalls[BiasedCall] = DecidedCalls()
@@ -97,13 +97,13 @@ class BiasedSequence:
     formula: RelativeBias
     relations: Tensor
     tokens: Tokens
-    group: Checked
+    group: CheckedCommunicator
     kernel: str = "auto"
     transport: str = "auto"
     _shared: _Shared = field(default_factory=_Shared, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        kinds = {"formula": RelativeBias, "relations": Tensor, "tokens": Tokens, "group": Checked}
+        kinds = {"formula": RelativeBias, "relations": Tensor, "tokens": Tokens, "group": CheckedCommunicator}
         for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise UserError(f"{name} must be a {kind.__name__}, got {type(value).__name__}\n{_HOW_MADE}")
@@ -275,14 +275,14 @@ def _forward(call: BiasedCall, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -
     return Partial(merged.out.to(q.dtype), merged.lse)
 
 
-def _backward(call: BiasedCall, given: Given, table: Tensor) -> BiasedGradients:
+def _backward(call: BiasedCall, given: BackwardInputs, table: Tensor) -> BiasedGradients:
     """Return the gradients of q, k and v, and this rank's share of the table's: fp32 or wider, of one rank rounded."""
     grad_out, q, k, v, lse, delta = given
     own: list[tuple[Tensor, Tensor]] = []
     is_alone = call.comm.size == 1
 
-    def visit(step: Step, visitors: Tensors) -> Tensors:
-        (keys, values), pairs = visitors, call.pairs[step.owner]
+    def visit(step: Step, received: Tensors) -> Tensors:
+        (keys, values), pairs = received, call.pairs[step.owner]
         grads = call.kernel.backward(
             *(grad_out, q, keys, values, lse, delta, table), pairs, scale=call.scale, rounded=is_alone
         )

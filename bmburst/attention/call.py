@@ -15,11 +15,11 @@ from bmburst.attention.options import (
     require_transport,
     scale_of,
 )
-from bmburst.comm.checks import Checked, describe
+from bmburst.comm.checks import CheckedCommunicator, describe
 from bmburst.comm.protocol import BlockMover
 from bmburst.comm.transports import (
     DoubleRingGroups,
-    EveryNth,
+    StridedSubgroup,
     device_name,
     double_ring_groups,
     find_nodes,
@@ -33,7 +33,7 @@ from bmburst.schedule.layout import Layout, make_layout, real_length
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst.schedule.ring_schedule import DoubleSchedule, Schedule, make_double_schedule, make_schedule, tiles
 from bmburst.schedule.strategy import choose_strategy
-from bmburst.schedule.strategy_names import STRATEGIES, Strategy, Travellers
+from bmburst.schedule.strategy_names import STRATEGIES, RingTensors, Strategy
 from bmburst.schedule.tiles import Tile
 from bmburst.schedule.units import HeadShapes
 from bmburst_ops.bounded_cache import bounded_cache
@@ -68,16 +68,16 @@ class SequenceCall:
     strategy: Strategy
     double_ring: DoubleRingGroups | None = None
 
-    def double_schedule(self, travellers: Travellers, *, returning: bool) -> DoubleSchedule:
+    def double_schedule(self, ring_tensors: RingTensors, *, returning: bool) -> DoubleSchedule:
         """Return this rank's schedule in a double ring; `returning`: whether gradients follow the blocks home."""
         assert self.double_ring is not None
         nodes = self.double_ring.inter.size
-        options = (self.layout, self.length, self.mask, self.comm.rank, travellers, nodes)
+        options = (self.layout, self.length, self.mask, self.comm.rank, ring_tensors, nodes)
         return make_double_schedule(*options, returning=returning)
 
-    def schedule(self, travellers: Travellers) -> Schedule:
+    def schedule(self, ring_tensors: RingTensors) -> Schedule:
         """Return this rank's schedule in a ring."""
-        return make_schedule(self.layout, self.length, self.mask, self.comm.rank, travellers)
+        return make_schedule(self.layout, self.length, self.mask, self.comm.rank, ring_tensors)
 
     def taking_delta(self, q: Tensor, k: Tensor) -> "SequenceCall":
         """Return this call with a kernel that uses any delta as it is given; here the call's own kernel does."""
@@ -127,7 +127,7 @@ class AttentionCall(SequenceCall):
         if degree == 1:
             return self
         strategy, layout = replace(self.strategy, ulysses_degree=1), self.layout.over_groups(degree)
-        return replace(self, comm=EveryNth(self.comm, degree), layout=layout, strategy=strategy)
+        return replace(self, comm=StridedSubgroup(self.comm, degree), layout=layout, strategy=strategy)
 
     def taking_delta(self, q: Tensor, k: Tensor) -> "AttentionCall":
         """Return this call with a kernel that uses any delta as it is given.
@@ -206,13 +206,15 @@ _MOST_KINDS = 64
 
 
 @bounded_cache(maxsize=256)
-def _decided_calls(comm: Checked, length: int | None, options: AttentionOptions) -> DecidedCalls[AttentionCall]:
+def _decided_calls(
+    comm: CheckedCommunicator, length: int | None, options: AttentionOptions
+) -> DecidedCalls[AttentionCall]:
     del comm, length, options
     return DecidedCalls()
 
 
 def decide(
-    comm: Checked, q: Tensor, k: Tensor, v: Tensor, length: int | None, options: AttentionOptions
+    comm: CheckedCommunicator, q: Tensor, k: Tensor, v: Tensor, length: int | None, options: AttentionOptions
 ) -> AttentionCall:
     """Check the inputs and choose kernel and strategy.
 
@@ -234,7 +236,7 @@ def decide(
 
 
 def _decide(
-    comm: Checked, q: Tensor, k: Tensor, v: Tensor, length: int | None, options: AttentionOptions
+    comm: CheckedCommunicator, q: Tensor, k: Tensor, v: Tensor, length: int | None, options: AttentionOptions
 ) -> AttentionCall:
     request = StrategyRequest.of(comm, options.strategy, options.transport, comm.ulysses_degree)
 
@@ -276,14 +278,14 @@ class StrategyRequest:
         ulysses_degree: How many neighbouring ranks must exchange heads; None: what is cheapest.
     """
 
-    comm: Checked
+    comm: CheckedCommunicator
     name: str
     transport: str
     hardware: Hardware
     ulysses_degree: int | None
 
     @classmethod
-    def of(cls, comm: Checked, name: str, transport: str, ulysses_degree: int | None) -> "StrategyRequest":
+    def of(cls, comm: CheckedCommunicator, name: str, transport: str, ulysses_degree: int | None) -> "StrategyRequest":
         """Return the request. Collective the first time for a group: not where one rank may raise alone."""
         return cls(comm, name, transport, hardware_like(device_name(comm)), ulysses_degree)
 

@@ -31,7 +31,7 @@ from bmburst.recompute import keep
 from bmburst.recompute.policy import require_end
 from bmburst.schedule.layout import Contiguous, Layout, Striped
 from bmburst_ops.first_order import first_order
-from bmburst_ops.flash import Given
+from bmburst_ops.flash import BackwardInputs
 from bmburst_ops.merge import row_dots
 
 
@@ -57,7 +57,7 @@ class SequenceAttention(torch.autograd.Function):
         call: SequenceCall = ctx.call if grad_lse is None else ctx.call.taking_delta(q, k)
         grad_out, delta = output_gradients(out, grad_out, grad_lse)
         with no_autocast(q.device.type), traced("attention backward"):
-            grads = ctx.executor.backward(call, Given(grad_out, q, k, v, lse, delta), *others)
+            grads = ctx.executor.backward(call, BackwardInputs(grad_out, q, k, v, lse, delta), *others)
         return None, None, *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v, *others), strict=True))
 
 
@@ -83,7 +83,7 @@ def output_gradients(out: Tensor, grad_out: Tensor | None, grad_lse: Tensor | No
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The tokens that a checkpoint recomputes attention for; a `bmburst.recompute.Part` of output and log-sum-exp.
+    """Recomputes attention for the first tokens of a sequence (recompute policy `:0.5`); see `PrefixRecompute`.
 
     Attributes:
         executor: What runs the call.
@@ -118,12 +118,12 @@ class Prefix:
         return cls(executor, call.over(_first(layout, rows), length), rows, inputs)
 
     def end(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """See `Part.end`."""
+        """See `PrefixRecompute.end`."""
         out, lse = results
         return out[:, self.rows :].detach().clone(), lse[:, :, self.rows :].detach().clone()
 
     def whole(self, end: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """See `Part.whole`."""
+        """See `PrefixRecompute.whole`."""
         out, lse = end
         if not self.rows:
             return out.detach(), lse.detach()

@@ -31,7 +31,7 @@ from bmburst.attention.local import local_backward, local_forward, tile_backward
 from bmburst.comm.memory import tensor_in
 from bmburst.comm.protocol import Transfer
 from bmburst.schedule.gather_plan import GatherPlan, GatherShapes, GradientSums, Visibility, make_gather_plan
-from bmburst_ops.flash import Given, Gradients, Partial
+from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.merge import merge_partials_, sum_parts
 
 _IN, _OUT = 2, 3  # lanes: nothing queues behind gradients that go home, nor behind heads that are being exchanged
@@ -49,7 +49,7 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: P
         into: Where to write the results, as `Kernel.forward`. Default: new memory.
     """
     plan = _plan(call, q, k)
-    arriving = _Arriving(call, plan, k, v)
+    arriving = _KeyValuePrefetch(call, plan, k, v)
     whole = local_forward(call, q, k, v, into, tiles=plan.own)
     for i, unit in enumerate(plan.units):
         keys, values = arriving.wait(i)
@@ -61,7 +61,7 @@ def gather_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: P
     return whole
 
 
-def gather_backward(call: AttentionCall, given: Given, into: Gradients | None = None) -> Gradients:
+def gather_backward(call: AttentionCall, given: BackwardInputs, into: Gradients | None = None) -> Gradients:
     """Return the gradients of this rank's q, k and v in their dtype; `into` as above."""
     grad_out, q, k, v, lse, delta = given
     plan = _plan(call, q, k)
@@ -70,21 +70,21 @@ def gather_backward(call: AttentionCall, given: Given, into: Gradients | None = 
     for gradient in into:
         gradient[:, plan.real :] = 0
 
-    arriving, returning = _Arriving(call, plan, k, v), _Returning(call, plan, k, into)
+    arriving, returning = _KeyValuePrefetch(call, plan, k, v), _GradientExchange(call, plan, k, into)
     for i, unit in enumerate(plan.units):
         heads = unit.heads.slice
         q_parts = q.new_empty(1 + len(plan.backward), q.shape[0], plan.real, len(unit.heads), q.shape[3])
         if plan.query_sums.zeroed:
             q_parts[1:] = 0
         kv = unit.kv_heads.slice
-        own = Given(
+        own = BackwardInputs(
             *(t[:, : plan.real, heads] for t in (grad_out, q)),
             *(t[:, : plan.real, kv] for t in (k, v)),
             *(t[:, heads, : plan.real] for t in (lse, delta)),
         )
         local_backward(call, own, Gradients(q_parts[0], *returning.own_parts(i)), tiles=plan.own)
         keys, values = arriving.wait(i)
-        others = Given(grad_out[:, :, heads], q[:, :, heads], keys, values, lse[:, heads], delta[:, heads])
+        others = BackwardInputs(grad_out[:, :, heads], q[:, :, heads], keys, values, lse[:, heads], delta[:, heads])
         grad_k, grad_v = returning.outbox(i)
         for part, tile in enumerate(plan.backward, 1):
             grad_q, columns = q_parts[part][:, tile.queries.slice], tile.keys.slice
@@ -104,7 +104,7 @@ def gather_backward(call: AttentionCall, given: Given, into: Gradients | None = 
     return into
 
 
-class _Turns:
+class _DoubleBuffer:
     """Memory for K and V, or for parts of their gradients, of one unit after another: every other one has the same.
 
     Ranks see more or fewer keys and have more or fewer parts; the memory is as large as the largest needs it on all.
@@ -126,12 +126,12 @@ class _Turns:
         return k, v
 
 
-class _Arriving:
+class _KeyValuePrefetch:
     """The keys and values of one unit after another. The first is under way from the start."""
 
     def __init__(self, call: AttentionCall, plan: GatherPlan, k: Tensor, v: Tensor) -> None:
         self._call, self._plan, self._held = call, plan, (k, v)
-        self._buffers = _Turns(plan, k, plan.most_seen)
+        self._buffers = _DoubleBuffer(plan, k, plan.most_seen)
         self._under_way: list[Transfer] = []
         self._start()
 
@@ -158,12 +158,12 @@ class _Arriving:
         self._under_way.append(self._call.comm.pull(exchange, outbox, self._buffers.at(i), _IN))
 
 
-class _Returning:
+class _GradientExchange:
     """The gradients of one unit's keys and values after another: those of others leave, the own ones come home."""
 
     def __init__(self, call: AttentionCall, plan: GatherPlan, k: Tensor, into: Gradients) -> None:
         self._comm, self._plan, self._like, self._into = call.comm, plan, k, into
-        self._staging = _Turns(plan, k, plan.most_key_parts * call.layout.tokens)
+        self._staging = _DoubleBuffer(plan, k, plan.most_key_parts * call.layout.tokens)
         self._outbox = k.new_empty(0)
         self._under_way: list[Transfer] = []
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from bmburst.comm.streams import On, Order
+from bmburst.comm.streams import CurrentStream, StreamOrder
 from bmburst.comm.transports import PEER_GROUPS
-from bmburst_ops.flash.memory import held
+from bmburst_ops.flash.memory import collect_vectors
 
 # Bytes: during a recording torch's cache does not give way. Masks of several tiles take five or six times the sums that
 # `records_kernels` allows: three gradients in fp32, a tile's three, and what the kernel takes itself.
@@ -116,7 +116,7 @@ def _record(work: Callable[[], None], varying: int) -> tuple[Any, object]:
     current = torch.cuda.current_stream()
     stream, pool = _capture_resources(current)
     graph = torch.cuda.CUDAGraph()
-    with On(stream), held() as vectors:
+    with CurrentStream(stream), collect_vectors() as vectors:
         graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         try:
             if varying:  # at once free again: the work's tensors are cut from it
@@ -166,12 +166,12 @@ class UnitStreams:
         if (stream := self._before[i]) not in self._begun:  # not before: what comes first is not to wait for the host
             self._begun.add(stream)
             stream.wait_event(self._beginning)
-        return On(stream)
+        return CurrentStream(stream)
 
     def join(self) -> None:
         """Let the current stream wait for all that was launched."""
         if self._before:
-            Order().after(self._current, *set(self._before))
+            StreamOrder().after(self._current, *set(self._before))
 
 
 def _place(turns: int, turn: int) -> int:

@@ -28,7 +28,7 @@ from bmburst.comm.streams import current_stream
 from bmburst.schedule.heads_plan import HeadsPlan, StridedView
 from bmburst.schedule.tiles import Span
 from bmburst.schedule.units import records_kernels
-from bmburst_ops.flash import Given, Gradients, Partial
+from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.merge import accumulation_dtype
 
 _IN, _OUT = 0, 1  # lanes: what comes in does not queue behind what goes home
@@ -77,7 +77,7 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: 
     brought = [_token_rows(t) for t in (q, k, v)]
     plan = call.heads_plan(q, k, brought, backward=False)
     streams = _streams(call, plan, q)
-    arriving = _Arriving(call, plan, brought, streams)  # first: the host's time for all else is hidden
+    arriving = _UnitPrefetch(call, plan, brought, streams)  # first: the host's time for all else is hidden
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
     inbox, outer = arriving.inbox, call.outer
@@ -95,13 +95,13 @@ def heads_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, attend: 
     return Partial(out, lse)
 
 
-def heads_backward(call: AttentionCall, given: Given) -> Gradients:
+def heads_backward(call: AttentionCall, given: BackwardInputs) -> Gradients:
     """Return the gradients of this rank's q, k and v; see `ring_backward`."""
     grad_out, q, k, v, lse, delta = given
     brought = [*(_token_rows(t) for t in (q, k, v, grad_out)), lse.contiguous(), delta.contiguous()]
     plan = call.heads_plan(q, k, brought, backward=True)
     streams = _streams(call, plan, q)
-    arriving = _Arriving(call, plan, brought, streams)
+    arriving = _UnitPrefetch(call, plan, brought, streams)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k, grad_v = (t.new_empty((plan.shapes.replicas, *t.shape)) for t in (k, v))
     inbox, outer = arriving.inbox, call.outer
@@ -111,7 +111,7 @@ def heads_backward(call: AttentionCall, given: Given) -> Gradients:
         queries, keys, values, *statistics = _tensors(inbox, plan.views[i], q.dtype)
         grads, own_lse, own_delta = statistics
         results = _tensors(outbox, plan.outbound[i].views, q.dtype)
-        differentiate(outer, Given(grads, queries, keys, values, own_lse, own_delta), Gradients(*results))
+        differentiate(outer, BackwardInputs(grads, queries, keys, values, own_lse, own_delta), Gradients(*results))
 
     targets = (grad_q, grad_k, grad_v)
     _by_units(call, plan, streams, arriving, work, targets, is_recorded=_is_recorded(call, plan))
@@ -128,7 +128,7 @@ def _by_units(
     call: AttentionCall,
     plan: HeadsPlan,
     streams: UnitStreams,
-    arriving: "_Arriving",
+    arriving: "_UnitPrefetch",
     work: Callable[[int, Tensor], None],
     targets: tuple[Tensor, ...],
     *,
@@ -184,7 +184,7 @@ def _streams(call: AttentionCall, plan: HeadsPlan, q: Tensor) -> UnitStreams:
     return UnitStreams(q.device, len(plan.units) if is_free and plan.shapes.tokens <= _SHORT else 1)
 
 
-class _Arriving:
+class _UnitPrefetch:
     """The tensors of one unit after another over all tokens. The first is under way from the start.
 
     Queries and what belongs to them come with the unit's heads, keys and values with its KV heads.

@@ -8,7 +8,7 @@ from torch import Tensor
 from bmburst.attention.call import AttentionCall
 from bmburst.comm.meter import traced
 from bmburst.schedule.tiles import Span, Tile
-from bmburst_ops.flash import Given, Gradients, Partial
+from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.memory import deliver_gradients
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
@@ -27,10 +27,10 @@ def tile_forward(
         return call.kernel.forward(queries, keys, values, pattern=tile.pattern, scale=call.scale, into=into)
 
 
-def tile_backward(call: AttentionCall, tile: Tile, given: Given, into: Gradients | None = None) -> Gradients:
+def tile_backward(call: AttentionCall, tile: Tile, given: BackwardInputs, into: Gradients | None = None) -> Gradients:
     """Return a tile's gradients; what is given holds all tokens, `into` the tile's."""
     (grad_out, q, k, v, lse, delta), rows, columns = given, tile.queries, tile.keys
-    part = Given(
+    part = BackwardInputs(
         *(cut(grad_out, rows), cut(q, rows), cut(k, columns), cut(v, columns)),
         *(cut(lse, rows, 2), cut(delta, rows, 2)),
     )
@@ -40,7 +40,7 @@ def tile_backward(call: AttentionCall, tile: Tile, given: Given, into: Gradients
         )
 
 
-def add_tiles(call: AttentionCall, tiles: Sequence[Tile], given: Given, sums: Gradients) -> None:
+def add_tiles(call: AttentionCall, tiles: Sequence[Tile], given: BackwardInputs, sums: Gradients) -> None:
     """Add the gradients of tiles to running ones, fp32 or wider, which hold all tokens as what is given does."""
     for tile in tiles:
         shares = tile_backward(call, tile, given)
@@ -97,7 +97,7 @@ def _write_empty(part: Partial, queries: slice) -> None:
 
 
 def local_backward(
-    call: AttentionCall, given: Given, into: Gradients | None = None, *, tiles: Sequence[Tile] | None = None
+    call: AttentionCall, given: BackwardInputs, into: Gradients | None = None, *, tiles: Sequence[Tile] | None = None
 ) -> Gradients:
     """Return the gradients of q, k and v; those of several tiles add up in fp32. `into` and `tiles` as above."""
     tiles = call.tiles(0, 0) if tiles is None else tiles

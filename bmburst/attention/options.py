@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bmburst.amounts import brief, require_flag
-from bmburst.comm.checks import Checked, require_numbers, require_own_memory
+from bmburst.comm.checks import CheckedCommunicator, require_numbers, require_own_memory
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.layout import LAYOUTS
@@ -118,7 +118,7 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def require_transport(comm: Checked, q: Tensor, transport: str) -> None:
+def require_transport(comm: CheckedCommunicator, q: Tensor, transport: str) -> None:
     """Check that the group moves such tensors, and by the transport asked for.
 
     Raises:
@@ -154,6 +154,6 @@ def no_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def gradient_signature(*inputs: Tensor) -> str:
-    """Return whether there will be a backward, for `Checked.decided`: one that a rank ran alone would wait for ever."""
+    """Return whether there will be a backward; all ranks decide it together, since one that runs alone would hang."""
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     return f"{'with' if differentiable else 'without'} gradient"

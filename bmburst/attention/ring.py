@@ -15,11 +15,11 @@ from torch import Tensor
 
 from bmburst.attention.call import AttentionCall, SequenceCall
 from bmburst.attention.local import add_tiles, tile_forward
-from bmburst.comm.protocol import Arrived, BlockMover, Transfer
+from bmburst.comm.protocol import BlockMover, CompletedTransfer, Transfer
 from bmburst.comm.transports import DoubleRingGroups
-from bmburst.schedule.ring_schedule import Itinerary, Schedule, Step
-from bmburst.schedule.strategy_names import Travellers
-from bmburst_ops.flash import Given, Gradients, Partial
+from bmburst.schedule.ring_schedule import DoubleRingOrder, Schedule, Step
+from bmburst.schedule.strategy_names import RingTensors
+from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.merge import accumulation_dtype, add_, merge_partials_
 
@@ -50,7 +50,7 @@ def ring_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, into: Par
     return deliver_partial(Partial(out.to(q.dtype), lse), into)
 
 
-def ring_backward(call: AttentionCall, given: Given, into: Gradients | None = None) -> Gradients:
+def ring_backward(call: AttentionCall, given: BackwardInputs, into: Gradients | None = None) -> Gradients:
     """Return the gradients of this rank's q, k and v, accumulated in fp32 or wider; `into` as above.
 
     K and V travel with dK and dV behind them, or Q, dO, log-sum-exp and delta with dQ behind them (BurstAttention,
@@ -61,22 +61,22 @@ def ring_backward(call: AttentionCall, given: Given, into: Gradients | None = No
     def zeros(like: Tensor) -> Tensor:
         return torch.zeros_like(like, dtype=accumulation_dtype(q.dtype), memory_format=torch.contiguous_format)
 
-    if call.strategy.travellers == "kv":
+    if call.strategy.ring_tensors == "kv":
         grad_q = zeros(q)
 
-        def keys_visit(step: Step, visitors: Tensors) -> Tensors:
+        def keys_visit(step: Step, received: Tensors) -> Tensors:
             sums = Gradients(grad_q, zeros(k), zeros(v))
-            add_tiles(call, step.tiles, given._replace(k=visitors[0], v=visitors[1]), sums)
+            add_tiles(call, step.tiles, given._replace(k=received[0], v=received[1]), sums)
             return sums.k, sums.v
 
         return deliver_gradients(Gradients(grad_q, *carry_home(call, "kv", (k, v), keys_visit)), into)
 
     grad_k, grad_v = zeros(k), zeros(v)
 
-    def queries_visit(step: Step, visitors: Tensors) -> Tensors:
-        queries, grad_out, lse, delta = visitors
+    def queries_visit(step: Step, received: Tensors) -> Tensors:
+        queries, grad_out, lse, delta = received
         sums = Gradients(zeros(q), grad_k, grad_v)
-        add_tiles(call, step.tiles, Given(grad_out, queries, k, v, lse, delta), sums)
+        add_tiles(call, step.tiles, BackwardInputs(grad_out, queries, k, v, lse, delta), sums)
         return (sums.q,)
 
     (grad_q,) = carry_home(call, "q", (q, given.grad_out, given.lse, given.delta), queries_visit)
@@ -88,29 +88,29 @@ def visiting_kv(call: SequenceCall, k: Tensor, v: Tensor) -> Iterator[tuple[Step
     if call.double_ring is None:
         return ring_visits(call.comm, call.schedule("kv"), k, v)
     schedule = call.double_schedule("kv", returning=False)
-    return zip(schedule.steps, double_ring_visits(call.double_ring, schedule.itinerary, k, v), strict=True)
+    return zip(schedule.steps, double_ring_visits(call.double_ring, schedule.ring_order, k, v), strict=True)
 
 
 def carry_home(
-    call: SequenceCall, travellers: Travellers, own: Tensors, work: Callable[[Step, Tensors], Tensors]
+    call: SequenceCall, ring_tensors: RingTensors, own: Tensors, work: Callable[[Step, Tensors], Tensors]
 ) -> Tensors:
     """Send own tensors round the ring and return what all ranks add to their gradients.
 
     Args:
         call: The attention.
-        travellers: What the tensors are.
+        ring_tensors: What the tensors are.
         own: This rank's tensors.
         work: From a step and the tensors that visit this rank to its share of their gradients.
     """
     if call.double_ring is None:
-        schedule = call.schedule(travellers)
+        schedule = call.schedule(ring_tensors)
         *between, home = schedule.hops
         visiting = ring_visits(call.comm, schedule, *own)
         shares = _collect_shares(call.comm, between, visiting, lambda visit: work(*visit))
         return call.comm.ring(*shares, shift=home).wait()
-    double = call.double_schedule(travellers, returning=True)
+    double = call.double_schedule(ring_tensors, returning=True)
     steps = iter(double.steps)
-    return double_ring_carry_home(call.double_ring, double.itinerary, own, lambda held: work(next(steps), held))
+    return double_ring_carry_home(call.double_ring, double.ring_order, own, lambda held: work(next(steps), held))
 
 
 def ring_visits(comm: BlockMover, schedule: Schedule, *held: Tensor) -> Iterator[tuple[Step, Tensors]]:
@@ -126,13 +126,13 @@ def ring_visits(comm: BlockMover, schedule: Schedule, *held: Tensor) -> Iterator
             held = arriving.wait()
 
 
-def double_ring_visits(groups: DoubleRingGroups, itinerary: Itinerary, *own: Tensor) -> Iterator[Tensors]:
-    """Yield the tensors of each step of an itinerary, our own first.
+def double_ring_visits(groups: DoubleRingGroups, ring_order: DoubleRingOrder, *own: Tensor) -> Iterator[Tensors]:
+    """Yield the tensors of each step of an ring_order, our own first.
 
     While the caller works on a step the next hop inside the node is under way, and during a whole window the tensors
     that the next window begins with.
     """
-    windows = itinerary.windows
+    windows = ring_order.windows
     held, far = own, _hop(groups.inter, own, 0)
     for window, following in zip_longest(windows, windows[1:]):
         base = own
@@ -154,15 +154,15 @@ def double_ring_visits(groups: DoubleRingGroups, itinerary: Itinerary, *own: Ten
 
 
 def double_ring_carry_home(
-    groups: DoubleRingGroups, itinerary: Itinerary, own: Tensors, work: Callable[[Tensors], Tensors]
+    groups: DoubleRingGroups, ring_order: DoubleRingOrder, own: Tensors, work: Callable[[Tensors], Tensors]
 ) -> Tensors:
     """Send own tensors round a double ring; return what all ranks add to their gradients, sent one step behind.
 
     Gradients leave a rank while the next one still computes its share, which is added when they arrive. What a node has
     gathered goes to the next node while that gathers its own, and is added to it before it goes on.
     """
-    windows = itinerary.windows
-    visiting = double_ring_visits(groups, itinerary, *own)
+    windows = ring_order.windows
+    visiting = double_ring_visits(groups, ring_order, *own)
     far: Transfer | None = None
     kept: Transfer | None = None
     for window, following in zip_longest(windows, windows[1:]):
@@ -173,13 +173,13 @@ def double_ring_carry_home(
             continue
         if kept is not None:
             kept.wait()  # it has long arrived: what was sent is freed
-        shares = _hop(groups.intra, shares, itinerary.exit - place).wait()  # at once, unless a mask leaves out stops
+        shares = _hop(groups.intra, shares, ring_order.exit - place).wait()  # at once, unless a mask leaves out stops
         if far is not None:
             _add_all(shares, far.wait())
         far = _hop(groups.inter, shares, (0 if following is None else following.nodes) - window.nodes)
         del shares
     assert far is not None  # the last window sent it
-    home = _hop(groups.intra, far.wait(), -itinerary.exit).wait()
+    home = _hop(groups.intra, far.wait(), -ring_order.exit).wait()
     if kept is not None:
         _add_all(home, kept.wait())
     return home
@@ -210,4 +210,4 @@ def _add_all(shares: Tensors, arrived: Tensors) -> None:
 
 
 def _hop(mover: BlockMover, tensors: Tensors, shift: int) -> Transfer:
-    return mover.ring(*tensors, shift=shift) if shift % mover.size else Arrived(tensors)
+    return mover.ring(*tensors, shift=shift) if shift % mover.size else CompletedTransfer(tensors)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bmburst.comm.checks import Checked
-from bmburst.comm.groups import alone, communicator
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
 from bmburst_ops.first_order import first_order
 from bmburst_ops.linears import linears
@@ -140,14 +140,14 @@ class TensorGroup:
     Every rank has `ceil(tokens / size)` tokens; those beyond the last are padding.
     """
 
-    def __init__(self, comm: Checked) -> None:
+    def __init__(self, comm: CheckedCommunicator) -> None:
         self._comm = comm
         self.size, self.rank = comm.size, comm.rank
 
     @classmethod
     def of_bmtrain(cls) -> "TensorGroup":
         """Return the group of this rank in the running BMTrain, which was started with `tp_size` ranks in each."""
-        return cls(communicator(bmt.config["tp_comm"]) if bmt.config["tp_size"] > 1 else alone())
+        return cls(communicator(bmt.config["tp_comm"]) if bmt.config["tp_size"] > 1 else single_rank_group())
 
     def own(self, x: Tensor, pad_value: int = 0) -> Tensor:
         """Return this rank's part of `[batch, tokens]`, which all ranks of the group hold; no gradient."""
@@ -180,7 +180,7 @@ class TensorGroup:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: int, comm: Checked) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tokens: int, comm: CheckedCommunicator) -> Tensor:
         ctx.comm = comm
         return _gathered(x, tokens, comm)
 
@@ -192,7 +192,7 @@ class _Gather(torch.autograd.Function):
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Checked) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: CheckedCommunicator) -> Tensor:
         ctx.comm, ctx.tokens = comm, x.shape[1]
         return _added_up(x, comm)
 
@@ -202,12 +202,12 @@ class _AddUp(torch.autograd.Function):
         return _gathered(grad, ctx.tokens, ctx.comm), None
 
 
-def _gathered(x: Tensor, tokens: int, comm: Checked) -> Tensor:
+def _gathered(x: Tensor, tokens: int, comm: CheckedCommunicator) -> Tensor:
     (parts,) = comm.all_gather(x).wait()
     return parts.movedim(0, 1).flatten(1, 2)[:, :tokens].contiguous()
 
 
-def _added_up(x: Tensor, comm: Checked) -> Tensor:
+def _added_up(x: Tensor, comm: CheckedCommunicator) -> Tensor:
     padded = pad(x, (0, 0, 0, -x.shape[1] % comm.size))
     (mine,) = comm.reduce_scatter(padded.unflatten(1, (comm.size, -1)).movedim(1, 0)).wait()
     return mine

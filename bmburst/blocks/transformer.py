@@ -27,7 +27,7 @@ NormFactory = Callable[..., RMSNorm]
 """Returns an `RMSNorm` for a number of features and a factor."""
 
 
-class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+class SelfAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
     """Projections and rotary embedding around BurstAttention; key and value heads stay unexpanded.
 
     A rank of a tensor group has its part of the query heads with their KV heads. Where there are fewer KV heads than
@@ -142,7 +142,7 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
     ) -> None:
         super().__init__()
         self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = Attention(config, attention, dtype, tensor, norm)
+        self.self_attn = SelfAttention(config, attention, dtype, tensor, norm)
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = MLP(config, dtype, tensor, partial(choose_chunk, wanted=mlp_chunk, recomputes=policy.recomputes))
         self.recompute, self.store, self.factor = policy, store, config.residual_scale

@@ -28,7 +28,7 @@ _MEMBERS = frozenset({"format", "step", "data", "tokenizer", "skipped", "files"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class RunProgress:
     """How far a run is.
 
     Attributes:
@@ -176,7 +176,7 @@ def bytes_to_come(config: TrainConfig, run_folder: Path) -> int:
     return max(min(writes + len(there), config.keep_checkpoints + 1) - len(there), 1) * nbytes(config)
 
 
-def read_progress(checkpoint: Path) -> Progress:
+def read_progress(checkpoint: Path) -> RunProgress:
     """Return what a checkpoint says of its run.
 
     Raises:
@@ -185,7 +185,7 @@ def read_progress(checkpoint: Path) -> Progress:
     problem, state = problem_of(checkpoint), _read_state(checkpoint / STATE_FILE)
     if problem is not None or isinstance(state, str):
         raise UserError(f"{checkpoint}: {problem or state}\nfix: use another checkpoint of the run")
-    return Progress(
+    return RunProgress(
         step=state["step"], data=state["data"], tokenizer=state["tokenizer"], skipped=int(state.get("skipped", 0))
     )
 

@@ -21,7 +21,7 @@ from bmburst.checkpoint.files import (
     FOLDER,
     FORMAT,
     STATE_FILE,
-    Progress,
+    RunProgress,
     checkpoints,
     newest_complete,
     problem_of,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from bmburst.optim import AdamW
     from bmburst.zero import NamedShard
 
-__all__ = ["STATE_FILE", "Progress", "load", "newest_complete", "read_progress", "save", "verified_together"]
+__all__ = ["STATE_FILE", "RunProgress", "load", "newest_complete", "read_progress", "save", "verified_together"]
 
 OPTIMIZER, RANDOM_FILE = "optimizer", "random.safetensors"
 
@@ -48,7 +48,7 @@ def save(
     run_folder: Path,
     model: "Llama",
     optimizer: "AdamW",
-    progress: Progress,
+    progress: RunProgress,
     *,
     keep: int,
     part_bytes: int | None = None,
@@ -116,7 +116,7 @@ def save(
     return target
 
 
-def load(checkpoint: Path, model: "Llama", optimizer: "AdamW") -> Progress:
+def load(checkpoint: Path, model: "Llama", optimizer: "AdamW") -> RunProgress:
     """Restore model, optimizer and random state, on any number of ranks. Every rank calls it and reads its own part.
 
     Raises:
@@ -156,7 +156,7 @@ def _from(run_folder: Path) -> str:
     return f" from {newest.name}" if newest is not None else " (there is no checkpoint yet: begin it again)"
 
 
-def _save_state(path: Path, progress: Progress, checksums: Mapping[str, int]) -> None:
+def _save_state(path: Path, progress: RunProgress, checksums: Mapping[str, int]) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(path.parent.iterdir())}
     state = {"format": FORMAT, "step": progress.step, "data": dict(progress.data)}
     state |= {"tokenizer": progress.tokenizer, "skipped": progress.skipped, "files": sizes}

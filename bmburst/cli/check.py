@@ -21,7 +21,7 @@ from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import check_run, resolve, write_run_config
 
 if TYPE_CHECKING:
-    from bmburst.train.check import Deviation, Report, StepReport, TensorReport
+    from bmburst.train.check import CheckReport, Deviation, StepReport, TensorReport
 
 HELP = (
     "Run a few steps of a training configuration on its ranks and on one rank, with the same data and seed, and print "
@@ -41,7 +41,7 @@ _BAD_INPUT, _SIGNALS = 2, 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class _CheckRun:
     """One run: a name for its folder, how many ranks, and what they do."""
 
     name: str
@@ -110,7 +110,7 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
     return config.replace(output=None, resume=False, sample_tokens=0)
 
 
-def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_Run, ...]:
+def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_CheckRun, ...]:
     """Return the runs to compare: on all ranks, on one, and for bfloat16 on one in float32.
 
     Raises:
@@ -130,17 +130,17 @@ def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_Run, ...]:
         config.parallel, data_parallel=1, sequence_parallel=1, tensor_parallel=1, head_parallel=None, transport="auto"
     )
     runs = [
-        _Run(name="ranks", nproc=nproc, config=config),
-        _Run(name="single", nproc=1, config=config.replace(parallel=alone)),
+        _CheckRun(name="ranks", nproc=nproc, config=config),
+        _CheckRun(name="single", nproc=1, config=config.replace(parallel=alone)),
     ]
     if config.dtype != "float32":
         # A kernel that was chosen for 16-bit inputs may not support fp32.
         exact = config.replace(parallel=dataclasses.replace(alone, kernel="auto"), dtype="float32")
-        runs.append(_Run(name="exact", nproc=1, config=exact))
+        runs.append(_CheckRun(name="exact", nproc=1, config=exact))
     return tuple(runs)
 
 
-def to_text(report: "Report", nproc: int, *, shown: int | None) -> str:
+def to_text(report: "CheckReport", nproc: int, *, shown: int | None) -> str:
     """Return the tables and the verdict as text.
 
     Args:
@@ -155,7 +155,7 @@ def to_text(report: "Report", nproc: int, *, shown: int | None) -> str:
     return "\n".join([*lines, "", *_step_table(report, nproc), "", verdict(report, nproc)])
 
 
-def verdict(report: "Report", nproc: int) -> str:
+def verdict(report: "CheckReport", nproc: int) -> str:
     """Return the last line: whether the ranks agree, what differs, and the tolerances."""
     from bmburst.train.check import BF16_FACTOR, TOLERANCES
 
@@ -182,7 +182,7 @@ def verdict(report: "Report", nproc: int) -> str:
     return f"not ok: too far from one rank: {', '.join(parts)} ({asked})"
 
 
-def to_json(report: "Report", config: TrainConfig, nproc: int) -> dict[str, Any]:
+def to_json(report: "CheckReport", config: TrainConfig, nproc: int) -> dict[str, Any]:
     """Return the comparison as plain data for JSON, with null for infinity and NaN."""
     from bmburst.train.check import BF16_FACTOR, TOLERANCES
 
@@ -204,7 +204,7 @@ def _is_report(path: Path) -> bool:
     return {"verdict", "tolerances", "tensors"} <= read_json(path).keys()
 
 
-def _launch(run: _Run, folder: Path, steps: int) -> int:
+def _launch(run: _CheckRun, folder: Path, steps: int) -> int:
     from bmburst.runtime.launch import LaunchSpec, launch
 
     folder.mkdir()
@@ -219,7 +219,7 @@ def _launch(run: _Run, folder: Path, steps: int) -> int:
     return status
 
 
-def _require_space(folder: Path, runs: Sequence[_Run]) -> None:
+def _require_space(folder: Path, runs: Sequence[_CheckRun]) -> None:
     # Weights and gradients in the run's dtype, and weights in fp32 after the steps.
     needed = sum(run.config.model.num_parameters * (12 if run.config.dtype == "float32" else 8) for run in runs)
     free = shutil.disk_usage(folder).free
@@ -230,7 +230,7 @@ def _require_space(folder: Path, runs: Sequence[_Run]) -> None:
         )
 
 
-def _tensor_table(report: "Report", tensors: "Sequence[TensorReport]", nproc: int) -> Iterator[str]:
+def _tensor_table(report: "CheckReport", tensors: "Sequence[TensorReport]", nproc: int) -> Iterator[str]:
     is_pair = report.dtype != "float32"
     width = max(len(tensor.name) for tensor in (*tensors, report.total))
     shape_width = max(5, *(len(_shape(tensor)) for tensor in tensors))
@@ -246,7 +246,7 @@ def _tensor_table(report: "Report", tensors: "Sequence[TensorReport]", nproc: in
         yield f"{tensor.name:{width}}  {_shape(tensor):{shape_width}}{cells}{_mark(tensor)}"
 
 
-def _step_table(report: "Report", nproc: int) -> Iterator[str]:
+def _step_table(report: "CheckReport", nproc: int) -> Iterator[str]:
     columns = [f"{nproc} ranks", "one rank", *(["float32"] if report.dtype != "float32" else [])]
     column = 19 if report.dtype != "float32" else 10
     for title, values, deviation in (("loss", "losses", "loss"), ("gradient norm", "grad_norms", "grad_norm")):

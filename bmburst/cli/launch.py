@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: The arguments cannot work here.
     """
     from bmburst.runtime.launch import LaunchSpec, launch
-    from bmburst.runtime.launch.run import plan
+    from bmburst.runtime.launch.run import check_launch
 
     command = script_command(args.command)
     spec = LaunchSpec(
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         **placement(args),
     )
     if args.dry_run:
-        print(plan(spec, command))
+        print(check_launch(spec, command))
         return 0
     return launch(spec, command)
 

@@ -1,4 +1,4 @@
-"""Ranks that exchange tensors: one small protocol over bmt.nccl, torch.distributed, and threads for tests."""
+"""Communication between ranks: one interface over bmtrain.nccl, torch.distributed, and threads for tests."""
 
 from bmburst.comm.protocol import Communicator, Transfer
 

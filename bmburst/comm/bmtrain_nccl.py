@@ -1,4 +1,4 @@
-"""A communicator over BMTrain's NCCL: the real one on GPUs, gloo underneath where the host runtime is in use."""
+"""A communicator over `bmtrain.nccl`: NCCL on GPUs, gloo if the host runtime is in use."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.memory import MessageMover, bytes_of, contiguous
-from bmburst.comm.protocol import Arrived, Transfer, gather_objects
+from bmburst.comm.protocol import CompletedTransfer, Transfer, gather_objects
 from bmburst.comm.streams import SideStreamTransfer
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
-    """A contiguous tensor in the shape of the storage that `bmtrain.nccl` takes.
+class FlatStorage:
+    """A contiguous tensor with the interface of the storage that `bmtrain.nccl` takes.
 
-    BMTrain moves whole storages: the storage of a view would be sent from its beginning and in full. Its functions
-    ask only for these four names.
+    BMTrain sends whole storages: for a view it would send the storage from its beginning and in full. Its functions use
+    only these four names.
     """
 
     tensor: Tensor
-    is_cuda: ClassVar[bool] = True  # BMTrain asserts it; under the host runtime the CPU's memory stands for the GPU's
+    is_cuda: ClassVar[bool] = True  # BMTrain asserts it; the host runtime uses CPU memory in its place
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is added up in a reduction."""
+        """The dtype of a reduction."""
         return self.tensor.dtype
 
     def data_ptr(self) -> int:
@@ -40,9 +40,9 @@ class Flat:
 
 @contextmanager
 def launched_together() -> Iterator[None]:
-    """Launch BMTrain's NCCL calls of this block at its end: two ranks that both sent first would block each other.
+    """Launch the NCCL calls of this block together at its end: two ranks that both send first would deadlock.
 
-    After an exception the group is closed too: an open one would hold back every later call of the process.
+    The NCCL group is also closed after an exception: an open one would delay every later call of the process.
     """
     import bmtrain.nccl as nccl
 
@@ -58,7 +58,7 @@ class BMTrainCommunicator(MessageMover):
 
     Args:
         handle: What `bmtrain.nccl.commInitRank` returned, or `bmtrain.config["comm"]`.
-        on_host: Whether the host runtime stands in for CUDA.
+        on_host: Whether the host runtime replaces CUDA.
     """
 
     def __init__(self, handle: object, *, on_host: bool) -> None:
@@ -66,7 +66,7 @@ class BMTrainCommunicator(MessageMover):
 
         self._nccl: Any = nccl
         self._handle = handle
-        self._stream: Any = torch.cuda.Stream(priority=-1)  # the transfer is short, what waits for it is long
+        self._stream: Any = torch.cuda.Stream(priority=-1)  # high: the transfer is short, and long kernels wait for it
         self.rank: int = nccl.commRank(handle)
         self.size: int = nccl.commCount(handle)
         self.transport = "gloo" if on_host else "nccl"
@@ -87,13 +87,13 @@ class BMTrainCommunicator(MessageMover):
 
         def operations() -> None:
             for outgoing, incoming in zip(sent, received, strict=True):
-                self._nccl.send(Flat(bytes_of(outgoing)), to, self._handle)
-                self._nccl.recv(Flat(bytes_of(incoming)), source, self._handle)
+                self._nccl.send(FlatStorage(bytes_of(outgoing)), to, self._handle)
+                self._nccl.recv(FlatStorage(bytes_of(incoming)), source, self._handle)
 
         return self._start(operations, received, sent)
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
-        """See `Communicator.all_to_all`. BMTrain 1.0.1 has none: grouped sends and receives."""
+        """See `Communicator.all_to_all`. BMTrain 1.0.1 has none, so these are grouped sends and receives."""
         (sent,) = contiguous((tensor,))
         received = torch.empty_like(sent)
 
@@ -106,7 +106,7 @@ class BMTrainCommunicator(MessageMover):
         (sent,) = contiguous((tensor,))
         received = sent.new_empty((self.size, *sent.shape))
         return self._start(
-            lambda: self._nccl.allGather(Flat(bytes_of(sent)), Flat(bytes_of(received)), self._handle),
+            lambda: self._nccl.allGather(FlatStorage(bytes_of(sent)), FlatStorage(bytes_of(received)), self._handle),
             (received,),
             (sent,),
         )
@@ -116,31 +116,35 @@ class BMTrainCommunicator(MessageMover):
         (sent,) = contiguous((tensor,))
         received = sent.new_empty(sent.shape[1:])
         return self._start(
-            lambda: self._nccl.reduceScatter(Flat(sent), Flat(received), "sum", self._handle), (received,), (sent,)
+            lambda: self._nccl.reduceScatter(FlatStorage(sent), FlatStorage(received), "sum", self._handle),
+            (received,),
+            (sent,),
         )
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return self._start(lambda: self._nccl.allReduce(Flat(total), Flat(total), "sum", self._handle), (total,), ())
+        return self._start(
+            lambda: self._nccl.allReduce(FlatStorage(total), FlatStorage(total), "sum", self._handle), (total,), ()
+        )
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], held: tuple[Tensor, ...]) -> Transfer:
         return self._start(lambda: self._messages(outgoing, incoming), tuple(incoming), held)
 
     def _messages(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Send message r to rank r and receive rank r's, where they are not empty."""
+        """Send message r to rank r and receive the message of rank r; empty messages are skipped."""
         for peer, (sent, received) in enumerate(zip(outgoing, incoming, strict=True)):
             if sent.numel():
-                self._nccl.send(Flat(sent), peer, self._handle)
+                self._nccl.send(FlatStorage(sent), peer, self._handle)
             if received.numel():
-                self._nccl.recv(Flat(received), peer, self._handle)
+                self._nccl.recv(FlatStorage(received), peer, self._handle)
 
     def _start(
         self, operations: Callable[[], None], received: tuple[Tensor, ...], sent: tuple[Tensor, ...]
     ) -> Transfer:
-        """Launch on our stream, after what the current stream has made, without blocking the host."""
+        """Launch on the side stream, after the work of the current stream, without blocking the host."""
         if not any(tensor.numel() for tensor in (*received, *sent)):
-            return Arrived(received)  # BMTrain divides by the number of elements
+            return CompletedTransfer(received)  # BMTrain divides by the number of elements
         pending = SideStreamTransfer(self._stream, received, sent)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), launched_together():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bmburst.comm.disagreement import decoded, disagreement, encoded
 from bmburst.comm.meter import WaitMeter, traced
-from bmburst.comm.protocol import Arrived, Communicator, Transfer
+from bmburst.comm.protocol import Communicator, CompletedTransfer, Transfer
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Exchange
 
@@ -22,13 +22,13 @@ DEBUG_SWITCH = "BMBURST_CHECK"
 """The environment variable that, set to 1 on every rank, compares every call on GPUs too."""
 
 _SAME, _PROBLEM = "=", "!"
-_FIRST = 8  # calls of a kind: token ids, labels, positions and masks of a first step, or two
+_FIRST = 8  # calls of a kind that are compared: token ids, labels, positions and masks of one step or two
 _SAMPLED = 64
 _ALIKE = 0.25  # of the norm: far above what 16 bits round, far below the 1.4 of unrelated numbers
 
 
 class Mismatch(UserError):
-    """The ranks of a group disagree on what they are about to exchange or compute."""
+    """The ranks of a group call different operations, or the same one with different arguments."""
 
 
 def describe(*tensors: Tensor) -> str:
@@ -37,7 +37,7 @@ def describe(*tensors: Tensor) -> str:
 
 
 def contents(tensor: Tensor) -> str:
-    """Return a short text that differs for tensors that hold other numbers: `#1a2b3c4d`. Waits for their device."""
+    """Return a checksum of a tensor's numbers as text: `#1a2b3c4d`. The host waits for the device."""
     data = tensor.detach().cpu().reshape(-1)
     dense = torch.empty(len(data), dtype=data.dtype, device="cpu").copy_(
         data
@@ -46,15 +46,15 @@ def contents(tensor: Tensor) -> str:
 
 
 def is_exact(tensor: Tensor) -> bool:
-    """Return whether ranks that compute the same get the same bits: token ids do, hidden states may be rounded."""
+    """Return whether equal computations give equal bits on all ranks: true for integers, not for rounded numbers."""
     return tensor.element_size() == 1 or not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def require_own_memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that only stands for others, as torch's DTensor does: there is nothing at its address.
+    """Refuse a tensor subclass that wraps other tensors, such as torch's DTensor: it has no memory of its own.
 
     Raises:
-        UserError: It is one.
+        UserError: The tensor is such a subclass.
     """
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
         raise UserError(
@@ -64,10 +64,10 @@ def require_own_memory(name: str, tensor: Tensor) -> None:
 
 
 def require_numbers(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor on torch's meta device, which has a shape and no numbers.
+    """Refuse a tensor on torch's meta device, which has a shape and no data.
 
     Raises:
-        UserError: It is there.
+        UserError: The tensor is on the meta device.
     """
     if tensor.is_meta:
         raise UserError(
@@ -77,21 +77,21 @@ def require_numbers(name: str, tensor: Tensor) -> None:
 
 
 @dataclass(slots=True)
-class _Switch:
+class _CheckState:
     on: bool
     meter: WaitMeter | None = None
     compared: dict[str, int] = field(default_factory=dict)
-    """How many calls of a kind were compared because they were the first."""
+    """The number of first calls of each kind that were compared."""
 
 
-class Checked:
-    """The communicator that everything else holds: it compares operation, shapes and dtypes over the ranks.
+class CheckedCommunicator:
+    """A communicator that compares operation, shapes and dtypes over the ranks. The library uses no other directly.
 
     Satisfies `Communicator`. A comparison is one all-gather of 512 bytes before the call, and blocks the host.
 
     Args:
-        inner: What moves the tensors between ranks; not asked where a rank would only send to itself.
-        device: Where tensors must be for this group.
+        inner: The communicator that moves tensors; not called if a rank would only send to itself.
+        device: The device on which tensors of this group must be.
         always: Whether every call is compared, as on CPU transports. If not, calls are compared where `active` is set
             (the trainer's first step), inside `checking`, and everywhere if BMBURST_CHECK=1 is in the environment.
     """
@@ -99,53 +99,53 @@ class Checked:
     def __init__(self, inner: Communicator, device: torch.device, *, always: bool = True) -> None:
         self.inner = inner
         self.base = self
-        """The group without a mesh's hints: what is made once for a group is made for this."""
+        """The group without a mesh's hints: the key of caches that exist once per group."""
         self.device = device
         self.rank, self.size, self.transport = inner.rank, inner.size, inner.transport
         self.nodes: int | None = None
-        """On how many nodes the ranks lie, in order, as many on each; None: what `transports.find_nodes` finds."""
+        """Nodes of the group, each with equally many consecutive ranks; None: see `transports.find_nodes`."""
         self.ulysses_degree: int | None = None
-        """How many neighbouring ranks exchange attention heads, 1 for none; None: the cheapest degree."""
+        """The Ulysses degree: how many neighbouring ranks exchange attention heads; None: the cheapest."""
         self.always = always or os.environ.get(DEBUG_SWITCH) == "1"
-        self._switch = _Switch(self.always)
+        self._state = _CheckState(self.always)
 
     @property
     def active(self) -> bool:
         """Whether calls are compared. Set it on every rank at the same point of the program."""
-        return self._switch.on
+        return self._state.on
 
     @active.setter
     def active(self, on: bool) -> None:
-        self._switch.on = on
+        self._state.on = on
 
     @property
     def meter(self) -> WaitMeter | None:
-        """What measures waits for this group, over any transport; none unless somebody sets one."""
-        return self._switch.meter
+        """The meter of waits for this group, over any transport; None unless one is set."""
+        return self._state.meter
 
     @meter.setter
     def meter(self, meter: WaitMeter | None) -> None:
-        self._switch.meter = meter
+        self._state.meter = meter
 
-    def over(self, inner: Communicator) -> "Checked":
-        """Return the same group, or a part of it, over another transport; the two are active together."""
-        other = Checked(inner, self.device)
-        other.always, other._switch = self.always, self._switch
+    def over(self, inner: Communicator) -> "CheckedCommunicator":
+        """Return the same group, or a part of it, over another transport. Both share `active` and `meter`."""
+        other = CheckedCommunicator(inner, self.device)
+        other.always, other._state = self.always, self._state
         return other
 
-    def hinted(self, nodes: int | None, ulysses_degree: int | None) -> "Checked":
-        """Return the same group with what a mesh says of it; whoever else has the group is not told."""
+    def hinted(self, nodes: int | None, ulysses_degree: int | None) -> "CheckedCommunicator":
+        """Return a copy of the group with a mesh's hints; other references to the group do not have them."""
         other = self.over(self.inner)
         other.nodes, other.ulysses_degree, other.base = nodes, ulysses_degree, self.base
         return other
 
-    def __deepcopy__(self, memo: object) -> "Checked":
-        """Return itself: the copy of a model talks to the same ranks."""
+    def __deepcopy__(self, memo: object) -> "CheckedCommunicator":
+        """Return itself: the copy of a model communicates with the same ranks."""
         return self
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Compare calls inside this block, whatever `active` is outside. Every rank must enter it."""
+        """Compare the calls inside this block, even if `active` is false outside. Every rank must enter it."""
         before, self.active = self.active, True
         try:
             yield
@@ -154,27 +154,27 @@ class Checked:
 
     @contextmanager
     def first_calls(self, kind: str) -> Iterator[None]:
-        """Compare the first calls of a kind, on GPUs too. Every rank makes them, so every rank counts alike.
+        """Compare the first calls of a kind, on GPUs too. Every rank makes these calls, so all counts are equal.
 
         Args:
-            kind: For example the name of a function. A call that raises is not counted.
+            kind: A name, for example of a function. A call that raises is not counted.
         """
-        count = self._switch.compared.get(kind, 0)
+        count = self._state.compared.get(kind, 0)
         if count >= _FIRST:
             yield
             return
         with self.checking():
             yield
-        self._switch.compared[kind] = count + 1
+        self._state.compared[kind] = count + 1
 
     def require_alike(self, call: str, tensor: Tensor) -> None:
-        """Check, while active, that every rank holds this tensor of rounded numbers, but for rounding.
+        """Check, while active, that every rank holds the same floating point tensor, up to rounding.
 
-        Some 64 of its numbers are compared. What all ranks compute from one batch may differ by a rounding; what they
-        compute from different ones differs by about as much as it is.
+        64 of its numbers are compared. Results that ranks compute from one batch differ by rounding errors; results
+        from different batches differ by about their own size.
 
         Raises:
-            Mismatch: The ranks hold different ones.
+            Mismatch: The ranks hold different tensors.
         """
         if not self.active or self.size == 1 or is_exact(tensor) or not tensor.numel():
             return
@@ -194,11 +194,11 @@ class Checked:
         """Return this rank's decision, once every rank has decided and all of them agree.
 
         Args:
-            decide: Returns the decision and, as text, what of it must be equal on every rank: see `agree`.
+            decide: Returns the decision, and its signature: the text that must be equal on every rank, see `agree`.
 
         Raises:
             UserError: `decide` raised it, here or, while active, on any rank.
-            Mismatch: The texts differ, while active.
+            Mismatch: The signatures differ, while active.
         """
         try:
             decision, signature = decide()
@@ -208,14 +208,14 @@ class Checked:
         return decision
 
     def agree(self, signature: str) -> None:
-        """Check, while active, that every rank is about to do the same thing.
+        """Check, while active, that the signatures of all ranks are equal.
 
         Args:
-            signature: The call, then on a line each what of it must be equal, so that a message shows what differs.
+            signature: The call, then one line for each value that must be equal; a message shows the lines that differ.
 
         Raises:
-            Mismatch: The signatures differ. The message names the first two ranks that differ, and shows what does.
-            UserError: Another rank called `refuse` instead: the first such rank's problem.
+            Mismatch: The signatures differ. The message names the first two ranks that differ, and the difference.
+            UserError: Another rank called `refuse` instead; the text is that of the first such rank.
         """
         texts = self._exchange(_SAME + signature)
         for text in texts:
@@ -233,7 +233,11 @@ class Checked:
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
         """See `Communicator.ring`."""
         self._check(f"ring shift={shift}", *tensors)
-        return self._started(lambda: self.inner.ring(*tensors, shift=shift)) if shift % self.size else Arrived(tensors)
+        return (
+            self._started(lambda: self.inner.ring(*tensors, shift=shift))
+            if shift % self.size
+            else CompletedTransfer(tensors)
+        )
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
         """See `BlockMover.outbox`."""
@@ -256,17 +260,25 @@ class Checked:
     def all_to_all(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_to_all`."""
         self._check("all_to_all", tensor, one_row_a_rank=True)
-        return self._started(lambda: self.inner.all_to_all(tensor)) if self.size > 1 else Arrived((tensor,))
+        return self._started(lambda: self.inner.all_to_all(tensor)) if self.size > 1 else CompletedTransfer((tensor,))
 
     def all_gather(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_gather`."""
         self._check("all_gather", tensor)
-        return self._started(lambda: self.inner.all_gather(tensor)) if self.size > 1 else Arrived((tensor[None],))
+        return (
+            self._started(lambda: self.inner.all_gather(tensor))
+            if self.size > 1
+            else CompletedTransfer((tensor[None],))
+        )
 
     def reduce_scatter(self, tensor: Tensor) -> Transfer:
         """See `Communicator.reduce_scatter`."""
         self._check("reduce_scatter", tensor, one_row_a_rank=True)
-        return self._started(lambda: self.inner.reduce_scatter(tensor)) if self.size > 1 else Arrived((tensor[0],))
+        return (
+            self._started(lambda: self.inner.reduce_scatter(tensor))
+            if self.size > 1
+            else CompletedTransfer((tensor[0],))
+        )
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """See `Communicator.all_reduce`."""
@@ -274,11 +286,11 @@ class Checked:
         return (
             self._started(lambda: self.inner.all_reduce(tensor))
             if self.size > 1
-            else Arrived((tensor.detach().clone(),))
+            else CompletedTransfer((tensor.detach().clone(),))
         )
 
     def _started(self, start: Callable[[], Transfer]) -> Transfer:
-        """Return the transfer; its waits, and on a CPU its start, are measured where there is a meter."""
+        """Start and return the transfer. If there is a meter, its waits are measured, and on a CPU its start too."""
         meter = self.meter
         if meter is None:
             return start()
@@ -286,7 +298,7 @@ class Checked:
             return meter.metered(start())
 
     def _check(self, call: str, *tensors: Tensor, one_row_a_rank: bool = False) -> None:
-        """Refuse what cannot be exchanged, then compare the call over the ranks."""
+        """Refuse tensors that cannot be exchanged, then compare the call over the ranks."""
         for tensor in tensors:
             if one_row_a_rank and (not tensor.dim() or tensor.shape[0] != self.size):
                 self.refuse(
@@ -300,7 +312,7 @@ class Checked:
             self.agree(f"{call}\n{describe(*tensors)}")
 
     def _exchange(self, text: str) -> list[str]:
-        """Return every rank's text while active; else nothing."""
+        """Return every rank's text while active, else an empty list."""
         if not self.active or self.size == 1:
             return []
         mine = torch.frombuffer(bytearray(encoded(text)), dtype=torch.uint8).to(self.device)

@@ -1,6 +1,6 @@
-"""CUDA driver calls that torch lacks: memory that processes share, batched copies, memory operations of streams.
+"""CUDA driver functions that torch does not expose: shared memory, batched copies, memory operations of streams.
 
-Called through ctypes: the driver is there wherever a GPU is, and a call costs 2 to 4 us.
+They are called through ctypes: every machine with a GPU has the driver, and a call takes 2 to 4 us.
 """
 
 import ctypes
@@ -25,11 +25,11 @@ _PER_CALL = 128  # operations that one cuStreamBatchMemOp may hold; the driver's
 
 
 class DriverError(RuntimeError):
-    """The CUDA driver refused a call."""
+    """A call of the CUDA driver failed."""
 
 
 class Copy(NamedTuple):
-    """Bytes to move: `rows` runs of `width` bytes, `pitch` bytes apart on either side, from offset to offset."""
+    """A copy of `rows` rows of `width` bytes; each side has an offset, and `pitch` bytes between rows."""
 
     target: int
     source: int
@@ -123,7 +123,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def allocate(nbytes: int) -> int:
-    """Return the address of new device memory that `export` takes. torch's cache gives way where memory is short."""
+    """Return the address of new device memory for `export`. If memory is short, torch's cache is emptied first."""
     address = ctypes.c_uint64()
     try:
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
@@ -159,13 +159,13 @@ def close_exported(address: int) -> None:
 
 
 def look_during_captures() -> None:
-    """Let this thread ask for events while another captures a CUDA graph; it could make that capture fail else."""
+    """Let this thread query events while another captures a CUDA graph; otherwise the capture could fail."""
     _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 @dataclass(frozen=True, slots=True)
 class _ArrayInterface:
-    """A range of device memory, as torch takes it."""
+    """A range of device memory with the interface that torch reads."""
 
     __cuda_array_interface__: dict[str, object]
 
@@ -177,11 +177,11 @@ def as_tensor(address: int, nbytes: int, device: torch.device) -> Tensor:
 
 
 class Signals:
-    """Writes and waits of 32-bit words, prepared once: what a stream does without a multiprocessor.
+    """Prepared writes and waits of 32-bit words, which a stream executes without a multiprocessor.
 
     Args:
-        raised: Addresses, on any device of the host, written once all before them in the stream is visible there.
-        awaited: Addresses on this device; the stream goes on when they have reached a value, in cyclic order.
+        raised: Addresses on any device of the host, written once all earlier work of the stream is visible there.
+        awaited: Addresses on this device. The stream waits until they have reached a value, in cyclic order.
     """
 
     def __init__(self, raised: Sequence[int] = (), awaited: Sequence[int] = ()) -> None:
@@ -190,7 +190,7 @@ class Signals:
         self._batches = [(_MemoryOperation * len(part))(*(_MemoryOperation(*each) for each in part)) for part in parts]
 
     def enqueue(self, stream: int, value: int) -> None:
-        """Enqueue them on a stream, given by its handle: write `value`, then wait until the others have reached it."""
+        """Enqueue on a stream, given by its handle: write `value`, then wait until awaited words reach it."""
         for batch in self._batches:
             for operation in batch:
                 operation.value = value & 0xFFFFFFFF
@@ -198,9 +198,9 @@ class Signals:
 
 
 class Copies:
-    """Copies of rectangles of bytes, prepared once for whatever addresses the buffers have.
+    """Prepared copies of rectangles of bytes; the addresses of the buffers are given at each call.
 
-    They are enqueued in one call, and run in any order among themselves.
+    They are enqueued in one call and run in any order.
 
     Args:
         copies: Each with offsets into the buffers that `enqueue` gets.
@@ -217,7 +217,7 @@ class Copies:
             operation.source.rows = operation.target.rows = copy.rows
             operation.width, operation.height, operation.depth = copy.width, copy.rows, 1
             operation.order, operation.flags = _STREAM_ORDER, _OVERLAP_WITH_COMPUTE
-        # All addresses are set in two steps, not in two for each copy: the host has less to do than the copy engines.
+        # All addresses are set in two vectorized steps, so that the host needs less time than the copy engines.
         words = np.ndarray((len(copies), _WORDS), dtype=np.uint64, buffer=memoryview(self._batch).cast("B"))
         self._addresses = tuple(
             (words[:, word], np.array(buffers, dtype=np.intp), np.array(offsets, dtype=np.uint64))

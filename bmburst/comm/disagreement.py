@@ -1,7 +1,7 @@
-"""Encodes what ranks compare of a call in few bytes, and words the error where it differs.
+"""Encodes the signatures that ranks compare in a fixed number of bytes, and writes the error if they differ.
 
-A signature is the name of a call, then on a line each what of it must be equal: `burst_attention`, `mask causal`, ...
-Only lines that differ are shown.
+A signature is the name of a call, then one line for each value that must be equal: `burst_attention`, `mask causal`,
+... Only lines that differ are shown.
 """
 
 import hashlib
@@ -11,8 +11,8 @@ from itertools import zip_longest
 NBYTES = 512
 """Bytes of an encoded text."""
 
-_CAPS = (NBYTES, 192, 96, 48, 24)  # bytes of a line, the first that lets all of them in
-_SHOWN, _FACT, _TAIL = 200, 80, 20  # characters of a rank's line, of one of its facts, and of the end of that
+_CAPS = (NBYTES, 192, 96, 48, 24)  # limits of a line in bytes; the first with which all lines fit is used
+_SHOWN, _FACT, _TAIL = 200, 80, 20  # characters of a rank's line, of one value, and of its end
 _GAP = "..."
 
 _SAME_CALLS = "make the same calls in the same order on every rank, none of them under an if on the rank"
@@ -23,11 +23,14 @@ _ONE_BATCH = (
 _GRADIENT = "call it under the same grad mode, with the same inputs that require a gradient, on every rank"
 _EQUAL = "pass the same value on every rank"
 _FIXES = (
-    (re.compile(r"#[0-9a-f]{8}$|^documents "), _ONE_BATCH),  # of a batch: a digest (`checks.contents`), documents
+    (
+        re.compile(r"#[0-9a-f]{8}$|^documents "),
+        _ONE_BATCH,
+    ),  # values of a batch: a digest (`checks.contents`), documents
     (re.compile(r"\d\[\d|shape \["), f"equal shapes and dtypes; {_ONE_BATCH}"),
     (re.compile(r"with(out)? gradient$"), _GRADIENT),
 )
-"""What to do about a fact that differs, by what it looks like; the first that fits."""
+"""The fix for a line that differs, by a pattern of the line; the first match is used."""
 
 
 def disagreement(signatures: list[str]) -> str | None:
@@ -43,14 +46,14 @@ def disagreement(signatures: list[str]) -> str | None:
 
 
 def encoded(text: str) -> bytes:
-    """Return the text in `NBYTES` bytes. Lines that are too long end in a digest, so that their ends count as well."""
+    """Return the text in `NBYTES` bytes. A line that is too long ends in a digest, so that its end is compared too."""
     lines = [line.encode() for line in text.split("\n")]
     fitting = (data for cap in _CAPS if len(data := b"\n".join(_capped(line, cap) for line in lines)) <= NBYTES)
     return next(fitting, _capped(text.encode(), NBYTES)).ljust(NBYTES, b"\0")
 
 
 def decoded(data: bytes) -> str:
-    """Return the text that was encoded, up to what was cut."""
+    """Return the encoded text; long lines remain shortened."""
     return data.rstrip(b"\0").decode(errors="replace")
 
 
@@ -70,7 +73,7 @@ def _fix(mine: str, theirs: str) -> str:
 
 
 def _told(mine: str, theirs: str) -> str:
-    """Return the call, and what of mine differs from theirs."""
+    """Return the call, and the lines of `mine` that differ from `theirs`."""
     (call, *facts), (their_call, *others) = mine.split("\n"), theirs.split("\n")
     if call != their_call:
         return _end(call, _SHOWN)
@@ -79,7 +82,7 @@ def _told(mine: str, theirs: str) -> str:
 
 
 def _brief(mine: str, theirs: str) -> str:
-    """Return a fact; of a long one, from the first word that differs, and its end, where the digest of a cut one is."""
+    """Return a line; a long one from its first differing word on, with its end, where the digest is."""
     if len(mine) <= _FACT:
         return mine
     words, others = mine.split(" "), theirs.split(" ")

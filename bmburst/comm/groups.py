@@ -1,4 +1,4 @@
-"""Makes the communicator of a process group, of BMTrain's communicator, of the world or of one rank."""
+"""Makes communicators: over a process group, over BMTrain's communicator, over the world, or for a single rank."""
 
 import sys
 import weakref
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bmburst.comm.checks import Checked
-from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.local import LocalCommunicator, MessageQueue
 from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import Communicator, device_of
 from bmburst.errors import UserError
 
-Split = Callable[[Sequence[Sequence[int]]], Checked]
+Split = Callable[[Sequence[Sequence[int]]], CheckedCommunicator]
 """From the global ranks of every group of a partition to the communicator of this rank's group."""
 
 
-def communicator(group: object) -> Checked:
+def communicator(group: object) -> CheckedCommunicator:
     """Return the communicator of a group.
 
     Args:
@@ -31,7 +31,7 @@ def communicator(group: object) -> Checked:
     """
     if group is None:
         group = _world()
-    if isinstance(group, Checked):
+    if isinstance(group, CheckedCommunicator):
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to the ranks that are not in a new group
         raise UserError(
@@ -51,7 +51,7 @@ def communicator(group: object) -> Checked:
     )
 
 
-def bmtrain_groups() -> tuple[Checked, Split]:
+def bmtrain_groups() -> tuple[CheckedCommunicator, Split]:
     """Return BMTrain's world and a way to split it. Every rank must call the split with the same partition.
 
     Raises:
@@ -62,38 +62,38 @@ def bmtrain_groups() -> tuple[Checked, Split]:
         raise UserError("BMTrain is not running\nfix: call bmburst.start() (or bmtrain.init_distributed()) first")
     world = _over_bmtrain(config["comm"])
 
-    def make(mine: Sequence[int]) -> Checked:
+    def make(mine: Sequence[int]) -> CheckedCommunicator:
         from bmtrain import nccl
         from bmtrain.store import allgather_objects
 
-        # Every rank makes an id, the first of each group's is used: ids travel by BMTrain's own object exchange.
+        # The first rank of each group makes its id; BMTrain's own all-gather of objects distributes the ids.
         ids = allgather_objects(nccl.getUniqueId() if mine[0] == world.rank else b"")
         return _over_bmtrain(nccl.commInitRank(ids[mine[0]], len(mine), mine.index(world.rank)))
 
-    def split(groups: Sequence[Sequence[int]]) -> Checked:
+    def split(groups: Sequence[Sequence[int]]) -> CheckedCommunicator:
         if [list(ranks) for ranks in groups] == _neighbours(world.size, bmtrain_tensor_degree()):
-            return _over_bmtrain(config["tp_comm"])  # BMTrain has made it; another would take memory of its own
+            return _over_bmtrain(config["tp_comm"])  # made by BMTrain already; another one would need more memory
         return _own_group(world, groups, make)
 
     return world, split
 
 
 def bmtrain_tensor_degree() -> int:
-    """Return how many neighbouring ranks share each matrix of a running BMTrain; 1 where none runs."""
+    """Return BMTrain's tensor parallel degree; 1 if BMTrain was not started."""
     config = _bmtrain_config()
     return 1 if config is None else int(config["tp_size"])
 
 
-def alone(world: Checked | None = None) -> Checked:
-    """Return the communicator of a group that is this rank alone, for tensors where `world` has them, or on CPUs.
+def single_rank_group(world: CheckedCommunicator | None = None) -> CheckedCommunicator:
+    """Return the communicator of a group of this rank only, for tensors on the device of `world`, or on CPUs.
 
-    No library is asked for one: NCCL would keep memory of the GPU for it.
+    It uses no communication library: NCCL would allocate GPU memory for it.
     """
     device, always = (torch.device("cpu"), True) if world is None else (world.device, world.always)
-    return Checked(LocalCommunicator(0, [[Wire()]], device), device, always=always)
+    return CheckedCommunicator(LocalCommunicator(0, [[MessageQueue()]], device), device, always=always)
 
 
-def process_groups() -> tuple[Checked, Split]:
+def process_groups() -> tuple[CheckedCommunicator, Split]:
     """Return torch.distributed's world and a way to split it. Every rank must call the split with the same partition.
 
     Raises:
@@ -103,9 +103,9 @@ def process_groups() -> tuple[Checked, Split]:
         raise UserError("torch.distributed is not initialised\nfix: call torch.distributed.init_process_group first")
     world = communicator(dist.group.WORLD)
 
-    def split(groups: Sequence[Sequence[int]]) -> Checked:
-        def make(mine: Sequence[int]) -> Checked:
-            made = [dist.new_group(list(ranks)) for ranks in groups]  # each rank makes every group, in one order
+    def split(groups: Sequence[Sequence[int]]) -> CheckedCommunicator:
+        def make(mine: Sequence[int]) -> CheckedCommunicator:
+            made = [dist.new_group(list(ranks)) for ranks in groups]  # every rank must make every group, in one order
             return communicator(made[groups.index(mine)])
 
         return _own_group(world, groups, make)
@@ -113,17 +113,19 @@ def process_groups() -> tuple[Checked, Split]:
     return world, split
 
 
-def _own_group(world: Checked, groups: Sequence[Sequence[int]], make: Callable[[Sequence[int]], Checked]) -> Checked:
-    """Return this rank's of the groups of a partition; `make` is asked for it unless it is all ranks or each alone."""
+def _own_group(
+    world: CheckedCommunicator, groups: Sequence[Sequence[int]], make: Callable[[Sequence[int]], CheckedCommunicator]
+) -> CheckedCommunicator:
+    """Return this rank's group of a partition. `make` is not called for groups of all ranks or of single ranks."""
     if len(groups) == 1:
         return world
     if all(len(ranks) == 1 for ranks in groups):
-        return alone(world)
+        return single_rank_group(world)
     return make(next(ranks for ranks in groups if world.rank in ranks))
 
 
 def _neighbours(world_size: int, degree: int) -> list[list[int]]:
-    """Return BMTrain's tensor groups; nothing where there are none."""
+    """Return the ranks of BMTrain's tensor groups; an empty list if there are none."""
     starts = range(0, world_size, degree) if degree > 1 else ()
     return [list(range(first, first + degree)) for first in starts]
 
@@ -134,30 +136,30 @@ def _world() -> object:
         return config["comm"]
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
-    return alone()
+    return single_rank_group()
 
 
 def _bmtrain_config() -> dict[str, Any] | None:
-    """BMTrain's own state, if this program imported and started it. Never imports it."""
+    """Return BMTrain's configuration if this program has imported and started it. Does not import it."""
     module = sys.modules.get("bmtrain.global_var")
     return module.config if module is not None and module.config.get("initialized") else None
 
 
-# One communicator for a group, however often attention is called with it: each may own streams and shared memory.
+# One communicator per group for all calls of attention: each may own streams and shared memory.
 @lru_cache(maxsize=64)
-def _over_process_group(reference: "weakref.ref[dist.ProcessGroup]") -> Checked:
+def _over_process_group(reference: "weakref.ref[dist.ProcessGroup]") -> CheckedCommunicator:
     group = reference()
-    assert group is not None  # the caller has it
+    assert group is not None  # the caller holds a reference
     return _checked(ProcessGroupCommunicator(group))
 
 
 @lru_cache(maxsize=64)
-def _over_bmtrain(handle: object) -> Checked:
+def _over_bmtrain(handle: object) -> CheckedCommunicator:
     from bmburst.comm.bmtrain_nccl import BMTrainCommunicator
 
     return _checked(BMTrainCommunicator(handle, on_host=not torch.cuda.is_available()))
 
 
-def _checked(inner: Communicator) -> Checked:
+def _checked(inner: Communicator) -> CheckedCommunicator:
     device = device_of(inner)
-    return Checked(inner, device, always=device.type == "cpu")
+    return CheckedCommunicator(inner, device, always=device.type == "cpu")

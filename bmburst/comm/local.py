@@ -1,4 +1,4 @@
-"""A communicator between threads of one process: tests with many ranks take milliseconds."""
+"""A communicator between threads of one process, for tests with many ranks and for groups of one rank."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.memory import MessageMover
 from bmburst.comm.protocol import Transfer
 
@@ -19,38 +19,38 @@ _SECONDS = 60.0
 
 
 class LostRank(RuntimeError):
-    """A message that was waited for will not come: its sender has ended, or called something else."""
+    """An expected message will not arrive: its sender has ended, or called another operation."""
 
 
-class Wire:
-    """Messages from one rank to another, each under the number of the call that sent it."""
+class MessageQueue:
+    """Messages from one rank to another, each with the number of the call that sent it."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[int, tuple[Tensor, ...]] | None] = SimpleQueue()
+        self._messages: SimpleQueue[tuple[int, tuple[Tensor, ...]] | None] = SimpleQueue()
         self._early: dict[int, tuple[Tensor, ...]] = {}
 
     def put(self, call: int, tensors: Sequence[Tensor]) -> None:
         """Send copies of `tensors`."""
         copies = tuple(t.detach().clone(memory_format=torch.contiguous_format) for t in tensors)
-        self._queue.put((call, copies))
+        self._messages.put((call, copies))
 
     def close(self) -> None:
-        """Tell the peer that nothing more will come."""
-        self._queue.put(None)
+        """Tell the receiver that no more messages will come."""
+        self._messages.put(None)
 
     def get(self, call: int) -> tuple[Tensor, ...]:
-        """Return what the peer's call of that number sent; calls may be waited for in any order.
+        """Return the tensors of the sender's call of that number; calls may be waited for in any order.
 
         Raises:
-            LostRank: The peer closed the wire, or sent nothing for a minute.
+            LostRank: The sender closed the queue, or sent nothing for a minute.
         """
         while call not in self._early:
             try:
-                message = self._queue.get(timeout=_SECONDS)
+                message = self._messages.get(timeout=_SECONDS)
             except Empty:
                 raise LostRank(f"no message from another rank for {_SECONDS:.0f} s: it skipped a call") from None
             if message is None:
-                self.close()  # for the next who asks
+                self.close()  # for the next receiver
                 raise LostRank("no message from another rank: it ended, or skipped a call")
             number, tensors = message
             self._early[number] = tensors
@@ -60,13 +60,13 @@ class Wire:
 @dataclass(slots=True)
 class _Received:
     call: int
-    wires: Sequence[Wire]
+    queues: Sequence[MessageQueue]
     finish: Callable[[list[tuple[Tensor, ...]]], tuple[Tensor, ...]]
     arrived: tuple[Tensor, ...] | None = None
 
     def wait(self) -> tuple[Tensor, ...]:
         if self.arrived is None:
-            self.arrived = self.finish([wire.get(self.call) for wire in self.wires])
+            self.arrived = self.finish([queue.get(self.call) for queue in self.queues])
         return self.arrived
 
 
@@ -74,9 +74,9 @@ class LocalCommunicator(MessageMover):
     """`Communicator` between threads of one process.
 
     Args:
-        rank: This thread's.
-        wires: From every rank to every rank.
-        device: Where its outboxes and inboxes are.
+        rank: The rank of this thread.
+        queues: `queues[a][b]` carries messages from rank a to rank b.
+        device: The device of its outboxes and inboxes.
     """
 
     transport = "threads"
@@ -84,12 +84,12 @@ class LocalCommunicator(MessageMover):
     def __init__(
         self,
         rank: int,
-        wires: Sequence[Sequence[Wire]],
+        queues: Sequence[Sequence[MessageQueue]],
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
-        self.rank, self.size, self._device = rank, len(wires), device
-        self._to = wires[rank]
-        self._from = [row[rank] for row in wires]
+        self.rank, self.size, self._device = rank, len(queues), device
+        self._to = queues[rank]
+        self._from = [row[rank] for row in queues]
         self._calls = count()
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
@@ -115,7 +115,7 @@ class LocalCommunicator(MessageMover):
         return self._swapped([tensor] * self.size, lambda parts: torch.stack(parts).sum(0, dtype=tensor.dtype))
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], held: tuple[Tensor, ...]) -> Transfer:
-        del held  # what is sent is copied at once
+        del held  # sent tensors are copied at once
 
         def arrive(parts: list[Tensor]) -> Tensor:
             for buffer, part in zip(incoming, parts, strict=True):
@@ -126,26 +126,26 @@ class LocalCommunicator(MessageMover):
 
     def _swapped(self, parts: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Transfer:
         call = next(self._calls)
-        for wire, part in zip(self._to, parts, strict=True):
-            wire.put(call, (part,))
+        for queue, part in zip(self._to, parts, strict=True):
+            queue.put(call, (part,))
         return _Received(call, self._from, lambda messages: (join([message[0] for message in messages]),))
 
 
 def run_ranks(size: int, body: Callable[..., T], *args: object) -> list[T]:
-    """Call `body(communicator, *args)` on `size` ranks, a thread each, and return what each gave.
+    """Call `body(communicator, *args)` on `size` ranks, one thread each, and return all results.
 
     Raises:
-        Exception: The first failure of any rank, after all of them ended. One that only missed another rank's message
-            comes last.
+        Exception: The first failure of any rank, after all of them have ended. A rank that only missed another rank's
+            message comes last.
     """
-    wires = [[Wire() for _ in range(size)] for _ in range(size)]
+    queues = [[MessageQueue() for _ in range(size)] for _ in range(size)]
 
     def run(rank: int) -> T:
         try:
-            return body(Checked(LocalCommunicator(rank, wires), torch.device("cpu")), *args)
+            return body(CheckedCommunicator(LocalCommunicator(rank, queues), torch.device("cpu")), *args)
         finally:
-            for wire in wires[rank]:
-                wire.close()
+            for queue in queues[rank]:
+                queue.close()
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]

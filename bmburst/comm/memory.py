@@ -1,4 +1,4 @@
-"""Blocks of an exchange in tensor memory: views, copies inside a rank, and one message to each other rank."""
+"""Moves the blocks of an exchange: views of tensor memory, copies inside a rank, and one message to each other rank."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,17 +16,17 @@ from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, plac
 
 
 def contiguous(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors detached and contiguous, as libraries send them."""
+    """Return the tensors detached and contiguous, as communication libraries need them."""
     return tuple(t.detach().contiguous() for t in tensors)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as uint8 `[bytes]`, for transfers that do not depend on the dtype."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # of one number any stride is contiguous
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 WIDE = {dtype.itemsize: dtype for dtype in (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)}
-"""Dtypes by element size in bytes. A copy with wider elements has fewer of them and is faster."""
+"""Dtypes by element size in bytes. A copy is faster with fewer, wider elements."""
 
 
 class _View(NamedTuple):
@@ -66,7 +66,7 @@ def _tensors(buffers: Sequence[Tensor], views: Sequence[_View]) -> list[Tensor]:
 
 
 def shape_of(block: Block, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the size and the strides of a block in elements of `width` bytes."""
+    """Return the shape and the strides of a block in elements of `width` bytes."""
     assert block.rows == 1 or block.step >= block.width
     return (block.rows, block.width // width), (block.step // width, 1)
 
@@ -116,7 +116,7 @@ def _joined(before: _ViewPair, after: _ViewPair) -> _ViewPair | None:
 
 
 class MessageMover(ABC):
-    """The verbs of a `BlockMover` that exchange blocks, for communicators that can swap messages."""
+    """`pull` and `push` of a `BlockMover`, for communicators that can exchange one message with each rank."""
 
     _device: torch.device
 
@@ -138,7 +138,7 @@ class MessageMover(ABC):
         return self._exchange(exchange, sources, (inbox,))
 
     def _exchange(self, exchange: Exchange, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Transfer:
-        """Start an exchange; what a rank keeps for itself is copied at once."""
+        """Start an exchange; blocks from this rank to itself are copied at once."""
         copy_own(exchange, sources, targets)
         from_bytes, to_bytes = _memories(sources), _memories(targets)
         nothing = torch.empty(0, dtype=torch.uint8, device=sources[0].device)
@@ -154,28 +154,28 @@ class MessageMover(ABC):
 
     @abstractmethod
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], held: tuple[Tensor, ...]) -> Transfer:
-        """Start sending message r to rank r and receiving the message of rank r into buffer r; empty ones do not move.
+        """Start to send message r to rank r and to receive the message of rank r into buffer r; empty ones are skipped.
 
         Args:
             outgoing: Messages, uint8 `[bytes]`.
             incoming: Buffers, uint8 `[bytes]`.
-            held: What must not be freed before the wait.
+            held: Tensors that must not be freed before the wait.
         """
 
 
 def tensor_in(buffer: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the contiguous tensor that starts at a byte of an outbox or inbox."""
+    """Return the contiguous tensor that starts at byte `start` of an outbox or inbox."""
     return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
 class _Memory(NamedTuple):
-    """The whole memory behind a tensor as uint8 `[bytes]`, and where its first element is."""
+    """The storage of a tensor as uint8 `[bytes]`, and the offset of its first element."""
 
     data: Tensor
     start: int
 
     def view(self, block: Block, count: int = 1, distance: int = 0) -> Tensor:
-        """Return the bytes of `count` such blocks, `distance` bytes apart, as uint8 `[count, rows, width]`."""
+        """Return `count` equal blocks, `distance` bytes apart, as uint8 `[count, rows, width]`."""
         size, strides = shape_of(block, 1)
         return self.data.as_strided((count, *size), (distance, *strides), self.start + block.offset)
 
@@ -188,7 +188,7 @@ def _memories(tensors: Iterable[Tensor]) -> list[_Memory]:
 
 
 def _views(memories: Sequence[_Memory], blocks: Sequence[Block]) -> list[Tensor]:
-    """Return the blocks in order: like ones at equal distances, as those of a batch's samples are, as one view."""
+    """Return views of the blocks in order. Equal blocks at equal distances, as in a batch, share one view."""
     views, first = [], 0
     while first < len(blocks):
         block, count, distance = blocks[first], 1, 0
@@ -204,7 +204,7 @@ def _views(memories: Sequence[_Memory], blocks: Sequence[Block]) -> list[Tensor]
 
 
 def _along(message: Tensor, views: Iterable[Tensor]) -> Iterator[_TensorPair]:
-    """Yield each view with its part of a message, in which they follow one another."""
+    """Yield each view with its part of a message that holds the views one after another."""
     start = 0
     for view in views:
         yield view, message[start : start + view.numel()].view(view.shape)
@@ -212,7 +212,7 @@ def _along(message: Tensor, views: Iterable[Tensor]) -> Iterator[_TensorPair]:
 
 
 def _copy(pairs: Sequence[_TensorPair]) -> None:
-    """Copy them all, in one call, in the widest elements that each allows: a copy is as fast as it has few."""
+    """Copy all pairs in one call, each with the widest elements that its alignment allows."""
     if pairs:
         into, what = zip(*(_widened(*pair) for pair in pairs), strict=True)
         torch._foreach_copy_(into, what)
@@ -226,7 +226,7 @@ def _widened(into: Tensor, what: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(slots=True)
 class _Scattering:
-    """Messages under way; when they are here, they are copied to their places."""
+    """A transfer of messages that `wait` copies to their places in the targets."""
 
     transfer: Transfer
     incoming: list[Tensor]
@@ -239,7 +239,7 @@ class _Scattering:
             pair
             for message, views in zip(self.incoming, self.places, strict=True)
             for pair in _along(message, views)
-            if pair[0].data_ptr() != pair[1].data_ptr()  # else it arrived in place
+            if pair[0].data_ptr() != pair[1].data_ptr()  # else it was received in place
         ]
         _copy(parts)
         self.incoming, self.places = [], []
@@ -247,14 +247,14 @@ class _Scattering:
 
 
 def _buffer(views: list[Tensor], nothing: Tensor) -> Tensor:
-    """Return where a message may arrive: in place if it is one run of bytes."""
+    """Return the receive buffer of a message: the target itself if it is contiguous."""
     if len(views) == 1 and views[0].is_contiguous():
         return views[0].view(-1)
     return nothing.new_empty(sum(view.numel() for view in views))
 
 
 def _message(sources: Sequence[_Memory], moves: Sequence[Move], nothing: Tensor) -> Tensor:
-    """Return the blocks' bytes one after another, without a copy where they are so already."""
+    """Return the bytes of the blocks one after another, without a copy if they are contiguous already."""
     if not moves:
         return nothing
     blocks = [move.source for move in moves]
@@ -269,7 +269,7 @@ def _message(sources: Sequence[_Memory], moves: Sequence[Move], nothing: Tensor)
 
 
 def ring_by_pull(comm: BlockMover, tensors: Sequence[Tensor], shift: int) -> Transfer:
-    """Send tensors to rank + shift through an outbox: `BlockMover.ring` for groups that only pull."""
+    """Send tensors to rank + shift through an outbox: `BlockMover.ring` in terms of `pull`."""
     sent = [t.detach() for t in tensors]
     exchange, starts = ring_exchange(comm.rank, comm.size, shift % comm.size, tuple(t.nbytes for t in sent))
     outbox = comm.outbox(exchange.nbytes)

@@ -13,25 +13,24 @@ from bmburst.comm.protocol import Transfer
 
 
 def traced(name: str) -> AbstractContextManager[Any]:
-    """Return a context whose work has a name in the profiler's timeline; it costs nothing where no profiler runs."""
+    """Return a context that names its work in the profiler's timeline; it does nothing if no profiler runs."""
     return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
 
 
 class WaitMeter:
-    """Adds up waits. On a GPU an event before and one after each, on the stream that waits: the host never does.
+    """Measures exposed communication: the sum of the times in which work waits for transfers.
 
-    What it measures is exposed communication: transfers that are over when somebody waits for them add nothing, and a
-    wait for a slower rank counts, for the work stands still all the same. Where several streams work, a wait of one
-    counts only while none of the others is at work that was said to be (`working`). On a CPU it is time of the host, in
-    calls that move something and in waits.
+    On a GPU each wait is measured by two events on the waiting stream; the host does not wait. A transfer that has
+    finished before the wait adds nothing; a wait for a slower rank counts. With several streams, the wait of one counts
+    only while no other stream runs work marked by `working`. On a CPU, host time in transfers and waits is measured.
 
     Args:
-        on_gpu: Whether what waits is a stream.
+        on_gpu: Whether streams wait; else the host does.
     """
 
     def __init__(self, *, on_gpu: bool) -> None:
         self.running = False
-        """Whether waits are measured. Set it on every rank alike."""
+        """Whether waits are measured. Set it to the same value on every rank."""
         self._on_gpu = on_gpu
         self._depth = 0
         self._seconds = 0.0
@@ -40,17 +39,17 @@ class WaitMeter:
 
     @contextmanager
     def waiting(self, stream: Any = None) -> Iterator[None]:
-        """Measure what the block waits for; of waits inside each other the outer one counts.
+        """Measure the block as a wait; of nested waits only the outer one counts.
 
         Args:
-            stream: Which waits; the current one.
+            stream: The stream that waits; default: the current one.
         """
         if not self.running or self._depth:
             yield
             return
         self._depth += 1
         is_inside = self._work_end is not None
-        self._end_work()  # a ring inside of an exchange of heads waits within its own work
+        self._end_work()  # a ring inside a head exchange waits within its own work
         start, end = self._waits.next() if self._on_gpu else (None, None)
         began = time.perf_counter()
         if start is not None:
@@ -68,7 +67,7 @@ class WaitMeter:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Mark work of the current stream, beside which other streams may wait."""
+        """Mark work of the current stream: waits of other streams that overlap with it are not counted."""
         if not (self.running and self._on_gpu):
             yield
             return
@@ -79,12 +78,12 @@ class WaitMeter:
             self._end_work()
 
     def read(self) -> float:
-        """Return the seconds since the last call. On a GPU the host must have waited for the streams' work."""
+        """Return the seconds since the last call. On a GPU the host must have waited for the streams."""
         seconds, self._seconds = self._seconds, 0.0
         first = self._waits.first
         waits = self._waits.read(first)
         works = self._works.read(first)
-        return seconds + alone(waits, works) / 1e3
+        return seconds + exposed_time(waits, works) / 1e3
 
     def _begin_work(self) -> None:
         start, self._work_end = self._works.next()
@@ -96,20 +95,20 @@ class WaitMeter:
             self._work_end = None
 
     def metered(self, transfer: Transfer) -> Transfer:
-        """Return the transfer, whose waits are measured."""
+        """Return the transfer with its waits measured."""
         return _Metered(transfer, self)
 
     def of_stream(self, stream: Any) -> Any:
-        """Return a CUDA stream again, so that whoever waits for it by `wait_stream` is measured."""
+        """Return a copy of a CUDA stream whose `wait_stream` waits are measured."""
         return metered_stream(stream, self)
 
 
-def alone(waits: Iterable[tuple[float, float]], works: Iterable[tuple[float, float]]) -> float:
-    """Return for how long there was a wait and no work.
+def exposed_time(waits: Iterable[tuple[float, float]], works: Iterable[tuple[float, float]]) -> float:
+    """Return the total time covered by waits and not by work.
 
     Args:
-        waits: From when to when, in any unit and order; they may overlap.
-        works: Likewise.
+        waits: Intervals (start, end) in any unit and order; they may overlap.
+        works: Intervals of work, likewise.
     """
     edges = [(moment, change, 0) for wait in waits for moment, change in zip(wait, (1, -1), strict=True)]
     edges += [(moment, 0, change) for work in works for moment, change in zip(work, (1, -1), strict=True)]
@@ -122,13 +121,13 @@ def alone(waits: Iterable[tuple[float, float]], works: Iterable[tuple[float, flo
 
 
 def working(comm: object) -> AbstractContextManager[None]:
-    """Mark work of the current stream for the meter of a group, if it has one."""
+    """Return the `working` context of a group's meter, if it has one."""
     meter = getattr(comm, "meter", None)
     return meter.working() if isinstance(meter, WaitMeter) else nullcontext()
 
 
 class _Intervals:
-    """Pairs of events that are used again after each reading."""
+    """Pairs of events, reused after each reading."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Any, Any]] = []
@@ -147,7 +146,7 @@ class _Intervals:
         return self._pairs[self._used - 1]
 
     def read(self, origin: Any) -> list[tuple[float, float]]:
-        """Return the intervals that are over, in milliseconds after an event, and forget them."""
+        """Return the finished intervals in milliseconds after `origin`, and reset."""
         pairs, self._used = self._pairs[: self._used], 0
         if origin is None:
             return []
@@ -166,20 +165,20 @@ class _Metered:
 
 
 def metered_stream(stream: Any, meter: WaitMeter) -> Any:
-    """Return a CUDA stream again; see `WaitMeter.of_stream`.
+    """Return a copy of a CUDA stream; see `WaitMeter.of_stream`.
 
-    `Stream.wait_stream` waits for an event that it asks the other stream to record: that event knows of the wait.
+    `Stream.wait_stream` waits for an event that the other stream records: that event measures the wait.
     """
 
     class Recorded(torch.cuda.Event):
-        """What somebody is about to wait for."""
+        """An event whose waits are measured."""
 
         def wait(self, stream: Any = None) -> None:
             with traced("wait for ZeRO"), meter.waiting(stream):
                 super().wait(stream)
 
     class Watched(torch.cuda.Stream):
-        """The same stream."""
+        """The stream, whose events are measured."""
 
         def record_event(self, event: Any = None) -> Any:
             return super().record_event(Recorded() if event is None else event)  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.protocol import gather_objects
 from bmburst.comm.shared_memory import SharedMemory, SharedMemoryError
 from bmburst.comm.transports import over_transport
@@ -21,7 +21,7 @@ AddUp = Callable[[Tensor], Tensor]
 """Returns the sum of a tensor over the ranks of a group, in its shape and dtype."""
 
 
-def small_sums(comm: Checked, numbers: int, dtype: torch.dtype) -> AddUp:
+def small_sums(comm: CheckedCommunicator, numbers: int, dtype: torch.dtype) -> AddUp:
     """Return a function that adds a tensor up over the ranks of a group, to equal bits on all of them.
 
     It can be captured in a CUDA graph. Collective on GPUs the first time for a group and a size.
@@ -47,7 +47,7 @@ def small_sums(comm: Checked, numbers: int, dtype: torch.dtype) -> AddUp:
 class _OneShot:
     """The memory of a group's one-shot sums."""
 
-    def __init__(self, comm: Checked, numbers: int, dtype: torch.dtype, kernels: Any) -> None:
+    def __init__(self, comm: CheckedCommunicator, numbers: int, dtype: torch.dtype, kernels: Any) -> None:
         self._kernels, self._rank, self._most = kernels, comm.rank, numbers
         programs, places = kernels.programs_for(numbers), 2 * numbers * dtype.itemsize
         self._memory = SharedMemory(comm.inner, places + programs * comm.size * 4, comm.device)
@@ -65,7 +65,7 @@ class _OneShot:
 
 
 @bounded_cache(maxsize=16)
-def _one_shots(comm: Checked, numbers: int, dtype: torch.dtype) -> _OneShot | None:
+def _one_shots(comm: CheckedCommunicator, numbers: int, dtype: torch.dtype) -> _OneShot | None:
     """Return the one-shot sums of a group, or None where its ranks cannot reach each other's memory."""
     if comm.transport != "nccl" or over_transport(comm, "auto").transport != "peer":
         return None

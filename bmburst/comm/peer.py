@@ -1,12 +1,11 @@
 """The communicator of transport "peer": copy engines move blocks between the GPUs of one host.
 
-NCCL's kernels hold multiprocessors, and an attention kernel beside them waits for those; a copy engine holds none.
-Ranks tell each other by 32-bit words in shared memory, which the streams themselves write and await: the host never
-waits. A lane numbers what it moves; a word holds the number of the last thing that one rank has told another, so that
-none is ever missed:
+NCCL's kernels occupy multiprocessors, for which attention kernels then wait; copy engines occupy none. Ranks are
+synchronized by 32-bit words in shared memory that streams write and wait for: the host never waits. The transfers of a
+lane are numbered. A word holds the number of the last signal from one rank to another, so that no signal is lost:
 
-    pull: filled by kernels -> READY to its readers -> they copy -> DONE to its owner -> filled again
-    push: OFFER to its writers once kernels have read the last content -> they copy -> DONE to its owner
+    pull: kernels fill the outbox -> READY to its readers -> they copy -> DONE to its owner -> it is filled again
+    push: kernels have read the inbox -> OFFER to its writers -> they copy -> DONE to its owner
 """
 
 import atexit
@@ -23,7 +22,7 @@ from bmburst.comm.memory import copy_own, ring_by_pull
 from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.comm.protocol import Communicator, Transfer, gather_objects
 from bmburst.comm.shared_memory import PeerWatch, SharedMemory, SharedMemoryError, agreed, host_identity
-from bmburst.comm.streams import FIRST, On, Order, SideStreamTransfer, current_stream
+from bmburst.comm.streams import FIRST, CurrentStream, SideStreamTransfer, StreamOrder, current_stream
 from bmburst.errors import UserError
 from bmburst.schedule.exchange import Block, Exchange, Move
 from bmburst_ops.bounded_cache import bounded_cache
@@ -31,7 +30,7 @@ from bmburst_ops.bounded_cache import bounded_cache
 LANES = 4
 _OUTBOXES = 2
 _OFFER, _READY, _DONE = _KINDS = range(3)
-_WORD = 64  # bytes from one word to the next: each in a cache line of its own
+_WORD = 64  # bytes between words: each has its own cache line
 _MOST = 1 << 30  # bytes of a row: the driver takes less than 2 GiB
 
 
@@ -41,17 +40,17 @@ class _Buffer:
 
     memory: SharedMemory | None = None
     readers: tuple[int, ...] = ()
-    """Who reads the outbox's present content."""
+    """The ranks that read the outbox's current content."""
     number: int = 0
-    """The lane's number of that reading, or of the inbox's offer."""
+    """The number of that read in the lane, or of the inbox's offer."""
     done: Any = None
-    """The event after this rank's own part in it."""
+    """The event after this rank's own transfers with the buffer."""
     user: Any = None
-    """The stream whose kernels fill or read its present content."""
+    """The stream whose kernels fill or read its current content."""
     offered: Any = None
-    """The event at which it was offered, and all that is pushed had been made."""
+    """The event at which it was offered; everything that is pushed was computed before."""
     pushed: list[SideStreamTransfer] = field(default_factory=list)
-    """What is pushed since it was offered; before any of it is waited for, no kernel reads the inbox."""
+    """Pushes since it was offered. Until one of them is waited for, no kernel reads the inbox."""
 
 
 def _outboxes() -> tuple[_Buffer, ...]:
@@ -72,16 +71,16 @@ class _Lane:
 
 
 class PeerCommunicator:
-    """`Communicator` by copy engines for `pull`, `push` and `ring`; the other verbs go over the one beneath.
+    """A `Communicator` with copy engines for `pull`, `push` and `ring`; collectives use the inner communicator.
 
-    Memory: each lane keeps two outboxes and an inbox, each as large as the largest of its kind so far, until `release`.
+    Memory: each lane keeps two outboxes and an inbox, each of the largest size requested so far, until `release`.
 
     Args:
-        inner: The group's own communicator; exchanges handles now and whenever a buffer grows.
+        inner: The group's communicator; it exchanges memory handles at construction and when a buffer grows.
         device: This rank's GPU.
 
     Raises:
-        SharedMemoryError: On every rank, with the reason, where some rank cannot reach another's memory.
+        SharedMemoryError: On every rank, with the reason, if a rank cannot access the memory of another.
     """
 
     transport = "peer"
@@ -94,7 +93,7 @@ class PeerCommunicator:
         *streams, self._local = (torch.cuda.Stream(device, priority=FIRST) for _ in range(LANES + 1))
         self._lanes = [_Lane(stream) for stream in streams]
         self._index = self._local.device_index
-        self._order = Order()
+        self._order = StreamOrder()
         self._prepared = bounded_cache(maxsize=1024)(self._prepare)
         self._signals = lru_cache(maxsize=256)(self._make_signals)
         self._others = tuple(p for p in range(self.size) if p != self.rank)
@@ -103,10 +102,10 @@ class PeerCommunicator:
         atexit.register(self._finish)
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """See `BlockMover.outbox`. The current stream waits until every reader of its last content is done.
+        """See `BlockMover.outbox`. The current stream waits until all readers of its last content are done.
 
         Raises:
-            UserError: On every rank, if a GPU has no memory left for it, or a CUDA graph is being captured.
+            UserError: On every rank, if a GPU has too little free memory, or a CUDA graph is being captured.
         """
         at = self._lanes[lane]
         buffer = at.outboxes[at.turn % _OUTBOXES]
@@ -131,15 +130,15 @@ class PeerCommunicator:
         self._signals(lane, _READY, calls.receivers, calls.senders).enqueue(handle, buffer.number)
         calls.copies.enqueue(handle, [target.data_ptr() for target in targets], buffer.memory.addresses)
         self._signals(lane, _DONE, calls.senders, ()).enqueue(handle, buffer.number)
-        if exchange.receives[self.rank]:  # a hop of a ring keeps nothing for itself
-            with On(at.stream):
+        if exchange.receives[self.rank]:  # false in a ring, where a rank sends nothing to itself
+            with CurrentStream(at.stream):
                 copy_own(exchange, (outbox,), targets)
         self._under_way(transfer, buffer)
-        buffer.user = None  # `done` comes after what filled it; what that stream does next concerns nobody
+        buffer.user = None  # `done` comes after the kernels that filled it; later work of that stream does not matter
         return transfer
 
     def inbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """See `BlockMover.inbox`. It is offered to the others once the current stream has come here.
+        """See `BlockMover.inbox`. The other ranks may write to it once the current stream reaches this point.
 
         Raises:
             UserError: As `outbox`.
@@ -166,12 +165,12 @@ class PeerCommunicator:
         own, inboxes = [source.data_ptr() for source in sources], at.inbox.memory.addresses
         calls.copies.enqueue(handle, inboxes, own)
         self._signals(lane, _DONE, calls.receivers, calls.senders).enqueue(handle, number)
-        if exchange.sends[self.rank]:  # of all later units it came with the second
+        if exchange.sends[self.rank]:  # blocks of all later units are copied with the second unit
             self._local.wait_event(at.inbox.offered)
             if not any(before.waited for before in at.inbox.pushed):
                 calls.kept.enqueue(self._local.cuda_stream, inboxes, own)
-            else:  # the driver's copies inside one device were seen to wait long beside a running kernel
-                with On(self._local):
+            else:  # copies of the driver inside one device can wait long for a running kernel
+                with CurrentStream(self._local):
                     copy_own(exchange, sources, (inbox,))
             self._order.after(at.stream, self._local)
         at.inbox.pushed.append(transfer)
@@ -199,10 +198,10 @@ class PeerCommunicator:
         return self._inner.all_reduce(tensor)
 
     def release(self) -> None:
-        """Give the outboxes and inboxes back to the driver; the next calls take new ones. Every rank must call it.
+        """Free the outboxes and inboxes; the next calls allocate new ones. Every rank must call it.
 
-        The host waits until what all ranks have moved is there. Those of a group that was destroyed stay: its ranks
-        cannot tell each other any more that they are done with them.
+        The host waits until the transfers of all ranks are done. Buffers of a destroyed process group are not freed:
+        its ranks can no longer tell each other that they are done with them.
         """
         if isinstance(self._inner, ProcessGroupCommunicator) and self._inner.is_destroyed:
             return
@@ -218,7 +217,7 @@ class PeerCommunicator:
         return current_stream(self._index)
 
     def _turn(self, buffer: _Buffer) -> Any:
-        """Return the current stream, after the stream that used the buffer last."""
+        """Return the current stream, ordered after the stream that used the buffer last."""
         current = self._current()
         if buffer.user not in (None, current):
             self._order.after(current, buffer.user)
@@ -226,10 +225,10 @@ class PeerCommunicator:
         return current
 
     def _try(self) -> None:
-        """Use every driver call once, on memory of this rank; then clear the words, before any rank signals.
+        """Try each driver call once on memory of this rank, then clear the words before any rank signals.
 
         Raises:
-            SharedMemoryError: On every rank, if the driver of any cannot do it.
+            SharedMemoryError: On every rank, if the driver of any rank does not support them.
         """
         own, stream, problem = self._words.addresses[self.rank], self._local.cuda_stream, ""
         try:
@@ -247,7 +246,7 @@ class PeerCommunicator:
             raise
 
     def _finish(self) -> None:
-        """Before this process ends, wait until all that others read here is read, and all that it moves has moved."""
+        """Wait, before this process ends, until other ranks have read its memory and its own transfers are done."""
         for i, lane in enumerate(self._lanes):
             for buffer in lane.outboxes:
                 if buffer.readers:
@@ -257,7 +256,7 @@ class PeerCommunicator:
         self._watch.close()
 
     def _sized(self, buffer: _Buffer, nbytes: int, current: Any) -> Tensor:
-        """Return the buffer's memory, grown if it is too small; our own part in its last use comes first."""
+        """Return the buffer's memory, after this rank's last transfers with it; it grows if it is too small."""
         if buffer.done is not None:
             current.wait_event(buffer.done)
         try:
@@ -274,7 +273,7 @@ class PeerCommunicator:
         self._watch.expect(transfer.done)
 
     def _make_signals(self, lane: int, kind: int, raised: tuple[int, ...], awaited: tuple[int, ...]) -> Signals:
-        """Return the signals of one kind that tell some ranks, and those that wait for some."""
+        """Return the signals of one kind: writes to the `raised` ranks and waits for the `awaited` ranks."""
 
         def word(owner: int, by: int) -> int:
             return self._words.addresses[owner] + ((lane * len(_KINDS) + kind) * self.size + by) * _WORD
@@ -282,7 +281,7 @@ class PeerCommunicator:
         return Signals([word(rank, self.rank) for rank in raised], [word(self.rank, rank) for rank in awaited])
 
     def _prepare(self, exchange: Exchange, *, pulled: bool) -> "_Calls":
-        # Each rank begins with another neighbour, so that no GPU serves all of them at once.
+        # Each rank starts with a different neighbour, so that no GPU serves all ranks at once.
         neighbours = [(self.rank + step) % self.size for step in range(1, self.size)]
         moves = [
             (peer, move) for peer in neighbours for move in (exchange.receives if pulled else exchange.sends)[peer]
@@ -297,17 +296,17 @@ class PeerCommunicator:
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """An exchange as driver calls, and the ranks that take part."""
+    """The driver calls of an exchange, and the ranks that take part."""
 
     receivers: tuple[int, ...]
     senders: tuple[int, ...]
     copies: Copies
     kept: Copies
-    """What a rank that pushes keeps for itself."""
+    """In a push, the copies from this rank to itself."""
 
 
 def _copies(moves: Sequence[tuple[int, Move]], *, pulled: bool) -> Copies:
-    """Return copies between the buffers of ranks, by rank, and own buffers, by number."""
+    """Return the copies between buffers of other ranks (by rank) and own buffers (by number)."""
     copies, ranks, own = [], [], []
     for rank, move in moves:
         for copy in _copy(*move):

@@ -11,13 +11,13 @@ from bmburst.comm.memory import MessageMover, bytes_of, contiguous
 from bmburst.comm.protocol import Transfer, device_of
 from bmburst.errors import UserError
 
-# Names in torch 2.13, and those before.
+# Names in torch 2.13, and in older releases.
 ALL_GATHER = ("all_gather_single", "all_gather_into_tensor")
 REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class _Pending:
-    """Works under way, and every tensor they read or write: the allocator may not reuse them in flight."""
+    """Pending works, with every tensor that they read or write, so that the allocator does not reuse them meanwhile."""
 
     def __init__(self, works: Sequence[dist.Work], received: tuple[Tensor, ...], sent: tuple[Tensor, ...]) -> None:
         self._works, self._received, self._sent = works, received, sent
@@ -28,9 +28,12 @@ class _Pending:
         for work in self._works:
             work.wait()
         if self._maker is None:
-            self._works = ()  # gloo waits for a message only once
+            self._works = ()  # a gloo message can be waited for only once
         elif (current := torch.cuda.current_stream()) != self._maker:
-            for tensor in (*self._received, *self._sent):  # the stream that will use the memory again has not waited
+            for tensor in (
+                *self._received,
+                *self._sent,
+            ):  # the stream to which the allocator returns the memory has not waited
                 tensor.record_stream(current)
         self._sent = ()
         return self._received
@@ -39,13 +42,13 @@ class _Pending:
 class ProcessGroupCommunicator(MessageMover):
     """`Communicator` over a `torch.distributed` process group.
 
-    It does not keep the group alive: one that outlived `destroy_process_group` would end in an abort at exit.
+    It holds a weak reference: a group that outlives `destroy_process_group` would abort the process at exit.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._reference = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        # A group has a backend for each type of device, for example "cpu:gloo,cuda:nccl".
+        # A group has one backend per device type, for example "cpu:gloo,cuda:nccl".
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self.transport: str = backends.get("cuda" if torch.cuda.is_available() else "cpu", dist.get_backend(group))
         self._device = device_of(self)
@@ -59,7 +62,7 @@ class ProcessGroupCommunicator(MessageMover):
 
     @property
     def is_destroyed(self) -> bool:
-        """Whether torch knows the group no more, though somebody may still hold it: the same on every rank."""
+        """Whether the group was destroyed, even if references to it remain; the same on every rank."""
         try:
             dist.get_backend(self._group)
         except (UserError, ValueError):
@@ -69,8 +72,8 @@ class ProcessGroupCommunicator(MessageMover):
     def split(self, partition: Sequence[Sequence[int]]) -> "ProcessGroupCommunicator":
         """Return the communicator of the part that holds this rank; every rank must call it with the same partition.
 
-        Ranks are in ascending order. Only the ranks of this group take part, unless torch.distributed was initialised
-        with a `device_id`: then torch splits NCCL's communicator of the world, and all of the world must.
+        Ranks are in ascending order. The ranks of this group take part; if torch.distributed was initialised with a
+        `device_id`, torch splits NCCL's communicator of the world, and all ranks of the world must take part.
         """
         mine = next(part for part in partition if self.rank in part)
         ranks = dist.get_process_group_ranks(self._group)
@@ -123,19 +126,19 @@ class ProcessGroupCommunicator(MessageMover):
         return _Pending(self._works(outgoing, incoming), tuple(incoming), held)
 
     def _works(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[dist.Work]:
-        """Send message r to rank r and receive rank r's, where they are not empty."""
+        """Send message r to rank r and receive the message of rank r; empty messages are skipped."""
         if self.transport == "nccl":
-            # Not isend and irecv: torch marks their tensors with `record_stream`, and a host that runs ahead of the GPU
-            # would take new memory for every block of the sequence. Those of a collective it keeps until the wait.
+            # A collective, because torch calls `record_stream` on the tensors of isend and irecv: a host that runs
+            # ahead of the GPU would allocate new memory for every block. Tensors of a collective are held until wait.
             return [dist.all_to_all(list(incoming), list(outgoing), group=self._group, async_op=True)]
         return self._posted(list(enumerate(outgoing)), list(enumerate(incoming)))
 
     def _posted(
         self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]
     ) -> list[dist.Work]:
-        """Receive messages from ranks and send messages to ranks, those between two ranks in order; empty ones are not.
+        """Start receives and sends, in order between two ranks; empty messages are skipped.
 
-        All receives come first: gloo tells a sender of each, over the connection that messages take the other way too.
+        Receives are posted first: gloo notifies the sender over the connection that also carries messages to it.
         """
         operations = [
             dist.P2POp(verb, message, group=self._group, group_peer=peer)
@@ -152,7 +155,7 @@ class ProcessGroupCommunicator(MessageMover):
 
 
 def named_verb(names: tuple[str, str]) -> Callable[..., dist.Work]:
-    """Return torch's function of the first name, or where there is none of the second."""
+    """Return torch's function of the first name, or if there is none, of the second name."""
     name, before = names
     found: Callable[..., dist.Work] = getattr(dist, name, None) or getattr(dist, before)
     return found

@@ -1,4 +1,4 @@
-"""The protocol of communicators, and Python values that are sent through it."""
+"""The interface of communicators, and functions that send Python objects over them."""
 
 import json
 import pickle
@@ -16,15 +16,15 @@ class Transfer(Protocol):
     """A communication in flight."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Order the current stream after the transfer and return what arrived. On a GPU the host does not block.
+        """Order the current stream after the transfer and return the received tensors. The host does not wait for GPUs.
 
-        Waiting again gives the same, and orders the stream that is current then.
+        A second call returns the same tensors, and orders the stream that is current then.
         """
         ...
 
 
-class Arrived:
-    """A `Transfer` of what is here already, or will be once the stream that is current now has made it.
+class CompletedTransfer:
+    """A `Transfer` without communication: its tensors are made by the stream that is current at construction.
 
     Args:
         tensors: What `wait` returns.
@@ -39,7 +39,7 @@ class Arrived:
         """See `Transfer.wait`."""
         if self._maker is not None and (current := torch.cuda.current_stream()) != self._maker:
             current.wait_stream(self._maker)
-            for tensor in self._tensors:  # the stream that will use the memory again has not waited
+            for tensor in self._tensors:  # the stream to which the allocator returns the memory has not waited
                 tensor.record_stream(current)
         return self._tensors
 
@@ -47,8 +47,8 @@ class Arrived:
 class BlockMover(Protocol):
     """The part of a communicator that moves blocks of attention.
 
-    Every rank calls the same verbs in the same order with the same shapes and dtypes. Tensors may be views of any
-    strides; they may be read but not written until `wait`. What arrives is contiguous and owned by the receiver.
+    Every rank calls the same operations in the same order with the same shapes and dtypes. Inputs may be views of any
+    strides; they may be read but not written until `wait`. Received tensors are contiguous and owned by the receiver.
     """
 
     @property
@@ -58,22 +58,22 @@ class BlockMover(Protocol):
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         ...
 
     @property
     def transport(self) -> str:
-        """What moves the bytes: "peer", "nccl", "gloo" or "threads"."""
+        """The library or engine that moves bytes: "peer", "nccl", "gloo" or "threads"."""
         ...
 
     def ring(self, *tensors: Tensor, shift: int = 1) -> Transfer:
-        """Pass `tensors` to rank + shift; receive those of rank - shift, in the same shapes and dtypes."""
+        """Send `tensors` to rank + shift; receive those of rank - shift, in the same shapes and dtypes."""
         ...
 
     def outbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """Return memory to fill for the next `pull` of that lane, uint8 `[nbytes]`: fill it, pull, drop it.
+        """Return send memory for the next `pull` of a lane, uint8 `[nbytes]`: write to it, call `pull`, drop it.
 
-        Lanes are independent of each other: what a lane moves starts in order.
+        Transfers of one lane start in order; lanes are independent of each other.
         """
         ...
 
@@ -81,22 +81,22 @@ class BlockMover(Protocol):
         """Move blocks of the ranks' outboxes into the targets, which `wait` returns.
 
         Args:
-            exchange: Who moves what; source blocks lie in the outbox of `exchange.nbytes`.
+            exchange: The blocks to move; source blocks are in the outbox of `exchange.nbytes`.
             outbox: What `outbox` returned for this lane.
-            targets: This rank's buffers by number; bytes that no move covers are left alone.
+            targets: This rank's buffers by number; bytes that no move covers are left unchanged.
             lane: The lane.
         """
         ...
 
     def inbox(self, nbytes: int, lane: int = 0) -> Tensor:
-        """Return memory that the next `push`es of that lane fill, uint8 `[nbytes]`; valid until the next `inbox`."""
+        """Return receive memory for the next `push` calls of a lane, uint8 `[nbytes]`; valid until the next `inbox`."""
         ...
 
     def push(self, exchange: Exchange, sources: Sequence[Tensor], inbox: Tensor, lane: int = 0) -> Transfer:
-        """Move blocks of this rank's sources into the other ranks' inboxes; `wait` returns the own inbox.
+        """Move blocks of this rank's sources into the other ranks' inboxes; `wait` returns this rank's inbox.
 
         Args:
-            exchange: Who moves what; target blocks lie in the inbox of `exchange.nbytes`.
+            exchange: The blocks to move; target blocks are in the inbox of `exchange.nbytes`.
             sources: This rank's buffers by number, of any strides, made before `inbox` was called.
             inbox: What `inbox` returned for this lane.
             lane: The lane.
@@ -108,8 +108,8 @@ class BlockMover(Protocol):
 class Communicator(BlockMover, Protocol):
     """A group of ranks that exchange tensors.
 
-    As for a `BlockMover`. A group of one returns what it was given, without a copy. Sums are of the dtypes that the
-    transport can add; all else moves in any dtype.
+    The rules of `BlockMover` hold. A group of one returns its inputs without a copy. Reductions take the dtypes that
+    the transport can add; everything else takes any dtype.
     """
 
     def all_to_all(self, tensor: Tensor) -> Transfer:
@@ -125,7 +125,7 @@ class Communicator(BlockMover, Protocol):
         ...
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
-        """Receive the sum over ranks of `tensor`, in its dtype; the tensor itself is left alone."""
+        """Receive the sum over ranks of `tensor`, in its dtype; the tensor itself is not changed."""
         ...
 
 
@@ -137,7 +137,7 @@ def gather_objects(comm: Communicator, value: Any) -> list[Any]:
 
     Args:
         comm: The group; every rank must call.
-        value: Anything that JSON holds, in less than 1 KB.
+        value: Anything that JSON can represent in less than 1 KB.
     """
     data = json.dumps(value).encode()
     if len(data) > _BYTES:
@@ -150,15 +150,15 @@ def gather_objects(comm: Communicator, value: Any) -> list[Any]:
 def broadcast_object(comm: Communicator, value: Any) -> Any:
     """Return rank 0's value on every rank of the group. Blocks the host.
 
-    It travels as integers that are added to zeros, which every transport can do. Ranks of a group are one program and
-    trust each other: the value is pickled.
+    The value is sent as an all-reduce of integers with zeros, which every transport supports. It is pickled: ranks of a
+    group run one program and trust each other.
 
     Args:
         comm: The group; every rank must call.
-        value: On rank 0 anything that pickle holds; that of the others is not looked at.
+        value: On rank 0 any object that can be pickled; ignored on the others.
 
     Raises:
-        UserError: On every rank: pickle does not hold rank 0's.
+        UserError: On every rank, if the value of rank 0 cannot be pickled.
     """
     if comm.size == 1:
         return value
@@ -174,14 +174,14 @@ def broadcast_object(comm: Communicator, value: Any) -> Any:
 
 
 def _pickled(value: Any) -> bytes:
-    """Return None and the value, or why it cannot be sent and None: the others wait, and must be told."""
+    """Return (None, value) pickled, or (reason, None): the other ranks wait, and must receive the error."""
     try:
         return pickle.dumps((None, value))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:  # as the value's own types have it
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # which of them depends on the type of the value
         reason = " ".join(str(error).split())
         return pickle.dumps((f"rank 0's {type(value).__name__} cannot be sent: {reason}\nfix: arrays by name", None))
 
 
 def device_of(comm: Communicator) -> torch.device:
-    """Return where the tensors are that a group moves: on this rank's current GPU, or on CPUs."""
+    """Return the device of the tensors that a group moves: this rank's current GPU, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if comm.transport == "nccl" else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""GPU memory that all ranks of a host open through CUDA IPC, and a watch over the processes that share it."""
+"""GPU memory that the ranks of a host share through CUDA IPC, and a thread that watches the processes that share it."""
 
 import os
 import sys
@@ -17,14 +17,14 @@ _GRANULE = 2 << 20
 
 
 class SharedMemoryError(RuntimeError):
-    """Memory cannot be shared between the ranks of a group; every rank raises it, with the same text."""
+    """The ranks of a group cannot share memory. Every rank raises it with the same text."""
 
 
 class SharedMemory:
     """One allocation of the same size on every rank, each readable and writable by all ranks.
 
-    Making, growing and closing it are collective and wait for the device. It lies outside of torch's cache: it counts
-    in the driver's free memory, not in `torch.cuda.max_memory_allocated`.
+    Construction, `grow` and `close` are collective and wait for the device. The memory is outside of torch's caching
+    allocator: it reduces the driver's free memory and is not counted by `torch.cuda.max_memory_allocated`.
 
     Args:
         comm: Exchanges the handles.
@@ -51,7 +51,7 @@ class SharedMemory:
             self.close()
             raise
         self.nbytes = nbytes
-        with torch.inference_mode(False):  # whoever asked for it may be in it, and who uses it next not
+        with torch.inference_mode(False):  # the caller may be in inference mode, later users may not be
             self.local = cuda_driver.as_tensor(self._own, nbytes, self._device)
 
     def _share(self, nbytes: int) -> None:
@@ -71,11 +71,11 @@ class SharedMemory:
 
     @property
     def addresses(self) -> Sequence[int]:
-        """Where each rank's memory lies in this process."""
+        """The address of each rank's memory in this process."""
         return self._opened
 
     def grow(self, nbytes: int) -> None:
-        """Make it at least that large; what it held is lost. Every rank must call it with the same size.
+        """Reallocate it with at least `nbytes` bytes; the content is lost. Every rank must call it with the same size.
 
         Raises:
             SharedMemoryError: As above.
@@ -84,20 +84,20 @@ class SharedMemory:
         self._open(nbytes)
 
     def close(self) -> None:
-        """Give the memory back, when no rank uses it any more. Every rank must call it."""
+        """Free the memory when no rank uses it any more. Every rank must call it."""
         torch.cuda.synchronize(self._device)
-        gather_objects(self._comm, None)  # nobody reads ours any more
+        gather_objects(self._comm, None)  # no rank reads this memory any more
         for rank, address in enumerate(self._opened):
             if rank != self._comm.rank:
                 cuda_driver.close_exported(address)
-        gather_objects(self._comm, None)  # nobody has ours open any more
+        gather_objects(self._comm, None)  # no rank has this memory open any more
         if self._own:
             cuda_driver.free(self._own)
         self._opened, self.nbytes, self._own = [], 0, 0
 
 
 def agreed(comm: Communicator, problem: str, value: str) -> list[str]:
-    """Return every rank's value, or raise the first problem of any rank on all of them."""
+    """Return every rank's value. If any rank has a problem, raise the first one on all ranks."""
     answers: Sequence[tuple[str, str]] = gather_objects(comm, (problem, value))
     for text, _ in answers:
         if text:
@@ -106,23 +106,23 @@ def agreed(comm: Communicator, problem: str, value: str) -> list[str]:
 
 
 def host_identity() -> str:
-    """Return what is equal exactly for processes of one running host."""
+    """Return a text that is equal for two processes if and only if they run on one host since one boot."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{os.uname().nodename} {file.read().strip()}"
 
 
 _LOOK_EVERY = 1.0  # seconds
-_PATIENCE = 10.0  # a peer that ended in order has signalled all there was to signal
+_PATIENCE = 10.0  # seconds: a peer that ended normally has sent all its signals before
 
 
 class PeerWatch:
-    """A thread that looks whether the other processes of a group on this host live while this one waits for them.
+    """A thread that checks whether the other processes of a group are alive while this process waits for them.
 
-    A rank whose peer is gone while its own work does not end says so in one line and ends, with exit status 1. Peers in
-    another PID namespace cannot be seen and are not watched.
+    If a peer has ended and the work of this rank does not finish, it prints one line and exits with status 1. Peers in
+    another PID namespace are not visible and not watched.
 
     Args:
-        inner: The group; every rank makes its watch at the same point.
+        inner: The group; construction is collective.
         device: This rank's GPU.
     """
 
@@ -140,11 +140,11 @@ class PeerWatch:
         self._thread.start()
 
     def expect(self, event: Any) -> None:
-        """Watch over the work before `event`, a CUDA event, which needs the other ranks."""
+        """Watch the work before a CUDA event, which needs the other ranks."""
         self._expected = event
 
     def close(self) -> None:
-        """End the watch. A thread that is inside of CUDA when Python ends would abort the process."""
+        """End the thread: one that is inside a CUDA call when Python exits would abort the process."""
         self._over.set()
         self._thread.join()
 
@@ -165,7 +165,7 @@ class PeerWatch:
                 os._exit(1)
 
     def _is_waiting(self) -> bool:
-        """Return whether the work is still under way."""
+        """Return whether the watched work is unfinished."""
         expected = self._expected
         if expected is not None and expected.query() and self._expected is expected:
             self._expected = None
@@ -180,10 +180,10 @@ class PeerWatch:
 
 
 def birth(pid: int) -> str | None:
-    """Return when the process was started, in clock ticks since boot; None if it has ended."""
+    """Return the start time of a process in clock ticks since boot; None if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    state, *fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    state, *fields = text.rpartition(")")[2].split()  # the process name before it may contain any character
     return None if state in "ZX" else fields[18]

@@ -18,7 +18,7 @@ def current_stream(device: int) -> Any:
     return torch.cuda.current_stream(device)
 
 
-class Order:
+class StreamOrder:
     """Makes streams wait for streams with one reused event; `Stream.wait_stream` creates an event for each wait.
 
     Not thread-safe: another thread could record the event between `record` and `wait_event`.
@@ -34,7 +34,7 @@ class Order:
             stream.wait_event(self._event)
 
 
-class On:
+class CurrentStream:
     """Context manager that sets the current stream, in a quarter of the host time of `torch.cuda.stream`."""
 
     def __init__(self, stream: Any) -> None:

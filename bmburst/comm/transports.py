@@ -1,13 +1,12 @@
-"""Chooses what moves the blocks of a group: its transport, its subgroups, and the two groups of a double ring.
+"""Chooses the transport of a group, and makes its subgroups and the two groups of a double ring.
 
-A double ring has a group inside each node and one between nodes. Each has a communicator of its own where the
-transport can make one (torch.distributed, BMTrain): a communicator starts its transfers in order on one stream, so a
-block between nodes would delay every hop behind it, and two streams must not share a communicator (NCCL deadlocks,
-NVIDIA/nccl#783). Two communicators may be busy at once as long as every rank launches their transfers in one order, as
-ranks that follow one schedule do. Inside a node the transport is chosen again: blocks may move from GPU memory to GPU
-memory there.
+A double ring has a group inside each node and one between nodes. Each has its own communicator if the transport can
+make one (torch.distributed, BMTrain). A communicator starts its transfers in order on one stream, so a block between
+nodes would delay every later hop, and two streams must not share a communicator (NCCL deadlocks, NVIDIA/nccl#783). Two
+communicators may run at once if every rank launches their transfers in the same order, which the schedule ensures. The
+transport inside a node is chosen separately: there blocks may move directly between GPUs.
 
-Other communicators (threads, a user's own) move the blocks of both rings.
+Communicators that cannot be split (threads, a user's own) move the blocks of both rings.
 """
 
 import os
@@ -22,8 +21,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from bmburst.comm.checks import Checked
-from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.local import LocalCommunicator, MessageQueue
 from bmburst.comm.memory import ring_by_pull
 from bmburst.comm.peer import PeerCommunicator
 from bmburst.comm.protocol import BlockMover, Communicator, Transfer, gather_objects
@@ -36,14 +35,14 @@ TRANSPORTS = ("auto", "peer", "nccl", "gloo")
 
 
 class PeerGroups:
-    """The groups of this process that were asked to move by transport "peer": one communicator for each."""
+    """The groups of this process for which transport "peer" was requested, with one communicator each."""
 
     def __init__(self) -> None:
-        self._outcomes: dict[Checked, Checked | str] = {}
-        self._peers: list[PeerCommunicator] = []  # in one order on ranks that share two groups
+        self._outcomes: dict[CheckedCommunicator, CheckedCommunicator | str] = {}
+        self._peers: list[PeerCommunicator] = []  # in the same order on all ranks
 
-    def over(self, comm: Checked) -> Checked | str:
-        """Return the group over its GPUs' memory, or why that is impossible; rank 0 warns once.
+    def over(self, comm: CheckedCommunicator) -> CheckedCommunicator | str:
+        """Return the group over transport "peer", or the reason why that is impossible; rank 0 warns once.
 
         The first call for a group is collective.
         """
@@ -52,7 +51,7 @@ class PeerGroups:
         return self._outcomes[comm]
 
     def add(self, peers: PeerCommunicator) -> None:
-        """Note a communicator whose memory `release` frees."""
+        """Register a communicator whose memory `release` frees."""
         self._peers.append(peers)
 
     def release(self) -> None:
@@ -65,7 +64,7 @@ class PeerGroups:
         self._outcomes.clear()
         self._peers.clear()
 
-    def _make(self, comm: Checked) -> Checked | str:
+    def _make(self, comm: CheckedCommunicator) -> CheckedCommunicator | str:
         try:
             peers = PeerCommunicator(comm.inner, comm.device)
         except SharedMemoryError as error:
@@ -79,28 +78,28 @@ class PeerGroups:
 PEER_GROUPS = PeerGroups()
 
 
-def over_transport(comm: Checked, transport: str) -> Checked:
-    """Return the group over a transport: "auto" is "peer" where every rank can read the others' GPU memory.
+def over_transport(comm: CheckedCommunicator, transport: str) -> CheckedCommunicator:
+    """Return the group over a transport: "auto" is "peer" if every rank can read the GPU memory of the others.
 
     The first call for a group on GPUs is collective and blocks the host.
 
     Raises:
-        UserError: "peer" was asked for and some rank cannot read another's memory; on every rank.
+        UserError: On every rank, if "peer" was requested and a rank cannot read the memory of another.
     """
     if comm.size == 1 or comm.transport != "nccl" or transport not in ("auto", "peer"):
         return comm
     outcome = PEER_GROUPS.over(comm.base)
-    if isinstance(outcome, Checked):
+    if isinstance(outcome, CheckedCommunicator):
         return outcome
     if transport == "peer":
         raise UserError(f"transport 'peer' cannot work here: {outcome}\nfix: use transport='auto' or 'nccl'")
     return comm
 
 
-class Members:
+class Subgroup:
     """A subgroup of the given ranks, which include this one. A `BlockMover`.
 
-    The subgroups partition the group into parts of equal size, and every rank makes the same calls.
+    The subgroups partition the group into equal sizes, and every rank makes the same calls.
 
     Args:
         comm: The parent group.
@@ -135,7 +134,7 @@ class Members:
         return _spread(exchange, self._comm.size, self._ranks)
 
 
-class EveryNth(Members):
+class StridedSubgroup(Subgroup):
     """The subgroup `rank % n`, `rank % n + n`, ...: its ring is the parent's ring with hops of `n`."""
 
     def __init__(self, comm: BlockMover, n: int) -> None:
@@ -186,85 +185,91 @@ class Splittable(Communicator, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
-    """On how many nodes a group lies, and why they do not hold as many ranks each, in order; None: they do."""
+class NodeGrouping:
+    """The number of nodes of a group, and why they do not have equally many consecutive ranks; None if they do."""
 
     count: int
     uneven: str | None = None
 
 
-def find_nodes(comm: Checked) -> Nodes:
-    """Return how many nodes the group lies on: the same on every rank.
+def find_nodes(comm: CheckedCommunicator) -> NodeGrouping:
+    """Return the nodes of a group; the result is the same on every rank.
 
-    It is `comm.nodes` if that is set. Else ranks ask each other where they run, the first time for a group: collective,
-    and blocks the host. Nodes must hold as many ranks each, next to each other in the group.
+    It is `comm.nodes` if that is set. Otherwise the first call for a group gathers the node of each rank: it is
+    collective and blocks the host. Every node must have equally many ranks, consecutive in the group.
     """
     if comm.size == 1:
-        return Nodes(1)
+        return NodeGrouping(1)
     if comm.nodes is not None:
         fits = comm.nodes > 0 and comm.size % comm.nodes == 0
-        return Nodes(comm.nodes) if fits else Nodes(1, f"{comm.size} ranks cannot lie evenly on {comm.nodes} nodes")
+        return (
+            NodeGrouping(comm.nodes)
+            if fits
+            else NodeGrouping(1, f"{comm.size} ranks cannot lie evenly on {comm.nodes} nodes")
+        )
     found = [(name, len(list(ranks))) for name, ranks in groupby(_node_names(comm.base))]
     if len({name for name, _ in found}) == len(found) and len({count for _, count in found}) == 1:
-        return Nodes(len(found))
+        return NodeGrouping(len(found))
     order = ", ".join(f"{count} on {name[:20]}" for name, count in found[:4])
     more = ", ..." if len(found) > 4 else ""
     uneven = f"nodes must hold equal numbers of neighbouring ranks, but the group has {order}{more}"
-    return Nodes(len({name for name, _ in found}), uneven)
+    return NodeGrouping(len({name for name, _ in found}), uneven)
 
 
-def device_name(comm: Checked) -> str:
-    """Return the device by whose machine attention is priced: the first rank's, the same on every rank.
+def device_name(comm: CheckedCommunicator) -> str:
+    """Return the device name that selects the cost model's machine: that of the first rank, on every rank.
 
-    A group of GPUs asks for it the first time: collective, and blocks the host.
+    The first call for a group of GPUs is collective and blocks the host.
     """
     return _first_device(comm.base) if comm.device.type == "cuda" else HOST
 
 
-def double_ring_groups(comm: Checked, nodes: int, transport: str, every: int = 1) -> DoubleRingGroups:
-    """Return this rank's two groups of a double ring. Collective the first time; blocks the host then.
+def double_ring_groups(comm: CheckedCommunicator, nodes: int, transport: str, every: int = 1) -> DoubleRingGroups:
+    """Return this rank's two groups of a double ring. The first call for a group is collective and blocks the host.
 
     Args:
         comm: The group.
-        nodes: How many nodes it lies on, in order, each with as many ranks.
-        transport: What the user asked for; "auto" and "peer" hold inside nodes.
-        every: Only ranks `rank % every`, `rank % every + every`, ... form this rank's ring; a node's ranks are a
-            multiple of it. All such rings must be made and used together.
+        nodes: Number of nodes, each with equally many consecutive ranks.
+        transport: The transport that the user requested; "auto" and "peer" apply inside nodes.
+        every: Ranks `rank % every`, `rank % every + every`, ... form this rank's ring. It divides the ranks of a node.
+            All these rings must be made and used together.
 
     Raises:
-        UserError: "peer" was asked for and ranks of a node cannot read each other's memory.
+        UserError: "peer" was requested and ranks of a node cannot read each other's memory.
     """
     return _double_ring_groups(comm.base, nodes, transport, every)
 
 
-@lru_cache(maxsize=64)  # one for a group: each has communicators
-def _double_ring_groups(comm: Checked, nodes: int, transport: str, every: int) -> DoubleRingGroups:
+@lru_cache(maxsize=64)  # each entry owns communicators
+def _double_ring_groups(comm: CheckedCommunicator, nodes: int, transport: str, every: int) -> DoubleRingGroups:
     places = comm.size // nodes
     assert comm.size == nodes * places
     assert places % every == 0
     firsts = range(0, comm.size, places)
     intra = _part(comm, [tuple(range(node + i, node + places, every)) for node in firsts for i in range(every)])
     inter = _part(comm, [tuple(range(place, comm.size, places)) for place in range(places)])
-    return DoubleRingGroups(over_transport(intra, transport) if isinstance(intra, Checked) else intra, inter)
+    return DoubleRingGroups(
+        over_transport(intra, transport) if isinstance(intra, CheckedCommunicator) else intra, inter
+    )
 
 
-def _part(comm: Checked, partition: Sequence[tuple[int, ...]]) -> BlockMover:
+def _part(comm: CheckedCommunicator, partition: Sequence[tuple[int, ...]]) -> BlockMover:
     mine = next(part for part in partition if comm.rank in part)
     if len(mine) == 1:
-        return comm.over(LocalCommunicator(0, [[Wire()]]))
+        return comm.over(LocalCommunicator(0, [[MessageQueue()]]))
     if isinstance(comm.inner, Splittable):
         return comm.over(comm.inner.split(partition))
-    return Members(comm, mine)
+    return Subgroup(comm, mine)
 
 
 @lru_cache(maxsize=64)
-def _first_device(comm: Checked) -> str:
+def _first_device(comm: CheckedCommunicator) -> str:
     mine = torch.cuda.get_device_name(comm.device)
     return mine if comm.size == 1 else gather_objects(comm, mine)[0]
 
 
 @lru_cache(maxsize=64)
-def _node_names(comm: Checked) -> tuple[str, ...]:
+def _node_names(comm: CheckedCommunicator) -> tuple[str, ...]:
     return tuple(gather_objects(comm, _node_name()))
 
 
@@ -274,5 +279,5 @@ def _node_name() -> str:
         return named[:200]
     try:
         return host_identity()
-    except OSError:  # no Linux: its name must do
+    except OSError:  # not Linux: use the host name
         return platform.node()

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.one_shot import small_sums
 from bmburst.errors import UserError
 from bmburst.inference.cache import KVCache
@@ -37,7 +37,7 @@ class Engine:
     """
 
     weights: ModelWeights
-    comm: Checked
+    comm: CheckedCommunicator
     split: CacheSplit
     chunk_tokens: int
     add_up: Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ class Engine:
     def over(
         cls,
         weights: ModelWeights,
-        comm: Checked,
+        comm: CheckedCommunicator,
         cache: str = "auto",
         chunk_tokens: int | None = None,
         kernel: str = "auto",

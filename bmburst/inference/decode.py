@@ -19,7 +19,7 @@ from torch.nn.functional import embedding, linear, pad
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.rope import rotary_frequencies
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.inference.cache import KVCache
 from bmburst.inference.weights import EMBEDDING, HEAD, NORM, LayerWeights, ModelWeights
 from bmburst.schedule.cache_split import CacheSplit
@@ -86,7 +86,7 @@ class Decoder:
     """
 
     def __init__(
-        self, weights: ModelWeights, comm: Checked, cache: KVCache, add_up: Callable[[Tensor], Tensor]
+        self, weights: ModelWeights, comm: CheckedCommunicator, cache: KVCache, add_up: Callable[[Tensor], Tensor]
     ) -> None:
         self._weights, self._comm, self._cache, self._split = weights, comm, cache, cache.split
         self._config = weights.config

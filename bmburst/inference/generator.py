@@ -13,7 +13,7 @@ from bmburst.amounts import GIB
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint.files import STATE_FILE, read_progress, verified, warn
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.protocol import gather_objects
 from bmburst.convert.weights import Weights, open_weights
 from bmburst.data.tokenizer import TOKENIZER_FILE, PromptTokenizer, load_tokenizer
@@ -248,7 +248,7 @@ class Generator:
             yield group
 
 
-def device_of_rank(comm: Checked) -> torch.device:
+def device_of_rank(comm: CheckedCommunicator) -> torch.device:
     """Return where a rank of a group computes: a rank alone takes the current GPU if there is one."""
     if comm.size > 1 or not torch.cuda.is_available():
         return comm.device
@@ -256,7 +256,7 @@ def device_of_rank(comm: Checked) -> torch.device:
 
 
 def memory_of(
-    config: LlamaConfig, comm: Checked, cache: str, dtype: torch.dtype, chunk_tokens: int | None
+    config: LlamaConfig, comm: CheckedCommunicator, cache: str, dtype: torch.dtype, chunk_tokens: int | None
 ) -> InferenceMemory:
     """Return the memory that a model needs on this rank of a group.
 
@@ -271,7 +271,7 @@ def memory_of(
     )
 
 
-def available_memory(comm: Checked, device: torch.device) -> float:
+def available_memory(comm: CheckedCommunicator, device: torch.device) -> float:
     """Return the bytes that every rank of a group can have on its device. Blocks the host."""
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(device)
@@ -285,7 +285,7 @@ def available_memory(comm: Checked, device: torch.device) -> float:
 
 def require_room(
     source: Source,
-    comm: Checked,
+    comm: CheckedCommunicator,
     cache: str,
     dtype: str,
     chunk_tokens: int | None,

@@ -25,7 +25,7 @@ from bmburst.attention.call import AttentionCall, StrategyRequest, head_shapes
 from bmburst.attention.heads import executor_of, spread_forward
 from bmburst.attention.local import local_forward
 from bmburst.blocks.rope import rotary_tables
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.inference.cache import KVCache
 from bmburst.inference.weights import EMBEDDING, LayerWeights, ModelWeights
 from bmburst.plan.inference import MLP_TOKENS
@@ -143,7 +143,9 @@ class Prefill:
         kernel: See `burst_attention`.
     """
 
-    def __init__(self, weights: ModelWeights, comm: Checked, split: CacheSplit, kernel: str = "auto") -> None:
+    def __init__(
+        self, weights: ModelWeights, comm: CheckedCommunicator, split: CacheSplit, kernel: str = "auto"
+    ) -> None:
         self._weights, self._comm, self._split, self._kernel = weights, comm, split, kernel
         self._config = weights.config
 
@@ -190,7 +192,13 @@ class _ChunkStep:
     """The forward pass of one chunk on this rank."""
 
     def __init__(
-        self, weights: ModelWeights, comm: Checked, split: CacheSplit, kernel: str, cache: KVCache, chunk: Chunk
+        self,
+        weights: ModelWeights,
+        comm: CheckedCommunicator,
+        split: CacheSplit,
+        kernel: str,
+        cache: KVCache,
+        chunk: Chunk,
     ) -> None:
         self._weights, self._comm, self._split, self._kernel = weights, comm, split, kernel
         self._cache, self._chunk = cache, chunk

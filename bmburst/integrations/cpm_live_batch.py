@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.biased import BiasedSequence
-from bmburst.comm.checks import Checked, contents, describe
+from bmburst.comm.checks import CheckedCommunicator, contents, describe
 from bmburst.comm.protocol import broadcast_object
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
@@ -51,7 +51,7 @@ class SplitTokens:
     tokens: Tokens
     relations: Tensor
     most: int
-    group: Checked
+    group: CheckedCommunicator
     kernel: str
     transport: str
     _sequences: dict[RelativeBias, BiasedSequence] = field(default_factory=dict, init=False, repr=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bmburst.attention.api import attend
 from bmburst.attention.options import AttentionOptions, MaskOption
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
@@ -70,7 +70,7 @@ class SequenceMask:
     def __init__(
         self,
         *,
-        comm: Checked,
+        comm: CheckedCommunicator,
         options: AttentionOptions,
         shape: tuple[int, int],
         length: int,

@@ -102,7 +102,7 @@ def _way(task: Task, row: Mapping[str, Any], **more: Any) -> Candidate:
     data = row.get("data", 1)
     degree = row["heads"]
     outer = row["outer"] if task.gpus // data > degree else "none"
-    return Candidate(task=task, data=data, ulysses_degree=degree, outer=outer, travellers=row["travellers"], **more)
+    return Candidate(task=task, data=data, ulysses_degree=degree, outer=outer, ring_tensors=row["travellers"], **more)
 
 
 def _measured_attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:

@@ -102,7 +102,7 @@ def _ring(own: Sizes, share: float, *, backward: bool) -> tuple[float, float]:
     if not backward:
         visiting = 2 * k
         return q * wide + q + 2 * visiting, _TURNS * visiting
-    visiting, returning = (share * nbytes for nbytes in own.shapes.ring_bytes(own.strategy.travellers))
+    visiting, returning = (share * nbytes for nbytes in own.shapes.ring_bytes(own.strategy.ring_tensors))
     sums = (q + 2 * k) * wide
     tile = q + 2 * k
     return 2 * visiting + sums + 2 * returning + tile, _TURNS * max(visiting, returning)

@@ -12,20 +12,20 @@ import torch
 
 from bmburst.errors import UserError
 from bmburst.outputs import replacing
-from bmburst.plan.rates import Fact, Say, measure_device, measured
+from bmburst.plan.rates import Fact, PrintLine, measure_device, measured
 from bmburst.runtime.launch import LaunchSpec, launch
 from bmburst.schedule.hardware import NUMBERS, hardware_from, read_facts
 
 _LINKS_TIMEOUT = 60.0  # seconds without an answer after which ranks are ended
 
 
-def calibrate(base: str, ranks: int, say: Say) -> str:
+def calibrate(base: str, ranks: int, say: PrintLine) -> str:
     """Measure this machine and return its hardware file.
 
     Args:
         base: Name or file of the hardware whose numbers stand in for those that cannot be measured here.
         ranks: Number of ranks between which links are measured; 1 measures none.
-        say: Told what is being done.
+        say: Prints a line of progress.
 
     Raises:
         UserError: `base` is unknown, or the ranks cannot start.

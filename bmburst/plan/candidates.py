@@ -21,8 +21,8 @@ from bmburst.schedule.layout import Zigzag
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.mesh_shape import can_share, divisors
 from bmburst.schedule.strategy import choose_strategy, possible_strategies
-from bmburst.schedule.strategy_names import STRATEGIES, Outer, Strategy, Travellers
-from bmburst.schedule.units import HeadShapes, Sizes, choose_travellers
+from bmburst.schedule.strategy_names import STRATEGIES, Outer, RingTensors, Strategy
+from bmburst.schedule.units import HeadShapes, Sizes, choose_ring_tensors
 
 MOST_GPUS = 65536
 
@@ -115,7 +115,7 @@ class Candidate:
         recompute: Recompute policy (`bmburst.recompute.policy`).
         zero: ZeRO stage.
         transport: Transport inside a node.
-        travellers: What a ring sends in backward: "kv", "q", or "auto" for the smaller.
+        ring_tensors: What a ring sends in backward: "kv", "q", or "auto" for the smaller.
     """
 
     task: Task
@@ -126,7 +126,7 @@ class Candidate:
     recompute: str = "block-keep-attention"
     zero: int = 3
     transport: str = "peer"
-    travellers: str = "auto"
+    ring_tensors: str = "auto"
 
     @cached_property
     def sequence(self) -> int:
@@ -210,10 +210,10 @@ class Candidate:
     def sizes(self) -> Sizes:
         """Sizes of attention's transfers and units, with the largest units: as if transfers took no time."""
         outer = cast(Outer, "ring" if self.outer == "none" else self.outer)
-        least = choose_travellers(self.shapes)
-        travellers = least if self.travellers == "auto" else cast(Travellers, self.travellers)
+        least = choose_ring_tensors(self.shapes)
+        ring_tensors = least if self.ring_tensors == "auto" else cast(RingTensors, self.ring_tensors)
         most = most_kv_heads(self.shapes, *self._pattern)
-        return Sizes(Strategy(self.ulysses_degree, outer, travellers, most), self.shapes)
+        return Sizes(Strategy(self.ulysses_degree, outer, ring_tensors, most), self.shapes)
 
     def with_strategy(self, ulysses_degree: int, outer: str) -> "Candidate":
         """Return this candidate with another attention strategy; a single group has no outer one."""
@@ -334,7 +334,7 @@ def with_attention_choice(
         )
     except UserError:  # burst_attention will refuse it
         return candidate.with_strategy(1, "ring")
-    return replace(candidate.with_strategy(chosen.ulysses_degree, chosen.outer), travellers=chosen.travellers)
+    return replace(candidate.with_strategy(chosen.ulysses_degree, chosen.outer), ring_tensors=chosen.ring_tensors)
 
 
 def _none(task: Task, tensor: Sequence[int] | None) -> UserError:

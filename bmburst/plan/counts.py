@@ -198,7 +198,7 @@ def causal_pairs(lengths: Iterable[int], window: int | None = None) -> float:
     return float(sum(n * seen - seen**2 / 2 for n, seen in reach))
 
 
-def step_flops(model: LlamaConfig, tokens: float, pairs: float, *, attention_backward: float = 2.0) -> float:
+def step_flops(model: LlamaConfig, tokens: float, query_key_pairs: float, *, attention_backward: float = 2.0) -> float:
     """Return the FLOPs of a step as utilisation counts them.
 
     6 N a token, N without the embedding, which is looked up; 4 H D a score forward; recomputation not.
@@ -206,29 +206,31 @@ def step_flops(model: LlamaConfig, tokens: float, pairs: float, *, attention_bac
     Args:
         model: The shape.
         tokens: Of all sequences.
-        pairs: Scores of all sequences, of one head and layer: `causal_pairs`.
+        query_key_pairs: Of all sequences, in one head and layer; see `causal_pairs`.
         attention_backward: What attention's backward counts over its forward: 2 as usual, 2.5 as the kernel does.
     """
-    return 6.0 * multiplied(model) * tokens + model.num_layers * _forward(model, pairs) * (1 + attention_backward)
+    return 6.0 * multiplied(model) * tokens + model.num_layers * _forward(model, query_key_pairs) * (
+        1 + attention_backward
+    )
 
 
-def hardware_flops(model: LlamaConfig, tokens: float, pairs: float, recompute: str) -> float:
+def hardware_flops(model: LlamaConfig, tokens: float, query_key_pairs: float, recompute: str) -> float:
     """Return the FLOPs that are computed in a step: attention's backward as the kernel does it, and recomputation.
 
     Args:
-        model: See `step_flops`, as `tokens` and `pairs`.
+        model: See `step_flops`, as `tokens` and `query_key_pairs`.
         tokens: See above.
-        pairs: See above.
+        query_key_pairs: See above.
         recompute: One of `bmburst.recompute.policy`. A block's last product, of which backward reads nothing, is not
             computed again; of a kept fraction of attention the beginning is, as if heads are exchanged.
     """
     policy, last = Policy.parse(recompute), model.hidden_size * model.intermediate_size
     again = 2.0 * (block_matrices(model) - last) * tokens if policy.recomputes else 0.0
-    again += (1 - policy.attention) ** 2 * _forward(model, pairs) if policy.recomputes else 0.0
-    done = step_flops(model, tokens, pairs, attention_backward=ATTENTION_BACKWARD)
+    again += (1 - policy.attention) ** 2 * _forward(model, query_key_pairs) if policy.recomputes else 0.0
+    done = step_flops(model, tokens, query_key_pairs, attention_backward=ATTENTION_BACKWARD)
     layers = sum(count for kind, count in policy.kinds(model.num_layers) if kind.recomputes)
     return done + layers * again
 
 
-def _forward(model: LlamaConfig, pairs: float) -> float:
-    return 4.0 * pairs * model.num_heads * model.head_dim
+def _forward(model: LlamaConfig, query_key_pairs: float) -> float:
+    return 4.0 * query_key_pairs * model.num_heads * model.head_dim

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 _LEAST, _MOST = 3, 20  # timed calls
 _HEAD_DIM = 128
 _GPU_BYTES, _CPU_BYTES = 1 << 27, 1 << 22  # of a transfer
@@ -94,12 +94,12 @@ GPU = Scale(8192, 256, (16384, 1024), 32, 1 << 29, torch.bfloat16)
 CPU = Scale(768, 32, (512, 128), 4, 1 << 25, torch.float32)
 
 
-def measure_device(device: torch.device, say: Say) -> dict[str, Fact]:
+def measure_device(device: torch.device, say: PrintLine) -> dict[str, Fact]:
     """Return the numbers of a hardware file that one process can measure on a device.
 
     Args:
         device: A GPU, or the CPU.
-        say: Told what is being measured.
+        say: Prints a line of progress.
     """
     scale = GPU if device.type == "cuda" else CPU
     found: dict[str, Fact] = {}
@@ -145,7 +145,7 @@ def _attention(device: torch.device, scale: Scale) -> dict[str, Fact]:
 
 
 def _attention_rates(device: torch.device, scale: Scale, tokens: int) -> tuple[float, float, str]:
-    from bmburst_ops.flash import CAUSAL, Given, select_kernel
+    from bmburst_ops.flash import CAUSAL, BackwardInputs, select_kernel
     from bmburst_ops.merge import row_dots
 
     shape = (1, tokens, scale.heads, _HEAD_DIM)
@@ -158,7 +158,7 @@ def _attention_rates(device: torch.device, scale: Scale, tokens: int) -> tuple[f
         return kernel.forward(q, k, v, pattern=CAUSAL, scale=_HEAD_DIM**-0.5).out
 
     def backward() -> object:
-        given = Given(grad, q, k, v, part.lse, delta)
+        given = BackwardInputs(grad, q, k, v, part.lse, delta)
         return kernel.backward(given, pattern=CAUSAL, scale=_HEAD_DIM**-0.5, deterministic=False)
 
     flops = 2.0 * tokens**2 * scale.heads * _HEAD_DIM

@@ -100,8 +100,8 @@ def step_time(
 
 def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
     """Return the FLOPs of a task's step: causal attention over whole sequences, or over the model's window."""
-    pairs = task.batch * causal_pairs([task.sequence], task.model.sliding_window)
-    return step_flops(task.model, task.batch * task.sequence, pairs, attention_backward=attention_backward)
+    query_key_pairs = task.batch * causal_pairs([task.sequence], task.model.sliding_window)
+    return step_flops(task.model, task.batch * task.sequence, query_key_pairs, attention_backward=attention_backward)
 
 
 def utilisation(candidate: Candidate, hardware: Hardware, seconds: float, *, attention_backward: float = 2.0) -> float:

@@ -1,4 +1,4 @@
-"""Activation checkpointing that never runs attention twice: `checkpoint`, the policies, and the host memory store.
+"""Activation checkpointing that saves attention's results: `checkpoint`, recompute policies, offload to the host.
 
 Names are imported on first use, because the planner reads `bmburst.recompute.policy` where torch is not installed.
 """
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from bmburst.lazy import public_name
 
 if TYPE_CHECKING:
-    from bmburst.recompute.checkpointing import Part, checkpoint, is_recomputing, keep
+    from bmburst.recompute.checkpointing import PrefixRecompute, checkpoint, is_recomputing, keep
     from bmburst.recompute.policy import POLICIES, Policy
 
-__all__ = ["POLICIES", "Part", "Policy", "checkpoint", "is_recomputing", "keep"]
+__all__ = ["POLICIES", "Policy", "PrefixRecompute", "checkpoint", "is_recomputing", "keep"]
 
 _HOMES = {
     "POLICIES": "policy",
-    "Part": "checkpointing",
+    "PrefixRecompute": "checkpointing",
     "Policy": "policy",
     "checkpoint": "checkpointing",
     "is_recomputing": "checkpointing",

@@ -1,11 +1,11 @@
-"""Activation checkpointing that never runs attention twice.
+"""Activation checkpointing that saves attention's results and recomputes the other activations: `checkpoint`.
 
-A block's activations are dropped after forward and computed again in backward, except what attention gave: its output
-and log-sum-exp are kept, so that the recomputation sends nothing over the ring. They are kept by the one call of
-`checkpoint` that made them, in no table: two models, several microbatches in flight, an exception in between, or a
-forward that never sees a backward cannot mix them up, and under no_grad nothing is kept.
+A block's activations are dropped after forward and recomputed in backward, except attention's output and log-sum-exp:
+they are saved, so that the recomputation sends nothing over the ring. Each call of `checkpoint` owns what it saves;
+there is no global table. So results cannot be mixed up between two models, between microbatches in flight, after an
+exception, or by a forward without a backward. Under no_grad nothing is saved.
 
-`bmburst.recompute.policy` has the policies, and what each costs in memory and time.
+`bmburst.recompute.policy` defines the policies and their cost in memory and time.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,48 +21,48 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from bmburst.errors import UserError
 from bmburst.mesh import current_mesh, using_mesh
-from bmburst.recompute.host_store import Deposit, HostStore
+from bmburst.recompute.host_store import HostStore, OffloadGroup
 from bmburst.recompute.policy import POLICIES, Policy
 
-__all__ = ["POLICIES", "Part", "checkpoint", "is_recomputing", "keep"]
+__all__ = ["POLICIES", "PrefixRecompute", "checkpoint", "is_recomputing", "keep"]
 
 Results = tuple[Tensor, ...]
 
 
-class Part(Protocol):
-    """Results of which an end is kept, and the beginning computed again."""
+class PrefixRecompute(Protocol):
+    """Results whose last tokens are saved and whose first tokens are recomputed."""
 
     def end(self, results: Results) -> Results:
-        """Return what is to be kept, in memory of its own."""
+        """Return the results of the last tokens, in memory of their own."""
         ...
 
     def whole(self, end: Results) -> Results:
-        """Return the results again, of what was kept."""
+        """Return the results of all tokens, from those of the last tokens that `end` returned."""
         ...
 
 
-MakePart = Callable[[float], Part] | None
-"""Returns how such a part of some results is kept, counted from their end; None: they have no parts."""
+MakePrefix = Callable[[float], PrefixRecompute] | None
+"""From the fraction of tokens to save, counted from the end, to its `PrefixRecompute`; None: save all or nothing."""
 
 
 def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, store: HostStore | None = None) -> Any:
-    """Call `function(*args)` and compute its activations again in backward, by policy.
+    """Call `function(*args)` and recompute its activations in backward, as a policy says.
 
     Args:
-        policy: One of `bmburst.recompute.policy`, which says what a call keeps until its backward. "block": its
-            inputs; "block-keep-attention": also attention's output and log-sum-exp, `batch * tokens * heads *
-            (head_dim * itemsize + 4)` bytes, of which "block-keep-attention:0.5" keeps the half of the sequence's end;
-            with "+offload" the inputs that need a gradient, with "+offload-all" all of it, lie in host memory.
-            A call is one layer: "+first-20" is a model's, whose layers get theirs of `Policy.of_layers`.
-        function: Deterministic; called once in forward, and once in each backward unless the policy is "none". It must
-            not change attention's output in place.
+        policy: What the call saves until its backward; see `bmburst.recompute.policy`. "block" saves its inputs.
+            "block-keep-attention" also saves attention's output and log-sum-exp, `batch * tokens * heads * (head_dim *
+            itemsize + 4)` bytes; "block-keep-attention:0.5" saves them for the second half of the sequence. "+offload"
+            moves the inputs that need a gradient to host memory, "+offload-all" everything that is saved. One call is
+            one layer: "+first-20" applies to a model; `Policy.of_layers` returns the policy of each layer.
+        function: A deterministic function. It is called once in forward, and once in each backward unless the policy is
+            "none". It must not change attention's output in place.
         args: Its positional arguments.
-        store: Where an offload goes. Calls that follow each other share one, so that a backward sends for the tensors
-            of the next; by default the call has its own.
+        store: The host memory for offloaded tensors. Consecutive layers share one, so that the backward of a layer
+            prefetches the tensors of the layer before. Default: a store for this call alone.
 
     Raises:
-        UserError: The policy is unknown or a whole model's, or it keeps a part of attention where layout or mask have
-            no such part.
+        UserError: The policy is unknown or for a whole model, or it saves a fraction of attention and the layout or the
+            mask does not allow that.
     """
     chosen = policy if isinstance(policy, Policy) else Policy.parse(policy)
     if chosen.layers is not None:
@@ -73,75 +73,75 @@ def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, s
         )
     if not chosen.recomputes or not torch.is_grad_enabled():
         return function(*args)
-    deposit, call, given = None, function, args
+    group, call, given = None, function, args
     if chosen.offload != "nothing":
-        deposit = (HostStore() if store is None else store).deposit()
-        call = _FromHost(function, args, deposit)
+        group = (HostStore() if store is None else store).new_group()
+        call = _FromHost(function, args, group)
         given = call.placeholders
-    tape = partial(_Tape, chosen, deposit) if chosen.attention else None
+    tape = partial(_Tape, chosen, group) if chosen.attention else None
     contexts = partial(_contexts, function, tape)
     return torch_checkpoint(call, *given, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-def keep(compute: Callable[[], Results], part: MakePart = None) -> Results:
-    """Return `compute()`; in the recomputation of a checkpoint that keeps results, what it gave the first time.
+def keep(compute: Callable[[], Results], part: MakePrefix = None) -> Results:
+    """Return `compute()`; during the recomputation of a checkpoint that saves results, return the saved ones instead.
 
     Calls are matched by their order within the checkpointed function.
 
     Args:
-        compute: The work.
-        part: Returns how to keep such a part of the results, counted from their end. Default: they have no parts, and
-            are kept whole.
+        compute: The function whose results are saved.
+        part: From a fraction to how to save that fraction of the results, counted from the end. Default: the results
+            cannot be divided and are saved whole.
     """
     tape = _tape.get()
     return compute() if tape is None else tape.next(compute, part)
 
 
 def is_recomputing(function: Callable[..., Any]) -> bool:
-    """Whether this is the second call of a function that was itself given to `checkpoint`, for its backward.
+    """Return whether this is the recomputation, in backward, of a function that was passed to `checkpoint`.
 
-    Then nothing that it returns is used: it may leave out what only its result needs.
+    Its return value is not used then, so the function may skip work that only the return value needs.
     """
     return _again.get() == function
 
 
 class _FromHost:
-    """A function whose tensors that need a gradient come from host memory when it is called again."""
+    """A function whose inputs that need a gradient are read from host memory when it is called again."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], deposit: Deposit) -> None:
-        self._function, self._deposit = function, deposit
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], group: OffloadGroup) -> None:
+        self._function, self._group = function, group
         self._first: dict[int, Tensor] | None = {
             i: arg for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.requires_grad
         }
-        self._numbers = {i: deposit.put(tensor) for i, tensor in self._first.items()}
-        # torch keeps what it is given.
+        self._numbers = {i: group.put(tensor) for i, tensor in self._first.items()}
+        # torch saves the arguments that it is given: empty tensors in place of those in host memory.
         self.placeholders = tuple(arg.new_empty(0) if i in self._first else arg for i, arg in enumerate(args))
 
     def __call__(self, *args: Any) -> Any:
         tensors, self._first = self._first, None
         if tensors is None:
-            self._deposit.begin()
-            tensors = {i: self._deposit.get(number).requires_grad_() for i, number in self._numbers.items()}
+            self._group.begin()
+            tensors = {i: self._group.get(number).requires_grad_() for i, number in self._numbers.items()}
         return self._function(*(tensors.pop(i, arg) for i, arg in enumerate(args)))
 
 
-class _Kept:
-    """Results of one call: where they are, and how they are had again."""
+class _SavedResults:
+    """Saved results of one call, on the GPU or in host memory."""
 
-    def __init__(self, results: Results, policy: Policy, part: MakePart, deposit: Deposit | None) -> None:
-        self._fraction, self._deposit = policy.attention, deposit if policy.offload == "all" else None
+    def __init__(self, results: Results, policy: Policy, part: MakePrefix, group: OffloadGroup | None) -> None:
+        self._fraction, self._group = policy.attention, group if policy.offload == "all" else None
         if part is None or self._fraction == 1:
             held = tuple(t.detach() for t in results)
         else:
             held = part(self._fraction).end(results)
-        if self._deposit is None:
+        if self._group is None:
             self._held, self._versions = held, [t._version for t in held]
         else:
-            self._numbers = [self._deposit.put(t) for t in held]
+            self._numbers = [self._group.put(t) for t in held]
 
-    def again(self, part: MakePart) -> Results:
-        """Return the results of the first time."""
-        if self._deposit is None:
+    def again(self, part: MakePrefix) -> Results:
+        """Return the results of the first call."""
+        if self._group is None:
             held = self._held
             if [t._version for t in held] != self._versions:
                 raise RuntimeError(
@@ -149,7 +149,7 @@ class _Kept:
                     "change a copy, or use the policy 'block'"
                 )
         else:
-            held = tuple(self._deposit.get(number) for number in self._numbers)
+            held = tuple(self._group.get(number) for number in self._numbers)
         if part is not None and self._fraction < 1:
             return part(self._fraction).whole(held)
         # Fresh views: autograd attaches the recomputed graph to what is returned here, not to the first graph's output.
@@ -157,31 +157,31 @@ class _Kept:
 
 
 class _Tape:
-    """Results of one checkpointed call, in order; results that a checkpoint around it keeps are taken from there."""
+    """Saved results of one checkpointed call, in order. A nested checkpoint takes what the outer one has saved."""
 
-    def __init__(self, policy: Policy, deposit: Deposit | None) -> None:
-        self._policy, self._deposit, self._outer = policy, deposit, _tape.get()
-        self._results: list[_Kept] = []
-        self._position: int | None = None  # None: recording
+    def __init__(self, policy: Policy, group: OffloadGroup | None) -> None:
+        self._policy, self._group, self._outer = policy, group, _tape.get()
+        self._results: list[_SavedResults] = []
+        self._position: int | None = None  # None while results are recorded
 
     def rewind(self) -> None:
-        """Give out the results from the first on, from now on."""
+        """Replay the results, beginning with the first."""
         self._position = 0
 
-    def next(self, compute: Callable[[], Results], part: MakePart) -> Results:
-        """Return the results of the next call."""
+    def next(self, compute: Callable[[], Results], part: MakePrefix) -> Results:
+        """Record the results of the next call, or replay them."""
         if self._position is None:
             results = compute() if self._outer is None else self._outer.next(compute, part)
-            self._results.append(_Kept(results, self._policy, part, self._deposit))
+            self._results.append(_SavedResults(results, self._policy, part, self._group))
             return results
         self._position += 1
         return self._results[self._position - 1].again(part)
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """What a recomputation runs in: the mesh of the forward, and its tape from the beginning. Entered at each backward.
+    """The context of a recomputation: the forward's mesh is current and its tape is replayed. Each backward enters it.
 
-    Backward may run in a thread of autograd's, or after the block that made the mesh current.
+    Backward may run in one of autograd's threads, or after the `with` block that made the mesh current.
     """
 
     def __init__(self, function: Callable[..., Any], tape: _Tape | None) -> None:
@@ -200,7 +200,7 @@ class _Recomputation(AbstractContextManager[None]):
 def _contexts(
     function: Callable[..., Any], make_tape: Callable[[], _Tape] | None
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what a call runs in, and its recomputation."""
+    """Return the context managers of a call and of its recomputation."""
     tape = None if make_tape is None else make_tape()
     first = _running(_tape.get() if tape is None else tape, None)
     return first, _Recomputation(function, tape)

@@ -1,12 +1,12 @@
-"""Tensors in host memory from forward to backward, copied beside the kernels (arXiv:2104.07857, section 5.1.1).
+"""Offloads tensors to host memory between forward and backward, overlapped with kernels (arXiv:2104.07857, 5.1.1).
 
-What one call keeps is a `Deposit`. Its tensors leave for pinned memory on a stream of their own; the caller's stream
-waits for them when the next deposit begins, and only then is their GPU memory given back. In backward, taking a
-deposit's tensors back sends for those of the deposit made before it: one is in use and one on its way, never more.
+The tensors of one call are an `OffloadGroup`. A side stream copies them to pinned memory. The caller's stream waits for
+the copies when the next group is made, and only then is their GPU memory freed. In backward, fetching a group
+prefetches the group made before it: at most two groups are on the GPU, one in use and one being copied.
 
-Pinned memory is cut into pieces of `PIECE` bytes, which are used again as soon as a deposit is gone: after the first
-step none is allocated, however long the run, and tensors of different sizes share it. (torch rounds pinned memory up to
-powers of two: whole tensors would take up to twice their size.)
+Pinned memory is divided into pieces of `PIECE` bytes, which are reused as soon as a group is gone: nothing is allocated
+after the first step, and tensors of different sizes share the pieces. (torch rounds pinned memory up to powers of two:
+whole tensors would take up to twice their size.)
 """
 
 import weakref
@@ -19,58 +19,58 @@ from torch import Tensor
 from bmburst.comm.memory import bytes_of
 
 PIECE = 1 << 26
-"""Bytes of a piece of pinned memory: a copy of 1.3 ms, beside which its launch is nothing."""
+"""Bytes of a piece of pinned memory: its copy takes 1.3 ms, far longer than its launch."""
 _LEAST = 1 << 12
 
 
 class HostStore:
-    """Where deposits go; blocks of a model share one, so that one can send for the tensors of the other.
+    """Host memory for offloaded tensors. The blocks of a model share one, so that a block prefetches the next one's.
 
     Attributes:
-        nbytes: Of host memory that it has taken.
+        nbytes: Bytes of host memory that it has allocated.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._free: dict[tuple[int, bool], list[Tensor]] = {}
-        self._latest: weakref.ref[Deposit] | None = None
-        self._ahead: weakref.ref[Deposit] | None = None
+        self._latest: weakref.ref[OffloadGroup] | None = None
+        self._ahead: weakref.ref[OffloadGroup] | None = None
         self._stream: Any = None
 
-    def deposit(self) -> "Deposit":
-        """Return a new deposit, and give back the GPU memory of the one before."""
+    def new_group(self) -> "OffloadGroup":
+        """Return a new group, and free the GPU memory of the group before."""
         before = self._latest() if self._latest is not None else None
         for held in (before, self._ahead() if self._ahead is not None else None):
             if held is not None:
-                held.leave()
-        made = Deposit(self, before)
+                held.release()
+        made = OffloadGroup(self, before)
         self._latest = weakref.ref(made)
         return made
 
-    def fetch(self, deposit: "Deposit") -> None:
-        """Have a deposit's tensors on the GPU, and those of the one before on their way."""
+    def fetch(self, group: "OffloadGroup") -> None:
+        """Copy a group's tensors to the GPU, and start to copy those of the group made before it."""
         ahead = self._ahead() if self._ahead is not None else None
-        if ahead is not None and ahead is not deposit:
-            ahead.leave()  # another one is in use now than was expected
-        deposit.send_for()
-        before = deposit.before
+        if ahead is not None and ahead is not group:
+            ahead.release()  # the group in use is not the one that was prefetched
+        group.start_fetch()
+        before = group.before
         if before is not None:
-            before.send_for()
+            before.start_fetch()
         self._ahead = None if before is None else weakref.ref(before)
 
     def side(self, like: Tensor) -> Any:
-        """Return the stream of copies, or None where the tensor is in host memory itself."""
+        """Return the stream of copies, or None if the tensor is in host memory itself."""
         if not like.is_cuda:
             return None
         if self._stream is None:
             self._stream = torch.cuda.Stream(like.device)
-        assert self._stream.device == like.device, "the copies of a store are ordered by the one stream of one device"
+        assert self._stream.device == like.device, "a store copies on one stream of one device"
         return self._stream
 
     def take(self, size: int, *, pinned: bool) -> Tensor:
-        """Return a piece of host memory of so many bytes, pinned for a GPU's tensors and for no others.
+        """Return a piece of `size` bytes of host memory: pinned for tensors of a GPU, pageable for tensors of a CPU.
 
-        Those of a CPU are copied at once, and not behind what the stream of copies still does with a pinned piece.
+        They are not mixed: a copy on the CPU does not wait for what the copy stream still does with a pinned piece.
         """
         free = self._free.setdefault((size, pinned), [])
         if free:
@@ -79,54 +79,54 @@ class HostStore:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def give_back(self, pieces: list[Tensor], *, pinned: bool) -> None:
-        """Let others use pieces: on the one stream of copies, behind what still reads or writes them."""
+        """Free pieces for reuse. The stream of copies orders later uses behind pending reads and writes."""
         for piece in pieces:
             self._free.setdefault((len(piece), pinned), []).append(piece)
 
 
-class Deposit:
-    """Tensors that one call keeps, numbered in the order in which they were put in."""
+class OffloadGroup:
+    """Tensors that one call offloads, numbered in the order of `put`."""
 
-    def __init__(self, store: HostStore, before: "Deposit | None") -> None:
+    def __init__(self, store: HostStore, before: "OffloadGroup | None") -> None:
         self._store = store
         self._before = None if before is None else weakref.ref(before)
-        self._items: list[_Item] = []
+        self._tensors: list[_HostTensor] = []
 
     @property
-    def before(self) -> "Deposit | None":
-        """The deposit made before this one, if something still needs it."""
+    def before(self) -> "OffloadGroup | None":
+        """The group made before this one, if it is still alive."""
         return self._before() if self._before is not None else None
 
     def put(self, tensor: Tensor) -> int:
-        """Keep a tensor; return its number. It must not be changed from now on."""
-        self._items.append(_Item(self._store, tensor.detach()))
-        return len(self._items) - 1
+        """Offload a tensor and return its number. The tensor must not be changed from now on."""
+        self._tensors.append(_HostTensor(self._store, tensor.detach()))
+        return len(self._tensors) - 1
 
     def begin(self) -> None:
-        """Say that the tensors are about to be used: send for them, and for those of the deposit before."""
+        """Start to copy the tensors to the GPU, and those of the group made before."""
         self._store.fetch(self)
 
     def get(self, number: int) -> Tensor:
-        """Return a tensor as it was put in, on its device: once after each `begin`, and the caller's from then on."""
-        return self._items[number].hand_out()
+        """Return a tensor on its device, once after each `begin`. The group no longer holds it."""
+        return self._tensors[number].take()
 
-    def leave(self) -> None:
-        """Give back the GPU memory, once the copies are done."""
-        for item in self._items:
-            item.leave()
+    def release(self) -> None:
+        """Free the GPU memory behind the copies."""
+        for item in self._tensors:
+            item.release()
 
-    def send_for(self) -> None:
-        """Have all tensors on their way to the GPU that are not there."""
-        for item in self._items:
-            item.send_for()
+    def start_fetch(self) -> None:
+        """Start to copy all tensors that are not on the GPU."""
+        for item in self._tensors:
+            item.start_fetch()
 
 
-class _Item:
-    """One tensor: in host memory, and for a while on its device too.
+class _HostTensor:
+    """One offloaded tensor: in host memory, and for part of the time on its device too.
 
-    Device memory is let go only when the stream that made it has waited for the copy: then torch may use it at once for
-    something else on that stream. `record_stream` would also keep it, but until the host has seen the copy done: a host
-    that runs ahead would take new memory for every block.
+    Its device memory is freed only after the stream that made it has waited for the copy: torch may then reuse it at
+    once on that stream. `record_stream` would hold it until the host has seen the end of the copy: a host that runs
+    ahead would allocate new memory for every block.
     """
 
     def __init__(self, store: HostStore, tensor: Tensor) -> None:
@@ -141,26 +141,26 @@ class _Item:
         self._launch(flat, lambda piece, part: piece[: len(part)].copy_(part, non_blocking=True))
         weakref.finalize(self, store.give_back, self._pieces, pinned=tensor.is_cuda).atexit = False
 
-    def send_for(self) -> None:
-        """Start the copy to the device, unless it is there."""
+    def start_fetch(self) -> None:
+        """Start the copy to the device, unless the tensor is there."""
         if self._here is not None:
             return
         self._here = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         self._launch(bytes_of(self._here), lambda piece, part: part.copy_(piece[: len(part)], non_blocking=True))
         self._version = self._here._version
 
-    def hand_out(self) -> Tensor:
-        """Return the tensor, and no longer hold it."""
+    def take(self) -> Tensor:
+        """Return the tensor and drop the reference to it."""
         tensor = self._here
-        assert tensor is not None, "taken twice, or before it was sent for"
-        self.leave()
+        assert tensor is not None, "taken twice, or before begin()"
+        self.release()
         return tensor
 
-    def leave(self) -> None:
-        """Let the device memory go, after the copies.
+    def release(self) -> None:
+        """Free the device memory behind the copies.
 
         Raises:
-            RuntimeError: The tensor was changed in place: nobody knows which of its numbers were copied before that.
+            RuntimeError: The tensor was changed in place, so the copy may be a mix of old and new numbers.
         """
         if self._here is not None and self._here._version != self._version:
             raise RuntimeError(
@@ -177,7 +177,7 @@ class _Item:
             for piece, part in parts:
                 copy(piece, part)
             return
-        # What is to be read has been written, and what used this memory before is done with it.
+        # Behind the kernels that write what is read, and behind earlier uses of this memory.
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             for piece, part in parts:
@@ -186,12 +186,12 @@ class _Item:
             self._done.record(self._side)
 
     def __del__(self) -> None:
-        if self._done is not None and self._here is not None:  # an exception came between, or nobody came for it
+        if self._done is not None and self._here is not None:  # after an exception, or without a backward
             self._here.record_stream(self._side)
 
 
 def _sizes(nbytes: int) -> Iterator[int]:
-    """Yield the sizes of the pieces that hold so many bytes: all but the last are whole."""
+    """Yield the sizes of the pieces for `nbytes` bytes; all but the last are `PIECE`."""
     for start in range(0, nbytes, PIECE):
         rest = min(PIECE, nbytes - start)
         yield PIECE if rest == PIECE else max(_LEAST, 1 << (rest - 1).bit_length())

@@ -1,31 +1,31 @@
-"""What backward computes again instead of keeping it, as a name, and what that costs: plain data, without torch.
+"""Recompute policies: which activations of a block are saved, and their cost in memory and time. Imports no torch.
 
-The formulas stand here alone; `bmburst.plan` and the choice of "auto" take them from here. With
+This is the only place of the formulas; `bmburst.plan` and `--recompute auto` use them. With
 
     I: bytes of a block's input, `batch * tokens * hidden_size * itemsize` (over the ranks of a tensor group)
-    A: of attention's results, `batch * tokens * heads * (head_dim * itemsize + 4)`
-    R: of what else a block's backward reads
+    A: bytes of attention's results, `batch * tokens * heads * (head_dim * itemsize + 4)`
+    R: bytes of the other activations that a block's backward reads
     F, T: seconds of a block's forward without attention (and, where `repeats_last` is false, without the last product),
         and of attention's forward with its communication
-    C: seconds of the copy of what a block has in host memory, one way
+    C: seconds of one copy of a block's tensors in host memory
 
-| policy | kept on the GPU a block | in host memory | seconds again a block |
+| policy | saved on the GPU per block | in host memory | recompute seconds per block |
 |---|---|---|---|
 | none | I + A + R | 0 | 0 |
 | block | I | 0 | F + T |
 | block-keep-attention | I + A | 0 | F |
 | block-keep-attention:f | I + f A | 0 | F + T of the first 1 - f of the sequence: (1 - f)^2 T for exchanged heads |
-| ... +offload | less I | I | and what of C is longer than the block's forward, and of C than its backward |
+| ... +offload | less I | I | plus C beyond the block's forward, plus C beyond its backward |
 | block-keep-attention... +offload-all | 0 | I + A (f A) | the same |
-| any of these but none, +first-N | in the first N blocks as it says, in the others as none | likewise | likewise |
+| any of these but none, +first-N | the first N blocks as above, the others as none | likewise | likewise |
 
-The blocks that keep everything are the last ones, because backward comes to them first. A step is the fullest when all
-blocks are done with their forward. From there a block that keeps everything only gives memory back, while one that is
-computed again first needs `R` more: were it the last, `R` would come on top of all that the others keep; as it is, `R`
-comes when those are gone.
+With +first-N the last blocks save everything, because backward reaches them first. GPU memory is highest when the
+forward of all blocks is done. From there a block that saves everything only frees memory, but a recomputed block first
+allocates `R`. If the last block were recomputed, `R` would be added to what all others save; in this order those blocks
+are freed before `R` is allocated.
 
-With offload, what is in host memory is on the GPU too for one block from its forward until the loss is done, and in
-backward for two: the one at work and the next, which is on its way.
+With offload, the tensors in host memory are also on the GPU for one block from its forward until the loss is computed,
+and for two blocks in backward: the current one and the next, which is being copied.
 """
 
 import re
@@ -35,7 +35,7 @@ from typing import Literal
 from bmburst.errors import UserError, unknown
 
 NAMES = ("none", "block", "block-keep-attention")
-"""What is computed again in backward: nothing, the whole block, or the block without its attention."""
+"""What backward recomputes: nothing, the whole block, or the block without its attention."""
 AUTO = "auto"
 OFFLOADS = {"": "nothing", "+offload": "inputs", "+offload-all": "all"}
 POLICIES = (
@@ -43,17 +43,17 @@ POLICIES = (
     *("block-keep-attention:0.5", "block+offload", "block-keep-attention+offload"),
     *("block-keep-attention:0.5+offload", "block-keep-attention+offload-all", "block-keep-attention:0.5+offload-all"),
 )
-"""Those that the planner and "auto" try. Other fractions may be asked for."""
+"""The policies that the planner and "auto" compare. Users may ask for other fractions."""
 FIRST = "+first-"
 MIXED = (
     ("block-keep-attention", "block-keep-attention+offload", "block-keep-attention+offload-all"),
     ("block", "block+offload"),
 )
-"""Of these they also try how few of the first layers need it, where not all can keep everything.
+"""Policies that they also compare for the first N layers only, with the smallest N that fits in memory.
 
-Of each row the first; where that does not fit, the others, which take memory of the hosts. By the formulas an offload
-would need up to an eighth fewer layers where the first fits too, for 1 % of a step at most: less than they are off by.
-Parts of attention are not among them: they save less for each second than one of these, at any length.
+In each row the first policy is tried first; the others, which take host memory, only if it does not fit. If the first
+fits, an offload would need up to an eighth fewer layers by the formulas and save at most 1 % of a step, less than the
+error of the formulas. Fractions of attention are left out: they free less memory per second than these at any length.
 """
 
 
@@ -68,16 +68,14 @@ class BlockBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What a block keeps for its backward, and where.
-
-    The formulas are those of a block that it holds for.
+    """What a block saves for its backward, and where. The formulas are for a block to which it applies.
 
     Attributes:
-        recomputes: Whether anything is computed again.
-        attention: The part of attention's results that is kept: of the end of the sequence, whose beginning is the
-            cheaper one to compute again under a causal mask.
-        offload: What of it lies in host memory until backward.
-        layers: How many of a model's first layers it holds for; the others keep everything. None: all.
+        recomputes: Whether anything is recomputed.
+        attention: The fraction of attention's results that is saved, for the last tokens of the sequence: under a
+            causal mask the first tokens are cheaper to recompute.
+        offload: Which saved tensors are in host memory until backward.
+        layers: The number of first layers of a model to which it applies; the others save everything. None: all layers.
     """
 
     recomputes: bool = True
@@ -91,7 +89,7 @@ class Policy:
         and behind that with "+first-20" for the first 20 layers.
 
         Raises:
-            UserError: It is none, its fraction is not between 0 and 1, or its layers are not a number from 1 on.
+            UserError: The name is unknown, its fraction is not between 0 and 1, or its layers are not an integer >= 1.
         """
         if isinstance(name, str) and FIRST in name:
             whole, _, count = name.partition(FIRST)
@@ -117,7 +115,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """What `parse` takes."""
+        """The name that `parse` takes."""
         if not self.recomputes:
             return "none"
         part = f":{self.attention:g}" if 0 < self.attention < 1 else ""
@@ -128,7 +126,7 @@ class Policy:
     def kinds(self, layers: int) -> tuple[tuple["Policy", int], ...]:
         """Return the policies of the blocks of a model of so many layers: one, or the first ones' and the last ones'.
 
-        With each comes the number of its layers.
+        Each comes with the number of its layers.
 
         Raises:
             UserError: See `require_layers`.
@@ -139,10 +137,10 @@ class Policy:
         return (replace(self, layers=None), self.layers), (Policy(recomputes=False), layers - self.layers)
 
     def require_layers(self, layers: int) -> None:
-        """Check that of a model of so many layers some keep everything, where it names the first ones.
+        """Check that "+first-N" names fewer layers than the model has.
 
         Raises:
-            UserError: None does.
+            UserError: It names all of them, or more.
         """
         if self.layers is None or self.layers < layers:
             return
@@ -154,22 +152,22 @@ class Policy:
         )
 
     def of_layers(self, layers: int) -> tuple["Policy", ...]:
-        """Return the policy of each block of a model of so many layers; see `kinds`."""
+        """Return the policy of each block of a model with `layers` layers; see `kinds`."""
         return tuple(policy for policy, count in self.kinds(layers) for _ in range(count))
 
     def kept(self, block: BlockBytes) -> float:
-        """Return the bytes that each block keeps on the GPU from its forward to its backward."""
+        """Return the bytes that each block saves on the GPU from its forward to its backward."""
         if not self.recomputes:
             return block.input + block.attended + block.rest
         return self._held(block) - self.hosted(block)
 
     def hosted(self, block: BlockBytes) -> float:
-        """Return the bytes that each block keeps in host memory."""
+        """Return the bytes that each block saves in host memory."""
         held = {"nothing": 0.0, "inputs": block.input, "all": self._held(block)}
         return held[self.offload]
 
     def visiting(self, block: BlockBytes, layers: int, *, backward: bool) -> float:
-        """Return the bytes on the GPU of what lies in host memory: after the last block's forward, or in backward."""
+        """Return the bytes of offloaded tensors that are on the GPU: after the last block's forward, or in backward."""
         return self.hosted(block) * (min(2, layers) if backward else 1)
 
     def again(self, forward: float, attention: float, attention_of_beginning: float) -> float:
@@ -178,7 +176,7 @@ class Policy:
         Args:
             forward: `F`.
             attention: `T`.
-            attention_of_beginning: The same, of the part of the sequence whose attention is not kept.
+            attention_of_beginning: The same, for the first tokens, whose attention is not saved.
         """
         if not self.recomputes:
             return 0.0
@@ -193,7 +191,7 @@ class Policy:
             block: The tensors.
             bandwidth: Bytes a second between the GPU and its host.
             forward: Seconds of a block's forward.
-            backward: Of its backward, recomputation included.
+            backward: Seconds of its backward, recomputation included.
         """
         copy = self.hosted(block) / bandwidth
         return max(0.0, copy - forward) + max(0.0, copy - backward)
@@ -230,15 +228,15 @@ def _fraction(name: str, text: str) -> float:
 
 
 def require_end(kept: float, layout: str, ranks: int) -> None:
-    """Check that every rank can keep the attention of the same part of the end of a sequence.
+    """Check that every rank can save attention for the same number of last tokens.
 
     Args:
-        kept: The part.
+        kept: The fraction of the sequence.
         layout: Name of the layout.
-        ranks: That share the sequence.
+        ranks: Ranks that share the sequence.
 
     Raises:
-        UserError: With this layout some would keep more.
+        UserError: In this layout some ranks would save more than others.
     """
     if ranks == 1 or not 0 < kept < 1 or layout == "striped" or (layout == "zigzag" and kept == 0.5):
         return

@@ -1,13 +1,13 @@
-"""Plans of an attention over ranks: layouts, masks, tiles, schedules, what moves, and what it costs.
+"""Plans attention over several ranks: layouts, masks, tiles, schedules, communication, and its cost.
 
-Pure: nothing here imports torch or anything that communicates, so that `bmburst plan` and a laptop can use it. The
-executors in `bmburst.attention` and `bmburst.comm` obey what is decided here.
+Nothing here imports torch or communicates, so that `bmburst plan` works without torch and GPUs. The executors in
+`bmburst.attention` and `bmburst.comm` follow these plans.
 
 - `layout.py`, `mask.py`, `documents.py`: which rank holds which tokens, which keys a query sees
-- `tiles.py`, `ring_schedule.py`: who computes which tile of the score matrix when
+- `tiles.py`, `ring_schedule.py`: which rank computes which tile of the score matrix at which step
 - `heads_plan.py`, `gather_plan.py`, `units.py`, `exchange.py`: which bytes move between which ranks
-- `strategy_names.py`, `strategy.py`, `cost.py`, `hardware.py`: the ways to spread an attention, the fastest
-- `mesh_shape.py`: how the ranks are cut into data, sequence and tensor groups
+- `strategy_names.py`, `strategy.py`, `cost.py`, `hardware.py`: the parallel strategies and the choice of the fastest
+- `mesh_shape.py`: data, sequence and tensor groups of ranks
 """
 
 from typing import TYPE_CHECKING, Any

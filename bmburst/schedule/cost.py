@@ -1,10 +1,9 @@
-"""Seconds of one attention call on a rank: kernels, what joins partial results, and exposed communication.
+"""The cost model of attention: predicts kernel time, merge time and exposed communication of one call on a rank.
 
-This is the only cost model. `burst_attention` takes the strategy with the lowest price (`bmburst.schedule.strategy`);
-`bmburst plan`, `--recompute auto` and the advice when memory is over price training steps with it. Every rate comes
-from the machine's file (`bmburst.schedule.hardware`). What moves follows the executors in `bmburst.attention`;
-transfers beside kernels are hidden as far as there is something to hide behind, and a transport's share of its time
-never is.
+This is the only cost model. `burst_attention` takes the cheapest strategy (`bmburst.schedule.strategy`); the planner,
+`--recompute auto` and the out-of-memory advice use it for training steps. All rates come from the hardware file
+(`bmburst.schedule.hardware`). Transfers are those of the executors in `bmburst.attention`. A transfer is hidden behind
+the kernels that run at the same time, except for the exposed share of its transport.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from bmburst.schedule.gather_plan import Visibility, most_seen
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.schedule.layout import most_keys, rank_areas
 from bmburst.schedule.mask import Mask
-from bmburst.schedule.ring_schedule import distances, layout_itinerary
+from bmburst.schedule.ring_schedule import distances, layout_ring_order
 from bmburst.schedule.strategy_names import Strategy
 from bmburst.schedule.units import (
     HeadShapes,
@@ -26,16 +25,16 @@ from bmburst.schedule.units import (
 )
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
-# Bytes at memory speed for each number of a rank's queries, and of its keys: merges, sums and copies of the executors.
+# Bytes read and written per element of a rank's queries (Q) and keys (K): merges, sums and copies of the executors.
 GATHER_FORWARD_Q, GATHER_FORWARD_K = 22.0, 8.0
 GATHER_BACKWARD_Q, GATHER_BACKWARD_K, GATHER_KEY_PART = 8.0, 8.0, 2.0
 RING_FORWARD_Q, RING_FORWARD_K = 10.0, 8.0
 BURST_BACKWARD_Q, BURST_BACKWARD_K = 42.0, 20.0
 KV_BACKWARD_Q, KV_BACKWARD_K = 10.0, 68.0
 RING_SUMS = 4.0
-KERNEL_TILE = 128.0  # queries of a kernel's tile
+KERNEL_TILE = 128.0  # queries in a tile of the kernel
 HOST_HIDDEN = 0.75
-"""Share of a pass's time on the GPU behind which the host can issue its work. Fitted on 2 H200s: a gather of 8 query
+"""Fraction of a pass's GPU time in which the host can launch its work. Fitted on 2 H200s: a gather of 8 query
 heads and one KV head, 64K tokens, in a window of 4,096 takes 4.37 ms forward and backward."""
 
 
@@ -43,9 +42,9 @@ class Pass(NamedTuple):
     """Seconds of a forward or a backward pass.
 
     Attributes:
-        kernel: The kernel alone, on the FLOPs of the rank with most of them.
-        joining: Smaller tiles, more calls, merges, sums and copies.
-        exposed: Transfers that nothing hides.
+        kernel: The attention kernel, for the rank with the most FLOPs.
+        joining: Overhead of smaller tiles and more calls, and merges, sums and copies.
+        exposed: Exposed communication.
     """
 
     kernel: float
@@ -54,18 +53,18 @@ class Pass(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return self.kernel + self.joining + self.exposed
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """One attention call, forward and backward.
+    """The cost of one attention call, forward and backward.
 
     Attributes:
         forward: Seconds of the GPU, forward.
         backward: Seconds of the GPU, backward.
-        host: Seconds that the GPU waits for the host, in both passes: short sequences only.
+        host: Seconds that the GPU waits for the host in both passes; above 0 for short sequences only.
     """
 
     forward: Pass
@@ -74,20 +73,19 @@ class AttentionCost:
 
     @property
     def total(self) -> float:
-        """Seconds of both passes: what strategies are compared by."""
+        """Seconds of both passes, by which strategies are compared."""
         return self.forward.total + self.backward.total + self.host
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the ranks of a sequence lie, and what moves blocks between them.
+    """The nodes of the ranks of a sequence, and the transports between them.
 
     Attributes:
-        transport: What moves blocks between any two of them.
-        nodes: Nodes that they lie on; None: not known yet, which is priced as one.
-        even: Whether each node holds as many of them, next to each other.
-        within: What moves blocks inside a node where a double ring has communicators of its own there; by default
-            "peer" beside NCCL, else the transport.
+        transport: Transport between any two ranks.
+        nodes: Number of nodes; None: not known yet, which costs the same as one.
+        even: Whether each node has equally many consecutive ranks.
+        within: Transport of a double ring inside a node. Default: "peer" if `transport` is "nccl", else `transport`.
     """
 
     transport: str
@@ -97,18 +95,18 @@ class Placement:
 
     @property
     def inside(self) -> str:
-        """What moves blocks inside a node in a double ring."""
+        """Transport of a double ring inside a node."""
         return self.within or ("peer" if self.transport == "nccl" else self.transport)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way into a rank.
+    """A link into a rank.
 
     Attributes:
-        bandwidth: Bytes a second.
+        bandwidth: Bytes per second.
         latency: Seconds.
-        share: Of the transfer's time, by which kernels beside it take longer.
+        share: Fraction of a transfer's time by which overlapping kernels slow down.
     """
 
     bandwidth: float
@@ -120,21 +118,21 @@ class Link:
         return nbytes / self.bandwidth + self.latency if nbytes else 0.0
 
     def exposed(self, nbytes: float, hidden_behind: float) -> float:
-        """Return by how much a transfer beside so many seconds of kernels lengthens them."""
+        """Return the exposed seconds of a transfer that overlaps with `hidden_behind` seconds of kernels."""
         seconds = self.seconds(nbytes)
         return max(seconds * self.share, seconds - hidden_behind)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An attention over the ranks of a sequence, whichever way it is spread.
+    """An attention call over the ranks of a sequence, for any strategy.
 
     Attributes:
-        shapes: Sizes; `degree` is not looked at.
+        shapes: Sizes; `degree` is ignored.
         length: Real tokens of the sequence.
         mask: Which keys a query sees.
-        placement: Where the ranks lie.
-        hardware: What each of them has.
+        placement: Nodes and transports.
+        hardware: The machine of the ranks.
     """
 
     shapes: HeadShapes
@@ -144,7 +142,7 @@ class Problem:
     hardware: Hardware
 
     def in_units(self, strategy: Strategy) -> Strategy:
-        """Return the strategy with the units that its heads are cut into."""
+        """Return the strategy with the size of its units of heads."""
         within = replace(self.shapes, degree=strategy.ulysses_degree)
         most = most_kv_heads(within, self.length, self.mask, self.placement.transport)
         return replace(strategy, most_kv_heads=most, pace=self._pace(within))
@@ -155,28 +153,28 @@ class Problem:
         Args:
             strategy: As `in_units` returns it.
         """
-        priced = _Priced(self, strategy, replace(self.shapes, degree=strategy.ulysses_degree))
-        forward, backward = (priced.run(backward=direction) for direction in (False, True))
+        cost = _StrategyCost(self, strategy, replace(self.shapes, degree=strategy.ulysses_degree))
+        forward, backward = (cost.run(backward=direction) for direction in (False, True))
         waits = (
-            max(0.0, priced.host_seconds(backward=direction) - HOST_HIDDEN * each.total)
+            max(0.0, cost.host_seconds(backward=direction) - HOST_HIDDEN * each.total)
             for direction, each in ((False, forward), (True, backward))
         )
         return AttentionCost(forward, backward, sum(waits))
 
     def head_seconds(self, shapes: HeadShapes) -> float:
-        """Return how long the rank with most to see attends with a head forward; `shapes` has the degree."""
+        """Return the forward seconds of one head on the rank with the most visible pairs; `shapes` has the degree."""
         flops = 4.0 * shapes.batch * max(rank_areas(shapes.outer, self.length, self.mask)) * shapes.head_dim
         return flops / self.hardware.attention_forward
 
     def link(self, transport: str) -> Link:
-        """Return the way between two ranks of a node; what no GPU moves goes at the pace of a host's memory."""
+        """Return the link between two ranks of a node; transports on CPUs use the numbers of the host."""
         hardware = _mover(self.hardware, transport)
         if transport in ("peer", "threads"):
             return Link(hardware.peer_bandwidth, hardware.peer_latency, hardware.peer_exposed)
         return Link(hardware.nccl_bandwidth, hardware.nccl_latency, hardware.nccl_exposed)
 
     def _pace(self, shapes: HeadShapes) -> float:
-        """Return how long one tensor's part of a head moves, over how long the head is attended with forward."""
+        """Return the time to move one tensor of a head, divided by the forward time of attention with that head."""
         if shapes.degree == 1:
             return 0.0
         moved = shapes.batch * shapes.tokens * (1 - 1 / shapes.degree) * shapes.head_dim * shapes.itemsize
@@ -185,13 +183,13 @@ class Problem:
 
 
 def most_kv_heads(shapes: HeadShapes, length: int, mask: Mask, transport: str) -> int:
-    """Return how many KV heads move in one step, so that memory for them stays bounded; 0: all.
+    """Return how many KV heads move in one step, which bounds memory; 0: all.
 
     Args:
         shapes: Sizes; `degree` is the strategy's.
         length: Real tokens of the sequence.
         mask: Which keys a query sees.
-        transport: What moves them.
+        transport: The transport.
     """
     work = 4 * shapes.batch * sum(rank_areas(shapes.layout, length, mask)) * shapes.head_dim
     hides, vector = hides_transfers(transport, work), shapes.batch * shapes.head_dim * shapes.itemsize
@@ -205,8 +203,8 @@ def _mover(hardware: Hardware, transport: str) -> Hardware:
 
 
 @dataclass(frozen=True)
-class _Priced:
-    """A problem spread by a strategy; `shapes` has the strategy's degree."""
+class _StrategyCost:
+    """The cost of a problem under one strategy; `shapes` has the strategy's degree."""
 
     problem: Problem
     strategy: Strategy
@@ -222,7 +220,7 @@ class _Priced:
         more_calls = self.sizes.calls(self.stops, backward=backward) - 1
         joining = more_calls * hardware.attention_call
         if self.shapes.groups == 1:
-            # When a call ends, its longest tile runs on one multiprocessor, and the others wait; rectangles have none.
+            # At the end of a call its longest tile runs on one multiprocessor, others idle; rectangles have no tail.
             tile = 4.0 * KERNEL_TILE * most_keys(self.problem.mask, self.problem.length) * shapes.head_dim
             tile *= ATTENTION_BACKWARD if backward else 1.0
             joining += more_calls * min(hardware.attention_tail * tile * hardware.multiprocessors / rate, whole)
@@ -237,9 +235,9 @@ class _Priced:
         return Pass(kernel, joining, exposed)
 
     def host_seconds(self, *, backward: bool) -> float:
-        """Return how long the host issues a pass that is spread: its beginning, each kernel call, each hop of a ring.
+        """Return the host's seconds to launch a pass over several ranks: its start, each kernel call, each ring hop.
 
-        Where kernels run as CUDA graphs, which an exchange of heads inside a node can, calls take next to nothing.
+        If kernels run as CUDA graphs, as in a head exchange inside a node, calls take almost no host time.
         """
         if self.shapes.layout.size == 1:
             return 0.0
@@ -260,26 +258,26 @@ class _Priced:
 
     @cached_property
     def places(self) -> int:
-        """Ranks of the sequence on a node."""
+        """Ranks of the sequence on each node."""
         return max(1, self.shapes.layout.size // self.nodes)
 
     @cached_property
     def near(self) -> int:
-        """Groups that exchange heads on a node."""
+        """Head exchange groups on each node."""
         return max(1, self.places // self.shapes.degree)
 
     @cached_property
     def stops(self) -> int:
-        """At how many steps a rank attends; 1: it sees no key of another group. A gather has two."""
+        """Number of steps with attention; 1: no rank sees keys of another group. A gather has two."""
         outer, length, mask = self.shapes.outer, self.problem.length, self.problem.mask
         if outer.size == 1:
             return 1
         if self.strategy.outer == "gather":
             return 2 if most_seen(Visibility(outer, length, mask)) else 1
-        return len(distances(outer, length, mask, self.strategy.travellers))
+        return len(distances(outer, length, mask, self.strategy.ring_tensors))
 
     def _exchange(self, kernel: float, *, backward: bool) -> float:
-        """The first unit's way in and the last one's way out are not hidden; the rest is, behind the other units."""
+        """Return exposed seconds: the first unit's inputs and the last unit's results; the rest overlaps."""
         degree = self.shapes.degree
         fits = degree <= self.places and self.places % degree == 0
         link = self._mixed(degree, degree if fits else self.places if degree % self.places == 0 else 1)
@@ -303,13 +301,13 @@ class _Priced:
         link = self._mixed(groups, self.near)
         moved, units = sizes.gather_bytes * seen / (groups - 1), sizes.gather_units
         q, k = self.shapes.q_bytes / self.shapes.itemsize, self.shapes.k_bytes / self.shapes.itemsize  # numbers
-        alone = kernel / groups  # attention to own keys: what hides the first unit's way in
+        alone = kernel / groups  # attention to own keys, which overlaps with the first unit's transfer
         exposed = link.exposed(moved, kernel - (kernel - alone) / units) + 2 * link.latency
-        q *= min(1.0, seen)  # about as many queries see keys of others as keys are seen
+        q *= min(1.0, seen)  # about as many queries see other ranks' keys as keys are pulled
         if not backward:
             return hardware.memory_seconds(GATHER_FORWARD_Q * q + GATHER_FORWARD_K * k), exposed
         exposed += link.exposed(moved, kernel * (1 - 1 / units)) + (moved / units / link.bandwidth if units > 1 else 0)
-        key_parts = 2 * (min((groups + 1) / 2, 1 + seen) + 1)  # of K and of V: a key is seen by half of the groups
+        key_parts = 2 * (min((groups + 1) / 2, 1 + seen) + 1)  # of K and V: on average half of the groups see a key
         nbytes = q * GATHER_BACKWARD_Q + k * (GATHER_BACKWARD_K + GATHER_KEY_PART * key_parts)
         return hardware.memory_seconds(nbytes), exposed
 
@@ -320,47 +318,47 @@ class _Priced:
             step, sums = RING_FORWARD_K * k + RING_FORWARD_Q * q, 0.0
             visiting, returning = 2 * shapes.k_bytes, 0
         else:
-            is_q = self.strategy.travellers == "q"
+            is_q = self.strategy.ring_tensors == "q"
             of_q, of_k = (BURST_BACKWARD_Q, BURST_BACKWARD_K) if is_q else (KV_BACKWARD_Q, KV_BACKWARD_K)
             step, sums = of_q * q + of_k * k, RING_SUMS * (q + 2 * k)
-            visiting, returning = shapes.ring_bytes(self.strategy.travellers)
+            visiting, returning = shapes.ring_bytes(self.strategy.ring_tensors)
         joining = self.problem.hardware.memory_seconds(self.stops * step + sums)
         return joining, self._hops(visiting, returning, kernel / self.stops)
 
     def _hops(self, visiting: float, returning: float, behind: float) -> float:
-        """Visitors move beside kernels; what follows them makes one hop more, at the end, beside nothing.
+        """Return the exposed seconds of all hops. Hops overlap with kernels, except the last hop of the gradients.
 
         Args:
-            visiting: Bytes of what visits.
-            returning: Bytes of the gradients that follow it.
-            behind: Seconds of the kernels at one stop.
+            visiting: Bytes of the blocks of a hop.
+            returning: Bytes of the gradients that follow them.
+            behind: Seconds of the kernels at one step.
         """
         placement = self.problem.placement
         if self.strategy.outer == "double-ring":
-            itinerary = layout_itinerary(
+            ring_order = layout_ring_order(
                 self.shapes.outer,
                 self.problem.length,
                 self.problem.mask,
-                self.strategy.travellers,
+                self.strategy.ring_tensors,
                 self.nodes,
                 returning=bool(returning),
             )
             home, away = self.problem.link(placement.inside), self._between(self.places)
-            exposed = itinerary.inner_hops * home.exposed(visiting + returning, behind)
-            exposed += itinerary.outer_hops * away.exposed(visiting + returning, behind * self.near)
+            exposed = ring_order.inner_hops * home.exposed(visiting + returning, behind)
+            exposed += ring_order.outer_hops * away.exposed(visiting + returning, behind * self.near)
             return exposed + (away.seconds(returning) + home.seconds(returning))
-        # Of each node's ranks those of one group send to the next node at once.
+        # On each node the ranks of one head exchange group send to the next node at once.
         link = self.problem.link(placement.transport) if self.nodes == 1 else self._between(self.shapes.degree)
         return (self.stops - 1) * link.exposed(visiting + returning, behind) + link.seconds(returning)
 
     def _between(self, crossing: int) -> Link:
-        """Return the way between two nodes, where so many of a node's ranks of this sequence receive at once."""
+        """Return the link between two nodes if `crossing` ranks of a node receive at once."""
         hardware = _mover(self.problem.hardware, self.problem.placement.transport)
         bandwidth = min(hardware.inter_lone_bandwidth, hardware.inter_bandwidth * self.places / crossing)
         return Link(bandwidth, hardware.inter_latency, hardware.inter_exposed)
 
     def _mixed(self, ranks: int, near: int) -> Link:
-        """Return the way into a rank that receives alike from `ranks` ranks, itself among them, `near` on its node."""
+        """Return the link into a rank that receives equally from `ranks` ranks, itself included, `near` on its node."""
         transport = self.problem.placement.transport
         home = self.problem.link(transport)
         if transport == "nccl":
@@ -369,6 +367,6 @@ class _Priced:
             return home
         away = self._between(self.places)
         far = (ranks - near) / max(1, ranks - 1)
-        # Both ways are open at once: the slower one counts.
+        # Both links are used at once: the slower one counts.
         slowest = max((1 - far) / home.bandwidth, far / away.bandwidth)
         return Link(1 / slowest, away.latency, away.share)

@@ -10,19 +10,19 @@ from bmburst.amounts import brief, digest, require_flag, whole_number, whole_num
 from bmburst.errors import UserError
 from bmburst.schedule.mask import Mask
 from bmburst_ops.bounded_cache import bounded_cache
-from bmburst_ops.pattern import IntArray, Need, Rows
+from bmburst_ops.pattern import IntArray, Need, VisibleRanges
 
 
 @dataclass(frozen=True, slots=True)
 class Documents(Mask):
-    """Documents packed one after another: a query sees keys of its own one; if causal, not those behind it.
+    """Packed documents: a query sees keys of its own document; if causal, only up to itself.
 
     Args:
-        lengths: Tokens of each document: any sequence of numbers, or a tensor `[documents]`. None is empty.
-        causal: Whether a query sees only itself and what is before it.
+        lengths: Tokens of each document, 1 or more: any sequence of numbers, or a tensor `[documents]`.
+        causal: Whether a query sees only itself and earlier tokens.
 
     Raises:
-        UserError: There is no document, one has no token, or `causal` is neither true nor false.
+        UserError: There is no document, a document has no token, or `causal` is not a bool.
     """
 
     lengths: tuple[int, ...]
@@ -34,10 +34,10 @@ class Documents(Mask):
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, causal: bool = True) -> "Documents":
-        """Return documents from where each starts and the last one ends: `[0, first, first + second, ...]`.
+        """Return documents from cumulative lengths: `[0, first, first + second, ...]`.
 
         Raises:
-            UserError: It does not start at 0, or does not ascend.
+            UserError: They do not start at 0, or do not ascend.
         """
         return cls(lengths_between(cu_seqlens), causal)
 
@@ -56,12 +56,12 @@ class Documents(Mask):
         """See `Mask.needs`."""
         return frozenset({"segments"})
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         del length
         edges, document = edges_of(self.lengths), _documents_at(self.lengths, positions)
         start, stop = edges[document], edges[document + 1]
-        return Rows(start, positions + 1 if self.causal else stop)
+        return VisibleRanges(start, positions + 1 if self.causal else stop)
 
     def __str__(self) -> str:
         return f"{_described(self.lengths)}{', causal' if self.causal else ''}"
@@ -69,14 +69,14 @@ class Documents(Mask):
 
 @dataclass(frozen=True, slots=True)
 class PrefixLM(Mask):
-    """Causal, but the first tokens of each document are seen by all of its tokens (arXiv:1910.10683, section 3.2.1).
+    """Causal, but all tokens of a document see its first tokens, the prefix (arXiv:1910.10683, section 3.2.1).
 
     Args:
         prefix_lengths: Tokens of each document's prefix, 0 or more; a number for a single document.
         lengths: Tokens of each document. Default: the sequence is one document.
 
     Raises:
-        UserError: The two have different numbers of documents, or a prefix is longer than its document.
+        UserError: The numbers of prefixes and documents differ, or a prefix is longer than its document.
     """
 
     prefix_lengths: tuple[int, ...]
@@ -111,14 +111,14 @@ class PrefixLM(Mask):
         """See `Mask.needs`."""
         return frozenset() if self.lengths is None else frozenset({"segments"})
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         lengths = (length,) if self.lengths is None else self.lengths
         edges, document = edges_of(lengths), _documents_at(lengths, positions)
         start, stop = edges[document], edges[document + 1]
         prefixes = self.prefix_lengths if self.lengths is not None else (min(self.prefix_lengths[0], length),)
         prefix = np.minimum(start + np.asarray(prefixes)[document], stop)
-        return Rows(start, np.minimum(np.maximum(positions + 1, prefix), stop))
+        return VisibleRanges(start, np.minimum(np.maximum(positions + 1, prefix), stop))
 
     def __str__(self) -> str:
         packed = "" if self.lengths is None else f" of {_described(self.lengths)}"
@@ -140,10 +140,10 @@ def document_lengths(values: Any) -> tuple[int, ...]:
 
 
 def lengths_between(cu_seqlens: Any) -> tuple[int, ...]:
-    """Return the lengths of documents, from where each starts and the last one ends.
+    """Return the lengths of documents from cumulative lengths.
 
     Raises:
-        UserError: It does not start at 0, or does not ascend.
+        UserError: They do not start at 0, or do not ascend.
     """
     edges = whole_numbers("cu_seqlens", cu_seqlens)
     if len(edges) < 2 or edges[0] != 0:
@@ -156,22 +156,22 @@ def lengths_between(cu_seqlens: Any) -> tuple[int, ...]:
 
 @bounded_cache(maxsize=16)
 def edges_of(lengths: tuple[int, ...]) -> IntArray:
-    """Return where each document starts, and where the last one ends."""
+    """Return the cumulative lengths: the start of each document, and the end of the last."""
     edges: IntArray = np.cumsum((0, *lengths), dtype=np.int64)
     edges.setflags(write=False)
     return edges
 
 
 def _starts_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Return where each document starts."""
+    """Return the start of each document."""
     return tuple(edges_of(lengths)[:-1].tolist())
 
 
 def _documents_at(lengths: tuple[int, ...], positions: IntArray) -> IntArray:
-    """Return which document is at each position."""
+    """Return the index of the document at each position."""
     return np.searchsorted(edges_of(lengths), positions, side="right") - 1
 
 
 def _described(lengths: tuple[int, ...]) -> str:
-    """Return a short text that differs for different lengths."""
+    """Return a short text with a digest of the lengths."""
     return f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens ({digest(np.asarray(lengths))})"

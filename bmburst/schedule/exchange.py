@@ -1,19 +1,19 @@
-"""Exchanges as plain data: which bytes move between which ranks. Every transport follows them.
+"""Exchanges as plain data: which bytes move between which ranks, for every transport.
 
-Either the senders lay out what moves in one buffer each, an outbox that the others read, or the receivers offer one
-buffer each, an inbox that the others write. Ranks that reach each other's memory need one side of an exchange only;
-those that send messages need both.
+In a pull each sender writes its blocks to one buffer, the outbox, which the receivers read. In a push each receiver
+offers one buffer, the inbox, which the senders write. Ranks that can access each other's memory need one side of an
+exchange; ranks that send messages need both.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_ALIGN = 512  # bytes: what every kernel can address
+_ALIGN = 512  # bytes: an alignment that every kernel accepts
 
 
 class Block(NamedTuple):
-    """`rows` runs of `width` bytes of one buffer, the first at byte `offset`, each `pitch` bytes after the last.
+    """`rows` rows of `width` bytes in one buffer: the first at byte `offset`, with `pitch` bytes between their starts.
 
     Offsets count from the first element of the buffer's tensor, which may be a view of any strides.
     """
@@ -26,40 +26,40 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return self.rows * self.width
 
     @property
     def step(self) -> int:
-        """Bytes from one run to the next; no pitch is that of runs without a gap."""
+        """Bytes from one row to the next; a pitch of 0 means rows without gaps."""
         return self.pitch or self.width
 
     @property
     def dense(self) -> bool:
-        """Whether the runs follow each other without a gap."""
+        """Whether the rows have no gaps between them."""
         return self.rows == 1 or self.pitch == self.width
 
 
 class Move(NamedTuple):
-    """A block of one of the sender's buffers, and one of the receiver's of equal width and rows."""
+    """A block in a buffer of the sender, and a block of equal width and rows in a buffer of the receiver."""
 
     source: Block
     target: Block
 
 
 Route = Callable[[int, int], Iterable[Move]]
-"""From a sender and a receiver to what moves between them."""
+"""From a sender and a receiver to the moves between them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """What one rank of a group does in an exchange. Plans are made once and kept: equal is what is the same.
+    """One rank's part of an exchange. Plans are cached, so exchanges are compared by identity.
 
     Attributes:
         rank: The rank.
         nbytes: Size of the outbox or inbox, the same on every rank.
-        sends: For each rank of the group, what goes there from this one.
-        receives: For each rank of the group, what comes from there.
+        sends: The moves from this rank to each rank of the group.
+        receives: The moves from each rank of the group to this rank.
     """
 
     rank: int
@@ -69,12 +69,12 @@ class Exchange:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that leave this rank."""
+        """Bytes that this rank sends to other ranks."""
         return sum(move.source.nbytes for p, moves in enumerate(self.sends) if p != self.rank for move in moves)
 
 
 def make_exchange(rank: int, size: int, nbytes: int, route: Route) -> Exchange:
-    """Return rank's part of the exchange that `route` describes between `size` ranks."""
+    """Return one rank's part of the exchange between `size` ranks that `route` describes."""
     return Exchange(
         rank,
         nbytes,
@@ -84,7 +84,7 @@ def make_exchange(rank: int, size: int, nbytes: int, route: Route) -> Exchange:
 
 
 def placed(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Return where tensors of these sizes in bytes start in a buffer, one after another and aligned, and their end."""
+    """Return the aligned byte offsets of consecutive tensors of these sizes in a buffer, and their total size."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

@@ -1,8 +1,7 @@
-"""Plans of a gather: which keys a rank pulls, which queries attend to them, and where their gradients go.
+"""Plans of a gather: which keys a rank pulls, the tiles of its queries with them, and where their gradients go.
 
-A rank has its own keys already. Of the others it pulls those that its queries see, into one buffer, in global order
-(under a full mask order does not matter, and they stand in rank order). So what a query sees of the buffer is one
-interval. Padding is neither pulled nor attended to.
+A rank pulls those keys of other ranks that its queries see into one buffer, in global order (in rank order under a full
+mask, where the order does not matter). So each query sees one interval of the buffer. Padding is not pulled.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from bmburst_ops.pattern import FULL, IntArray
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """What decides who sees whose keys: the layout, the real tokens of the whole sequence, the mask."""
+    """The inputs that determine which rank sees which keys: layout, real tokens of the sequence, and mask."""
 
     layout: Layout
     length: int
@@ -43,7 +42,7 @@ class GatherShapes:
 
 
 class PulledTokens(NamedTuple):
-    """Local tokens of a rank, and where they start in the buffer of the one that pulls them."""
+    """Local tokens of a rank, and their start in the buffer of the rank that pulls them."""
 
     owner: int
     tokens: Span
@@ -51,41 +50,41 @@ class PulledTokens(NamedTuple):
 
 
 class SummedTokens(NamedTuple):
-    """Local tokens whose gradient is the sum of the first `parts` parts."""
+    """Local tokens whose gradient is the sum of the first `parts` partial gradients."""
 
     tokens: Span
     parts: int
 
 
 class GradientSums(NamedTuple):
-    """How parts of gradients add up."""
+    """How partial gradients are added."""
 
     rows: tuple[SummedTokens, ...]
     zeroed: bool
-    """Whether parts are added where they were not written, and must be zero there."""
+    """Whether sums read partial gradients where no kernel wrote, so that they must be zeroed first."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Everything one rank does in a forward or a backward pass.
+    """The plan of one rank for a forward and a backward pass.
 
     Attributes:
-        units: The heads, cut.
-        real: Own local tokens that are no padding.
-        seen: Tokens pulled from others.
-        most_seen: Tokens that the rank with most of them pulls: 0 where nothing moves at all.
-        own: What own queries see of own keys.
-        forward: What own queries see of pulled keys. A query is in one tile at most: one merge.
-        backward: The same pairs, cut so that a key is in one tile at most: its gradient leaves as the kernel wrote it.
-        apart: Whether the tiles of `backward` share no key and leave none out: kernels may write where gradients lie.
-        query_sums: How the gradients of own queries add up: part 0 is of own keys, the others of `backward`.
-        key_sums: How those of own keys do: part 0 is of own queries, the others come from ranks.
-        key_parts: Parts of the latter.
-        most_key_parts: Parts that the rank with most of them has.
-        inbound: For each unit, K and V: each fills one half of an outbox `[batch, local tokens, kv_heads, head_dim]`,
-            and goes to targets 0 and 1, `[batch, seen, kv_heads, head_dim]`.
-        outbound: For each unit, dK and dV: from halves of an outbox, shaped as those targets, to targets 0 and 1,
-            `[key_parts, batch, real, kv_heads, head_dim]`.
+        units: The units of heads.
+        real: Local tokens of this rank without padding.
+        seen: Tokens pulled from other ranks.
+        most_seen: The maximum of `seen` over the ranks: 0 if nothing is pulled.
+        own: Tiles of own queries and own keys.
+        forward: Tiles of own queries and pulled keys. A query is in at most one tile, so that it is merged once.
+        backward: The same pairs, with each key in at most one tile: kernels write its whole gradient at once.
+        apart: Whether every pulled key is in exactly one tile of `backward`: kernels may write to the outbox directly.
+        query_sums: How gradients of own queries are added: part 0 is from own keys, the others from `backward`.
+        key_sums: How gradients of own keys are added: part 0 is from own queries, the others from other ranks.
+        key_parts: Number of parts of `key_sums`.
+        most_key_parts: The maximum of `key_parts` over the ranks.
+        inbound: For each unit, the exchange of K and V: from the halves of an outbox, `[batch, local tokens, kv_heads,
+            head_dim]` each, to targets 0 and 1, `[batch, seen, kv_heads, head_dim]`.
+        outbound: For each unit, the exchange of dK and dV: from the halves of an outbox, shaped as those targets, to
+            targets 0 and 1, `[key_parts, batch, real, kv_heads, head_dim]`.
     """
 
     units: tuple[Unit, ...]
@@ -111,7 +110,7 @@ def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
     Args:
         shapes: Sizes.
         rank: The rank.
-        most: KV heads a unit may have; 0 for a single unit.
+        most: Maximum KV heads of a unit; 0 for a single unit.
     """
     visible = shapes.visibility
     units = even_units(shapes.heads, shapes.kv_heads, most)
@@ -144,7 +143,7 @@ def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
 
 @bounded_cache(maxsize=4096)
 def pulled(visible: Visibility, rank: int) -> tuple[PulledTokens, ...]:
-    """Return what a rank pulls from others, in the order of its buffer."""
+    """Return the tokens that a rank pulls from other ranks, in the order of its buffer."""
     wanted = _everybody(visible, rank) if visible.mask == Full() else _visible(visible, rank)
     pieces, start = [], 0
     for owner, tokens in wanted:
@@ -155,7 +154,7 @@ def pulled(visible: Visibility, rank: int) -> tuple[PulledTokens, ...]:
 
 @bounded_cache(maxsize=256)
 def most_seen(visible: Visibility) -> int:
-    """Return the tokens that the rank with most of them pulls from others."""
+    """Return the maximum over the ranks of the tokens that a rank pulls."""
     return max(_seen(visible, rank) for rank in range(visible.layout.size))
 
 
@@ -167,7 +166,7 @@ def _everybody(visible: Visibility, rank: int) -> list[tuple[int, Span]]:
 
 
 def _visible(visible: Visibility, rank: int) -> list[tuple[int, Span]]:
-    """Return the others' tokens that a rank's queries see, in global order."""
+    """Return the tokens of other ranks that a rank's queries see, in global order."""
     seen = [
         span for run in _runs(visible, rank) for span in seen_by(visible.mask, visible.length, *_ends(visible, run))
     ]
@@ -181,7 +180,7 @@ def _visible(visible: Visibility, rank: int) -> list[tuple[int, Span]]:
 
 
 def _united(spans: Iterable[Span]) -> list[Span]:
-    """Return the same tokens in spans that do not touch; the empty ones are left out."""
+    """Return the union of spans as disjoint spans with gaps between them; empty spans are dropped."""
     united: list[Span] = []
     for span in sorted(span for span in spans if span.start < span.stop):
         if united and span.start <= united[-1].stop:
@@ -205,9 +204,9 @@ def _tiles(visible: Visibility, queries: IntArray, keys: IntArray, by: Literal["
 
 @bounded_cache(maxsize=4096)
 def _slots(visible: Visibility, rank: int) -> dict[int, int]:
-    """Return in which part a rank lays the gradients of its keys that each other rank brings.
+    """Return the index of the part to which each other rank sends gradients of this rank's keys.
 
-    Those who see most of them come first, so that whoever sees a token's key is in its first parts.
+    Ranks that see more of the keys come first, so that a key's gradient is the sum of its first parts.
     """
     counts = {p: sum(len(piece.tokens) for piece in _from(visible, rank, p)) for p in range(visible.layout.size)}
     seers = sorted((p for p, tokens in counts.items() if tokens), key=lambda p: (-counts[p], p))
@@ -215,7 +214,7 @@ def _slots(visible: Visibility, rank: int) -> dict[int, int]:
 
 
 def _from(visible: Visibility, owner: int, puller: int) -> Sequence[PulledTokens]:
-    """Return what one rank pulls from another."""
+    """Return the tokens that one rank pulls from another."""
     return _by_owner(visible, puller).get(owner, ())
 
 
@@ -228,9 +227,9 @@ def _by_owner(visible: Visibility, puller: int) -> dict[int, list[PulledTokens]]
 
 
 def _sums(tokens: int, parts: Sequence[Sequence[Span]]) -> GradientSums:
-    """Return how the parts of tokens add up: part 0 is of all of them, each next one of the tokens in its spans.
+    """Return how parts are added: part 0 has all tokens, each further part the tokens in its spans.
 
-    Where every token's parts are the first ones, as under a causal mask, no others are read.
+    If the parts of every token are the first ones, as under a causal mask, only those are read.
     """
     edges = sorted({0, tokens, *(edge for spans in parts for span in spans for edge in span)})
     rows: list[SummedTokens] = []
@@ -281,9 +280,9 @@ def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
 
 
 def _runs(visible: Visibility, rank: int) -> list[Run]:
-    """Return a rank's runs that have a real token."""
+    """Return the runs of a rank that have real tokens."""
     runs = [run for run in visible.layout.runs(rank) if run.real(visible.length)]
-    assert all(run.stride == 1 for run in runs)  # where runs matter, striped is refused
+    assert all(run.stride == 1 for run in runs)  # `gather_refusal` refuses striped where runs matter
     return runs
 
 
@@ -296,7 +295,7 @@ def _real(visible: Visibility, rank: int) -> int:
 
 
 def _seen(visible: Visibility, rank: int) -> int:
-    """Return how many tokens a rank pulls from others, without the list of them: their owners are not looked at."""
+    """Return how many tokens a rank pulls, without the list of their owners."""
     own = _real(visible, rank)
     if visible.mask == Full():
         return visible.length - own if own else 0

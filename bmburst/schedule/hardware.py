@@ -14,42 +14,42 @@ from bmburst.errors import UserError, unknown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """What a node of GPUs gives; a rank has one GPU.
+    """Rates, bandwidths, latencies and sizes of a node of GPUs. Each rank has one GPU.
 
     Attributes:
-        name: What it is called.
-        peak: FLOP/s that model FLOPs utilisation is taken of.
+        name: Name of the machine.
+        peak: Peak FLOP/s, the reference of model FLOPs utilisation (MFU).
         matmul: FLOP/s of a large product of 16-bit matrices.
         matmul_half_rows: Tokens at which a product runs at half that rate.
-        attention_forward: FLOP/s of the attention kernel on long sequences, a causal mask counted as half.
+        attention_forward: FLOP/s of the attention kernel on long sequences; a causal mask counts half.
         attention_backward: The same, backward.
         attention_half_rows: Tokens of a tile at which it runs at half those rates.
-        attention_call: Seconds that each kernel call costs beside its work: its launch.
-        attention_tail: Share of a tile's time on one multiprocessor, for which a call leaves the others without work
-            at its end.
-        multiprocessors: Of a GPU.
-        cut_loss: Share of its time that the kernel takes longer where scores are cut into rectangles.
-        call_start: Seconds of the host until the first kernel of a pass runs, and for each kernel call that follows.
-        layer_host: Seconds of the host for a block, forward and backward; embedding, head and optimizer are two more.
-        memory: Bytes of a GPU.
-        memory_bandwidth: Bytes a second that elementwise kernels read and write.
-        reserved: Bytes of a GPU that are none of torch's: context, libraries but NCCL.
-        nccl_memory: Bytes of a GPU that NCCL takes for each GPU of the node, where ranks are several.
-        workspace: Bytes of torch's allocator that matrix products keep as room to work in.
-        peer_bandwidth: Bytes a second into a rank by copy engines, inside a node.
+        attention_call: Launch overhead of each kernel call in seconds.
+        attention_tail: Fraction of a tile's time on one multiprocessor during which the others idle at the end of a
+            call.
+        multiprocessors: Multiprocessors of a GPU.
+        cut_loss: Fraction by which the kernel is slower if the scores are divided into rectangles.
+        call_start: Host seconds until the first kernel of a pass runs, and for each further kernel call.
+        layer_host: Host seconds for a block, forward and backward; embedding, head and optimizer count as two blocks.
+        memory: Bytes of memory of a GPU.
+        memory_bandwidth: Bytes per second that elementwise kernels read and write.
+        reserved: Bytes of a GPU that torch cannot use: CUDA context and libraries, without NCCL.
+        nccl_memory: Bytes of a GPU that NCCL allocates for each GPU of the node, with several ranks.
+        workspace: Bytes of torch's allocator that matrix products keep as workspace.
+        peer_bandwidth: Bytes per second into a rank by copy engines, inside a node.
         peer_latency: Seconds from the start of an exchange to its first byte.
-        peer_exposed: Share of a transfer's time that attention beside it takes longer.
+        peer_exposed: Fraction of a transfer's time by which overlapping attention kernels slow down.
         nccl_bandwidth: The same three for NCCL's send and receive inside a node.
         nccl_latency: See above.
         nccl_exposed: See above.
-        all_to_all_bandwidth: Bytes a second into a rank of NCCL's sends from all GPUs of a node at once.
-        collective_bandwidth: Bytes a second into a rank of an all-gather over the GPUs of a node.
-        inter_bandwidth: Bytes a second into a rank from another node, all GPUs of the node at once.
-        inter_lone_bandwidth: The same where only one GPU of the node receives.
+        all_to_all_bandwidth: Bytes per second into a rank of NCCL's sends from all GPUs of a node at once.
+        collective_bandwidth: Bytes per second into a rank of an all-gather over the GPUs of a node.
+        inter_bandwidth: Bytes per second into a rank from another node, if all GPUs of the node receive.
+        inter_lone_bandwidth: The same if only one GPU of the node receives.
         inter_latency: Seconds from the start of a transfer between nodes to its first byte.
         inter_exposed: As `nccl_exposed`, between nodes.
-        host_memory: Bytes of a node's host.
-        host_bandwidth: Bytes a second between a GPU and its host.
+        host_memory: Bytes of host memory of a node.
+        host_bandwidth: Bytes per second between a GPU and its host.
     """
 
     name: str
@@ -86,11 +86,11 @@ class Hardware:
     host_bandwidth: float
 
     def matmul_seconds(self, flops: float, rows: float) -> float:
-        """Return the time of products over so many tokens."""
+        """Return the seconds of matrix products over `rows` tokens."""
         return flops / self.matmul * (1 + self.matmul_half_rows / max(rows, 1.0))
 
     def memory_seconds(self, nbytes: float) -> float:
-        """Return the time of elementwise work that reads and writes so many bytes."""
+        """Return the seconds of elementwise kernels that read and write `nbytes` bytes."""
         return nbytes / self.memory_bandwidth
 
 
@@ -103,15 +103,15 @@ _MAY_BE_ZERO = (
 )
 
 HOST = "cpu"
-"""What a rank without a GPU says for its device. Its file holds guesses; links without GPUs are priced by it too."""
+"""The device name of a rank without a GPU. Its file holds guesses, and also gives the cost of links without GPUs."""
 DEFAULT = "h200"
-"""The machine by whose numbers a GPU that no file describes is priced: ways can still be compared."""
+"""The machine whose numbers are used for a GPU without a file: strategies can still be compared."""
 _SLOWER_BOARDS = {"PCIE", "NVL"}
-"""Of Hopper: they have the name, and not the rates, of the boards that the files describe."""
+"""Hopper boards with the name, but not the rates, of the boards that the files describe."""
 
 
 def shipped() -> tuple[str, ...]:
-    """Return the names of the machines whose numbers come with the package."""
+    """Return the names of the machines whose hardware files are part of the package."""
     names = (path.name.removesuffix(".toml") for path in _folder().iterdir())
     return tuple(sorted(name for name in names if name != HOST))
 
@@ -123,16 +123,16 @@ def load_hardware(name: str) -> Hardware:
         name: One of `shipped()`, or the path of a file as `bmburst plan --calibrate` writes it.
 
     Raises:
-        UserError: There is no such machine or file, or the file does not hold what a machine needs.
+        UserError: There is no such machine or file, or the file is incomplete.
     """
     return hardware_from(read_facts(name), name)
 
 
 def machine_of(device: str) -> str | None:
-    """Return which of `shipped()` has GPUs that call themselves so, None where none has; slower boards are not.
+    """Return the machine of `shipped()` with that GPU, or None; slower boards of the same name do not match.
 
     Args:
-        device: What `torch.cuda.get_device_name` says, for example "NVIDIA H200".
+        device: The result of `torch.cuda.get_device_name`, for example "NVIDIA H200".
     """
     words = set(re.split(r"[^A-Z0-9]+", device.upper()))
     is_slower = bool(words & _SLOWER_BOARDS)
@@ -140,25 +140,25 @@ def machine_of(device: str) -> str | None:
 
 
 def hardware_of(device: str) -> Hardware | None:
-    """Return the machine of a GPU by its name, None where there is none; see `machine_of`."""
+    """Return the machine of a GPU by its name, or None; see `machine_of`."""
     machine = machine_of(device)
     return None if machine is None else load_hardware(machine)
 
 
 @lru_cache(maxsize=64)
 def hardware_like(device: str) -> Hardware:
-    """Return the machine that a device is priced by: its own file's, `HOST`, or `DEFAULT` where none describes it.
+    """Return the machine that the cost model uses for a device: its own, `HOST`, or `DEFAULT` if it has no file.
 
     Args:
-        device: What `torch.cuda.get_device_name` says, or `HOST`.
+        device: The result of `torch.cuda.get_device_name`, or `HOST`.
     """
     return load_hardware(HOST if device == HOST else machine_of(device) or DEFAULT)
 
 
 def read_facts(name: str) -> dict[str, Any]:
-    """Return what a machine's file holds: its name, and for each number value, unit, kind and source.
+    """Return the content of a hardware file: its name, and value, unit, kind and source of each number.
 
-    The kind says how it is known: "measured" on such a machine, "spec" of its maker, "published" by others, "assumed".
+    The kind is "measured" on such a machine, "spec" of its manufacturer, "published" by others, or "assumed".
 
     Raises:
         UserError: As `load_hardware`.
@@ -187,7 +187,7 @@ def hardware_from(facts: Mapping[str, Any], source: str) -> Hardware:
         source: The file, for messages.
 
     Raises:
-        UserError: A number is missing, unknown, or no number.
+        UserError: A key is missing or unknown, or its value is not a number.
     """
     for key in facts:
         if key not in (*NUMBERS, "name"):

@@ -1,8 +1,8 @@
-"""Plans of a head exchange: which heads a kernel call attends with, and which bytes move before and after it.
+"""Plans of a head exchange: the heads of each kernel call, and the bytes that move before and after it.
 
-Ranks trade tokens of all heads for all tokens of their own heads (DeepSpeed Ulysses, arXiv:2309.14509). Ranks
-`g * degree` to `(g + 1) * degree - 1` trade among themselves; together they then hold what one rank of a layout over
-`size / degree` ranks would.
+Ranks exchange their tokens of all heads for all tokens of their own heads (DeepSpeed Ulysses, arXiv:2309.14509). Ranks
+`g * degree` to `(g + 1) * degree - 1` form a group; after the exchange each holds, for its own heads, the tokens of one
+rank of a layout over `size / degree` ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from bmburst.schedule.units import HeadShapes, Unit, make_units
 
 
 class Operand(IntEnum):
-    """What an exchange moves, in the order in which it is brought."""
+    """The inputs of attention that an exchange moves, in the order of their buffers."""
 
     Q = 0
     K = 1
@@ -29,7 +29,7 @@ class Operand(IntEnum):
 
     @property
     def is_kv(self) -> bool:
-        """Whether it has KV heads; the others have query heads. Gradients and the output lie as their inputs do."""
+        """Whether it has KV heads; the others have query heads. Outputs and gradients are laid out as their inputs."""
         return self in (Operand.K, Operand.V)
 
     @property
@@ -47,14 +47,14 @@ class Strides(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: in which buffer, from which byte on, and how."""
+    """The place of a tensor: buffer, byte offset and strides."""
 
     buffer: int
     start: int
     strides: Strides
 
     def at(self, head: int) -> "Place":
-        """Return the tensor from a head on."""
+        """Return the place of the tensor from `head` on."""
         return self._replace(start=self.start + head * self.strides.head)
 
 
@@ -68,7 +68,7 @@ class StridedView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitResults:
-    """How the results of a unit go home: the exchange, and where each tensor lies in the outbox."""
+    """The exchange that returns the results of a unit, and the views of its tensors in the outbox."""
 
     exchange: Exchange
     views: tuple[StridedView, ...]
@@ -76,16 +76,16 @@ class UnitResults:
 
 @dataclass(frozen=True, slots=True)
 class HeadsPlan:
-    """Everything one rank does in a forward or a backward pass, unit by unit.
+    """The plan of one rank for a forward or a backward pass.
 
     Attributes:
         shapes: The sizes.
-        backward: Which of the two passes.
+        backward: Whether it is a backward pass.
         nbytes: Size of the inbox.
-        units: What is attended together.
-        views: Of each unit, its part of the tensors of the rank's own heads in the inbox.
-        inbound: What brings each unit.
-        outbound: What takes its results home.
+        units: The heads of each kernel call.
+        views: For each unit, the views of its inputs in the inbox.
+        inbound: For each unit, the exchange of its inputs.
+        outbound: For each unit, the exchange of its results.
     """
 
     shapes: HeadShapes
@@ -98,14 +98,14 @@ class HeadsPlan:
 
     @property
     def sums_nbytes(self) -> int:
-        """Bytes of sums as large as the queries of a rank's heads: most of what their kernels take for themselves."""
+        """Bytes of a sum for each element of the queries of a rank's heads: most of the workspace of their kernels."""
         sizes = self.shapes
         return sizes.batch * sizes.tokens * sizes.own_heads * sizes.head_dim * sizes.statistics_itemsize
 
     def taken_nbytes(self, i: int) -> int:
-        """Bytes that a backward of unit i takes for itself: sums of dQ, of dK and dV if heads share them, 3 statistics.
+        """Return the workspace bytes of unit i's backward: sums of dQ, of dK and dV if heads share them, 3 statistics.
 
-        So has it `_flash_attn_bwd` of flash-attn-4, which pads each by documents.
+        This is the workspace of `_flash_attn_bwd` of flash-attn-4, apart from its padding of documents.
         """
         sizes, (heads, kv_heads, _) = self.shapes, self.units[i]
         summed = len(heads) + (2 * len(kv_heads) if len(heads) > len(kv_heads) else 0)
@@ -119,15 +119,15 @@ def make_heads_plan(
 ) -> HeadsPlan:
     """Return a rank's plan.
 
-    Forward brings q, k and v and returns out and the log-sum-exp (targets 0 and 1). Backward brings q, k, v, dO, the
-    log-sum-exp and delta, and returns dQ, dK and dV (targets 0 to 2).
+    Forward exchanges q, k and v, and returns out and the log-sum-exp (targets 0 and 1). Backward exchanges q, k, v, dO,
+    the log-sum-exp and delta, and returns dQ, dK and dV (targets 0 to 2).
 
     Args:
         shapes: The sizes.
         rank: The rank.
-        sources: Strides of the tensors that are brought, in that order; the heads of a token follow each other. Ranks
-            may have others: blocks are cut alike.
-        backward: Which of the two.
+        sources: Strides of these inputs, in that order; the heads of a token are contiguous. They may differ between
+            ranks: all ranks divide tensors into the same blocks.
+        backward: Whether it is a backward pass.
         most: See `make_units`.
         pace: See `make_units`.
     """
@@ -164,7 +164,7 @@ def _inbound(
     starts: tuple[int, ...],
     nbytes: int,
 ) -> Exchange:
-    """Return what brings unit i. What a rank has itself comes with the second unit for all later ones: in one copy."""
+    """Return the exchange of unit i's inputs. The second also has the own blocks of all later units, in one copy."""
     kept = units[:1] if i == 0 else _as_one(units[1:]) if i == 1 else ()
 
     def route(source: int, target: int) -> Iterator[Move]:
@@ -177,7 +177,7 @@ def _inbound(
 
 
 def _as_one(units: Sequence[Unit]) -> tuple[Unit]:
-    """Return the heads of units that follow each other."""
+    """Return consecutive units as one."""
     (heads, kv_heads, new_kv_heads), last = units[0], units[-1]
     return (
         Unit(
@@ -233,7 +233,7 @@ def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> U
 
 
 def _view(shapes: HeadShapes, operand: Operand, start: int, heads: int, span: Span) -> StridedView:
-    """Return some heads of a tensor of `heads` heads that starts at a byte of a buffer."""
+    """Return the view of some heads of a tensor of `heads` heads at byte `start` of a buffer."""
     itemsize = shapes.statistics_itemsize if operand.is_statistic else shapes.itemsize
     strides = _strides(operand, shapes.tokens, heads, _item(shapes, operand))
     first = Place(0, start, strides).at(span.start).start // itemsize
@@ -244,7 +244,7 @@ def _view(shapes: HeadShapes, operand: Operand, start: int, heads: int, span: Sp
 
 
 def _item(shapes: HeadShapes, operand: Operand) -> int:
-    """Return the bytes of a token and head: a vector, or a statistic."""
+    """Return the bytes per token and head: of a vector, or of a statistic."""
     return shapes.statistics_itemsize if operand.is_statistic else shapes.head_dim * shapes.itemsize
 
 
@@ -253,11 +253,11 @@ def _strides(operand: Operand, tokens: int, heads: int, item: int) -> Strides:
     return Strides(tokens * heads * item, *((item, tokens * item) if operand.is_statistic else (heads * item, item)))
 
 
-_Run = tuple[Place, int, int]  # of a tensor, the tokens from the first on, with a stride
+_TokenRun = tuple[Place, int, int]  # a tensor, its first token, and the stride of tokens
 
 
-def _moves(batches: int, heads: int, item: int, tokens: int, source: _Run, target: _Run) -> Iterator[Move]:
-    """Yield what moves `tokens` tokens of `heads` heads: as few rectangles of bytes as their strides allow."""
+def _moves(batches: int, heads: int, item: int, tokens: int, source: _TokenRun, target: _TokenRun) -> Iterator[Move]:
+    """Yield the moves of `tokens` tokens of `heads` heads: as few rectangles of bytes as the strides allow."""
     if not heads:
         return
     ends = [
@@ -287,7 +287,7 @@ def _moves(batches: int, heads: int, item: int, tokens: int, source: _Run, targe
 
 
 def _landing(shapes: HeadShapes, rank: int) -> list[Run]:
-    """Return where a rank's tokens stand among those of its group, as runs of `start` and `stride` there."""
+    """Return the positions of a rank's tokens in the token order of its group, as runs."""
     group = shapes.outer.runs(rank // shapes.degree)
     found = []
     for run in shapes.layout.runs(rank):

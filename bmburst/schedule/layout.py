@@ -1,7 +1,7 @@
-"""Layouts, which say which rank holds which tokens of a sequence: pure index arithmetic.
+"""Layouts: which rank holds which tokens of a sequence. Imports no torch.
 
-A layout cuts `size * tokens` global positions into `size` ranks of `tokens` local ones. Whatever the layout, a rank's
-local order is its global order, so the tokens beyond the real length (padding) are always a suffix of its local ones.
+A layout distributes `size * tokens` global positions over `size` ranks with `tokens` local tokens each. In every layout
+the local tokens of a rank are in global order, so padding is always at the end of its local tokens.
 """
 
 import operator
@@ -21,7 +21,7 @@ from bmburst_ops.pattern import IntArray
 
 
 class Run(NamedTuple):
-    """Local tokens `offset, offset + 1, ...` stand at global positions `start, start + stride, ...`."""
+    """Local tokens `offset, offset + 1, ...` have global positions `start, start + stride, ...`."""
 
     offset: int
     start: int
@@ -29,7 +29,7 @@ class Run(NamedTuple):
     tokens: int
 
     def real(self, length: int) -> int:
-        """Return how many of the run's tokens stand before global position `length`."""
+        """Return how many tokens of the run have global positions below `length`."""
         return min(self.tokens, max(0, -(-(length - self.start) // self.stride)))
 
 
@@ -39,12 +39,12 @@ class Layout(ABC):
 
     Attributes:
         size: Ranks of the sequence group.
-        tokens: Local tokens of every rank, padding included.
-        name: What users call it.
-        chunks: Equal runs a rank holds: its local tokens are a multiple of this.
+        tokens: Local tokens of each rank, padding included.
+        name: The name in options.
+        chunks: The local tokens of a rank must be a multiple of this.
 
     Raises:
-        UserError: There is less than one rank or token, or the tokens are no multiple of the chunks.
+        UserError: There is less than one rank or token, or `tokens` is not a multiple of `chunks`.
     """
 
     size: int
@@ -62,7 +62,7 @@ class Layout(ABC):
             )
 
     def over_groups(self, degree: int) -> "Layout":
-        """Return the layout of this kind over groups of `degree` neighbours, each with the tokens of all its ranks."""
+        """Return the layout over groups of `degree` neighbouring ranks, each group with the tokens of its ranks."""
         return type(self)(self.size // degree, self.tokens * degree)
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Contiguous(Layout):
-    """Rank r holds the r-th run of tokens. Simple, but under a causal mask the last rank does most of the work."""
+    """Rank r holds the r-th run of tokens. Under a causal mask the last rank has the most work."""
 
     name: ClassVar[str] = "contiguous"
 
@@ -135,10 +135,10 @@ class StripedGroups(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Balanced(Layout):
-    """Chunks of the sequence, each at the rank that `deal` gives it to, so that every rank has like work under a mask.
+    """Chunks of the sequence, assigned to ranks by `deal` so that all ranks have nearly equal work under a mask.
 
     Attributes:
-        owners: The rank of each chunk, in global order; every rank has as many.
+        owners: The rank of each chunk in global order; all ranks have equally many.
     """
 
     owners: tuple[int, ...]
@@ -151,25 +151,26 @@ class Balanced(Layout):
         return Balanced(self.size // degree, self.tokens * degree, owners)
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """See `Layout.runs`. Neighbouring chunks are one run."""
+        """See `Layout.runs`. Consecutive chunks are one run."""
         return _balanced_runs(self)[rank]
 
     @classmethod
     def under(cls, mask: Mask, size: int, tokens: int, length: int) -> "Balanced":
         """Return the layout for a mask over `length` real tokens."""
-        # Chunks of one token interleave to staircases, which no kernel does without windows.
+        # Chunks of one token would interleave to staircases, which kernels can only compute with windows.
         chunks = cls.chunks if tokens > cls.chunks else cls.chunks // 2
         return cls(size, tokens, deal(_areas(mask, length, size * chunks, tokens // chunks), size))
 
 
 def deal(areas: Sequence[int], size: int) -> tuple[int, ...]:
-    """Return an owner for each chunk: as many chunks to each of `size` ranks, and like sums of areas.
+    """Return the owner of each chunk: `size` ranks get equally many chunks, with nearly equal sums of areas.
 
-    The largest `size` chunks go one to each rank, then the next `size`, the largest to whoever has least so far. Sums
-    then differ by at most the largest area less the smallest: let sums of two ranks differ by d, and let the lighter
-    one get the larger of two chunks, which differ by c; then they differ by |d - c|, no more than the larger of d and
-    c, and c is at most the spread within its deal. At last the ranks with most and with least swap two chunks, as often
-    as that brings them closer together: with a few long documents, from 1.2 times the mean to 1.01 times it.
+    Chunks are sorted by area and assigned in rounds of `size`: in each round the rank with the smallest sum gets the
+    largest chunk. The sums then differ by at most the largest area minus the smallest. Proof: if the sums of two ranks
+    differ by d, and the rank with the smaller sum gets the larger of two chunks, which differ by c, the sums differ by
+    |d - c| <= max(d, c), and c is at most the difference within its round. Afterwards the ranks with the largest and
+    the smallest sum swap two chunks as long as that reduces their difference: with a few long documents, the largest
+    sum falls from 1.2 to 1.01 times the mean.
     """
     weights = np.asarray(areas, np.int64)
     order = np.argsort(-weights, kind="stable")
@@ -178,14 +179,14 @@ def deal(areas: Sequence[int], size: int) -> tuple[int, ...]:
         lightest = np.argsort(sums, kind="stable")
         owners[chunks] = lightest
         sums[lightest] += weights[chunks]
-    for _ in areas:  # so many swaps at most; it takes about two a rank
+    for _ in areas:  # an upper bound; about two swaps per rank are needed
         if not _swap(weights, owners, sums):
             break
     return tuple(owners.tolist())
 
 
 def _swap(weights: IntArray, owners: IntArray, sums: IntArray) -> bool:
-    """Swap the two chunks that bring the largest and the smallest sum closest together, if any bring them closer."""
+    """Swap the two chunks that reduce the difference of the largest and smallest sum most; False if none does."""
     most, least = int(sums.argmax()), int(sums.argmin())
     ours, theirs = np.flatnonzero(owners == most), np.flatnonzero(owners == least)
     moved = weights[ours][:, None] - weights[theirs]
@@ -202,7 +203,7 @@ def _swap(weights: IntArray, owners: IntArray, sums: IntArray) -> bool:
 
 @bounded_cache(maxsize=64)
 def _areas(mask: Mask, length: int, chunks: int, tokens: int) -> tuple[int, ...]:
-    """Return the visible pairs of the queries of each chunk."""
+    """Return the number of visible pairs of the queries of each chunk."""
     starts = (min(i * tokens, length) for i in range(chunks))
     return tuple(visible_area(mask, length, np.arange(start, min(start + tokens, length))) for start in starts)
 
@@ -231,12 +232,12 @@ def make_layout(name: str, size: int, tokens: int, mask: Mask | None = None, len
         name: The name.
         size: Ranks.
         tokens: Local tokens of each rank, padding included.
-        mask: What "balanced" balances.
+        mask: The mask for which "balanced" distributes work; the others ignore it.
         length: Real tokens of the sequence. Default: all.
 
     Raises:
-        UserError: The name is unknown, the layout cannot hold that many tokens a rank, or "balanced" has no mask, or
-            one for another number of tokens.
+        UserError: The name is unknown, the layout cannot hold that many tokens per rank, or "balanced" has no mask or
+            a mask for another number of tokens.
     """
     require_known("layout", name, LAYOUTS)
     kind = LAYOUTS[name]
@@ -244,7 +245,7 @@ def make_layout(name: str, size: int, tokens: int, mask: Mask | None = None, len
         return kind(size, tokens)
     if mask is None:
         raise UserError("layout 'balanced' balances the work under a mask, but there is none\nfix: pass mask=")
-    Contiguous(size, tokens)  # refuses what no layout holds
+    Contiguous(size, tokens)  # checks size and tokens
     if tokens % kind.chunks:
         raise UserError(
             f"layout '{name}' needs a multiple of {kind.chunks} tokens a rank, got {tokens}\n"
@@ -272,15 +273,15 @@ def padded_layout(name: str, size: int, length: int, mask: Mask | None = None) -
 
 
 def real_length(size: int, tokens: int, length: int | None) -> int:
-    """Return the number of real tokens of a whole sequence: `length`, or for None all.
+    """Return the number of real tokens of a whole sequence: `length`, or all tokens if it is None.
 
     Args:
         size: Ranks.
         tokens: Local tokens of each rank.
-        length: What was asked for.
+        length: The requested number of real tokens.
 
     Raises:
-        UserError: It is no whole number, or the ranks do not hold that many.
+        UserError: It is not an integer, or the ranks hold fewer tokens.
     """
     most = size * tokens
     if length is None:
@@ -300,7 +301,7 @@ def real_length(size: int, tokens: int, length: int | None) -> int:
 
 
 def real_tokens(layout: Layout, rank: int, length: int) -> int:
-    """Return how many of the rank's local tokens stand before global position `length`; they are its first ones."""
+    """Return how many local tokens of a rank have global positions below `length`; they are its first ones."""
     return sum(run.real(length) for run in layout.runs(rank))
 
 
@@ -312,7 +313,7 @@ def real_positions(layout: Layout, rank: int, length: int) -> IntArray:
 
 @bounded_cache(maxsize=128)
 def rank_areas(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]:
-    """Return the visible (query, key) pairs of each rank's queries."""
+    """Return the number of visible (query, key) pairs of each rank's queries."""
     if not isinstance(mask, Causal | Full | SlidingWindow) or not getattr(mask, "causal", True):
         return tuple(visible_area(mask, length, real_positions(layout, rank, length)) for rank in range(layout.size))
     return tuple(sum(_run_area(mask, length, run) for run in layout.runs(rank)) for rank in range(layout.size))
@@ -320,7 +321,7 @@ def rank_areas(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]:
 
 @bounded_cache(maxsize=64)
 def most_keys(mask: Mask, length: int) -> int:
-    """Return the keys from the first to the last that a query sees, of the query where they are most."""
+    """Return the maximum over queries of the number of keys from the first to the last visible one."""
     if isinstance(mask, Causal | Full):
         return length
     rows = mask.rows(np.arange(length), length)
@@ -328,7 +329,7 @@ def most_keys(mask: Mask, length: int) -> int:
 
 
 def _run_area(mask: Mask, length: int, run: Run) -> int:
-    """Return the same of a run's queries, without looking at each of a million."""
+    """Return the number of visible pairs of a run's queries by a formula, without an array of queries."""
     queries = run.real(length)
     if isinstance(mask, Full):
         return queries * length

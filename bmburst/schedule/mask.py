@@ -1,8 +1,8 @@
-"""Masks, which say which keys a query sees, in global positions: pure index arithmetic.
+"""Masks: which keys a query sees, in global positions. Imports no torch.
 
-Every mask but `BlockSparse` lets a query see one interval of keys, and neither end of the interval ever moves back as
-the query moves on. That holds in the local order of any layout too, where it decides tiles, blocks that move and
-balance (`bmburst.schedule.tiles`).
+Under every mask except `BlockSparse` a query sees one interval of keys, and both ends of the interval do not decrease
+from one query to the next. This also holds in the local order of each layout; tiles, communication and balance rely on
+it (`bmburst.schedule.tiles`).
 """
 
 from abc import ABC, abstractmethod
@@ -15,25 +15,25 @@ from numpy.typing import NDArray
 
 from bmburst.amounts import array_of, digest, require_flag, whole_number
 from bmburst.errors import UserError, require_known
-from bmburst_ops.pattern import IntArray, Need, Rows
+from bmburst_ops.pattern import IntArray, Need, VisibleRanges
 
 NAMES = ("causal", "full")
-_WIDEST = 1 << 62  # a block may be wider than 64 bits, a sequence is not
+_WIDEST = 1 << 62  # users may pass block sizes above 64 bits; no sequence is as long
 
 
 class BlockMap(NamedTuple):
-    """Cells of `size` x `size` positions; a query sees keys of the cells of its row that are on."""
+    """Blocks of `size` x `size` positions; a query sees the keys of those blocks of its row that are on."""
 
     size: int
     cells: NDArray[np.bool_]
 
 
 class Mask(ABC):
-    """Which keys a query may see. Masks are joined with `&`: a key must be visible in each."""
+    """Which keys a query may see. `&` joins masks: a key must be visible in all of them."""
 
     @abstractmethod
-    def rows(self, positions: IntArray, length: int) -> Rows:
-        """Return the interval of keys that the queries at these positions see, cells aside.
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
+        """Return the interval of keys that each of these queries sees, regardless of `blocks`.
 
         Args:
             positions: Global positions below `length`, ascending.
@@ -42,29 +42,29 @@ class Mask(ABC):
 
     @property
     def length(self) -> int | None:
-        """The number of tokens that the mask is made for, or None if any."""
+        """The number of tokens that the mask is for; None: any."""
         return None
 
     @property
     def blocks(self) -> BlockMap | None:
-        """The cells that are on, or None where all are."""
+        """The map of blocks; None: all blocks are on."""
         return None
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """First positions of documents, ascending, if the mask has any."""
+        """First positions of the documents, ascending; empty if the mask has none."""
         return ()
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What a kernel must be able to do for it."""
+        """The features that a kernel must support for it."""
         return frozenset()
 
     def require(self, length: int) -> None:
         """Check that the mask fits a sequence.
 
         Raises:
-            UserError: It is made for another number of tokens.
+            UserError: It is for another number of tokens.
         """
         if self.length is not None and self.length != length:
             shorter = f", or pass length={self.length}: the tokens behind are padding" if self.length < length else ""
@@ -81,7 +81,7 @@ class Mask(ABC):
         """
         if not isinstance(other, Mask):
             return NotImplemented
-        parts = (mask.masks if isinstance(mask, Both) else (mask,) for mask in (self, other))
+        parts = (mask.masks if isinstance(mask, Intersection) else (mask,) for mask in (self, other))
         return _joined(tuple(chain.from_iterable(parts)))
 
 
@@ -89,9 +89,9 @@ class Mask(ABC):
 class Full(Mask):
     """Every query sees every key."""
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
-        return Rows(np.zeros_like(positions), np.full_like(positions, length))
+        return VisibleRanges(np.zeros_like(positions), np.full_like(positions, length))
 
     def __str__(self) -> str:
         return "full"
@@ -99,12 +99,12 @@ class Full(Mask):
 
 @dataclass(frozen=True, slots=True)
 class Causal(Mask):
-    """A query sees itself and what is before it."""
+    """A query sees itself and the keys before it."""
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         del length
-        return Rows(np.zeros_like(positions), positions + 1)
+        return VisibleRanges(np.zeros_like(positions), positions + 1)
 
     def __str__(self) -> str:
         return "causal"
@@ -112,10 +112,10 @@ class Causal(Mask):
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow(Mask):
-    """A query sees the `tokens` last keys up to itself; if not causal, as many from itself on too.
+    """A query sees the `tokens` last keys up to itself; if not causal, also the `tokens` first keys from itself on.
 
     Raises:
-        UserError: `tokens` is no whole number above 0, or `causal` neither true nor false.
+        UserError: `tokens` is not an integer above 0, or `causal` is not a bool.
     """
 
     tokens: int
@@ -130,11 +130,11 @@ class SlidingWindow(Mask):
         """See `Mask.needs`."""
         return frozenset({"window"})
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
-        tokens = min(self.tokens, length)  # a window may be wider than 64 bits, a sequence is not
+        tokens = min(self.tokens, length)  # users may pass windows above 64 bits
         stop = positions + 1 if self.causal else np.minimum(positions + tokens, length)
-        return Rows(np.maximum(positions - tokens + 1, 0), stop)
+        return VisibleRanges(np.maximum(positions - tokens + 1, 0), stop)
 
     def __str__(self) -> str:
         return f"window of {self.tokens}{', causal' if self.causal else ''}"
@@ -142,15 +142,15 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True, slots=True, init=False)
 class BlockSparse(Mask):
-    """A query sees the keys of the blocks that its block's row of the map has on.
+    """Block-sparse attention: a query sees the keys of those blocks that are on in its block's row of the map.
 
     Args:
-        block_map: `[blocks, blocks]`, true where the queries of a row's block see the keys of a column's block.
-        block_size: Tokens of a block, the last of which may be cut off by the end of the sequence.
-        causal: Whether a query sees only itself and what is before it.
+        block_map: `[blocks, blocks]`, true where the queries of the row's block see the keys of the column's block.
+        block_size: Tokens of a block; the last block may be shorter.
+        causal: Whether a query sees only itself and earlier tokens.
 
     Raises:
-        UserError: The map is no square matrix, the size no whole number above 0, or `causal` neither true nor false.
+        UserError: The map is not a square matrix, the size is not an integer above 0, or `causal` is not a bool.
     """
 
     block_size: int
@@ -181,7 +181,7 @@ class BlockSparse(Mask):
         """See `Mask.needs`."""
         return frozenset({"cells"})
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         return (Causal() if self.causal else Full()).rows(positions, length)
 
@@ -199,8 +199,8 @@ class BlockSparse(Mask):
 
 
 @dataclass(frozen=True, slots=True)
-class Both(Mask):
-    """What is visible in each of several masks; made by `&`."""
+class Intersection(Mask):
+    """A key is visible if it is visible in each of several masks; `&` makes it."""
 
     masks: tuple[Mask, ...]
 
@@ -224,11 +224,11 @@ class Both(Mask):
         """See `Mask.needs`."""
         return frozenset().union(*(mask.needs for mask in self.masks))
 
-    def rows(self, positions: IntArray, length: int) -> Rows:
+    def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""
         parts = [mask.rows(positions, length) for mask in self.masks]
         start = np.maximum.reduce([part.start for part in parts])
-        return Rows(start, np.maximum(start, np.minimum.reduce([part.stop for part in parts])))
+        return VisibleRanges(start, np.maximum(start, np.minimum.reduce([part.stop for part in parts])))
 
     def require(self, length: int) -> None:
         """See `Mask.require`."""
@@ -240,10 +240,10 @@ class Both(Mask):
 
 
 def make_mask(mask: "Mask | str") -> Mask:
-    """Return the mask itself, or the one of that name.
+    """Return the mask itself, or the mask of that name.
 
     Raises:
-        UserError: It is neither a mask nor "causal" or "full".
+        UserError: It is neither a mask nor "causal" nor "full".
     """
     if isinstance(mask, Mask):
         return mask
@@ -256,7 +256,7 @@ def make_mask(mask: "Mask | str") -> Mask:
 
 
 def _joined(masks: tuple[Mask, ...]) -> Mask:
-    """Return what is visible in all; equal ones and those that hide nothing are left out, maps of blocks are one."""
+    """Return the intersection. Duplicates and full masks are dropped, and block maps are combined into one."""
     lengths = {mask.length for mask in masks if mask.length is not None}
     if len(lengths) > 1:
         raise UserError(f"masks for {' and '.join(map(str, sorted(lengths)))} tokens cannot be joined")
@@ -268,4 +268,4 @@ def _joined(masks: tuple[Mask, ...]) -> Mask:
         one = BlockSparse(cells, maps[0].block_size, any(mask.causal for mask in maps))
         masks = (*(mask for mask in masks if not isinstance(mask, BlockSparse)), one)
     kept = tuple(dict.fromkeys(mask for mask in masks if mask != Full())) or (Full(),)
-    return kept[0] if len(kept) == 1 else Both(kept)
+    return kept[0] if len(kept) == 1 else Intersection(kept)

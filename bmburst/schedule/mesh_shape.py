@@ -1,9 +1,9 @@
-"""Shapes of a mesh: ranks are cut into data x sequence x tensor, a sequence group into nodes x ring x heads.
+"""Shapes of a mesh: data x sequence x tensor ranks, with sequence groups of nodes x ring x heads ranks.
 
 Rank `(d * sequence + s) * tensor + t` is data rank d, sequence rank s and tensor rank t. Ranks of one tensor group are
-neighbours, as in BMTrain's own topology (`tp_id = rank % tp_size`), because they talk most; then those of a sequence,
-so that a ring stays inside a node as long as it can. Inside a sequence group, ranks that exchange heads are neighbours
-and nodes are outermost: `s = (node * ring + r) * heads + h`.
+consecutive, as in BMTrain's own topology (`tp_id = rank % tp_size`), because they communicate most; then those of a
+sequence, so that a ring stays inside a node if it fits. Inside a sequence group, ranks that exchange heads are
+consecutive and nodes are outermost: `s = (node * ring + r) * heads + h`.
 """
 
 import operator
@@ -14,14 +14,14 @@ from bmburst.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """How many ranks stand on each axis.
+    """The number of ranks on each axis of a mesh.
 
     Attributes:
-        data: Groups of ranks that work on different sequences.
-        sequence: Ranks that share one sequence.
-        tensor: Ranks that share each matrix, and with it the heads.
-        heads: Of the ranks of a sequence, how many exchange heads among themselves; None leaves it to attention.
-        nodes: Parts of a sequence group between which links are slow; each part lies on one node.
+        data: Data parallel degree: groups of ranks that work on different sequences.
+        sequence: Sequence parallel degree: ranks that share one sequence.
+        tensor: Tensor parallel degree: ranks that share each matrix and its heads.
+        heads: Ulysses degree: ranks of a sequence that exchange heads; None: chosen by attention.
+        nodes: Nodes of a sequence group, with slow links between them.
 
     Raises:
         UserError: An axis is smaller than 1, or nodes x heads does not divide the sequence.
@@ -61,15 +61,15 @@ class MeshShape:
         """Return the mesh of `world_size` ranks.
 
         Args:
-            world_size: Ranks in all.
-            data: By default what the sequence leaves, or 1.
-            sequence: By default what data and tensor leave.
+            world_size: Total number of ranks.
+            data: Default: world_size / (sequence x tensor), or 1 without `sequence`.
+            sequence: Default: world_size / (data x tensor).
             tensor: Ranks that share each matrix.
             heads: See the attributes.
             nodes: See the attributes; by default 1.
 
         Raises:
-            UserError: The axes do not multiply to the ranks there are; the message names what would.
+            UserError: The product of the axes is not `world_size`; the message names values that fit.
         """
         for name, ranks in (("world_size", world_size), ("data", data), ("sequence", sequence), ("tensor", tensor)):
             if ranks is not None:
@@ -90,7 +90,7 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.data * self.sequence * self.tensor
 
     def sequence_groups(self) -> list[list[int]]:
@@ -118,9 +118,9 @@ class MeshShape:
         return d, s, t
 
     def require_heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
-        """Check that a model's attention heads can be dealt to the ranks, over `tensor` and then over `heads`.
+        """Check that a model's attention heads can be divided among the ranks, over `tensor` and then over `heads`.
 
-        Where there are fewer KV heads than ranks, several ranks hold the same one.
+        If there are fewer KV heads than ranks, several ranks hold the same KV head.
 
         Returns:
             Query heads and KV heads of a tensor rank.
@@ -153,7 +153,7 @@ def divisors(number: int) -> list[int]:
 
 
 def can_share(degree: int, heads: int, kv_heads: int) -> bool:
-    """Return whether so many ranks get whole groups of query heads with their KV heads, or a part of one group each."""
+    """Return whether `degree` ranks can share the heads: each has whole groups of query heads, or part of one."""
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
@@ -173,7 +173,7 @@ def _require_part(axis: str, degree: int, whole: int, said: str) -> None:
 
 
 def _require_dealt(axis: str, degree: int, heads: int, kv_heads: int, degrees: list[int]) -> None:
-    """Refuse a degree to which heads cannot be dealt evenly, and name the nearest of `degrees`."""
+    """Refuse a degree by which heads cannot be divided evenly, and name the nearest of `degrees`."""
     if not can_share(degree, heads, kv_heads):
         raise UserError(
             f"{axis} {degree} cannot share {heads} query heads and {kv_heads} KV heads\n"

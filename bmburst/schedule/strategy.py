@@ -1,4 +1,4 @@
-"""Chooses the strategy of an attention call: the cheapest of those that are asked for and possible."""
+"""Chooses the strategy of an attention call: the cheapest of the requested ones that are possible."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,12 +9,12 @@ from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Full, Mask
 from bmburst.schedule.strategy_names import STRATEGIES, Outer, Strategy, StrategySpec
-from bmburst.schedule.units import HeadShapes, choose_travellers
+from bmburst.schedule.units import HeadShapes, choose_ring_tensors
 from bmburst_ops.bounded_cache import bounded_cache
 
 ALIKE = 0.02
-"""Costs closer than this share are alike, since half of the predictions are off by as much: then more ranks exchange
-heads, of which nothing is merged and rounded."""
+"""Costs that differ by less than this fraction count as equal, because half of the predictions have larger errors. Then
+the larger Ulysses degree is taken: results of a head exchange are not merged and rounded."""
 
 
 @bounded_cache(maxsize=256)
@@ -31,15 +31,15 @@ def choose_strategy(
 
     Args:
         name: One of `bmburst.schedule.strategy_names.STRATEGIES`.
-        shapes: Sizes; `degree` is not looked at.
+        shapes: Sizes; `degree` is ignored.
         length: Real tokens of the sequence.
         mask: The mask.
-        placement: Where the ranks lie, and what moves the blocks.
-        hardware: What the ranks run on, the same for all of them.
-        ulysses_degree: How many neighbouring ranks must exchange heads; None: what is cheapest.
+        placement: Nodes and transports.
+        hardware: The machine, the same for all ranks.
+        ulysses_degree: The required Ulysses degree; None: the cheapest.
 
     Raises:
-        UserError: The strategy asked for cannot work with these shapes, with the reason.
+        UserError: The requested strategy is impossible for these shapes; the message has the reason.
     """
     shapes, spec = replace(shapes, degree=1), STRATEGIES[name]
     problem = Problem(shapes, length, mask, placement, hardware)
@@ -65,16 +65,16 @@ def choose_strategy(
 
 
 def possible_strategies(spec: StrategySpec, shapes: HeadShapes, mask: Mask, placement: Placement) -> Iterator[Strategy]:
-    """Yield what is asked for and the shapes and nodes permit."""
+    """Yield the requested strategies that shapes and nodes permit."""
     size = shapes.layout.size
     if size == 1:
-        yield Strategy(1, "ring", "kv")  # nothing is spread, whatever the name
+        yield Strategy(1, "ring", "kv")  # a single rank: there is nothing to distribute
         return
     for degree in range(1, size + 1):
         within = replace(shapes, degree=degree)
         if within.refusal() is not None or not spec.allows(degree, size):
             continue
-        least = choose_travellers(within)
+        least = choose_ring_tensors(within)
         possible: dict[Outer, bool] = {
             "ring": True,
             "gather": degree < size and gather_refusal(within.outer, mask) is None,
@@ -82,11 +82,11 @@ def possible_strategies(spec: StrategySpec, shapes: HeadShapes, mask: Mask, plac
         }
         for outer in spec.outer:
             if possible[outer]:
-                yield Strategy(degree, outer, spec.travellers or least)
+                yield Strategy(degree, outer, spec.ring_tensors or least)
 
 
 def _can_double(spec: StrategySpec, size: int, degree: int, placement: Placement) -> bool:
-    """Return whether there are nodes, and ranks in each, between which no heads are exchanged; None: whether may be."""
+    """Return whether a double ring is possible: several nodes, and several head exchange groups on each."""
     nodes = placement.nodes
     if nodes is None:
         return spec.needs("double-ring") and any(size % count == 0 for count in range(2, size))

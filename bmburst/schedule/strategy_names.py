@@ -1,4 +1,4 @@
-"""Strategies, the ways to spread an attention over ranks, and the names by which users ask for them."""
+"""Strategies of attention over several ranks, and the names by which users request them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,53 +6,54 @@ from types import MappingProxyType
 from typing import Literal
 
 Outer = Literal["ring", "gather", "double-ring"]
-Travellers = Literal["kv", "q"]
+RingTensors = Literal["kv", "q"]
+"""The tensors that a ring sends from rank to rank in backward: keys and values, or queries and dO."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How an attention is spread: head exchange within groups of neighbouring ranks, and what happens between groups.
+    """A strategy: head exchange in groups of neighbouring ranks, and a ring or gather between the groups.
 
     Attributes:
         ulysses_degree: Neighbouring ranks that exchange heads (DeepSpeed Ulysses); 1 for none.
-        outer: What goes on between groups of that many ranks.
-        travellers: What goes round in backward.
+        outer: How groups of that many ranks share keys and values.
+        ring_tensors: What the ring sends in backward; forward always sends keys and values.
         most_kv_heads: KV heads that one step of an exchange or of a gather moves; 0: all in one step.
-        pace: Of an exchange of heads, time to move one tensor's part of a head over the time to attend with it.
+        pace: Of a head exchange: time to move one head of one tensor / time of attention with that head.
     """
 
     ulysses_degree: int
     outer: Outer
-    travellers: Travellers
+    ring_tensors: RingTensors
     most_kv_heads: int = 0
     pace: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategySpec:
-    """What a name asks for.
+    """The strategies that a name allows.
 
     Attributes:
         exchange: How many neighbouring ranks exchange heads: none, groups of some, all, or any number.
-        outer: What may go on between such groups: blocks go round a ring, each rank gathers what it needs, or blocks go
-            round inside nodes and from node to node. Where all ranks are one group, that group is a ring of one.
-        travellers: What goes round a ring in backward, keys and values or queries; None: what has fewer bytes.
+        outer: What is allowed between such groups: a ring, a gather of the keys and values that a rank needs, or a
+            double ring (inside nodes and between nodes). If all ranks are one group, it is a ring of one.
+        ring_tensors: What a ring sends in backward; None: whichever has fewer bytes.
     """
 
     exchange: Literal["none", "some", "all", "any"]
     outer: tuple[Outer, ...] = ("ring",)
-    travellers: Travellers | None = None
+    ring_tensors: RingTensors | None = None
 
     def allows(self, heads: int, size: int) -> bool:
         """Return whether `heads` of `size` neighbouring ranks may exchange heads."""
         return {"none": heads == 1, "some": 1 < heads < size, "all": heads == size, "any": True}[self.exchange]
 
     def fits(self, heads: int, size: int, outer: str) -> bool:
-        """Return whether that may be, with `outer` between groups; where there is one group it may be anything."""
+        """Return whether the name allows `heads` and `outer`; with a single group any `outer` fits."""
         return self.allows(heads, size) and (heads == size or outer in self.outer)
 
     def needs(self, outer: Outer) -> bool:
-        """Return whether nothing else may go on between groups."""
+        """Return whether `outer` is the only one that the name allows."""
         return self.outer == (outer,)
 
 
@@ -62,8 +63,8 @@ STRATEGIES: Mapping[str, StrategySpec] = MappingProxyType(
         "heads": StrategySpec(exchange="all"),
         "gather": StrategySpec(exchange="none", outer=("gather",)),
         "ring": StrategySpec(exchange="none"),
-        "kv": StrategySpec(exchange="none", travellers="kv"),
-        "burst": StrategySpec(exchange="none", travellers="q"),
+        "kv": StrategySpec(exchange="none", ring_tensors="kv"),
+        "burst": StrategySpec(exchange="none", ring_tensors="q"),
         "heads+ring": StrategySpec(exchange="some"),
         "heads+gather": StrategySpec(exchange="some", outer=("gather",)),
         "double-ring": StrategySpec(exchange="none", outer=("double-ring",)),
@@ -72,8 +73,8 @@ STRATEGIES: Mapping[str, StrategySpec] = MappingProxyType(
 
 
 def name_of(heads: int, size: int, outer: str) -> str:
-    """Return the first name that asks for `heads` of `size` ranks and `outer` between groups; "auto" if none does."""
+    """Return the first name that allows `heads` of `size` ranks and `outer` between groups; "auto" if none does."""
     if size == 1:
-        return "auto"  # nothing is spread, and every name would do
+        return "auto"  # there is nothing to distribute: every name fits
     named = (name for name, asked in STRATEGIES.items() if asked.exchange != "any" and asked.fits(heads, size, outer))
     return next(named, "auto")

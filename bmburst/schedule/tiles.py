@@ -1,8 +1,8 @@
-"""Cuts a mask into rectangles of kernel calls, for any two ascending lists of positions: pure index arithmetic.
+"""Divides a mask into rectangular tiles, one kernel call each, for two ascending lists of positions. Imports no torch.
 
-What a query sees of any keys in global order is an interval of them (`bmburst.schedule.mask`), whose two ends never
-move back from one query to the next. Rows of such intervals are cut where they stop being one band of a rectangle, and
-the rectangles along the diagonal that have the same band become the segments of one call.
+Among keys in global order a query sees one interval, and both of its ends do not decrease from one query to the next
+(`bmburst.schedule.mask`). Queries are divided where their intervals are no longer one band of a rectangle. Rectangles
+along the diagonal with the same band become the segments of one call.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmburst.schedule.mask import BlockMap, Mask
-from bmburst_ops.pattern import FULL, Band, Cells, IntArray, Pattern, Rows, Segments, transposed
+from bmburst_ops.pattern import FULL, Band, Cells, IntArray, Pattern, Segments, VisibleRanges, transposed
 
 
 class Span(NamedTuple):
@@ -33,17 +33,17 @@ class Span(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A rectangle of the score matrix with work in it, in local coordinates, and what of it is visible."""
+    """A rectangle of the score matrix in local coordinates, and the pattern of its visible pairs."""
 
     queries: Span
     keys: Span
     pattern: Pattern
     area: int
-    """Visible (query, key) pairs."""
+    """Number of visible (query, key) pairs."""
 
 
-def visible_rows(mask: Mask, length: int, queries: IntArray, keys: IntArray) -> Rows:
-    """Return, for each query, the interval of `keys` that it sees, by their indices; cells aside.
+def visible_rows(mask: Mask, length: int, queries: IntArray, keys: IntArray) -> VisibleRanges:
+    """Return the interval of indices of `keys` that each query sees, regardless of block maps.
 
     Args:
         mask: The mask.
@@ -52,21 +52,21 @@ def visible_rows(mask: Mask, length: int, queries: IntArray, keys: IntArray) -> 
         keys: Global positions of the keys, ascending, below `length`.
     """
     start, stop = mask.rows(queries, length)
-    return Rows(_index_of(keys, start), _index_of(keys, stop))
+    return VisibleRanges(_index_of(keys, start), _index_of(keys, stop))
 
 
 def make_tiles(
     mask: Mask, length: int, queries: IntArray, keys: IntArray, by: Literal["queries", "keys"] = "queries"
 ) -> tuple[Tile, ...]:
-    """Return the work between queries and keys; every visible pair is in exactly one tile.
+    """Return the tiles of queries and keys; every visible pair is in exactly one tile.
 
     Args:
         mask: The mask.
         length: Real tokens of the sequence.
         queries: Global positions of the queries, ascending, below `length`.
         keys: Global positions of the keys, ascending, below `length`.
-        by: "queries": a query is in one rectangle at most, and its result is complete with that. "keys": a key is, and
-            so is its gradient. A mask of blocks gives one rectangle, whatever this says.
+        by: "queries": each query is in at most one rectangle, so its result is complete. "keys": each key is, so its
+            gradient is complete. A block-sparse mask gives one rectangle in both cases.
     """
     if not len(queries) or not len(keys):
         return ()
@@ -86,7 +86,7 @@ def make_tiles(
 
 
 def visible_area(mask: Mask, length: int, queries: IntArray) -> int:
-    """Return the visible (query, key) pairs of these queries with all keys of the sequence."""
+    """Return the number of visible pairs of these queries with all keys of the sequence."""
     rows = mask.rows(queries, length)
     if mask.blocks is None or not len(queries):
         return int((rows.stop - rows.start).sum())
@@ -96,9 +96,9 @@ def visible_area(mask: Mask, length: int, queries: IntArray) -> int:
 
 
 def seen_by(mask: Mask, length: int, first: int, last: int) -> list[Span]:
-    """Return the global positions of the keys that any of the neighbouring queries `first` to `last` sees.
+    """Return the global positions of the keys that any of the consecutive queries `first` to `last` sees.
 
-    From one query to the next no key is left out, since each sees itself; where cells are off they are exact to blocks.
+    There are no gaps, since each query sees itself; under a block-sparse mask the result is exact to blocks.
     """
     start, stop = mask.rows(np.array([first, last]), length)
     whole = Span(int(start[0]), int(stop[1]))
@@ -112,13 +112,15 @@ def seen_by(mask: Mask, length: int, first: int, last: int) -> list[Span]:
 
 
 def _index_of(ascending: IntArray, values: IntArray) -> IntArray:
-    if len(ascending) and int(ascending[-1] - ascending[0]) + 1 == len(ascending):  # neighbours: no search
+    if len(ascending) and int(ascending[-1] - ascending[0]) + 1 == len(
+        ascending
+    ):  # consecutive positions: no search is needed
         return np.clip(values - int(ascending[0]), 0, len(ascending))
     return np.searchsorted(ascending, values)
 
 
 class _Rectangle(NamedTuple):
-    """A rectangle and its band, each bound None where it hides nothing."""
+    """A rectangle and its band; a bound that hides nothing is None."""
 
     queries: Span
     keys: Span
@@ -130,10 +132,12 @@ class _Rectangle(NamedTuple):
 
 
 def _band_area(band: Band, queries: int, keys: int) -> int:
-    """Return the visible pairs of a rectangle, none of whose queries sees nothing."""
+    """Return the number of visible pairs of a rectangle in which every query sees a key."""
     hidden = 0
     if band.right is not None:
-        short = max(0, queries - 1 - band.right)  # keys that the first query lacks at the end, one fewer for each next
+        short = max(
+            0, queries - 1 - band.right
+        )  # keys hidden from the first query at the end; one fewer for each further query
         hidden += short * (short + 1) // 2
     if band.left is not None:
         short = max(0, keys - 1 - band.left)
@@ -141,19 +145,19 @@ def _band_area(band: Band, queries: int, keys: int) -> int:
     return queries * keys - hidden
 
 
-def _rectangles(rows: Rows, cuts: IntArray) -> Iterator[_Rectangle]:
-    """Yield the rows with anything to see as bands, in order.
+def _rectangles(rows: VisibleRanges, cuts: IntArray) -> Iterator[_Rectangle]:
+    """Yield the rows that see anything as rectangles with a band, in order.
 
     Args:
-        rows: What each row sees.
-        cuts: Rows that begin a document.
+        rows: The interval that each row sees.
+        cuts: First rows of documents.
     """
     start, stop = rows
     starts, stops = np.diff(start), np.diff(stop)
     sees = stop > start
     hard = (starts > 1) | (stops > 1) | (sees[1:] != sees[:-1])
     hard[cuts[(cuts > 0) & (cuts < len(start))] - 1] = True
-    # In a rectangle the end moves until it is the last key, and the start stays until the first query that lost a key.
+    # In a rectangle the end grows up to the last key, and the start is constant up to the first row that loses a key.
     soft = (stops[1:] == 1) & (stops[:-1] == 0) | (starts[1:] == 0) & (starts[:-1] == 1)
     hard[1:] |= soft & ~hard[:-1] & ~hard[1:]
     edges = [0, *(np.flatnonzero(hard) + 1).tolist(), len(start)]
@@ -163,7 +167,7 @@ def _rectangles(rows: Rows, cuts: IntArray) -> Iterator[_Rectangle]:
 
 
 def _rectangle(first: int, end: int, key: int, key_end: int, last_start: int, first_stop: int) -> _Rectangle:
-    """Return a rectangle from where its first row starts and stops and where its last row does."""
+    """Return the rectangle of rows `first` to `end` from the intervals of its first and last row."""
     queries, keys = end - first, key_end - key
     left = None if last_start == key else key_end - 1 - last_start
     right = None if first_stop == key_end else first_stop - 1 - key - (keys - queries)
@@ -171,17 +175,16 @@ def _rectangle(first: int, end: int, key: int, key_end: int, last_start: int, fi
 
 
 def _turned(rectangle: _Rectangle) -> _Rectangle:
-    """Return a rectangle whose rows are keys as one whose rows are queries; bottom right is the same corner in both."""
+    """Swap queries and keys of a rectangle; both have the same bottom right corner."""
     keys, queries, (left, right) = rectangle
     return _Rectangle(queries, keys, Band(right, left))
 
 
 @dataclass(slots=True)
-class _Group:
-    """Rectangles along the diagonal that one band serves: no two share a query or a key.
+class _DiagonalGroup:
+    """Rectangles along the diagonal with a common band, which share no query and no key.
 
-    Rectangles without a bound are served by one that hides nothing of them: `keys` and `queries` are the least that it
-    must let through.
+    A rectangle without a bound fits a bound that hides nothing of it: `keys` and `queries` are the minimum bounds.
     """
 
     rectangles: list[_Rectangle]
@@ -206,18 +209,20 @@ class _Group:
         return True
 
 
-def _grouped(rectangles: Iterable[_Rectangle]) -> list[_Group]:
-    groups: list[_Group] = []
+def _grouped(rectangles: Iterable[_Rectangle]) -> list[_DiagonalGroup]:
+    groups: list[_DiagonalGroup] = []
     for rectangle in rectangles:
         if not any(group.takes(rectangle) for group in groups):
             left, right = rectangle.band
             keys = len(rectangle.keys) - 1 if left is None else 0
-            groups.append(_Group([rectangle], rectangle.band, keys, len(rectangle.queries) - 1 if right is None else 0))
+            groups.append(
+                _DiagonalGroup([rectangle], rectangle.band, keys, len(rectangle.queries) - 1 if right is None else 0)
+            )
     return groups
 
 
-def _tile(group: _Group) -> Tile:
-    """Return the call of a group: one rectangle as it is, several as segments with empty ones where nothing is."""
+def _tile(group: _DiagonalGroup) -> Tile:
+    """Return the tile of a group: a single rectangle, or segments, with empty segments between the rectangles."""
     first, last = group.rectangles[0], group.rectangles[-1]
     if first is last:
         return Tile(first.queries, first.keys, first.band, first.area)
@@ -226,7 +231,7 @@ def _tile(group: _Group) -> Tile:
     corners = [(0, 0)]
     for rectangle in group.rectangles:
         start = rectangle.queries.start - queries.start, rectangle.keys.start - keys.start
-        for corner in ((start[0], corners[-1][1]), start):  # queries that see nothing, then keys that none sees
+        for corner in ((start[0], corners[-1][1]), start):  # queries that see nothing, then keys that no query sees
             if corner != corners[-1]:
                 corners.append(corner)
         corners.append((rectangle.queries.stop - queries.start, rectangle.keys.stop - keys.start))
@@ -234,8 +239,8 @@ def _tile(group: _Group) -> Tile:
     return Tile(queries, keys, Segments(group.band, query_edges, key_edges), sum(p.area for p in group.rectangles))
 
 
-def _cells(blocks: BlockMap, rows: Rows, queries: IntArray, keys: IntArray) -> tuple[Tile, ...]:
-    """Return the rectangle that holds everything visible, in cells that no block's edge crosses."""
+def _cells(blocks: BlockMap, rows: VisibleRanges, queries: IntArray, keys: IntArray) -> tuple[Tile, ...]:
+    """Return the rectangle of all visible pairs, divided into cells at the edges of blocks."""
     query_edges, query_blocks = _runs(queries // blocks.size)
     key_edges, key_blocks = _runs(keys // blocks.size)
     cells = blocks.cells[np.ix_(query_blocks, key_blocks)]
@@ -254,13 +259,13 @@ def _cells(blocks: BlockMap, rows: Rows, queries: IntArray, keys: IntArray) -> t
 
 
 def _runs(values: IntArray) -> tuple[IntArray, IntArray]:
-    """Return where each run of equal values starts and the last one ends, and their values."""
+    """Return the edges of runs of equal values, and the value of each run."""
     first = np.flatnonzero(np.diff(values, prepend=-1))
     return np.append(first, len(values)), values[first]
 
 
-def _counts(rows: Rows, query_edges: IntArray, key_edges: IntArray, cells: NDArray[np.bool_]) -> IntArray:
-    """Return how many keys each query sees."""
+def _counts(rows: VisibleRanges, query_edges: IntArray, key_edges: IntArray, cells: NDArray[np.bool_]) -> IntArray:
+    """Return the number of keys that each query sees."""
     widths = cells * np.diff(key_edges)
     before: IntArray = np.cumsum(widths, axis=1) - widths
     block = np.repeat(np.arange(len(cells)), np.diff(query_edges))

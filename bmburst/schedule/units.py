@@ -1,6 +1,6 @@
-"""Sizes of an attention over ranks, the units that its heads are cut into, and the bytes that both move.
+"""Sizes of attention over ranks, its division into units of heads, and the bytes that strategies move.
 
-A unit is the heads that one kernel call attends with while other heads are exchanged or gathered.
+A unit is the heads of one kernel call. The heads of other units are exchanged or gathered at the same time.
 """
 
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from bmburst.schedule.layout import Layout
-from bmburst.schedule.strategy_names import Strategy, Travellers
+from bmburst.schedule.strategy_names import RingTensors, Strategy
 from bmburst.schedule.tiles import Span
 from bmburst_ops.constants import ATTENTION_BACKWARD, TILE_ROWS
 
 _OUTBOX_BYTES = 1 << 30
 _GATHERED_BYTES = 4 << 30
 _RECORDED_SUMS = 512 << 20  # bytes
-_PIPELINED_WORK = 5e10  # FLOPs of one head: below, a kernel is too short to hide anything and only its launch counts
+_PIPELINED_WORK = 5e10  # FLOPs of one head; shorter kernels cannot hide transfers, and only their launch counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,13 +25,13 @@ class HeadShapes:
 
     Attributes:
         layout: Which rank holds which tokens.
-        degree: Ulysses degree: neighbouring ranks that exchange heads, 1 for none.
-        batch: Samples.
+        degree: Ulysses degree: how many neighbouring ranks exchange heads; 1: none.
+        batch: Batch size.
         heads: Query heads before the exchange.
         kv_heads: KV heads before the exchange.
-        head_dim: Numbers of a head.
-        itemsize: Bytes of a number of q, k and v.
-        statistics_itemsize: Bytes of a number of the log-sum-exp, of delta, and of sums of gradients.
+        head_dim: Head dimension.
+        itemsize: Bytes per element of q, k and v.
+        statistics_itemsize: Bytes per element of the log-sum-exp, of delta, and of gradient sums.
     """
 
     layout: Layout
@@ -45,55 +45,55 @@ class HeadShapes:
 
     @property
     def own_heads(self) -> int:
-        """Query heads that a rank attends with."""
+        """Query heads of a rank after the exchange."""
         return self.heads // self.degree
 
     @property
     def own_kv_heads(self) -> int:
-        """KV heads that a rank attends to."""
+        """KV heads of a rank after the exchange."""
         return max(1, self.kv_heads // self.degree)
 
     @property
     def replicas(self) -> int:
-        """Ranks that attend to the same KV head."""
+        """Number of ranks that have the same KV head."""
         return max(1, self.degree // self.kv_heads)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a rank's heads after the exchange."""
+        """Tokens of a rank after the exchange."""
         return self.layout.tokens * self.degree
 
     @property
     def outer(self) -> Layout:
-        """How those tokens are cut over the groups."""
+        """The layout of those tokens over the groups."""
         return self.layout.over_groups(self.degree)
 
     @property
     def groups(self) -> int:
-        """Groups of ranks that exchange heads."""
+        """Number of groups of ranks that exchange heads."""
         return self.layout.size // self.degree
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of a rank's queries, and of its output."""
+        """Bytes of a rank's queries, or of its output."""
         return self.batch * self.layout.tokens * self.heads * self.head_dim * self.itemsize
 
     @property
     def k_bytes(self) -> int:
-        """Bytes of a rank's keys, and of its values, once heads are exchanged."""
+        """Bytes of a rank's keys, or of its values, after the exchange."""
         return self.batch * self.layout.tokens * self.kv_heads * self.head_dim * self.itemsize * self.replicas
 
     @property
     def statistics_bytes(self) -> int:
-        """Bytes of a rank's log-sum-exp, and of its delta."""
+        """Bytes of a rank's log-sum-exp, or of its delta."""
         return self.batch * self.layout.tokens * self.heads * self.statistics_itemsize
 
-    def ring_bytes(self, travellers: Travellers) -> tuple[int, int]:
-        """Return the bytes of a hop in backward: of what visits, and of the gradients that follow it.
+    def ring_bytes(self, ring_tensors: RingTensors) -> tuple[int, int]:
+        """Return the bytes of a hop in backward: of the blocks, and of the gradients that follow them.
 
         "kv": K and V, dK and dV. "q": Q, dO, log-sum-exp and delta, dQ (BurstAttention, arXiv:2403.09347, section 3.2).
         """
-        if travellers == "q":
+        if ring_tensors == "q":
             visiting, gradients = 2 * self.q_bytes + 2 * self.statistics_bytes, self.q_bytes
         else:
             visiting = gradients = 2 * self.k_bytes
@@ -117,19 +117,19 @@ def forward_bytes(shapes: HeadShapes) -> int:
     return (shapes.groups - 1) * 2 * shapes.k_bytes
 
 
-def backward_bytes(shapes: HeadShapes, travellers: Travellers) -> int:
-    """Return the bytes that a rank sends in a ring backward: gradients make one hop more, for they must come home."""
-    visiting, returning = shapes.ring_bytes(travellers)
+def backward_bytes(shapes: HeadShapes, ring_tensors: RingTensors) -> int:
+    """Return the bytes that a rank sends in a ring backward; gradients make one hop more, back to their owners."""
+    visiting, returning = shapes.ring_bytes(ring_tensors)
     return (shapes.groups - 1) * visiting + shapes.groups * returning if shapes.groups > 1 else 0
 
 
-def choose_travellers(shapes: HeadShapes) -> Travellers:
-    """Return what moves in backward for the fewest bytes; a tie goes to "q", whose dK and dV stay at home."""
+def choose_ring_tensors(shapes: HeadShapes) -> RingTensors:
+    """Return the tensors with the fewest bytes in a ring backward; on a tie "q", for which dK and dV do not move."""
     return "q" if backward_bytes(shapes, "q") <= backward_bytes(shapes, "kv") else "kv"
 
 
 class Unit(NamedTuple):
-    """Heads of a rank's share: query heads, the KV heads they attend to, and those that no unit before has brought."""
+    """Heads of one kernel call: query heads, their KV heads, and those KV heads that no earlier unit has moved."""
 
     heads: Span
     kv_heads: Span
@@ -137,19 +137,20 @@ class Unit(NamedTuple):
 
 
 def make_units(heads: int, kv_heads: int, *, most: int, pace: float = 0.0, backward: bool) -> tuple[Unit, ...]:
-    """Return what a rank's share is cut into, one kernel call each, so that blocks move while kernels run.
+    """Divide the heads of a rank into units, one kernel call each, so that transfers overlap with kernels.
 
-    The first unit and the last are small: nothing hides the first one's way in and the last one's way out. Those
-    between them are few: each call costs the host time. Where the heads of a group are parted, those that stay together
-    fill a kernel's tile evenly if they can, which is what lets it share keys and values among them.
+    The first and the last unit are small, because the transfer to the first and from the last cannot be hidden. There
+    are few units between them, because each call takes host time. If the query heads of a KV head are divided, the
+    parts fill a kernel's tile evenly where possible, so that the kernel can share keys and values among them.
 
     Args:
-        heads: Query heads of the share.
-        kv_heads: KV heads of the share.
-        most: KV heads a unit may have, to bound the outbox; `kv_heads` or more for no bound, 0 for a single unit.
-        pace: Time in which one tensor's part of one head moves, over that in which a query head is attended with
-            forward: a unit has no more heads than come in while those before it are attended with.
-        backward: Whether the query heads of a KV head stay together, since its gradient is their sum, and more moves.
+        heads: Query heads of the rank.
+        kv_heads: KV heads of the rank.
+        most: Maximum KV heads of a unit, to bound the outbox; `kv_heads` or more: no bound; 0: a single unit.
+        pace: Time to move one head of one tensor / forward time of attention with one query head: a unit has no more
+            heads than arrive while the units before it are computed.
+        backward: Whether it is a backward pass: the query heads of a KV head stay together, since its gradient is their
+            sum, and more tensors move.
     """
     group = heads // kv_heads
     if most == 0 or heads == 1:
@@ -175,10 +176,10 @@ def make_units(heads: int, kv_heads: int, *, most: int, pace: float = 0.0, backw
 
 
 def even_units(heads: int, kv_heads: int, most: int) -> tuple[Unit, ...]:
-    """Return the heads of a gather in as few units of at most `most` KV heads (0: no bound) as there can be, and even.
+    """Divide the heads of a gather into as few equal units of at most `most` KV heads (0: no bound) as possible.
 
-    None is small: a rank has few queries, and a kernel of few heads would leave most of the GPU idle. What hides the
-    first unit's way in is the attention to own keys.
+    No unit is small: a rank has few queries, and a kernel of few heads would leave most of the GPU idle. The transfer
+    of the first unit overlaps with attention to own keys.
     """
     count = -(-kv_heads // most) if most else 1
     spans = [Span(a, b) for a, b in pairwise(i * kv_heads // count for i in range(count + 1))]
@@ -187,39 +188,39 @@ def even_units(heads: int, kv_heads: int, most: int) -> tuple[Unit, ...]:
 
 
 def hides_transfers(transport: str, work: float) -> bool:
-    """Return whether moving some heads beside attending with others pays.
+    """Return whether it is faster to move some heads while kernels compute others.
 
-    Kernels must be long enough, and the transport must leave them alone.
+    Kernels must be long enough, and the transport must not slow them down.
 
     Args:
-        transport: What moves them.
-        work: FLOPs of one head forward, over all ranks.
+        transport: The transport.
+        work: Forward FLOPs of one head over all ranks.
     """
     return transport == "peer" and work >= _PIPELINED_WORK
 
 
 def records_kernels(transport: str, sums: float) -> bool:
-    """Return whether a rank starts the kernels of an exchange of heads as CUDA graphs.
+    """Return whether a rank runs the kernels of a head exchange as CUDA graphs.
 
-    Their inputs and outputs must stay at the same addresses, as the buffers of `peer` do. The memory that they allocate
-    must be little, because graphs keep it. Where it is more, kernels are long enough to hide the host's time.
+    Their inputs and outputs must have fixed addresses, as the buffers of `peer` have. Graphs keep the memory that they
+    allocate, so it must be small. If it is larger, kernels are long enough to hide the host's time.
 
     Args:
-        transport: What moves the heads.
-        sums: Bytes of a sum for each number of the queries of a rank's heads: most of what a backward takes.
+        transport: The transport.
+        sums: Bytes of a sum for each element of the queries of a rank's heads: most of the workspace of a backward.
     """
     return transport == "peer" and sums <= _RECORDED_SUMS
 
 
 def most_exchanged(heads: int, kv_heads: int, head_bytes: int, *, hides: bool) -> int:
-    """Return how many KV heads one step of an exchange of heads moves, at least 1; 0: all in one step.
+    """Return how many KV heads one step of a head exchange moves, at least 1; 0: all in one step.
 
-    In two steps or more where one `hides` the other, else in as few as an outbox of 1 GiB allows.
+    There are several steps if transfers are hidden by kernels (`hides`), else as few as an outbox of 1 GiB allows.
 
     Args:
-        heads: Query heads of a rank's share.
-        kv_heads: KV heads of the share.
-        head_bytes: Of one head of a tensor, after the exchange.
+        heads: Query heads of a rank after the exchange.
+        kv_heads: KV heads of a rank after the exchange.
+        head_bytes: Bytes of one head of a tensor after the exchange.
         hides: See `hides_transfers`.
     """
     most = _OUTBOX_BYTES // (head_bytes * (heads // kv_heads + 2))
@@ -227,14 +228,14 @@ def most_exchanged(heads: int, kv_heads: int, head_bytes: int, *, hides: bool) -
 
 
 def most_gathered(kv_heads: int, head_bytes: int, *, hides: bool) -> int:
-    """Return the same of a gather, whose outboxes and other buffers may take 4 GiB.
+    """Return how many KV heads one step of a gather moves; its buffers may take 4 GiB. See `most_exchanged`.
 
     Args:
         kv_heads: KV heads of a rank.
-        head_bytes: Of one head of a tensor, of the whole sequence.
+        head_bytes: Bytes of one head of a tensor of the whole sequence.
         hides: See `hides_transfers`.
     """
-    bound = _GATHERED_BYTES // (12 * head_bytes)  # backward's formula in `bmburst.attention.gather`, of many ranks
+    bound = _GATHERED_BYTES // (12 * head_bytes)  # the formula of backward in `bmburst.attention.gather` for many ranks
     return _bounded(min(-(-kv_heads // 2), bound) if hides else bound, kv_heads, hides=hides)
 
 
@@ -243,9 +244,9 @@ def _bounded(most: int, kv_heads: int, *, hides: bool) -> int:
 
 
 def _counts(kv_heads: int, most: int, ratio: float) -> list[int]:
-    """Return the KV heads of each unit: one, as many as come in meanwhile or twice as many, up to the last, one.
+    """Return the KV heads of each unit: 1 first, then those that arrive meanwhile but at least twice as many, 1 last.
 
-    While the units of `done` heads are attended with, `done / ratio` come in, and the first was here before.
+    While the kernels of `done` heads run, `done / ratio` heads arrive; the first arrived before.
     """
     counts = [1]
     while (left := kv_heads - 1 - sum(counts)) > 0:
@@ -257,10 +258,10 @@ def _counts(kv_heads: int, most: int, ratio: float) -> list[int]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """One rank's attention by a strategy, in bytes of its local tensors.
+    """Bytes, units and kernel calls of one rank's attention under a strategy.
 
     Attributes:
-        strategy: How it is spread.
+        strategy: The strategy.
         shapes: Sizes; `degree` is the strategy's.
     """
 
@@ -269,44 +270,44 @@ class Sizes:
 
     @cached_property
     def gather_bytes(self) -> float:
-        """Bytes of K and V of all other groups, as a rank pulls and sends home if its queries see all of them."""
+        """Bytes of K and V of all other groups: what a rank pulls, and returns as gradients, under a full mask."""
         return 2.0 * self.shapes.k_bytes * (self.shapes.groups - 1)
 
     @cached_property
     def gather_units(self) -> int:
-        """Units that a gather is cut into."""
+        """Number of units of a gather."""
         return len(even_units(self.shapes.own_heads, self.shapes.own_kv_heads, self.strategy.most_kv_heads))
 
     def records_kernels(self, transport: str, nodes: int) -> bool:
-        """Return whether kernels run as CUDA graphs: in an exchange of heads alone, inside a node.
+        """Return whether kernels run as CUDA graphs: only in a pure head exchange inside a node.
 
         Args:
-            transport: What moves the heads.
-            nodes: On how many nodes the ranks of the sequence lie.
+            transport: The transport.
+            nodes: Number of nodes of the ranks of the sequence.
         """
         sums = self.shapes.q_bytes * self.shapes.statistics_itemsize / self.shapes.itemsize
         is_alone = self.shapes.degree > 1 and self.shapes.groups == 1 and nodes == 1
         return is_alone and records_kernels(transport, sums)
 
     def unit_shares(self, *, backward: bool) -> list[float]:
-        """Return the share of the query heads in each unit of an exchange of heads."""
+        """Return the fraction of the query heads in each unit of a head exchange."""
         own, most, pace = self.shapes.own_heads, self.strategy.most_kv_heads, self.strategy.pace
         units = make_units(own, self.shapes.own_kv_heads, most=most, pace=pace, backward=backward)
         return [len(unit.heads) / own for unit in units]
 
     def head_bytes(self, *, backward: bool) -> tuple[int, int]:
-        """Return the bytes that an exchange of heads brings to a rank, and that it takes home; its own part is in."""
+        """Return the bytes of a rank's inputs in a head exchange, and of its results; own parts included."""
         q, k, statistics = self.shapes.q_bytes, self.shapes.k_bytes, self.shapes.statistics_bytes
         if backward:
             return 2 * q + 2 * k + 2 * statistics, q + 2 * k
         return q + 2 * k, q + statistics
 
     def calls(self, stops: int, *, backward: bool) -> int:
-        """Return how often a pass calls the kernel.
+        """Return the number of kernel calls of a pass.
 
         Args:
-            stops: At how many steps a rank attends: to own keys, and to those of others.
-            backward: Which pass.
+            stops: Number of steps with attention: to own keys, and to other ranks' keys.
+            backward: Whether it is a backward pass.
         """
         units = len(self.unit_shares(backward=backward)) if self.shapes.degree > 1 else 1
         if stops == 1:

@@ -1,4 +1,4 @@
-"""Splitting sequences over ranks and joining them: `shard`, `unshard`, and `SequenceShard` for batches."""
+"""Splits sequences over ranks and joins them: `shard`, `unshard`, and `SequenceShard` for batches."""
 
 from bmburst.sequence.shards import Ids, SequenceShard, ShardedBatch, shard, unshard
 from bmburst_ops.constants import IGNORE_INDEX

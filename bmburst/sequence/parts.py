@@ -1,4 +1,4 @@
-"""Takes a rank's tokens from a whole tensor and puts them back, and shifts and masks labels."""
+"""Copies a rank's tokens out of a whole tensor and back, shifts and masks labels, and checks inputs of `shard`."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ from bmburst_ops.constants import IGNORE_INDEX
 
 
 def dimension_of(x: Tensor, dim: int) -> int:
-    """Return a dimension counted from the first.
+    """Return a dimension as a non-negative index.
 
     Raises:
-        UserError: It is none of the tensor's, or `x` is no plain tensor.
+        UserError: The tensor has no such dimension, or `x` is not a plain tensor.
     """
     if not isinstance(x, Tensor):
         raise UserError(f"a sequence is cut as a torch tensor, got {type(x).__name__}\nfix: torch.as_tensor")
@@ -32,19 +32,19 @@ def dimension_of(x: Tensor, dim: int) -> int:
 
 
 def require_value(x: Tensor, pad_value: float) -> None:
-    """Check that a tensor can hold the padding's value.
+    """Check that the dtype of a tensor can represent the padding value.
 
     Raises:
         UserError: It cannot.
     """
     try:
         x.new_full((), pad_value)
-    except (TypeError, RuntimeError):  # of the ranks, some may have no padding to find it out by
+    except (TypeError, RuntimeError):  # checked on all ranks: some may have no padding
         raise UserError(f"pad_value {pad_value!r} is no value of {x.dtype}\nfix: a number that it can hold") from None
 
 
 def take(x: Tensor, layout: Layout, rank: int, dim: int, pad_value: float) -> Tensor:
-    """Return a rank's tokens of `x`, whose dimension `dim` is the sequence, and padding behind them."""
+    """Return a rank's tokens of `x`, whose dimension `dim` is the sequence, padded at the end."""
     length, parts = x.shape[dim], []
     for run in layout.runs(rank):
         real = run.real(length)
@@ -52,7 +52,7 @@ def take(x: Tensor, layout: Layout, rank: int, dim: int, pad_value: float) -> Te
         parts.append(x[(slice(None),) * dim + (indices,)])
         if real < run.tokens:
             parts.append(x.new_full((*x.shape[:dim], run.tokens - real, *x.shape[dim + 1 :]), pad_value))
-    with no_autocast(x.device.type):  # in which torch joins no 16-bit tensors but those of its own dtype
+    with no_autocast(x.device.type):  # under autocast, torch.cat refuses 16-bit tensors of another dtype
         return torch.cat(parts, dim)
 
 
@@ -68,7 +68,7 @@ def put(whole: Tensor, part: Tensor, layout: Layout, rank: int, dim: int) -> Ten
 
 
 def following(tokens: Tensor, masks: tuple[Mask, ...], lengths: list[int]) -> Tensor:
-    """Return each token's follower in its document; a mask and a length for all rows, for each, or none."""
+    """Return the next token of each in its document; `masks` and `lengths` have one entry, one per row, or none."""
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
     for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
         last = torch.tensor([*mask.starts[1:], length], dtype=torch.int64, device=tokens.device) - 1
@@ -77,7 +77,7 @@ def following(tokens: Tensor, masks: tuple[Mask, ...], lengths: list[int]) -> Te
 
 
 def without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
-    """Return labels of which those from the given lengths on, one for all rows or one for each, do not count."""
+    """Return labels with `IGNORE_INDEX` from the given lengths on: one length for all rows, or one per row."""
     if all(length == labels.shape[1] for length in lengths):
         return labels
     column = torch.tensor(lengths, device=labels.device)[:, None]
@@ -85,14 +85,14 @@ def without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
 
 
 def batch_facts(tokens: Tensor, labels: Tensor | None, documents: object) -> str:
-    """Return what of a batch must be equal on the ranks of a group."""
+    """Return, as text, what must be equal for a batch on all ranks of a group."""
     given = [("tokens", tokens), *([] if labels is None else [("labels", labels)])]
     facts = [f"{name} {told}" for name, tensor in given for told in (describe(tensor), contents(tensor))]
     return "\n".join(["SequenceShard.batch", *facts, f"documents {documents}"])
 
 
 def fitting(mask: Mask | str | None, length: int) -> Mask | None:
-    """Return the mask, if any, checked to fit `length` tokens."""
+    """Return the mask, if any, after a check that it fits `length` tokens."""
     if mask is None:
         return None
     made = make_mask(mask)
@@ -101,7 +101,7 @@ def fitting(mask: Mask | str | None, length: int) -> Mask | None:
 
 
 def masks_of_samples(documents: Mask | Sequence[Mask] | None, batch: int) -> tuple[Mask, ...]:
-    """Return one mask for all samples, one for each, or none."""
+    """Return one mask for all samples, one per sample, or none."""
     if documents is None or isinstance(documents, Mask):
         return () if documents is None else (documents,)
     if isinstance(documents, str) or not all(isinstance(mask, Mask) for mask in documents):

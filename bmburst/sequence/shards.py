@@ -1,4 +1,4 @@
-"""`shard`, `unshard` and `SequenceShard`: split sequences over ranks and join them. No other module does."""
+"""`shard`, `unshard` and `SequenceShard`: the functions that split sequences over ranks and join them."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from bmburst.amounts import whole_number
 from bmburst.attention.api import resolve_group
 from bmburst.attention.options import no_autocast
-from bmburst.comm.checks import Checked, contents, describe, is_exact, require_numbers
+from bmburst.comm.checks import CheckedCommunicator, contents, describe, is_exact, require_numbers
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.schedule.mask import Mask
@@ -35,36 +35,36 @@ Ids = npt.NDArray[np.int64]
 
 
 class ShardedBatch(NamedTuple):
-    """One rank's part of a batch, each `[batch, local_tokens]`: int64, the weights fp32."""
+    """One rank's part of a batch: tensors `[batch, local_tokens]`, int64, `weights` fp32."""
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor
-    """Of each token in its document, or in the sequence where documents are not told apart."""
+    """Position of each token in its document, or in the sequence if no documents are given."""
     weights: Tensor
-    """One over the number of valid labels on all ranks, zero without a label: summed over all ranks, weights times
-    token losses are the mean loss of the batch."""
+    """1 / (valid labels on all ranks), zero for tokens without a label. The sum over all ranks of weights times token
+    losses is the mean loss of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceShard:
-    """One rank's part of sequences of `length` tokens: padding, order, labels, positions, and the inverse.
+    """Splits sequences of `length` tokens for one rank: padding, token order, labels, positions, and the inverse.
 
-    Labels are shifted before the cut, so that the last local token of a run has the first token of another rank's run
-    as its label. Loss weights count over the whole batch, so that every valid label weighs the same wherever it is
-    (for a batch spread over data ranks too: `bmburst.loss.global_mean`).
+    Labels are shifted before the split, so that the last local token of a run has the first token of another rank's run
+    as its label. Loss weights count labels over the whole batch, so that every valid label has the same weight on any
+    rank (for a batch split over data ranks see `bmburst.loss.global_mean`).
 
     Attributes:
-        length: Real tokens of a sequence, over all ranks; any number of at least one a rank.
+        length: Real tokens of a sequence over all ranks; at least one per rank.
         layout: Which rank holds which positions, padding included.
         rank: This rank in its sequence group.
-        group: The ranks that share the sequences, over which `batch` compares them; None: found where it can be.
+        group: The ranks that share the sequences, over which `batch` compares them; None: the default group if it fits.
     """
 
     length: int
     layout: Layout
     rank: int
-    group: Checked | None = field(default=None, compare=False, repr=False)
+    group: CheckedCommunicator | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def cut(
@@ -83,8 +83,8 @@ class SequenceShard:
             length: Real tokens of a sequence.
             layout: "contiguous", "zigzag", "striped" or "balanced".
             size: Ranks of the sequence group; default: the group's.
-            rank: One of them; default: this one's in the group.
-            mask: What attention will be called with. Layout "balanced" needs it; the others do not look at it.
+            rank: The rank; default: this rank of the group.
+            mask: The mask of the attention calls. Layout "balanced" needs it; the others ignore it.
             group: As in `burst_attention`, for example `mesh.sequence`: `batch` then compares what its ranks hold.
 
         Raises:
@@ -109,14 +109,14 @@ class SequenceShard:
         return cls(length, padded_layout(layout, size, length, fitting(mask, length)), rank, comm)
 
     def under(self, mask: Mask | Sequence[Mask]) -> "SequenceShard":
-        """Return the shard of the same ranks for a batch with a mask of its own, by which "balanced" deals its chunks.
+        """Return the shard of the same ranks for a batch with its own mask, by which "balanced" assigns its chunks.
 
         Args:
-            mask: Of every sample, or one for each. Made for the sequence's tokens or fewer: then the rest is padding,
-                and attention's `length` is the mask's.
+            mask: One for every sample, or one per sample. It may be made for fewer tokens than the sequence: the rest
+                is padding then, and attention's `length` is the mask's.
 
         Raises:
-            UserError: The layout is "balanced" and the samples have a mask each, or the mask is for more tokens.
+            UserError: The layout is "balanced" and each sample has its own mask, or the mask is for more tokens.
         """
         if not isinstance(self.layout, Balanced):
             return self
@@ -130,7 +130,7 @@ class SequenceShard:
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of every rank, padding included."""
+        """Tokens of each rank, padding included."""
         return self.layout.tokens
 
     @property
@@ -139,14 +139,14 @@ class SequenceShard:
         return real_tokens(self.layout, self.rank, self.length)
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the global position of each local token, `[local_tokens]` int64; padding stands from `length` on."""
+        """Return the global position of each local token, int64 `[local_tokens]`; padding has positions >= `length`."""
         runs = self.layout.runs(self.rank)
         return torch.cat(
             [torch.arange(run.tokens, dtype=torch.int64, device=device) * run.stride + run.start for run in runs]
         )
 
     def take(self, x: Tensor, dim: int = 1, pad_value: float = 0) -> Tensor:
-        """Return this rank's tokens of a whole tensor: dimension `dim` goes from `length` to `local_tokens`.
+        """Return this rank's tokens of a whole tensor: dimension `dim` changes from `length` to `local_tokens`.
 
         Raises:
             UserError: The dimension is missing or of another length.
@@ -161,24 +161,23 @@ class SequenceShard:
     ) -> ShardedBatch:
         """Return this rank's part of whole sequences, which every rank of the group holds.
 
-        The first calls compare what the ranks hold, so every rank must make them: over `group`, or, without one, over
-        the group that functions use when none is named, where this rank has the same place in it. Not in a data
-        loader's worker or a thread, which cannot talk to other ranks.
+        The first calls compare the batches of the ranks, so every rank must make them. They are compared over `group`,
+        or by default over the default group if this rank has the same size and rank there. Workers of data loaders and
+        other threads do not compare, because they cannot communicate with other ranks.
 
-        With documents, positions begin again at each of them, and a document's last token has no label. Where they
-        have fewer tokens than the sequence, what lies behind them is padding and has no label: give attention their
-        number of tokens as `length`, and it costs nothing there.
+        With documents, positions restart at each document, and the last token of a document has no label. Tokens behind
+        the last document are padding without labels: pass the number of document tokens to attention as `length`, and
+        it does not compute there.
 
         Args:
             tokens: Token ids `[batch, length]`.
             labels: Label of each token, `[batch, length]`, `IGNORE_INDEX` where there is none, taken as they are.
                 Default: each token's label is the token after it in its document; the last has none.
-            documents: `bmburst.Documents`, or another mask with documents, of every sample, or one for each. Default:
-                a sequence is one document.
+            documents: `bmburst.Documents` or another mask with documents: one for every sample, or one per sample.
+                Default: a sequence is one document.
 
         Raises:
-            UserError: The shapes differ from these, the documents do not fit the batch, or the ranks hold different
-                batches.
+            UserError: The shapes are wrong, the documents do not fit the batch, or the ranks hold different batches.
         """
         comm = self._comparing()
         if comm is None:
@@ -191,8 +190,8 @@ class SequenceShard:
 
             return comm.decided(decide)
 
-    def _comparing(self) -> Checked | None:
-        """Return the group over which batches are compared, if there is one and this thread may talk to it."""
+    def _comparing(self) -> CheckedCommunicator | None:
+        """Return the group over which batches are compared, if there is one and this thread may communicate."""
         is_alone = self.layout.size == 1 or threading.current_thread() is not threading.main_thread()
         if is_alone or torch.utils.data.get_worker_info() is not None:
             return None
@@ -200,7 +199,7 @@ class SequenceShard:
         return comm if (comm.size, comm.rank) == (self.layout.size, self.rank) else None
 
     def _batch(self, tokens: Tensor, labels: Tensor | None, documents: Mask | Sequence[Mask] | None) -> ShardedBatch:
-        """Return what `batch` does."""
+        """See `batch`; without the comparison."""
         if not isinstance(tokens, Tensor):
             raise UserError(f"tokens must be a torch tensor [batch, {self.length}], got {type(tokens).__name__}")
         require_numbers("tokens", tokens)
@@ -216,13 +215,13 @@ class SequenceShard:
         return ShardedBatch(self.take(tokens), mine, self._positions_in(masks, tokens), weights)
 
     def read(self, sequence: Callable[[range], tuple[Ids, Ids]], documents: Mask | None = None) -> Ids:
-        """Return this rank's part of one sequence that nobody holds whole: only this rank's places are asked for.
+        """Read this rank's part of one sequence: only the tokens of this rank are read.
 
-        What comes is what `batch` cuts from the whole sequence, in the layout `under` its documents. It is made without
-        torch, whose threads are not for one that only reads.
+        The result is what `batch` returns for the whole sequence, in the layout `under` its documents. It is made with
+        numpy, because torch's thread pool is of no use to a thread that only reads.
 
         Args:
-            sequence: Gives inputs and labels at some places, each int64 `[len(places)]`. Places are below `length`.
+            sequence: From positions below `length` to inputs and labels there, each int64 `[len(positions)]`.
             documents: As in `batch`.
 
         Returns:
@@ -260,7 +259,7 @@ class SequenceShard:
         return whole
 
     def _real(self, mask: Mask) -> int:
-        """Return how many tokens a mask is for: the sequence's, or the fewer that it was made for."""
+        """Return the number of tokens that a mask is for: `length`, or fewer if it was made for fewer."""
         if mask.length is None or mask.length > self.length:
             mask.require(self.length)
             return self.length
@@ -284,28 +283,28 @@ def shard(
     pad_value: float = 0,
     mask: Mask | str | None = None,
 ) -> Tensor:
-    """Return this rank's part of a tensor that every rank holds whole. A compiled caller's graph ends before it.
+    """Return this rank's part of a tensor that every rank holds whole. It breaks the graph of torch.compile.
 
-    Every rank of the group calls it. On CPUs, and in the first calls on GPUs, the ranks compare what they hold: whole
-    numbers bit by bit, of others a sample, but for rounding.
+    Every rank of the group calls it. On CPUs, and in the first calls on GPUs, the ranks compare their tensors: integers
+    bit by bit, floating point numbers by a sample, up to rounding.
 
     Args:
-        x: Any dtype; dimension `dim` is the sequence, of any length of at least one token a rank.
+        x: Any dtype; dimension `dim` is the sequence, of any length of at least one token per rank.
         dim: The sequence dimension.
         layout: "contiguous", "zigzag", "striped" or "balanced".
         group: As in `burst_attention`.
-        pad_value: What the padding at the end of the sequence holds.
-        mask: As in `burst_attention`; "balanced" needs it, the others do not look at it.
+        pad_value: Value of the padding at the end of the sequence.
+        mask: As in `burst_attention`; "balanced" needs it, the others ignore it.
 
     Returns:
         `x` with `local_tokens` in dimension `dim`: equal on all ranks, `ceil(length / size)`, rounded up to an even
-        number for zigzag and to a multiple of 8 for balanced. Its backward puts this rank's gradient in its places and
-        zero elsewhere: the gradient of an objective that is the sum of the ranks' losses is the sum of the ranks'
+        number for zigzag and to a multiple of 8 for balanced. Its backward writes this rank's gradient to its tokens
+        and zero elsewhere: if the objective is the sum of the ranks' losses, its gradient is the sum of the ranks'
         gradients of `x`.
 
     Raises:
         UserError: The layout is unknown, there are fewer tokens than ranks, the mask is missing or for another number
-            of tokens, `x` cannot hold the padding's value, or the ranks disagree or hold different tensors.
+            of tokens, `x` cannot represent `pad_value`, or the ranks disagree or hold different tensors.
     """
     if torch.compiler.is_compiling():
         from bmburst.attention.uncompiled import uncompiled
@@ -336,15 +335,15 @@ def unshard(
     length: int | None = None,
     mask: Mask | str | None = None,
 ) -> Tensor:
-    """Return the whole tensor on every rank: the exact inverse of `shard`. A compiled caller's graph ends before it.
+    """Return the whole tensor on every rank: the exact inverse of `shard`. It breaks the graph of torch.compile.
 
     Args:
-        x_local: This rank's part, of equal shape on all ranks.
+        x_local: This rank's part; its shape is equal on all ranks.
         dim: The sequence dimension.
-        layout: The one it was cut by.
+        layout: The layout of `shard`.
         group: As in `burst_attention`.
-        length: Real tokens of the sequence; what lies behind is padding and dropped. Default: none is padding.
-        mask: The one it was cut by; see `shard`.
+        length: Real tokens of the sequence; padding behind them is dropped. Default: there is no padding.
+        mask: The mask of `shard`.
 
     Returns:
         `x_local` with `length` in dimension `dim`. Its backward sums the gradients of all ranks and takes this rank's
@@ -385,7 +384,7 @@ class _Shard(torch.autograd.Function):
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_local: Tensor, cut: SequenceShard, dim: int, comm: Checked) -> Tensor:
+    def forward(ctx: Any, x_local: Tensor, cut: SequenceShard, dim: int, comm: CheckedCommunicator) -> Tensor:
         ctx.cut, ctx.dim, ctx.comm = cut, dim, comm
         with no_autocast(x_local.device.type):
             return cut.join(comm.all_gather(x_local).wait()[0], dim)

@@ -26,7 +26,7 @@ from bmburst.train.config import TrainConfig
 from bmburst.train.resolve import CONFIG_FILE, resolve
 
 if TYPE_CHECKING:
-    from bmburst.zero import NamedShard, Weights
+    from bmburst.zero import NamedShard, ShardData
 
 # Parameters before the first step, gradients of the first step, parameters after the last.
 BEFORE_FILE, GRADIENT_FILE, AFTER_FILE = "before.safetensors", "gradient.safetensors", "after.safetensors"
@@ -69,11 +69,11 @@ def measure(config: TrainConfig, steps: int) -> None:
     trainer = Trainer(config)
     trainer.restore()
     # BMTrain classes, as the trainer's own.
-    from bmburst.zero import Weights, named_shards
+    from bmburst.zero import ShardData, named_shards
 
     shards = named_shards(trainer.model)
     state = trainer.optimizer.state
-    _save(trainer.folder / BEFORE_FILE, shards, lambda _: Weights.THEMSELVES)
+    _save(trainer.folder / BEFORE_FILE, shards, lambda _: ShardData.WEIGHTS)
     losses, norms = [], []
     for step in range(steps):
         trainer.mesh.set_checks(step == 0)
@@ -84,7 +84,7 @@ def measure(config: TrainConfig, steps: int) -> None:
         losses.append(facts.loss)
         norms.append(facts.grad_norm)
     if config.dtype == "float32":
-        _save(trainer.folder / AFTER_FILE, shards, lambda _: Weights.THEMSELVES)
+        _save(trainer.folder / AFTER_FILE, shards, lambda _: ShardData.WEIGHTS)
     else:
         _save(trainer.folder / AFTER_FILE, shards, lambda shard: state[shard.storage].get("_param_fp32"), torch.float32)
     if trainer.is_main:
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> None:
 def _save(
     path: Path,
     shards: "list[NamedShard]",
-    pick: "Callable[[NamedShard], Tensor | Weights | None]",
+    pick: "Callable[[NamedShard], Tensor | ShardData | None]",
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write one tensor for every parameter, put together from all ranks' pieces."""
@@ -215,7 +215,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class CheckReport:
     """What `compare` found.
 
     Attributes:
@@ -237,7 +237,7 @@ class Report:
         return not any(tensor.faults for tensor in tensors) and not any(step.faults for step in self.steps)
 
 
-def compare(ranks: Path, exact: Path, single: Path | None = None) -> Report:
+def compare(ranks: Path, exact: Path, single: Path | None = None) -> CheckReport:
     """Compare what `measure` left of runs of the same configuration.
 
     No more than a few million numbers are in memory at once.
@@ -251,8 +251,8 @@ def compare(ranks: Path, exact: Path, single: Path | None = None) -> Report:
         UserError: A file is missing or damaged.
     """
     dtype = "float32" if single is None else "bfloat16"
-    runs = [_Run(folder) for folder in (ranks, single) if folder is not None]
-    one = _Run(exact)
+    runs = [_RunFiles(folder) for folder in (ranks, single) if folder is not None]
+    one = _RunFiles(exact)
     totals = [torch.zeros(3, 2, dtype=torch.float64) for _ in runs]
     reports = []
     for name, shape in one.shapes.items():
@@ -261,7 +261,7 @@ def compare(ranks: Path, exact: Path, single: Path | None = None) -> Report:
         reports.append(_tensor_report(dtype, name, shape, squares, slack=TOLERANCES[dtype]["gradient"]))
     # Of everything together twice is twice: no single small tensor's luck is in it.
     slack = 0.0 if dtype == "bfloat16" else TOLERANCES[dtype]["gradient"]
-    return Report(
+    return CheckReport(
         dtype=dtype,
         tensors=tuple(reports),
         total=_tensor_report(dtype, "all tensors", (), totals, slack=slack),
@@ -269,7 +269,7 @@ def compare(ranks: Path, exact: Path, single: Path | None = None) -> Report:
     )
 
 
-class _Run:
+class _RunFiles:
     """The files of one run."""
 
     def __init__(self, folder: Path) -> None:
@@ -283,7 +283,7 @@ class _Run:
         return gradient, after, after - before
 
 
-def _squares(run: _Run, one: _Run, name: str) -> Tensor:
+def _squares(run: _RunFiles, one: _RunFiles, name: str) -> Tensor:
     """Return for gradient, parameter and change the squared distance of a run from one rank, and its squared norm."""
     squares, numbers = torch.zeros(3, 2, dtype=torch.float64), prod(one.shapes[name])
     for begin in range(0, numbers, _CHUNK):

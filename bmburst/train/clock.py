@@ -21,7 +21,7 @@ PROFILE_FOLDER = "profile"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
+class StepTiming:
     """Seconds of a step on one rank.
 
     Attributes:
@@ -50,7 +50,7 @@ class StepClock:
 
     def __init__(self, *, on_gpu: bool) -> None:
         self.meter = WaitMeter(on_gpu=on_gpu)
-        self.last = Timing()
+        self.last = StepTiming()
         self._work, self._optimizer = _Span(on_gpu=on_gpu), _Span(on_gpu=on_gpu)
         self._data, self._last_optimizer = 0.0, 0.0
 
@@ -84,7 +84,7 @@ class StepClock:
         It asks for two events of each wait, milliseconds in all: call it once the optimizer keeps the GPU busy.
         """
         waits = self.meter.read()
-        self.last = Timing(
+        self.last = StepTiming(
             data=self._data,
             compute=max(0.0, self._work.seconds() - waits),
             waits=waits,
@@ -162,11 +162,11 @@ class FlopsMeter:
     ranks: int
     peak: float | None
 
-    def of(self, tokens: float, pairs: float, seconds: float) -> Utilisation:
-        """Return what a step of so many tokens and scores (`bmburst.plan.counts.causal_pairs`) uses."""
-        usual = step_flops(self.model, tokens, pairs)
-        kernel = step_flops(self.model, tokens, pairs, attention_backward=ATTENTION_BACKWARD)
-        done = hardware_flops(self.model, tokens, pairs, self.recompute)
+    def of(self, tokens: float, query_key_pairs: float, seconds: float) -> Utilisation:
+        """Return the utilisation of a step; `bmburst.plan.counts.causal_pairs` counts its query-key pairs."""
+        usual = step_flops(self.model, tokens, query_key_pairs)
+        kernel = step_flops(self.model, tokens, query_key_pairs, attention_backward=ATTENTION_BACKWARD)
+        done = hardware_flops(self.model, tokens, query_key_pairs, self.recompute)
         rank_seconds = seconds * self.ranks
         return Utilisation(
             mfu=None if self.peak is None else usual / rank_seconds / self.peak,

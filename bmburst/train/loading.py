@@ -190,7 +190,7 @@ def causal_cut(mesh: Mesh, length: int, layout: str) -> SequenceShard:
     return SequenceShard.cut(length, layout=layout, size=mesh.shape.sequence, rank=mesh.sequence_rank, mask="causal")
 
 
-class Rows(Protocol):
+class SequenceSource(Protocol):
     """Sequences that are read a part at a time, as `bmburst.data.Samples`."""
 
     @property
@@ -219,7 +219,7 @@ class LocalBatch:
     masks: tuple[Documents, ...] | None
 
     @classmethod
-    def read(cls, cut: SequenceShard, rows: Rows) -> "LocalBatch":
+    def read(cls, cut: SequenceShard, rows: SequenceSource) -> "LocalBatch":
         """Return this rank's part of sequences, on the CPU. No more of them is read.
 
         Raises:
@@ -340,7 +340,7 @@ class Loader:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._prefetch = Prefetch(self._prepare)
 
-    def load(self, samples: Rows, following: Rows | None = None) -> LocalBatch:
+    def load(self, samples: SequenceSource, following: SequenceSource | None = None) -> LocalBatch:
         """Return this rank's part of the samples on its device, and start reading those of the next step.
 
         Raises:
@@ -353,7 +353,7 @@ class Loader:
             batch.ids.record_stream(current)
         return batch
 
-    def _prepare(self, samples: Rows) -> tuple[LocalBatch, Any]:
+    def _prepare(self, samples: SequenceSource) -> tuple[LocalBatch, Any]:
         """Return the batch and, on a GPU, the event after its copy. Runs in the background thread."""
         batch = LocalBatch.read(self._cut, samples)
         if self._stream is None:

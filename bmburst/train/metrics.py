@@ -76,7 +76,7 @@ class EvalMetrics:
     tokens: int
 
 
-class Online(Protocol):
+class MetricsLogger(Protocol):
     """Takes what is written, step by step."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -100,7 +100,7 @@ class MetricsWriter:
         online: What also takes every line, for example Weights & Biases.
     """
 
-    def __init__(self, folder: Path, first_step: int = 1, online: "Online | None" = None) -> None:
+    def __init__(self, folder: Path, first_step: int = 1, online: "MetricsLogger | None" = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._online = online
         self._metrics = _open_lines(folder / METRICS_FILE, first_step)

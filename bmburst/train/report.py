@@ -133,11 +133,11 @@ class Wandb:
         )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """See `Online.log`."""
+        """See `MetricsLogger.log`."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """See `Online.close`."""
+        """See `MetricsLogger.close`."""
         self._run.finish()
 
 
@@ -209,7 +209,7 @@ def _said(found: Mapping[str, float], name: str, words: str) -> list[str]:
 _PLAIN_INTERVAL = 10.0
 
 
-class Progress:
+class ProgressBar:
     """A bar on a terminal; elsewhere (a log, a pipe) a plain line at the first and last step and every 10 seconds.
 
     Args:
@@ -261,7 +261,7 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -293,7 +293,7 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
 
 
-class Report(contextlib.ExitStack):
+class RunReport(contextlib.ExitStack):
     """Metrics files, progress, plot and summary of a run.
 
     Args:
@@ -307,11 +307,11 @@ class Report(contextlib.ExitStack):
         assert config.output is not None
         self._folder, self._summary = config.output, Summary()
         self._writer: MetricsWriter | None = None
-        self._bar: Progress | None = None
+        self._bar: ProgressBar | None = None
         if is_main:
             online = None if config.wandb is None else Wandb(config.wandb, self._folder, to_dict(config))
             self._writer = self.enter_context(MetricsWriter(self._folder, first_step, online))
-            self._bar = self.enter_context(Progress(config.steps, first_step))
+            self._bar = self.enter_context(ProgressBar(config.steps, first_step))
 
     def step(self, metrics: StepMetrics) -> None:
         """Take a step."""

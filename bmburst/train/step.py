@@ -18,7 +18,7 @@ from torch import Tensor
 from bmburst.comm.protocol import Communicator
 from bmburst.errors import RunError
 from bmburst.runtime.watchdog import polite
-from bmburst.train.clock import Timing
+from bmburst.train.clock import StepTiming
 from bmburst.train.config import ScheduleConfig
 
 _EPS = 1e-6
@@ -93,17 +93,17 @@ def clip_(gradients: Sequence[Tensor], norm: float, most: float | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostFacts(Timing):
+class HostFacts(StepTiming):
     """What a rank's host knows when it has launched a step's backward, and the timing of the step before.
 
     Attributes:
-        pairs: Scores that attention counts, of a head and layer, in the sequences of this data rank.
+        query_key_pairs: Pairs that attention computes, for one head and layer, of the sequences of this data rank.
         memory: Largest allocated bytes since the last exchange; on a CPU of the process so far.
         reserved: Largest reserved bytes; 0 on a CPU.
         stop: Signal that asks this rank to stop; 0 for none.
     """
 
-    pairs: float = 0.0
+    query_key_pairs: float = 0.0
     memory: float = 0.0
     reserved: float = 0.0
     stop: float = 0.0
@@ -128,9 +128,9 @@ class StepFacts:
     hosts: tuple[HostFacts, ...]
 
     @property
-    def pairs(self) -> float:
-        """Scores that attention counts, as often as ranks share a sequence."""
-        return sum(host.pairs for host in self.hosts)
+    def query_key_pairs(self) -> float:
+        """Query-key pairs summed over all ranks: a sequence counts once for each rank that shares it."""
+        return sum(host.query_key_pairs for host in self.hosts)
 
     @property
     def loss(self) -> float:
@@ -198,10 +198,10 @@ class LagWatch:
     def __init__(self, hosts: Sequence[str], window: int = WINDOW) -> None:
         self._hosts = tuple(hosts)
         self._window = window
-        self._steps: list[tuple[Timing, ...]] = []
+        self._steps: list[tuple[StepTiming, ...]] = []
         self._cold = _COLD
 
-    def add(self, timings: Sequence[Timing]) -> str | None:
+    def add(self, timings: Sequence[StepTiming]) -> str | None:
         """Add one step's timing of every rank; return a warning if a rank lags, at most once a window."""
         if self._cold:
             self._cold -= 1
@@ -275,7 +275,7 @@ def stopped_by(facts: StepFacts, hosts: Sequence[str], *, saves: bool = True) ->
     )
 
 
-class Skips:
+class SkippedSteps:
     """Watches what all ranks know of each step; every rank comes to the same.
 
     Args:

@@ -23,18 +23,18 @@ from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.plan.counts import causal_pairs
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
-from bmburst.train.clock import FlopsMeter, StepClock, Timeline, Timing, known_peak, measure_waits
+from bmburst.train.clock import FlopsMeter, StepClock, StepTiming, Timeline, known_peak, measure_waits
 from bmburst.train.config import TrainConfig, profiled_steps
 from bmburst.train.evaluate import generate, measure
 from bmburst.train.loading import Loader, LocalBatch, causal_cut, open_text, sequences_of, token_losses
 from bmburst.train.memory_plan import explained, recompute_for, require_host_memory
 from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_bytes
-from bmburst.train.report import Report
+from bmburst.train.report import RunReport
 from bmburst.train.resolve import write_run_config
 from bmburst.train.step import (
     HostFacts,
     LagWatch,
-    Skips,
+    SkippedSteps,
     StepFacts,
     StopRequest,
     clip_,
@@ -145,7 +145,7 @@ class Trainer:
         measure_waits(self._clock.meter, self.mesh, on_host=self.runtime.on_host)
         self._hosts = gather_objects(self.mesh.world, socket.gethostname()[:200])
         self._lag, self._stop = LagWatch(self._hosts), StopRequest()
-        self._skips = Skips(self._hosts, config.max_skipped_steps)
+        self._skips = SkippedSteps(self._hosts, config.max_skipped_steps)
         device = None if self.runtime.on_host else torch.cuda.get_device_name()
         peak, self._no_peak = known_peak(device, config.dtype)
         self._flops = FlopsMeter(model=config.model, recompute=recompute, ranks=self.runtime.world_size, peak=peak)
@@ -180,7 +180,7 @@ class Trainer:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(held(self.folder, TRAINING_LOCK))
             first = self.steps_done + 1
-            report = stack.enter_context(Report(config, first, is_main=self.is_main))
+            report = stack.enter_context(RunReport(config, first, is_main=self.is_main))
             report.note(self._no_peak)
             steps, on_gpu = profiled_steps(config.profile), not self.runtime.on_host
             timeline = Timeline(steps, self.folder, self.runtime.rank, on_gpu=on_gpu)
@@ -229,7 +229,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         return self._metrics(facts, self._clock.last, rate, seconds), facts
 
-    def _metrics(self, facts: StepFacts, timing: Timing, rate: float, seconds: float) -> StepMetrics:
+    def _metrics(self, facts: StepFacts, timing: StepTiming, rate: float, seconds: float) -> StepMetrics:
         """Return the metrics of a step that is done.
 
         Args:
@@ -239,7 +239,7 @@ class Trainer:
             seconds: Of the whole step on this rank.
         """
         ranks, trained = self.runtime.world_size, self.config.batch_size * self.config.sequence_length
-        used = self._flops.of(trained, facts.pairs / (ranks // self.mesh.shape.data), seconds)
+        used = self._flops.of(trained, facts.query_key_pairs / (ranks // self.mesh.shape.data), seconds)
         return StepMetrics(
             step=facts.step,
             loss=facts.loss,
@@ -294,7 +294,7 @@ class Trainer:
         memory, reserved = peak_bytes()
         forget_peak()
         known = HostFacts(
-            pairs=sum(causal_pairs(texts, self.config.model.sliding_window) for texts in batch.texts),
+            query_key_pairs=sum(causal_pairs(texts, self.config.model.sliding_window) for texts in batch.texts),
             memory=memory,
             reserved=reserved,
             stop=self._stop.signum,
@@ -349,7 +349,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of this step into the run folder."""
-        progress = checkpoint.Progress(
+        progress = checkpoint.RunProgress(
             step=self.steps_done,
             data=self.batches.state_dict(),
             tokenizer=self.corpus.tokenizer_name,

@@ -10,27 +10,27 @@ from torch import Tensor
 from bmburst_ops.biased.formula import RelativeBias
 from bmburst_ops.biased.tokens import Tokens
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash.memory import Sent, made
+from bmburst_ops.flash.memory import DeviceVectors, vectors_of_stream
 
 
-class Once:
+class DerivedTensors:
     """A cache of derived tensors by name. Each is computed on first use and freed with this object.
 
     A stream other than the one that computed a tensor waits for it; the host does not. Copies start empty.
     """
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, Sent] = {}
+        self._made: dict[Hashable, DeviceVectors] = {}
 
-    def __reduce__(self) -> tuple[type["Once"], tuple[()]]:
+    def __reduce__(self) -> tuple[type["DerivedTensors"], tuple[()]]:
         """Copy and pickle as an empty cache, because CUDA streams cannot be copied."""
-        return Once, ()
+        return DerivedTensors, ()
 
     def get(self, name: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the tensors of that name, computed by `make()` on first use, ready for the current stream."""
         found = self._made.get(name)
         if found is None:
-            found = self._made[name] = made(make())
+            found = self._made[name] = vectors_of_stream(make())
         return found.here()
 
 
@@ -57,7 +57,7 @@ class Pairs:
     relations: Tensor
     queries: Tokens
     keys: Tokens
-    once: Once = field(default_factory=Once, init=False, repr=False)
+    once: DerivedTensors = field(default_factory=DerivedTensors, init=False, repr=False)
 
     def __post_init__(self) -> None:
         relations, batch = self.relations, self.queries.shape[0]

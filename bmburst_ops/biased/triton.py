@@ -12,39 +12,71 @@ from bmburst_ops.biased.pairs import Pairs
 from bmburst_ops.biased.runs import diagonal_runs, line_runs
 from bmburst_ops.flash.kernel import Partial
 from bmburst_ops.flash.triton import TritonKernel, near_rows, strides_of
-from bmburst_ops.flash.triton_launch import Blocks, Table, blocks_of, launch, padded, plan_for
+from bmburst_ops.flash.triton_launch import BlockSizes, Table, block_sizes_for, blocks_of, launch, padded
 
 
-class Plan(NamedTuple):
-    """How each kernel is cut. `queries` and `table` share their blocks, of queries one or more whole ones of keys: what
-    one adds to the table the other leaves out.
+class BiasedBlockSizes(NamedTuple):
+    """Block sizes of each biased attention kernel.
+
+    `queries` and `table` visit the same blocks: what one adds to the gradient of the table, the other leaves out. A
+    block of queries is one or more whole blocks of keys.
     """
 
-    forward: Blocks
-    keys: Blocks
-    queries: Blocks
-    table: Blocks
+    forward: BlockSizes
+    keys: BlockSizes
+    queries: BlockSizes
+    table: BlockSizes
 
 
 # Of head dim 128 the fastest on an H200; of the others compiled only, for sm_90 and sm_80, where no thread of the first
 # three spills a byte, and the table's do where a run ends.
-_HOPPER: Table[Plan] = (
-    (64, Plan(Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2))),
-    (128, Plan(Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 2))),
-    (256, Plan(Blocks(128, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 1))),
+_HOPPER: Table[BiasedBlockSizes] = (
+    (
+        64,
+        BiasedBlockSizes(
+            BlockSizes(128, 64, 8, 3), BlockSizes(64, 128, 8, 2), BlockSizes(128, 64, 8, 2), BlockSizes(128, 64, 8, 2)
+        ),
+    ),
+    (
+        128,
+        BiasedBlockSizes(
+            BlockSizes(128, 64, 8, 3), BlockSizes(64, 128, 8, 2), BlockSizes(64, 64, 4, 2), BlockSizes(64, 64, 8, 2)
+        ),
+    ),
+    (
+        256,
+        BiasedBlockSizes(
+            BlockSizes(128, 32, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 1)
+        ),
+    ),
 )
-_SMALL: Table[Plan] = (
-    (64, Plan(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 1))),
-    (128, Plan(Blocks(128, 32, 8, 2), Blocks(32, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 1))),
-    (256, Plan(Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 1))),
+_SMALL: Table[BiasedBlockSizes] = (
+    (
+        64,
+        BiasedBlockSizes(
+            BlockSizes(128, 64, 8, 2), BlockSizes(64, 64, 8, 2), BlockSizes(64, 64, 8, 2), BlockSizes(64, 64, 8, 1)
+        ),
+    ),
+    (
+        128,
+        BiasedBlockSizes(
+            BlockSizes(128, 32, 8, 2), BlockSizes(32, 64, 8, 2), BlockSizes(64, 32, 8, 2), BlockSizes(64, 32, 8, 1)
+        ),
+    ),
+    (
+        256,
+        BiasedBlockSizes(
+            BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 1)
+        ),
+    ),
 )
-_FP32: Table[Plan] = (
-    (64, Plan(*[Blocks(32, 32, 8, 1)] * 4)),
-    (128, Plan(*[Blocks(32, 16, 8, 1)] * 4)),
-    (256, Plan(*[Blocks(16, 16, 8, 1)] * 4)),
+_FP32: Table[BiasedBlockSizes] = (
+    (64, BiasedBlockSizes(*[BlockSizes(32, 32, 8, 1)] * 4)),
+    (128, BiasedBlockSizes(*[BlockSizes(32, 16, 8, 1)] * 4)),
+    (256, BiasedBlockSizes(*[BlockSizes(16, 16, 8, 1)] * 4)),
 )
 # Uneven, so that small tensors meet every path.
-_INTERPRETED: Table[Plan] = ((256, Plan(*[Blocks(32, 16, 4, 1)] * 4)),)
+_INTERPRETED: Table[BiasedBlockSizes] = ((256, BiasedBlockSizes(*[BlockSizes(32, 16, 4, 1)] * 4)),)
 _AT_ONCE = 256  # table entries, or sums of their gradients, that one program converts
 _NUMBERS = 8192  # matrix elements that one program reads in search of the largest row
 
@@ -64,12 +96,12 @@ class BiasedTritonKernel:
         q, k, v = (near_rows(t) for t in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
-        plan, looked_up = _plan(q).forward, pairs.lookup()
-        runs = line_runs(pairs, plan.over_keys).runs
+        sizes, looked_up = _block_sizes(q).forward, pairs.lookup()
+        runs = line_runs(pairs, sizes.over_keys).runs
         strides, numbers = map(strides_of, (q, k, v, out)), (q.shape[1], k.shape[1], scale / math.log(2))
         biases = _biases(table, pairs)
         arguments = (q, k, v, out, lse, *strides, *numbers, *pairs.packed(), *runs, biases, *looked_up)
-        launch(_kernels().forward, q, blocks_of(q, plan.queries), arguments, plan, RUNS=runs.most)
+        launch(_kernels().forward, q, blocks_of(q, sizes.queries), arguments, sizes, RUNS=runs.most)
         return Partial(out, lse)
 
     def backward(
@@ -99,26 +131,26 @@ class BiasedTritonKernel:
             for grad in grads:
                 grad.zero_()
             return grads
-        kernels, plan, found = _kernels(), _plan(q), (_biases(table, pairs), *pairs.lookup())
+        kernels, sizes, found = _kernels(), _block_sizes(q), (_biases(table, pairs), *pairs.lookup())
         packed, inputs = pairs.packed(), (grad_out, q, k, v, lse, delta)
         read = tuple(map(strides_of, (grad_out, q, k, v, lse.transpose(1, 2), delta.transpose(1, 2))))
         lengths, scales = (q.shape[1], k.shape[1]), (scale, scale / math.log(2))
         sums, bits = no_sums(grad_out, v, delta, pairs.formula.rows)
 
-        runs = line_runs(pairs, plan.keys.over_queries).runs
+        runs = line_runs(pairs, sizes.keys.over_queries).runs
         written = (strides_of(grad_k), strides_of(grad_v))
         arguments = (*inputs, grad_k, grad_v, *read, *written, *lengths, *scales, *packed, *runs, *found)
-        launch(kernels.keys, k, blocks_of(k, plan.keys.keys), arguments, plan.keys, RUNS=runs.most)
+        launch(kernels.keys, k, blocks_of(k, sizes.keys.keys), arguments, sizes.keys, RUNS=runs.most)
 
-        lines = line_runs(pairs, plan.queries.over_keys)
+        lines = line_runs(pairs, sizes.queries.over_keys)
         runs = lines.runs
         arguments = (*inputs, grad_q, sums, bits, *read, strides_of(grad_q), *lengths, *scales, *packed, *runs, *found)
-        launch(kernels.queries, q, blocks_of(q, plan.queries.queries), arguments, plan.queries, RUNS=runs.most)
+        launch(kernels.queries, q, blocks_of(q, sizes.queries.queries), arguments, sizes.queries, RUNS=runs.most)
 
-        runs = diagonal_runs(pairs, plan.table.over_keys)
+        runs = diagonal_runs(pairs, sizes.table.over_keys)
         runs_and_lines = (*runs, *lines[1:], *lines.runs)
         arguments = (*inputs, sums, bits, *read, *lengths, scales[1], *packed, *runs_and_lines, *found)
-        launch(kernels.table, q, runs.counts.shape[1], arguments, plan.table, RUNS=runs.most)
+        launch(kernels.table, q, runs.counts.shape[1], arguments, sizes.table, RUNS=runs.most)
         as_numbers(sums, bits, grad_table)
         return grads
 
@@ -142,9 +174,9 @@ def _kernels() -> _Kernels:
     return _Kernels(forward_kernel, keys_kernel, queries_kernel, table_kernel, biases_kernel)
 
 
-def _plan(q: Tensor) -> Plan:
+def _block_sizes(q: Tensor) -> BiasedBlockSizes:
     """Return how each kernel is cut for these queries on this device."""
-    return plan_for(q, _kernels().forward, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED)
+    return block_sizes_for(q, _kernels().forward, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED)
 
 
 def _biases(table: Tensor, pairs: Pairs) -> Tensor:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bmburst_ops.flash.triton_forward import LN_2, add_product, load_rows, product
-from bmburst_ops.flash.triton_launch import Table, is_interpreted, padded, plan_for
+from bmburst_ops.flash.triton_launch import Table, block_sizes_for, is_interpreted, padded
 from bmburst_ops.merge import accumulation_dtype, dense_rows
 
 
@@ -72,7 +72,7 @@ def attend(
     lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
     if not q.numel():
         return out, lse
-    tuning = tuning or plan_for(
+    tuning = tuning or block_sizes_for(
         q[:, None], split_kernel, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED
     )
     group = heads // kv_heads

@@ -1,6 +1,6 @@
 """Attention of one tile on one device: one file a backend, and the table that picks."""
 
-from bmburst_ops.flash.kernel import Given, Gradients, Kernel, Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Kernel, Partial
 from bmburst_ops.flash.reference import ReferenceKernel
 from bmburst_ops.flash.select import KERNELS, NAMES, able_kernels, queries_ahead, select_kernel
 from bmburst_ops.flash.triton import TritonKernel
@@ -11,9 +11,9 @@ __all__ = [
     "FULL",
     "KERNELS",
     "NAMES",
+    "BackwardInputs",
     "Band",
     "Cells",
-    "Given",
     "Gradients",
     "Kernel",
     "Need",

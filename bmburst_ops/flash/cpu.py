@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.flash import top_left
-from bmburst_ops.flash.kernel import Given, Gradients, Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import PACKED, unless_able, without_cells
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
-from bmburst_ops.flash.reference import Visibility
+from bmburst_ops.flash.reference import BooleanMask
 from bmburst_ops.merge import accumulation_dtype, dense_rows, surrogate_out
 from bmburst_ops.pattern import CAUSAL, FULL, Band, Need, Pattern, Segments, rectangles
 
@@ -50,11 +50,17 @@ class CpuKernel:
         for piece in _pieces(without_cells(pattern, self.name), q, k):
             rows, near = piece.queries, piece.keys
             target = Partial(out[:, rows], lse[:, :, rows])
-            _forward(q[:, rows], k[:, near], v[:, near], piece.sight, scale, target)
+            _forward(q[:, rows], k[:, near], v[:, near], piece.attn_mask, scale, target)
         return deliver_partial(Partial(out, lse), into)
 
     def backward(
-        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
+        self,
+        given: BackwardInputs,
+        *,
+        pattern: Pattern,
+        scale: float,
+        deterministic: bool,
+        into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
         del deterministic  # always: each (batch, head) is one thread's
@@ -63,22 +69,22 @@ class CpuKernel:
         if whole is not None:
             return _backward(grad_out, q, k, v, result, lse, whole, scale, into)
         sums = Gradients(*(t.new_zeros(t.shape, dtype=accumulation_dtype(t.dtype)) for t in (q, k, v)))
-        for rows, keys, sight in _pieces(without_cells(pattern, self.name), q, k):
+        for rows, keys, attn_mask in _pieces(without_cells(pattern, self.name), q, k):
             near = (grad_out[:, rows], q[:, rows], k[:, keys], v[:, keys], result[:, rows], lse[:, :, rows])
-            part = _backward(*near, sight, scale, None)
+            part = _backward(*near, attn_mask, scale, None)
             for total, share, place in zip(sums, part, (rows, keys, keys), strict=True):
                 total[:, place] += share
         return deliver_gradients(sums, into)
 
 
-_Sight = bool | Tensor
-"""What one call of torch's kernel is told: whether it is causal, or a mask `[queries, keys]`."""
+_CausalOrMask = bool | Tensor
+"""The mask of one call: whether it is causal, or a tensor `[queries, keys]` of zeros and -inf."""
 
 
 class _Piece(NamedTuple):
     queries: slice
     keys: slice
-    sight: _Sight
+    attn_mask: _CausalOrMask
 
 
 def _as_one_call(pattern: Pattern, q: Tensor, k: Tensor) -> bool | None:
@@ -97,23 +103,23 @@ def _pieces(pattern: Band | Segments, q: Tensor, k: Tensor) -> Iterator[_Piece]:
         if band in (FULL, CAUSAL):
             yield _Piece(queries, keys, band == CAUSAL)
             continue
-        visible = Visibility(band, queries.stop - queries.start, keys.stop - keys.start)
+        visible = BooleanMask(band, queries.stop - queries.start, keys.stop - keys.start)
         for first in range(queries.start, queries.stop, _ROWS):
             last = min(first + _ROWS, queries.stop)
             seen, mask = visible.block(slice(first - queries.start, last - queries.start))
-            sight = False if mask is None else q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
-            yield _Piece(slice(first, last), slice(keys.start + seen.start, keys.start + seen.stop), sight)
+            attn_mask = False if mask is None else q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+            yield _Piece(slice(first, last), slice(keys.start + seen.start, keys.start + seen.stop), attn_mask)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, sight: _Sight, scale: float, into: Partial | None) -> Partial:
+def _forward(q: Tensor, k: Tensor, v: Tensor, attn_mask: _CausalOrMask, scale: float, into: Partial | None) -> Partial:
     def part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-        mask = sight if isinstance(sight, Tensor) else None
+        mask = attn_mask if isinstance(attn_mask, Tensor) else None
         result, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(_heads_first(t) for t in (q, k, v)), 0.0, causal, attn_mask=mask, scale=scale
         )
         return Partial(result.transpose(1, 2), lse)
 
-    return top_left.forward(part, q, k, v, sight is True, into)
+    return top_left.forward(part, q, k, v, attn_mask is True, into)
 
 
 def _backward(
@@ -123,12 +129,12 @@ def _backward(
     v: Tensor,
     result: Tensor,
     lse: Tensor,
-    sight: _Sight,
+    attn_mask: _CausalOrMask,
     scale: float,
     into: Gradients | None,
 ) -> Gradients:
     grad, queries, result = (_heads_first(t) for t in (grad_out, q, result))
-    lse, mask = lse.contiguous(), sight if isinstance(sight, Tensor) else None
+    lse, mask = lse.contiguous(), attn_mask if isinstance(attn_mask, Tensor) else None
 
     def part(k: Tensor, v: Tensor, causal: bool) -> Gradients:
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -136,7 +142,7 @@ def _backward(
         )
         return Gradients(*(t.transpose(1, 2) for t in gradients))
 
-    return top_left.backward(part, q, k, v, sight is True, into)
+    return top_left.backward(part, q, k, v, attn_mask is True, into)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:

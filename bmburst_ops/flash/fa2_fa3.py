@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash import blind
+from bmburst_ops.flash import fully_masked
 from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
-from bmburst_ops.flash.kernel import Given, Gradients, Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
     PACKED,
     is_there,
@@ -27,7 +27,7 @@ from bmburst_ops.flash.limits import (
     without_cells,
 )
 from bmburst_ops.flash.memory import aligned, gradient_memory
-from bmburst_ops.flash.varlen import Told, told, told_flash_attention_2
+from bmburst_ops.flash.varlen import PackageArguments, fa2_arguments, package_arguments
 from bmburst_ops.merge import surrogate_out
 from bmburst_ops.pattern import Need, Pattern
 
@@ -61,24 +61,30 @@ class FlashAttention2Kernel:
         """See `Kernel.forward`. The package cannot write into given memory: `into` gets copies."""
         package = load(_MODULE_2, self.name)
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, into: Partial | None) -> Partial:
-            call = told_flash_attention_2(seen, q, k)
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
+            call = fa2_arguments(seen, q, k)
             function = package._flash_attn_forward if call.queries is None else package._flash_attn_varlen_forward
             result, lse, *_ = function(
                 *(aligned(call.flat(t)) for t in (q, k, v)), **_options(call, scale), return_softmax=False
             )
             return call.partial(result, lse, q, into)
 
-        return blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
+        return fully_masked.forward(part, q, k, v, without_cells(pattern, self.name), into)
 
     def backward(
-        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
+        self,
+        given: BackwardInputs,
+        *,
+        pattern: Pattern,
+        scale: float,
+        deterministic: bool,
+        into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
         package = load(_MODULE_2, self.name)
 
-        def part(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
-            call = told_flash_attention_2(seen, given.q, given.k)
+        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
+            call = fa2_arguments(seen, given.q, given.k)
             grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
             gradients = gradient_memory(q, k, v, call.flat_targets(into))
             function = package._flash_attn_backward if call.queries is None else package._flash_attn_varlen_backward
@@ -95,10 +101,10 @@ class FlashAttention2Kernel:
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        return blind.backward(part, given, without_cells(pattern, self.name), into)
+        return fully_masked.backward(part, given, without_cells(pattern, self.name), into)
 
 
-def _options(call: Told, scale: float) -> dict[str, Any]:
+def _options(call: PackageArguments, scale: float) -> dict[str, Any]:
     """Return what all functions of the package are told."""
     left, right = call.window
     return {
@@ -151,8 +157,8 @@ class FlashAttention3Kernel:
         """See `Kernel.forward`. `into` gets copies: newer releases are functional operations, which must not alias."""
         function = load(_MODULE_3, self.name)._flash_attn_forward
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, into: Partial | None) -> Partial:
-            call = told(seen, q, k)
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
+            call = package_arguments(seen, q, k)
             options: list[object] = [None] * _FORWARD_OPTIONS
             if call.queries is not None:
                 options[_OFFSETS], options[_LENGTHS] = call[1:3], call[3:5]
@@ -165,18 +171,24 @@ class FlashAttention3Kernel:
             )
             return call.partial(result, lse, q, into)
 
-        found = blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
+        found = fully_masked.forward(part, q, k, v, without_cells(pattern, self.name), into)
         return isolate_forward(found, q, k, v, pattern=pattern, scale=scale) if q.is_cuda else found
 
     def backward(
-        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
+        self,
+        given: BackwardInputs,
+        *,
+        pattern: Pattern,
+        scale: float,
+        deterministic: bool,
+        into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
         unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
         function = load(_MODULE_3, self.name)._flash_attn_backward
 
-        def part(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
-            call = told(seen, given.q, given.k)
+        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
+            call = package_arguments(seen, given.q, given.k)
             grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
             gradients = gradient_memory(q, k, v, call.flat_targets(into))
             lengths = (None,) * 6 if call.queries is None else (*call[1:3], None, None, *call[3:5])
@@ -195,11 +207,11 @@ class FlashAttention3Kernel:
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        found = blind.backward(part, given, without_cells(pattern, self.name), into)
+        found = fully_masked.backward(part, given, without_cells(pattern, self.name), into)
         return isolate_backward(found, given, pattern=pattern, scale=scale) if given.q.is_cuda else found
 
 
-def _window(function: Callable[..., object], call: Told) -> dict[str, object]:
+def _window(function: Callable[..., object], call: PackageArguments) -> dict[str, object]:
     """Return the window as this release names it; without one it is not named."""
     left, right = call.window
     if left == right == -1:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from bmburst_ops.constants import TILE_ROWS
-from bmburst_ops.flash import blind
+from bmburst_ops.flash import fully_masked
 from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
-from bmburst_ops.flash.kernel import Given, Gradients, Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
     PACKED,
     load,
@@ -19,7 +19,7 @@ from bmburst_ops.flash.limits import (
     without_cells,
 )
 from bmburst_ops.flash.memory import aligned, gradient_memory, writable, writable_statistic
-from bmburst_ops.flash.varlen import Told, told
+from bmburst_ops.flash.varlen import PackageArguments, package_arguments
 from bmburst_ops.pattern import FULL, Need, Pattern
 
 _MODULE = "flash_attn.cute.interface"
@@ -63,8 +63,8 @@ class FlashAttention4Kernel:
         """See `Kernel.forward`."""
         function = load(_MODULE, self.name)._flash_attn_fwd
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, into: Partial | None) -> Partial:
-            call = told(seen, q, k)
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
+            call = package_arguments(seen, q, k)
             flat = [aligned(call.flat(t)) for t in (q, k, v)]
             out, statistic = (None, None) if into is None else into
             with torch.cuda.device_of(q):
@@ -80,11 +80,17 @@ class FlashAttention4Kernel:
                 )
             return call.partial(result, lse, q, into)
 
-        found = blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
+        found = fully_masked.forward(part, q, k, v, without_cells(pattern, self.name), into)
         return isolate_forward(found, q, k, v, pattern=pattern, scale=scale) if q.is_cuda else found
 
     def backward(
-        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
+        self,
+        given: BackwardInputs,
+        *,
+        pattern: Pattern,
+        scale: float,
+        deterministic: bool,
+        into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`.
 
@@ -94,8 +100,8 @@ class FlashAttention4Kernel:
         """
         function = load(_MODULE, self.name)._flash_attn_bwd
 
-        def part(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
-            call = told(seen, given.q, given.k)
+        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
+            call = package_arguments(seen, given.q, given.k)
             grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
             gradients = gradient_memory(q, k, v, call.flat_targets(into))
             with torch.cuda.device_of(q):
@@ -116,11 +122,11 @@ class FlashAttention4Kernel:
                 )
             return call.gradients(gradients, given.q.shape[0], into)
 
-        found = blind.backward(part, given, without_cells(pattern, self.name), into)
+        found = fully_masked.backward(part, given, without_cells(pattern, self.name), into)
         return isolate_backward(found, given, pattern=pattern, scale=scale) if given.q.is_cuda else found
 
 
-def fa4_options(call: Told) -> dict[str, Any]:
+def fa4_options(call: PackageArguments) -> dict[str, Any]:
     """Return what both functions of the package are told of a pattern; a bound that is not there is None to them."""
     options: dict[str, Any] = {"causal": call.causal, **call.lengths}
     if not call.causal and call.band != FULL:

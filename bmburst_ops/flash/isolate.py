@@ -8,11 +8,11 @@ from functools import cache
 
 from torch import Tensor
 
-from bmburst_ops.flash.kernel import Given, Gradients, Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import is_there
 from bmburst_ops.flash.triton import near_rows, strides_of
-from bmburst_ops.flash.triton_launch import Blocks, Kernels, launch
-from bmburst_ops.flash.varlen import told
+from bmburst_ops.flash.triton_launch import BlockSizes, Kernels, launch
+from bmburst_ops.flash.varlen import package_arguments
 from bmburst_ops.pattern import Pattern, Segments
 
 _SHARE = 4096  # tokens of a document that one program computes again
@@ -37,7 +37,7 @@ def isolate_forward(found: Partial, q: Tensor, k: Tensor, v: Tensor, *, pattern:
     return found
 
 
-def isolate_backward(found: Gradients, given: Given, *, pattern: Pattern, scale: float) -> Gradients:
+def isolate_backward(found: Gradients, given: BackwardInputs, *, pattern: Pattern, scale: float) -> Gradients:
     """Return a kernel's gradients, with documents computed again where what follows them is not finite.
 
     Args:
@@ -57,7 +57,7 @@ def _run(
     kernel: object, tensors: list[Tensor], q: Tensor, k: Tensor, pattern: Segments, scale: float, *, over_keys: bool
 ) -> None:
     """Run a kernel whose programs hold queries and go over keys, or the other way round."""
-    call, documents, head_dim = told(pattern, q, k), len(pattern.queries) - 1, q.shape[3]
+    call, documents, head_dim = package_arguments(pattern, q, k), len(pattern.queries) - 1, q.shape[3]
     longest, tokens = (call.longest_queries, k.shape[1]) if over_keys else (call.longest_keys, q.shape[1])
     parts = -(-longest // _SHARE)
     left, right = (_UNBOUNDED if bound is None else bound for bound in pattern.band)
@@ -65,7 +65,7 @@ def _run(
     size = 64 if head_dim <= 128 else 32
     behind = 256 if head_dim <= _WIDE_TILES else 128
     arguments = (*tensors, *map(strides_of, tensors), call.queries, call.keys, *numbers)
-    launch(kernel, k, documents * parts, arguments, Blocks(size, size, 4, 1), BEHIND=behind)
+    launch(kernel, k, documents * parts, arguments, BlockSizes(size, size, 4, 1), BEHIND=behind)
 
 
 @cache

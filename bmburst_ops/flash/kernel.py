@@ -22,7 +22,7 @@ class Gradients(NamedTuple):
     v: Tensor
 
 
-class Given(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What backward is given of a tile, or of more.
 
     Attributes:
@@ -83,7 +83,13 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
+        self,
+        given: BackwardInputs,
+        *,
+        pattern: Pattern,
+        scale: float,
+        deterministic: bool,
+        into: Gradients | None = None,
     ) -> Gradients:
         """Return the tile's gradients.
 

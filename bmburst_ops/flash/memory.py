@@ -79,8 +79,8 @@ def gradient_memory(q: Tensor, k: Tensor, v: Tensor, into: Gradients | None) -> 
 _ALIGNED = 4  # numbers: every vector starts at 16 bytes
 
 
-class Sent(NamedTuple):
-    """Tensors on a device, and on a GPU the stream that they came on and the event that says they are there."""
+class DeviceVectors(NamedTuple):
+    """Vectors on a device; on a GPU with the stream that copies or computes them, and the event behind that."""
 
     vectors: tuple[Tensor, ...]
     stream: torch.cuda.Stream | None
@@ -102,12 +102,12 @@ class Sent(NamedTuple):
 
 
 @contextmanager
-def held() -> Iterator[list[Sent]]:
-    """Give a list that gets all vectors that are asked for inside, none of which is waited for or sent there.
+def collect_vectors() -> Iterator[list[DeviceVectors]]:
+    """Collect in a list all vectors that are used inside. None is waited for, and none may be copied, inside.
 
-    For a CUDA graph: it reads them where they are, and cannot wait for what is outside it.
+    For the capture of a CUDA graph, which reads vectors at their addresses and cannot wait for events outside of it.
     """
-    vectors = list[Sent]()
+    vectors = list[DeviceVectors]()
     token = _holder.set(vectors)
     try:
         yield vectors
@@ -115,13 +115,13 @@ def held() -> Iterator[list[Sent]]:
         _holder.reset(token)
 
 
-_holder: ContextVar[list[Sent] | None] = ContextVar("bmburst_vectors", default=None)
+_holder: ContextVar[list[DeviceVectors] | None] = ContextVar("bmburst_vectors", default=None)
 
 
-def send(
+def copy_to_device(
     arrays: Sequence[IntArray | NDArray[np.bool_]], device: torch.device, dtype: torch.dtype = torch.int32
-) -> Sent:
-    """Send arrays of numbers that the dtype holds, each as a flat vector, in a copy that the host does not wait for."""
+) -> DeviceVectors:
+    """Copy arrays to a device, each as a flat vector of the dtype, in one transfer that the host does not wait for."""
     assert _holder.get() is None
     starts = [0]
     for array in arrays:
@@ -131,14 +131,14 @@ def send(
         numbers[start : start + array.size] = torch.from_numpy(array.ravel())
     memory = numbers.to(device, non_blocking=True)
     vectors = tuple(memory[start : start + array.size] for array, start in zip(arrays, starts, strict=False))
-    return made(vectors)
+    return vectors_of_stream(vectors)
 
 
-def made(vectors: tuple[Tensor, ...]) -> Sent:
-    """Return vectors of one device, one or more, that the current stream is making."""
+def vectors_of_stream(vectors: tuple[Tensor, ...]) -> DeviceVectors:
+    """Return vectors of one device, one or more, that the current stream computes; records an event behind them."""
     device = vectors[0].device
     if device.type != "cuda":
-        return Sent(vectors, None, None)
+        return DeviceVectors(vectors, None, None)
     stream, arrived = torch.cuda.current_stream(device), torch.cuda.Event()
     arrived.record(stream)
-    return Sent(vectors, stream, arrived)
+    return DeviceVectors(vectors, stream, arrived)

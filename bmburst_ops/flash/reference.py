@@ -8,21 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash.kernel import Given, Gradients, Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.merge import accumulation_dtype
-from bmburst_ops.pattern import FULL, Cells, IntArray, Need, Pattern, rows_of
+from bmburst_ops.pattern import FULL, Cells, IntArray, Need, Pattern, visible_ranges
 
 _ROWS = 512  # queries scored at once: memory stays linear in the keys
 
 
-class Visibility:
+class BooleanMask:
     """The boolean mask of a pattern, a slab of queries at a time, so that memory stays linear in the keys."""
 
     def __init__(self, pattern: Pattern, queries: int, keys: int) -> None:
         self.keys = keys
         self.is_full = pattern == FULL
-        self.rows = rows_of(pattern, queries, keys)
+        self.rows = visible_ranges(pattern, queries, keys)
         self.cells = pattern if isinstance(pattern, Cells) else None
 
     def block(self, queries: slice) -> tuple[slice, Tensor | None]:
@@ -72,7 +72,13 @@ class ReferenceKernel:
         return deliver_partial(Partial(torch.cat(outs, 1), torch.cat(lses, 2)), into)
 
     def backward(
-        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
+        self,
+        given: BackwardInputs,
+        *,
+        pattern: Pattern,
+        scale: float,
+        deterministic: bool,
+        into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`. P = exp(S - lse), dS = P * (dO V^T - delta) * scale (arXiv:2307.08691, alg. 2)."""
         del deterministic  # always
@@ -105,7 +111,7 @@ class _Slab(NamedTuple):
 def _slabs(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> Iterator[_Slab]:
     """Yield runs of queries, in order; at least one, and none of several queries that is empty."""
     dtype, (count, keys), kv_heads = accumulation_dtype(q.dtype), (q.shape[1], k.shape[1]), k.shape[2]
-    wide, visible = k.to(dtype), Visibility(pattern, count, keys)
+    wide, visible = k.to(dtype), BooleanMask(pattern, count, keys)
     for rows in _runs(visible, count):
         seen, mask = visible.block(rows)
         queries = q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))
@@ -115,7 +121,7 @@ def _slabs(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> Iterator[_Sl
         yield _Slab(rows, seen, scores)
 
 
-def _runs(visible: Visibility, count: int) -> Iterator[slice]:
+def _runs(visible: BooleanMask, count: int) -> Iterator[slice]:
     """Yield so many queries in runs, none with queries of several documents.
 
     A weight of zero times what is not a number is not a number: keys of other documents must not be multiplied at all.

@@ -9,8 +9,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash import blind, top_left
-from bmburst_ops.flash.kernel import Given, Gradients, Partial
+from bmburst_ops.flash import fully_masked, top_left
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
     PACKED,
     band_of,
@@ -24,7 +24,7 @@ from bmburst_ops.flash.limits import (
 )
 from bmburst_ops.flash.memory import aligned
 from bmburst_ops.flash.reference import ReferenceKernel
-from bmburst_ops.flash.varlen import Told, told_flash_attention_2
+from bmburst_ops.flash.varlen import PackageArguments, fa2_arguments
 from bmburst_ops.merge import surrogate_out
 from bmburst_ops.pattern import CAUSAL, FULL, Need, Pattern
 
@@ -46,8 +46,8 @@ class TorchKernel:
     ) -> Partial:
         """See `Kernel.forward`."""
 
-        def part(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, into: Partial | None) -> Partial:
-            call = told_flash_attention_2(seen, q, k)
+        def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
+            call = fa2_arguments(seen, q, k)
             result, lse, *_ = torch.ops.aten._flash_attention_forward(
                 *(aligned(call.flat(t)) for t in (q, k, v)),
                 *(call.queries, call.keys, call.longest_queries, call.longest_keys, 0.0, call.causal, False),
@@ -56,16 +56,22 @@ class TorchKernel:
             )
             return call.partial(result, lse, q, into)
 
-        return blind.forward(part, q, k, v, without_cells(pattern, self.name), into)
+        return fully_masked.forward(part, q, k, v, without_cells(pattern, self.name), into)
 
     def backward(
-        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
+        self,
+        given: BackwardInputs,
+        *,
+        pattern: Pattern,
+        scale: float,
+        deterministic: bool,
+        into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
         unused = torch.empty(0, dtype=torch.int64, device=given.q.device)  # random state of a dropout that is zero
 
-        def part(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
-            call = told_flash_attention_2(seen, given.q, given.k)
+        def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
+            call = fa2_arguments(seen, given.q, given.k)
             grad_out, q, k, v = (aligned(call.flat(t)) for t in given[:4])
             out = call.flat(surrogate_out(given.grad_out, given.delta))
             statistic = call.flat_statistic(given.lse).contiguous()
@@ -78,10 +84,10 @@ class TorchKernel:
                 )
             return call.gradients(Gradients(*gradients), given.q.shape[0], into)
 
-        return blind.backward(part, given, without_cells(pattern, self.name), into)
+        return fully_masked.backward(part, given, without_cells(pattern, self.name), into)
 
 
-def _window(call: Told) -> dict[str, int]:
+def _window(call: PackageArguments) -> dict[str, int]:
     """Return the window as the operations name it; without one they are called as they always were."""
     left, right = call.window
     return {} if left == right == -1 else {"window_size_left": left, "window_size_right": right}
@@ -147,24 +153,32 @@ class CudnnKernel:
             )
             return Partial(result.transpose(1, 2), lse.flatten(2))  # [batch, heads, queries, 1] as cuDNN has it
 
-        def rectangle(q: Tensor, k: Tensor, v: Tensor, seen: blind.Shape, into: Partial | None) -> Partial:
+        def rectangle(
+            q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None
+        ) -> Partial:
             return top_left.forward(part, q, k, v, causal_or_full(seen, self.name), into)
 
-        return blind.forward(rectangle, q, k, v, band_of(pattern, self.name), into)
+        return fully_masked.forward(rectangle, q, k, v, band_of(pattern, self.name), into)
 
     def backward(
-        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
+        self,
+        given: BackwardInputs,
+        *,
+        pattern: Pattern,
+        scale: float,
+        deterministic: bool,
+        into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
         unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
 
-        def rectangle(given: Given, seen: blind.Shape, into: Gradients | None) -> Gradients:
+        def rectangle(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
             return _rectangle_backward(given, causal_or_full(seen, self.name), scale, into)
 
-        return blind.backward(rectangle, given, band_of(pattern, self.name), into)
+        return fully_masked.backward(rectangle, given, band_of(pattern, self.name), into)
 
 
-def _rectangle_backward(given: Given, causal: bool, scale: float, into: Gradients | None) -> Gradients:
+def _rectangle_backward(given: BackwardInputs, causal: bool, scale: float, into: Gradients | None) -> Gradients:
     grad_out, q, k, v, lse, delta = given
     grad, queries, result = (_heads_first(t) for t in (grad_out, q, surrogate_out(grad_out, delta)))
     statistics = lse.float().contiguous()[..., None]

@@ -6,18 +6,18 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash.kernel import Given, Gradients, Partial
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import is_there, unless_ampere
 from bmburst_ops.flash.triton_launch import (
-    Blocks,
+    BlockSizes,
+    FlashBlockSizes,
     Kernels,
-    Plan,
     Table,
+    block_sizes_for,
     blocks_of,
     is_interpreted,
     launch,
-    mask_for,
-    plan_for,
+    mask_arguments,
 )
 from bmburst_ops.pattern import Need, Pattern
 
@@ -25,22 +25,24 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 _MAX_ROW_STRIDE = 2**31 // 256  # offsets inside a block of up to 256 rows are 32 bits wide
 
-_HOPPER: Table[Plan] = (  # compiled for sm_90 none spills 100 bytes a thread
-    (64, Plan(Blocks(128, 128, 8, 3), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3))),
-    (128, Plan(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 3), Blocks(128, 64, 8, 2))),
-    (256, Plan(Blocks(128, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(64, 64, 8, 2))),
+_HOPPER: Table[FlashBlockSizes] = (  # compiled for sm_90 none spills 100 bytes a thread
+    (64, FlashBlockSizes(BlockSizes(128, 128, 8, 3), BlockSizes(64, 128, 8, 2), BlockSizes(128, 64, 8, 3))),
+    (128, FlashBlockSizes(BlockSizes(128, 64, 8, 3), BlockSizes(32, 128, 8, 3), BlockSizes(128, 64, 8, 2))),
+    (256, FlashBlockSizes(BlockSizes(128, 64, 8, 2), BlockSizes(32, 64, 8, 2), BlockSizes(64, 64, 8, 2))),
 )
-_SMALL: Table[Plan] = (
-    (64, Plan(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 2))),
-    (128, Plan(Blocks(128, 32, 8, 2), Blocks(32, 64, 8, 2), Blocks(64, 32, 4, 2))),
-    (256, Plan(Blocks(64, 32, 8, 2), Blocks(16, 32, 4, 1), Blocks(32, 32, 4, 1))),
+_SMALL: Table[FlashBlockSizes] = (
+    (64, FlashBlockSizes(BlockSizes(128, 64, 4, 2), BlockSizes(64, 64, 4, 2), BlockSizes(128, 64, 8, 2))),
+    (128, FlashBlockSizes(BlockSizes(128, 32, 8, 2), BlockSizes(32, 64, 8, 2), BlockSizes(64, 32, 4, 2))),
+    (256, FlashBlockSizes(BlockSizes(64, 32, 8, 2), BlockSizes(16, 32, 4, 1), BlockSizes(32, 32, 4, 1))),
 )
-_FP32: Table[Plan] = (
-    (64, Plan(*[Blocks(32, 32, 4, 1)] * 3)),
-    (256, Plan(*[Blocks(16, 16, 4, 1)] * 3)),
+_FP32: Table[FlashBlockSizes] = (
+    (64, FlashBlockSizes(*[BlockSizes(32, 32, 4, 1)] * 3)),
+    (256, FlashBlockSizes(*[BlockSizes(16, 16, 4, 1)] * 3)),
 )
 # Small and uneven, so that small tensors meet every path.
-_INTERPRETED: Table[Plan] = ((256, Plan(Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1))),)
+_INTERPRETED: Table[FlashBlockSizes] = (
+    (256, FlashBlockSizes(BlockSizes(32, 16, 4, 1), BlockSizes(16, 32, 4, 1), BlockSizes(32, 16, 4, 1))),
+)
 
 
 class TritonKernel:
@@ -80,8 +82,8 @@ class TritonKernel:
             torch.empty(q.shape, dtype=q.dtype, device=q.device),
             torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device),
         )
-        kernels, blocks = _kernels(), _plan(q).forward
-        mask = mask_for(pattern, q, k, *blocks.over_keys)
+        kernels, blocks = _kernels(), _block_sizes(q).forward
+        mask = mask_arguments(pattern, q, k, *blocks.over_keys)
         numbers = (*_lengths(q, k), scale / math.log(2))
         strides = (*map(strides_of, (q, k, v, out)), *lse.stride()[:2])
         arguments = (q, k, v, out, lse, *strides, *numbers, *mask[1:])
@@ -89,7 +91,13 @@ class TritonKernel:
         return Partial(out, lse)
 
     def backward(
-        self, given: Given, *, pattern: Pattern, scale: float, deterministic: bool, into: Gradients | None = None
+        self,
+        given: BackwardInputs,
+        *,
+        pattern: Pattern,
+        scale: float,
+        deterministic: bool,
+        into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`. A query that saw no key, whose log-sum-exp is `-inf`, gives nothing."""
         del deterministic  # always
@@ -98,21 +106,21 @@ class TritonKernel:
         inputs = (grad_out, q, k, v, lse, delta)
         strides = tuple(map(strides_of, (grad_out, q, k, v, lse.transpose(1, 2), delta.transpose(1, 2))))
         numbers = (*_lengths(q, k), scale, scale / math.log(2))
-        kernels, plan = _kernels(), _plan(q)
-        blocks = plan.keys
-        mask = mask_for(pattern, q, k, *blocks.over_queries)
+        kernels, sizes = _kernels(), _block_sizes(q)
+        blocks = sizes.keys
+        mask = mask_arguments(pattern, q, k, *blocks.over_queries)
         arguments = (*inputs, *grads[1:], *strides, *map(strides_of, grads[1:]), *numbers, *mask[1:])
         launch(kernels.keys, k, blocks_of(k, blocks.keys), arguments, blocks, MASK=mask.kind)
-        blocks = plan.queries
-        mask = mask_for(pattern, q, k, *blocks.over_keys)
+        blocks = sizes.queries
+        mask = mask_arguments(pattern, q, k, *blocks.over_keys)
         arguments = (*inputs, grads.q, *strides, strides_of(grads.q), *numbers, *mask[1:])
         launch(kernels.queries, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind)
         return grads
 
 
-def _plan(q: Tensor) -> Plan:
+def _block_sizes(q: Tensor) -> FlashBlockSizes:
     """Return how each kernel is cut for these inputs on this device."""
-    return plan_for(q, _kernels().forward, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED)
+    return block_sizes_for(q, _kernels().forward, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED)
 
 
 @cache

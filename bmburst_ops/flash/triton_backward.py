@@ -42,7 +42,7 @@ def keys_kernel(
     """One program: dK and dV of KEYS keys of one KV head. Grid: (key blocks, KV heads, batch).
 
     Strides are of (batch, token, head); bits_scale is scale * log2(e). For MASK and the vectors see
-    `triton_launch.Mask`.
+    `triton_launch.MaskArguments`.
     """
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     first = tl.program_id(0) * KEYS  # a causal tile's first keys, which most queries see, first

@@ -187,7 +187,7 @@ def forward_kernel(
     """One program: QUERIES queries of one head over all their keys. Grid: (query blocks, heads, batch).
 
     Strides are of (batch, token, head), those of lse `[batch, heads, queries]` of a batch and of a head; bits_scale is
-    scale * log2(e), not negative. For MASK and the vectors see `triton_launch.Mask`.
+    scale * log2(e), not negative. For MASK and the vectors see `triton_launch.MaskArguments`.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal tile's longest rows first
     head, batch = tl.program_id(1), tl.program_id(2)

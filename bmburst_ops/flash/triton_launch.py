@@ -8,17 +8,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bmburst_ops.bounded_cache import bounded_cache
-from bmburst_ops.flash.memory import Sent, send
+from bmburst_ops.flash.memory import DeviceVectors, copy_to_device
 from bmburst_ops.flash.reference import cell_of
-from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, IntArray, Pattern, Rows, rows_of, transposed
+from bmburst_ops.pattern import CAUSAL, FULL, Band, Cells, IntArray, Pattern, VisibleRanges, transposed, visible_ranges
 
 _CHUNK = 2**22  # tiles looked at once
 
 Side = Literal["queries", "keys"]
 
 
-class Mask(NamedTuple):
-    """How a kernel masks, and its vectors, in the order of its arguments; None for those that are not read."""
+class MaskArguments(NamedTuple):
+    """Mask arguments of a kernel, in the order in which it takes them; None for those that it does not read."""
 
     kind: Literal["full", "causal", "rows", "cells"]
     starts: Tensor | None = None
@@ -37,52 +37,54 @@ class Mask(NamedTuple):
     """Where these begin in `tiles`: two numbers a block, and the end."""
 
 
-def mask_for(pattern: Pattern, q: Tensor, k: Tensor, side: Side, rows: int, columns: int) -> Mask:
+def mask_arguments(pattern: Pattern, q: Tensor, k: Tensor, side: Side, rows: int, columns: int) -> MaskArguments:
     """Return the mask of a kernel whose programs hold `rows` tokens of a side and go over `columns` of the other."""
     queries, keys, device = q.shape[1], k.shape[1], q.device
     if isinstance(pattern, Band):
         pattern = pattern.within(queries, keys)
         if pattern == FULL:
-            return Mask("full")
+            return MaskArguments("full")
         if pattern == CAUSAL and queries <= keys:
-            return Mask("causal")
+            return MaskArguments("causal")
     starts, stops = _intervals(pattern, queries, keys, side, device).here()
     if not isinstance(pattern, Cells):
-        return Mask("rows", starts, stops)
+        return MaskArguments("rows", starts, stops)
     query_cells, key_cells, cells = _cells(pattern, queries, keys, device).here()
     tiles, ends = _tiles(pattern, queries, keys, side, rows, columns, device).here()
-    return Mask("cells", starts, stops, query_cells, key_cells, cells, pattern.cells.shape[1], tiles, ends)
+    return MaskArguments("cells", starts, stops, query_cells, key_cells, cells, pattern.cells.shape[1], tiles, ends)
 
 
 @bounded_cache(maxsize=64)
-def _intervals(pattern: Pattern, queries: int, keys: int, side: Side, device: torch.device) -> Sent:
-    return send(_rows(pattern, queries, keys, side), device)
+def _intervals(pattern: Pattern, queries: int, keys: int, side: Side, device: torch.device) -> DeviceVectors:
+    return copy_to_device(_rows(pattern, queries, keys, side), device)
 
 
 @bounded_cache(maxsize=64)
-def _cells(pattern: Cells, queries: int, keys: int, device: torch.device) -> Sent:
+def _cells(pattern: Cells, queries: int, keys: int, device: torch.device) -> DeviceVectors:
     places = cell_of(pattern.query_edges, 0, queries), cell_of(pattern.key_edges, 0, keys)
-    return send((*places, pattern.cells), device)
+    return copy_to_device((*places, pattern.cells), device)
 
 
 @bounded_cache(maxsize=64)
-def _tiles(pattern: Cells, queries: int, keys: int, side: Side, rows: int, columns: int, device: torch.device) -> Sent:
+def _tiles(
+    pattern: Cells, queries: int, keys: int, side: Side, rows: int, columns: int, device: torch.device
+) -> DeviceVectors:
     cells = pattern.cells
     places = cell_of(pattern.query_edges, 0, queries), cell_of(pattern.key_edges, 0, keys)
     if side == "keys":
         cells, places = cells.T, (places[1], places[0])
-    return send(tile_lists(_rows(pattern, queries, keys, side), *places, cells, rows, columns), device)
+    return copy_to_device(tile_lists(_rows(pattern, queries, keys, side), *places, cells, rows, columns), device)
 
 
-def _rows(pattern: Pattern, queries: int, keys: int, side: Side) -> Rows:
-    rows = rows_of(pattern, queries, keys)
+def _rows(pattern: Pattern, queries: int, keys: int, side: Side) -> VisibleRanges:
+    rows = visible_ranges(pattern, queries, keys)
     return rows if side == "queries" else transposed(rows, keys)
 
 
 def tile_lists(
-    seen: Rows, row_cells: IntArray, column_cells: IntArray, cells: NDArray[np.bool_], rows: int, columns: int
+    seen: VisibleRanges, row_cells: IntArray, column_cells: IntArray, cells: NDArray[np.bool_], rows: int, columns: int
 ) -> tuple[IntArray, IntArray]:
-    """Return `(tiles, ends)` as `Mask` has them, for blocks of so many rows and columns.
+    """Return `(tiles, ends)` as `MaskArguments` has them, for blocks of so many rows and columns.
 
     A tile is listed if any of its cells is on and any of its rows' intervals reaches into it; among the open ones if
     all are, and all do so over its whole width. How many are on is a sum over a rectangle, which four numbers tell.
@@ -117,8 +119,8 @@ def _blocks(count: int, size: int) -> tuple[IntArray, IntArray]:
     return first, np.minimum(first + size, count) - 1
 
 
-class Blocks(NamedTuple):
-    """How a program is cut: rows of queries and of keys it holds at once, warps, and loads under way."""
+class BlockSizes(NamedTuple):
+    """Launch configuration of a kernel: queries and keys of a tile, warps, and software pipelining stages."""
 
     queries: int
     keys: int
@@ -136,21 +138,23 @@ class Blocks(NamedTuple):
         return "keys", self.keys, self.queries
 
 
-class Plan(NamedTuple):
-    """How each kernel is cut; `keys` and `queries` are the two of backward."""
+class FlashBlockSizes(NamedTuple):
+    """Block sizes of each flash attention kernel; `keys` and `queries` are the two kernels of backward."""
 
-    forward: Blocks
-    keys: Blocks
-    queries: Blocks
+    forward: BlockSizes
+    keys: BlockSizes
+    queries: BlockSizes
 
 
 P = TypeVar("P")
 Table = tuple[tuple[int, P], ...]
-"""Plans by the largest padded head dim that each is for."""
+"""Block sizes by the largest padded head dim that each entry is for."""
 
 
-def plan_for(q: Tensor, kernel: Any, *, hopper: Table[P], small: Table[P], fp32: Table[P], interpreted: Table[P]) -> P:
-    """Return how kernels are cut for queries `[batch, queries, heads, head_dim]` on their device.
+def block_sizes_for(
+    q: Tensor, kernel: Any, *, hopper: Table[P], small: Table[P], fp32: Table[P], interpreted: Table[P]
+) -> P:
+    """Return the block sizes of kernels for queries `[batch, queries, heads, head_dim]` on their device.
 
     Args:
         q: The queries.
@@ -164,11 +168,11 @@ def plan_for(q: Tensor, kernel: Any, *, hopper: Table[P], small: Table[P], fp32:
     if not is_interpreted(kernel):
         has_much = torch.cuda.get_device_capability(q.device)[0] in (9, 10)  # and 12 has little again
         table = fp32 if q.dtype == torch.float32 else hopper if has_much else small
-    return next(plan for largest, plan in table if padded(q.shape[-1]) <= largest)
+    return next(sizes for largest, sizes in table if padded(q.shape[-1]) <= largest)
 
 
 class Kernels(NamedTuple):
-    """What a plan cuts, as Triton made it: compiled, or interpreted."""
+    """The kernels of one attention, as Triton made them: compiled, or interpreted."""
 
     forward: Any
     keys: Any
@@ -176,7 +180,7 @@ class Kernels(NamedTuple):
 
 
 def launch(
-    kernel: Any, side: Tensor, programs: int, arguments: tuple[Any, ...], blocks: Blocks, **constants: Any
+    kernel: Any, side: Tensor, programs: int, arguments: tuple[Any, ...], blocks: BlockSizes, **constants: Any
 ) -> None:
     """Run so many programs for each head and batch of a side, the queries or the keys.
 
@@ -185,7 +189,7 @@ def launch(
         side: `[batch, tokens, heads, head_dim]`.
         programs: How many; none where there is nothing of the side.
         arguments: What the kernel takes by position.
-        blocks: How it is cut.
+        blocks: Its block sizes.
         constants: What is compiled in beside head dim, blocks and precision.
     """
     batch, _, heads, head_dim = side.shape

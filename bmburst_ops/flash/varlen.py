@@ -1,4 +1,4 @@
-"""Patterns as packages of flash attention are told them: a window, and offsets into one long row of tokens."""
+"""Patterns as arguments of flash attention packages: a window, and cumulative offsets of variable-length sequences."""
 
 from typing import Any, NamedTuple
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from bmburst_ops.bounded_cache import bounded_cache
 from bmburst_ops.flash.kernel import Gradients, Partial
-from bmburst_ops.flash.memory import Sent, deliver_gradients, deliver_partial, send
+from bmburst_ops.flash.memory import DeviceVectors, copy_to_device, deliver_gradients, deliver_partial
 from bmburst_ops.pattern import CAUSAL, Band, IntArray, Segments
 
 
-class Told(NamedTuple):
-    """What a package is told. Without offsets its tensors are `[batch, tokens, ...]`, with them `[tokens, ...]`."""
+class PackageArguments(NamedTuple):
+    """A pattern as a package takes it. Its tensors are `[tokens, ...]` with offsets, else `[batch, tokens, ...]`."""
 
     band: Band
     queries: Tensor | None
@@ -88,25 +88,25 @@ class Told(NamedTuple):
         return deliver_gradients(Gradients(*(t.unflatten(0, (batch, -1)) for t in found)), into)
 
 
-def told(pattern: Band | Segments, q: Tensor, k: Tensor) -> Told:
-    """Return what a package is told of a pattern of these queries and keys, neither of which is empty."""
+def package_arguments(pattern: Band | Segments, q: Tensor, k: Tensor) -> PackageArguments:
+    """Return the arguments of a package for a pattern of these queries and keys, neither of which is empty."""
     if isinstance(pattern, Band):
-        return Told(pattern, None, None, q.shape[1], k.shape[1])
+        return PackageArguments(pattern, None, None, q.shape[1], k.shape[1])
     offsets = _offsets(pattern, q.shape[0], q.device)
     queries, keys = offsets.sent.here()
-    return Told(pattern.band.within(*offsets.longest), queries, keys, *offsets.longest)
+    return PackageArguments(pattern.band.within(*offsets.longest), queries, keys, *offsets.longest)
 
 
-def told_flash_attention_2(pattern: Band | Segments, q: Tensor, k: Tensor) -> Told:
-    """Return what FlashAttention-2, alone or inside torch, is told.
+def fa2_arguments(pattern: Band | Segments, q: Tensor, k: Tensor) -> PackageArguments:
+    """Return the arguments of FlashAttention-2, as a package or inside torch.
 
-    It takes a window to the right of at least the keys for none, which is wrong where the queries are more: it compares
-    with the longest segment that it is told of, so it is told of a longer one. And where it is told of one query at
-    most, it takes every segment to have one.
+    The kernel ignores a right window of at least `max_seqlen_k`, which is wrong if there are more queries than keys: so
+    `max_seqlen_k` is set above the window. With `max_seqlen_q` = 1 it takes every segment to have one query: so it is 2
+    or more.
     """
     if isinstance(pattern, Band) and k.shape[1] <= (pattern.right or 0):
         pattern = Segments(pattern, (0, q.shape[1]), (0, k.shape[1]))
-    call = told(pattern, q, k)
+    call = package_arguments(pattern, q, k)
     if call.queries is None:
         return call
     longest_keys = max(call.longest_keys, (call.band.right or 0) + 1)
@@ -114,7 +114,7 @@ def told_flash_attention_2(pattern: Band | Segments, q: Tensor, k: Tensor) -> To
 
 
 class _Offsets(NamedTuple):
-    sent: Sent
+    sent: DeviceVectors
     longest: tuple[int, int]
     """The most queries, and the most keys, of a segment."""
 
@@ -123,7 +123,7 @@ class _Offsets(NamedTuple):
 def _offsets(pattern: Segments, batch: int, device: torch.device) -> _Offsets:
     sides = (np.array(pattern.queries), np.array(pattern.keys))
     queries, keys = (int(np.diff(side).max()) for side in sides)
-    return _Offsets(send([_repeated(side, batch) for side in sides], device), (queries, keys))
+    return _Offsets(copy_to_device([_repeated(side, batch) for side in sides], device), (queries, keys))
 
 
 def _repeated(offsets: IntArray, batch: int) -> IntArray:

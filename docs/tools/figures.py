@@ -16,7 +16,7 @@ FIGURES: dict[str, Callable[[], Drawing]] = {
     "masks": scores.masks,
     "heads": journeys.heads,
     "timeline": journeys.timeline,
-    "travellers": journeys.travellers,
+    "ring_tensors": journeys.ring_tensors,
     "double_ring": journeys.double_ring,
 }
 

@@ -7,10 +7,10 @@ from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.heads_plan import HeadsPlan, Strides, make_heads_plan
 from bmburst.schedule.layout import Contiguous, Layout, make_layout, rank_areas
 from bmburst.schedule.mask import Causal
-from bmburst.schedule.ring_schedule import Itinerary, layout_itinerary, make_schedule
+from bmburst.schedule.ring_schedule import DoubleRingOrder, layout_ring_order, make_schedule
 from bmburst.schedule.strategy import choose_strategy
-from bmburst.schedule.strategy_names import Strategy, Travellers
-from bmburst.schedule.units import HeadShapes, backward_bytes, choose_travellers
+from bmburst.schedule.strategy_names import RingTensors, Strategy
+from bmburst.schedule.units import HeadShapes, backward_bytes, choose_ring_tensors
 from docs.tools.svg import Drawing
 
 RANKS = 4
@@ -117,7 +117,7 @@ def double_ring() -> Drawing:
         [step.owner for step in make_schedule(layout, length, Causal(), rank, "kv").steps]
         for rank in range(layout.size)
     ]
-    double = [list(_itinerary().owners(rank)) for rank in range(layout.size)]
+    double = [list(_ring_order().owners(rank)) for rank in range(layout.size)]
     _visits(drawing, 78, flat, "one ring")
     _visits(drawing, 446, double, "double ring")
     drawing.rect(78, 352, 14, 14, "r0", radius=2)
@@ -144,11 +144,11 @@ def crossings(owners: list[list[int]]) -> list[tuple[int, int]]:
     return found
 
 
-def travellers() -> Drawing:
+def ring_tensors() -> Drawing:
     """Bytes that a rank sends backward, if keys and values travel or queries."""
     drawing = Drawing(720, 214, "Bytes sent backward, keys and values against queries")
     size, tokens, left = 8, 8192, 170.0
-    kinds: tuple[Travellers, ...] = ("kv", "q")
+    kinds: tuple[RingTensors, ...] = ("kv", "q")
     ratios = (1, 2, 4, 8)
     shapes = [
         HeadShapes(
@@ -168,7 +168,7 @@ def travellers() -> Drawing:
         drawing.text(left - 12, 42 + i * 44, f"32 heads, {32 // ratio} KV heads", anchor="end")
         for j, kind in enumerate(kinds):
             nbytes, y = backward_bytes(shape, kind), 24 + i * 44 + j * 17
-            chosen = choose_travellers(shape) == kind
+            chosen = choose_ring_tensors(shape) == kind
             drawing.rect(left, y, 440 * nbytes / most, 14, f"r{j}{'' if chosen else ' faint'}", radius=1.5)
             says = f"{nbytes / 2**30:.2f} GiB{', chosen' * chosen}"
             drawing.text(left + 440 * nbytes / most + 8, y + 11, says, "strong" if chosen else "soft", size=11)
@@ -217,8 +217,8 @@ def _strategy() -> Strategy:
     return choose_strategy("heads", _shapes(), LENGTH, Causal(), Placement("peer"), load_hardware(MACHINE))
 
 
-def _itinerary() -> Itinerary:
-    return layout_itinerary(*_around(), Causal(), "kv", NODES, returning=False)
+def _ring_order() -> DoubleRingOrder:
+    return layout_ring_order(*_around(), Causal(), "kv", NODES, returning=False)
 
 
 def _around() -> tuple[Layout, int]:

@@ -8,8 +8,8 @@ import torch
 from bmburst.attention.call import decide, head_shapes
 from bmburst.attention.options import AttentionOptions
 from bmburst.comm import transports
-from bmburst.comm.checks import Checked
-from bmburst.comm.local import LocalCommunicator, Wire, run_ranks
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.local import LocalCommunicator, MessageQueue, run_ranks
 from bmburst.schedule.cost import Placement
 from bmburst.schedule.hardware import HOST, hardware_like
 from bmburst.schedule.mask import Causal
@@ -20,8 +20,8 @@ from tests.refusals import refused
 OPTIONS = AttentionOptions()
 
 
-def group(*, always: bool = False) -> Checked:
-    return Checked(LocalCommunicator(0, [[Wire()]]), torch.device("cpu"), always=always)
+def group(*, always: bool = False) -> CheckedCommunicator:
+    return CheckedCommunicator(LocalCommunicator(0, [[MessageQueue()]]), torch.device("cpu"), always=always)
 
 
 def inputs(tokens: int = 8, heads: int = 2, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -127,6 +127,11 @@ def test_the_strategy_is_the_cost_models():
 def test_unlike_gpus_are_priced_as_the_first(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(transports, "gather_objects", lambda _, mine: ["NVIDIA A100-SXM4-80GB", mine])
-    pair = [LocalCommunicator(rank, [[Wire(), Wire()], [Wire(), Wire()]]) for rank in range(2)]
-    assert {transports.device_name(Checked(one, torch.device("cuda", 0))) for one in pair} == {"NVIDIA A100-SXM4-80GB"}
-    assert transports.device_name(Checked(pair[0], torch.device("cpu"))) == HOST
+    pair = [
+        LocalCommunicator(rank, [[MessageQueue(), MessageQueue()], [MessageQueue(), MessageQueue()]])
+        for rank in range(2)
+    ]
+    assert {transports.device_name(CheckedCommunicator(one, torch.device("cuda", 0))) for one in pair} == {
+        "NVIDIA A100-SXM4-80GB"
+    }
+    assert transports.device_name(CheckedCommunicator(pair[0], torch.device("cpu"))) == HOST

@@ -12,11 +12,11 @@ from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
 from bmburst.attention.ring import double_ring_carry_home, double_ring_visits, ring_backward, ring_forward
 from bmburst.comm.local import run_ranks
-from bmburst.comm.protocol import Arrived
+from bmburst.comm.protocol import CompletedTransfer
 from bmburst.comm.transports import DoubleRingGroups, double_ring_groups
 from bmburst.errors import UserError
-from bmburst.schedule.ring_schedule import make_itinerary
-from bmburst_ops.flash import Given
+from bmburst.schedule.ring_schedule import make_ring_order
+from bmburst_ops.flash import BackwardInputs
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
 from tests.live_bytes import LiveBytes
@@ -42,12 +42,12 @@ class Counting:
         return self.comm.ring(*tensors, shift=shift)
 
 
-def double_attention(comm, nodes, travellers, whole, mask, layout, with_lse=True):
+def double_attention(comm, nodes, ring_tensors, whole, mask, layout, with_lse=True):
     """Cut, attend and put together, by the executor itself; return also both groups."""
     length = whole[0].shape[1]
     q, k, v, grad = (bmburst.shard(t, layout=layout, group=comm) for t in whole[:4])
     grad_lse = bmburst.shard(whole[4], dim=2, layout=layout, group=comm)
-    name = {"kv": "kv", "q": "burst"}[travellers]
+    name = {"kv": "kv", "q": "burst"}[ring_tensors]
     options = AttentionOptions(mask=mask, layout=layout, strategy=name, kernel="reference")
     groups = double_ring_groups(comm, nodes, "auto")
     groups = DoubleRingGroups(Counting(groups.intra), Counting(groups.inter))
@@ -55,7 +55,7 @@ def double_attention(comm, nodes, travellers, whole, mask, layout, with_lse=True
     out, lse = ring_forward(call, q, k, v)
     forward = groups.inter.sent, groups.intra.sent
     delta = (grad * out).sum(-1).transpose(1, 2) - grad_lse
-    grads = ring_backward(call, Given(grad, q, k, v, lse, delta))
+    grads = ring_backward(call, BackwardInputs(grad, q, k, v, lse, delta))
     parts = [bmburst.unshard(t, layout=layout, group=comm, length=length) for t in (out, *grads)]
     return (
         [parts[0], bmburst.unshard(lse, dim=2, layout=layout, group=comm, length=length), *parts[1:]],
@@ -67,10 +67,10 @@ def double_attention(comm, nodes, travellers, whole, mask, layout, with_lse=True
 @pytest.mark.parametrize(("nodes", "places"), MESHES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", ["causal", "full"])
-@pytest.mark.parametrize("travellers", ["kv", "q"])
-def test_equals_one_device_in_fp64(nodes, places, layout, mask, travellers):
+@pytest.mark.parametrize("ring_tensors", ["kv", "q"])
+def test_equals_one_device_in_fp64(nodes, places, layout, mask, ring_tensors):
     def body(comm, whole, expected):
-        got, _, _ = double_attention(comm, nodes, travellers, whole, mask, layout)
+        got, _, _ = double_attention(comm, nodes, ring_tensors, whole, mask, layout)
         for ours, wanted in zip(got, expected, strict=True):
             torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-10)
 
@@ -81,8 +81,8 @@ def test_equals_one_device_in_fp64(nodes, places, layout, mask, travellers):
 
 
 @pytest.mark.parametrize("mask", [bmburst.SlidingWindow(9), bmburst.Documents([20, 1, 7, 25, 8])])
-@pytest.mark.parametrize("travellers", ["kv", "q"])
-def test_steps_without_work_are_not_taken(mask, travellers):
+@pytest.mark.parametrize("ring_tensors", ["kv", "q"])
+def test_steps_without_work_are_not_taken(mask, ring_tensors):
     """Results are those of the definition; fewer blocks move than under a causal mask."""
     whole = draw(1, 1, 61, 4, 2, 8)
     index = torch.arange(61)
@@ -99,10 +99,10 @@ def test_steps_without_work_are_not_taken(mask, travellers):
     grads = torch.autograd.grad((out * whole[3]).sum() + (lse * whole[4]).sum(), (q, k, v))
 
     def body(comm):
-        got, groups, _ = double_attention(comm, 2, travellers, whole, mask, "contiguous")
+        got, groups, _ = double_attention(comm, 2, ring_tensors, whole, mask, "contiguous")
         for ours, wanted in zip(got, (out.detach(), lse.detach(), *grads), strict=True):
             torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-10)
-        causal = double_attention(comm, 2, travellers, whole, "causal", "contiguous")[1]
+        causal = double_attention(comm, 2, ring_tensors, whole, "causal", "contiguous")[1]
         return groups.intra.hops, causal.intra.hops
 
     (hops,) = set(run_ranks(6, body))
@@ -110,20 +110,20 @@ def test_steps_without_work_are_not_taken(mask, travellers):
 
 
 @pytest.mark.parametrize(("nodes", "places"), MESHES)
-@pytest.mark.parametrize(("travellers", "kv_heads"), [("kv", 1), ("q", 4), ("kv", 4)])
-def test_moves_the_bytes_that_the_formula_says(nodes, places, travellers, kv_heads):
+@pytest.mark.parametrize(("ring_tensors", "kv_heads"), [("kv", 1), ("q", 4), ("kv", 4)])
+def test_moves_the_bytes_that_the_formula_says(nodes, places, ring_tensors, kv_heads):
     """Between nodes a rank sends nodes - 1 blocks forward, and as many with as many gradients backward."""
     tokens, size = 6, nodes * places
 
     def body(comm):
         whole = draw(0, 2, tokens * size, 4, kv_heads, 8)
-        _, groups, forward = double_attention(comm, nodes, travellers, whole, "causal", "zigzag")
+        _, groups, forward = double_attention(comm, nodes, ring_tensors, whole, "causal", "zigzag")
         keys, queries, statistics = (2 * tokens * 8 * n for n in (8 * kv_heads, 8 * 4, 4))  # bytes of fp64
-        guests, gradients = (2 * keys, 2 * keys) if travellers == "kv" else (2 * queries + 2 * statistics, queries)
+        blocks, gradients = (2 * keys, 2 * keys) if ring_tensors == "kv" else (2 * queries + 2 * statistics, queries)
         assert forward == ((nodes - 1) * 2 * keys, nodes * (places - 1) * 2 * keys)
-        assert groups.inter.sent - forward[0] == (nodes - 1) * (guests + gradients)
+        assert groups.inter.sent - forward[0] == (nodes - 1) * (blocks + gradients)
         returns = nodes * (places - 1) + (places > 2 or nodes == 1 < places)
-        assert groups.intra.sent - forward[1] == nodes * (places - 1) * guests + returns * gradients
+        assert groups.intra.sent - forward[1] == nodes * (places - 1) * blocks + returns * gradients
 
     run_ranks(size, body)
 
@@ -144,8 +144,8 @@ class Logging:
 def test_a_block_is_on_its_way_between_nodes_for_a_whole_window():
     log = []
     groups = DoubleRingGroups(Logging("hop", 2, log), Logging("far", 3, log))
-    itinerary = make_itinerary(3, 2, everything, returning=False)
-    for _ in double_ring_visits(groups, itinerary, torch.zeros(1)):
+    ring_order = make_ring_order(3, 2, everything, returning=False)
+    for _ in double_ring_visits(groups, ring_order, torch.zeros(1)):
         log.append("work")
     first = ["start far1 by 1", "start hop1 by 1", "work", "wait hop1", "work", "wait far1"]
     second = ["start far2 by 1", "start hop2 by 1", "work", "wait hop2", "work", "wait far2"]
@@ -155,8 +155,8 @@ def test_a_block_is_on_its_way_between_nodes_for_a_whole_window():
 def test_gradients_between_nodes_are_on_their_way_for_a_whole_window():
     log = []
     groups = DoubleRingGroups(Logging("hop", 4, log), Logging("far", 3, log))
-    itinerary = make_itinerary(3, 4, everything, returning=True)
-    double_ring_carry_home(groups, itinerary, (torch.zeros(1),), lambda _: log.append("work") or (torch.zeros(1),))
+    ring_order = make_ring_order(3, 4, everything, returning=True)
+    double_ring_carry_home(groups, ring_order, (torch.zeros(1),), lambda _: log.append("work") or (torch.zeros(1),))
     far = [(entry.split(" by ")[0], log[:i].count("work")) for i, entry in enumerate(log) if "far" in entry]
     assert far == [  # at which step: windows are of 2, 4, 4 and 2 of them
         *(("start far1", 0), ("wait far1", 2), ("start far2", 2)),  # blocks
@@ -175,7 +175,7 @@ def test_the_strategy_of_that_name(nodes, size, heads, kv_heads):
         q, k = (torch.zeros(1, 4, n, 8) for n in (heads, kv_heads))
         call = decide(comm, q, k, k, None, AttentionOptions(strategy="double-ring"))
         assert (call.double_ring.intra.size, call.double_ring.inter.size) == (size // nodes, nodes)
-        assert call.strategy.travellers == ("q" if kv_heads == heads else "kv")
+        assert call.strategy.ring_tensors == ("q" if kv_heads == heads else "kv")
 
     run_ranks(size, body)
 
@@ -247,7 +247,7 @@ class Echo:
         self.rank, self.size = 0, size
 
     def ring(self, *tensors, **_):
-        return Arrived(tuple(t.clone() for t in tensors))
+        return CompletedTransfer(tuple(t.clone() for t in tensors))
 
 
 def test_memory_does_not_grow_with_nodes_or_ranks():
@@ -257,10 +257,10 @@ def test_memory_does_not_grow_with_nodes_or_ranks():
         groups = DoubleRingGroups(Echo(places), Echo(nodes))
         alive = LiveBytes()
         with alive:
-            itinerary = make_itinerary(nodes, places, everything, returning=False)
-            deque(double_ring_visits(groups, itinerary, torch.zeros(1000)), maxlen=0)
-            forward, itinerary = alive.peak, make_itinerary(nodes, places, everything, returning=True)
-            double_ring_carry_home(groups, itinerary, (torch.zeros(1000),), lambda _: (torch.zeros(1000),))
+            ring_order = make_ring_order(nodes, places, everything, returning=False)
+            deque(double_ring_visits(groups, ring_order, torch.zeros(1000)), maxlen=0)
+            forward, ring_order = alive.peak, make_ring_order(nodes, places, everything, returning=True)
+            double_ring_carry_home(groups, ring_order, (torch.zeros(1000),), lambda _: (torch.zeros(1000),))
         return forward, alive.peak
 
     for nodes, places in ((2, 2), (4, 4), (8, 8)):

@@ -9,10 +9,10 @@ import torch
 import bmburst
 from bmburst.attention import call as decided
 from bmburst.attention.gather import gather_backward, gather_forward
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.local import run_ranks
-from bmburst.comm.protocol import Arrived
-from bmburst_ops.flash import CAUSAL, Given, Gradients, Partial, ReferenceKernel
+from bmburst.comm.protocol import CompletedTransfer
+from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, ReferenceKernel
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw, reference
 from tests.attention.test_burst_attention import compare, split_attention
@@ -63,7 +63,7 @@ class Eager:
         self.all_gather, self.outbox, self.inbox, self.push = inner.all_gather, inner.outbox, inner.inbox, inner.push
 
     def pull(self, exchange, outbox, targets, lane=0):
-        return Arrived(self.inner.pull(exchange, outbox, targets, lane).wait())
+        return CompletedTransfer(self.inner.pull(exchange, outbox, targets, lane).wait())
 
 
 @pytest.mark.parametrize("strategy", ["gather", "heads+gather"])
@@ -71,7 +71,7 @@ def test_nothing_that_is_still_read_is_written(monkeypatch, strategy):
     in_units(monkeypatch, 1)
 
     def body(comm):
-        group = Checked(Eager(comm), torch.device("cpu"), always=False)
+        group = CheckedCommunicator(Eager(comm), torch.device("cpu"), always=False)
         compare(group, "zigzag", "causal", 29, 8, 8, {"strategy": strategy})
 
     run_ranks(4, body)
@@ -120,7 +120,7 @@ def test_strided_inputs_and_results():
         assert all(a is b for a, b in zip(gather_forward(call, q, k, v, part), part, strict=True))
         torch.testing.assert_close(part, Partial(out, lse))
         into = Gradients(room[:, :, :4], room[:, :, 4:6], room[:, :, 6:])
-        gather_backward(call, Given(grad, q, k, v, part.lse, row_dots(grad, out)), into)
+        gather_backward(call, BackwardInputs(grad, q, k, v, part.lse, row_dots(grad, out)), into)
         for ours, wanted in zip(into, grads, strict=True):
             torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-10)
 
@@ -157,7 +157,7 @@ def test_moves_only_what_the_mask_needs(most, layout, mask, length):
 
     def body(comm):
         watching = Watching(comm)
-        group = Checked(watching, torch.device("cpu"), always=False)
+        group = CheckedCommunicator(watching, torch.device("cpu"), always=False)
         q, k, v = (torch.randn(batch, 8, h, head_dim).bfloat16().requires_grad_() for h in (6, kv_heads, kv_heads))
         attend = partial(bmburst.burst_attention, group=group, layout=layout, mask=mask, length=length)
         out = attend(q, k, v, strategy="gather")
@@ -216,7 +216,7 @@ class Idle:
 
 def alone(rank, size, log, most, tokens=8, heads=6, kv_heads=3, head_dim=4):
     """Return one rank's call, with what it attends to."""
-    comm = Checked(Silent(rank, size, log), torch.device("cpu"), always=False)
+    comm = CheckedCommunicator(Silent(rank, size, log), torch.device("cpu"), always=False)
     q, k, v = (torch.zeros(1, tokens, h, head_dim) for h in (heads, kv_heads, kv_heads))
     call = decided.decide(comm, q, k, v, None, decided.AttentionOptions(strategy="gather"))
     return replace(call, kernel=Idle(log), strategy=replace(call.strategy, most_kv_heads=most)), (q, k, v)
@@ -233,7 +233,7 @@ def test_transfers_are_under_way_beside_kernels():
         *("2 starts 2", "2 is here 1", *rectangles, "2 is here 2", *rectangles),
     ]
     log.clear()
-    gather_backward(call, Given(out, *inputs, lse, lse))
+    gather_backward(call, BackwardInputs(out, *inputs, lse, lse))
     rectangles = ["rectangle 8 x 4", "rectangle 4 x 8"]
     assert log == [
         *("2 starts 0", "own", "2 starts 1", "2 is here 0", *rectangles, "3 starts 0"),
@@ -259,7 +259,7 @@ def test_memory_is_what_the_formula_says(most, turns, size):
         assert alive.peak <= inputs[0].numel() * 4 + statistics + moving + rectangle + 1024 * 2 * turns
         alive = LiveBytes()
         with alive:
-            gather_backward(call, Given(out, *inputs, lse, lse))
+            gather_backward(call, BackwardInputs(out, *inputs, lse, lse))
         moving += 2 * turns * (2 * size - 1) * tokens * unit
         parts_of_queries = 3 * tokens * group * unit
         assert alive.peak <= results + moving + parts_of_queries + tokens * group * unit + 1024 * 4 * turns

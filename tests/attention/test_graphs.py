@@ -11,7 +11,7 @@ import torch
 from bmburst.attention import graphs as module
 from bmburst.attention.graphs import Recording, Recordings
 from bmburst_ops.flash import memory
-from bmburst_ops.flash.memory import Sent, held, send
+from bmburst_ops.flash.memory import DeviceVectors, collect_vectors, copy_to_device
 
 CPU = torch.device("cpu")
 
@@ -87,8 +87,8 @@ def test_the_recordings_used_least_recently_are_dropped():
 def test_what_a_graph_reads_is_kept_and_not_waited_for(monkeypatch):
     """A capture may not wait for an event outside it, and what it was given must live as long as its graph."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("waits"))
-    sent = Sent((torch.arange(3),), stream=object(), arrived=object())
-    with held() as kept:
+    sent = DeviceVectors((torch.arange(3),), stream=object(), arrived=object())
+    with collect_vectors() as kept:
         assert sent.here() is sent.vectors
     assert kept == [sent]
     with pytest.raises(pytest.fail.Exception):
@@ -112,13 +112,13 @@ def test_work_that_varies_is_recorded_in_memory_of_one_piece(monkeypatch, varyin
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Capturing)
     monkeypatch.setattr(torch, "empty", lambda n, **options: log.append(f"{n} bytes") or empty(n, **options))
     monkeypatch.setattr(module, "_capture_resources", lambda _: (SimpleNamespace(device=CPU), pool))
-    monkeypatch.setattr(module, "On", lambda _: nullcontext())
+    monkeypatch.setattr(module, "CurrentStream", lambda _: nullcontext())
     module._record(lambda: log.append("work"), varying)
     assert log == ["begin", *first, "work", "end"]
 
 
 def test_nothing_is_sent_into_a_graph():
-    with held(), pytest.raises(AssertionError):
-        send([np.arange(3)], CPU)
+    with collect_vectors(), pytest.raises(AssertionError):
+        copy_to_device([np.arange(3)], CPU)
     assert memory._holder.get() is None
-    send([np.arange(3)], CPU)
+    copy_to_device([np.arange(3)], CPU)

@@ -9,7 +9,7 @@ import torch
 
 import bmburst
 from bmburst.attention import heads as executor
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.local import run_ranks
 from bmburst.schedule import cost, heads_plan, strategy
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
@@ -250,7 +250,7 @@ def test_units_follow_each_other_while_kernels_run(monkeypatch):
     """The next heads are on their way before a kernel's results are, and those go home at once."""
     log = []
 
-    class Logging(Checked):
+    class Logging(CheckedCommunicator):
         def push(self, *args, **options):
             log.append("push")
             return super().push(*args, **options)
@@ -281,7 +281,7 @@ def test_kernels_write_where_results_go_home_from(monkeypatch, units):
         written.update(t.untyped_storage().data_ptr() for t in into)
         return real(*args, into=into, **options)
 
-    class Boxes(Checked):
+    class Boxes(CheckedCommunicator):
         def outbox(self, *args):
             box = super().outbox(*args)
             boxes.add(box.untyped_storage().data_ptr())

@@ -10,7 +10,7 @@ import bmburst
 from bmburst import BlockSparse, Causal, Documents, Full, PrefixLM, SlidingWindow
 from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.local import run_ranks
 from bmburst.mesh import Mesh
 from tests.attention.oracle import draw, problem, reference
@@ -78,10 +78,10 @@ def test_any_mask_on_any_number_of_ranks(seed):
     run_ranks(size, compare, layout, random_mask(rng, length), length, 4, rng.choice((1, 2, 4)), {"strategy": "auto"})
 
 
-@pytest.mark.parametrize("travellers", ["kv", "burst"])
-def test_striped_rings(travellers):
+@pytest.mark.parametrize("ring_tensors", ["kv", "burst"])
+def test_striped_rings(ring_tensors):
     for mask in (SlidingWindow(5), Documents(_lengths(29)), PrefixLM(11), SlidingWindow(4, causal=False)):
-        run_ranks(3, compare, "striped", mask, 29, 2, 1, {"strategy": travellers})
+        run_ranks(3, compare, "striped", mask, 29, 2, 1, {"strategy": ring_tensors})
 
 
 def test_over_processes():
@@ -230,7 +230,7 @@ def test_blocks_that_nobody_needs_do_not_move(strategy, window_tokens):
 
     def body(comm):
         counting = Counting(comm)
-        group = Checked(counting, torch.device("cpu"), always=False)
+        group = CheckedCommunicator(counting, torch.device("cpu"), always=False)
         q = torch.randn(1, 32, 2, 4, requires_grad=True)
         for mask, tokens in ((Documents([32] * 4), 0), (SlidingWindow(8), window_tokens)):
             if strategy == "gather" and comm.rank == 0:

@@ -153,7 +153,7 @@ def test_ranks_that_disagree_are_refused_on_every_rank():
         ):
             with pytest.raises(UserError) as caught:
                 bmburst.burst_attention(*zeros(comm), group=comm, **{"strategy": "kv", name: values[comm.rank]})
-            shown = ("strategy.travellers", ("kv", "q")) if name == "strategy" else (name, values)
+            shown = ("strategy.ring_tensors", ("kv", "q")) if name == "strategy" else (name, values)
             told = [f"rank {rank}: burst_attention {shown[0]} {value}" for rank, value in enumerate(shown[1])]
             assert says(caught, "disagree", "fix: ", "same value").splitlines()[1:] == told
         with refused("disagree", "fix: ", "rank 0: burst_attention", "q float32[1, 4, 2, 8]", "q float32[1, 6, 2, 8]"):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.local import run_ranks
-from bmburst.comm.protocol import Arrived
+from bmburst.comm.protocol import CompletedTransfer
 from bmburst.schedule.layout import Contiguous
 from bmburst.schedule.units import HeadShapes, backward_bytes, forward_bytes
 from bmburst_ops.flash import ReferenceKernel
@@ -46,9 +46,9 @@ class Counting:
     reduce_scatter = all_reduce = all_to_all
 
 
-@pytest.mark.parametrize(("strategy", "travellers"), [("kv", "kv"), ("burst", "q")])
+@pytest.mark.parametrize(("strategy", "ring_tensors"), [("kv", "kv"), ("burst", "q")])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1)])
-def test_moves_the_bytes_that_the_formula_says(strategy, travellers, heads, kv_heads):
+def test_moves_the_bytes_that_the_formula_says(strategy, ring_tensors, heads, kv_heads):
     def body(comm):
         sizes = HeadShapes(
             layout=Contiguous(comm.size, 6),
@@ -62,7 +62,7 @@ def test_moves_the_bytes_that_the_formula_says(strategy, travellers, heads, kv_h
         )
         forward, backward = count(comm, torch.bfloat16, heads, kv_heads, strategy)
         assert forward == forward_bytes(sizes)
-        assert backward == backward_bytes(sizes, travellers)
+        assert backward == backward_bytes(sizes, ring_tensors)
 
     run_ranks(3, body)
 
@@ -99,7 +99,7 @@ class Echo:
         self.rank, self.size = rank, size
 
     def ring(self, *tensors, **_):
-        return Arrived(tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors))
+        return CompletedTransfer(tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors))
 
     def all_gather(self, tensor):
         raise AssertionError(f"{tensor.shape}: nothing may be as large as the sequence")
@@ -119,20 +119,20 @@ class Logging(Echo):
         return SimpleNamespace(wait=lambda: self.log.append(f"wait {len(tensors)}") or tensors)
 
 
-@pytest.mark.parametrize(("strategy", "guests", "gradients"), [("kv", 2, 2), ("burst", 4, 1)])
-def test_hops_are_hidden_behind_compute(monkeypatch, strategy, guests, gradients):
+@pytest.mark.parametrize(("strategy", "blocks", "gradients"), [("kv", 2, 2), ("burst", 4, 1)])
+def test_hops_are_hidden_behind_compute(monkeypatch, strategy, blocks, gradients):
     """The next block is on its way while a tile is computed; gradients follow one step behind and arrive meanwhile."""
     log = []
     for name in ("forward", "backward"):
         real = getattr(ReferenceKernel, name)
         monkeypatch.setattr(ReferenceKernel, name, lambda *a, real=real, **o: log.append("tile") or real(*a, **o))
     q, k, v = (t.requires_grad_() for t in zeros(None))
-    comm = Checked(Logging(3, log), torch.device("cpu"), always=False)
+    comm = CheckedCommunicator(Logging(3, log), torch.device("cpu"), always=False)
     out = bmburst.burst_attention(q, k, v, group=comm, kernel="reference", strategy=strategy)
     assert log == ["start 2", "tile", "wait 2", "start 2", "tile", "wait 2", "tile"]
     log.clear()
     out.sum().backward()
-    start, wait = f"start {guests}", f"wait {guests}"
+    start, wait = f"start {blocks}", f"wait {blocks}"
     send, add = f"start {gradients}", f"wait {gradients}"
     assert log == [start, "tile", send, wait, start, "tile", add, send, wait, "tile", add, send, add]
 
@@ -141,7 +141,7 @@ def test_hops_are_hidden_behind_compute(monkeypatch, strategy, guests, gradients
 @pytest.mark.parametrize("strategy", ["kv", "burst"])
 def test_memory_grows_with_the_local_tokens_only(layout, strategy):
     def peaks(rank, size, tokens):
-        comm = Checked(Echo(rank, size), torch.device("cpu"), always=False)
+        comm = CheckedCommunicator(Echo(rank, size), torch.device("cpu"), always=False)
         q, k, v = (torch.randn(1, tokens, h, 32).requires_grad_() for h in (4, 2, 2))
         alive = LiveBytes()
         with alive:

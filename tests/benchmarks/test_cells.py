@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.attention.cells import Cell, Selection, accuracy_ranks, alone, forward_flops, list_cells, sizes
+from benchmarks.attention.cells import Cell, Selection, accuracy_ranks, forward_flops, list_cells, one_gpu_cell, sizes
 from tests.refusals import refused
 
 NAMES = ("one-gpu", "ours", "ulysses", "tensor-parallel-v1", "ours-balanced", "ring-flash-attn-llama3")
@@ -89,9 +89,9 @@ def test_shapes_that_no_method_takes_are_refused(changes, words):
 
 def test_one_gpu_gets_a_ranks_share_of_the_work():
     for cell in list_cells(selection(globs=("sequence/*",))):
-        share, one = forward_flops(cell) / cell.ranks, alone(cell)
+        share, one = forward_flops(cell) / cell.ranks, one_gpu_cell(cell)
         assert 0.97 * share < forward_flops(one) <= share
-        assert one.tokens % 128 == 0 and one.ranks == 1 and one == alone(one)
+        assert one.tokens % 128 == 0 and one.ranks == 1 and one == one_gpu_cell(one)
 
 
 def test_flops_are_those_of_the_pairs_that_are_seen():

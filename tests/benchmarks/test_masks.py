@@ -12,13 +12,13 @@ from benchmarks.attention import measure
 from benchmarks.attention.cells import (
     Cell,
     Selection,
-    alone,
     document_lengths,
     facts,
     forward_flops,
     list_cells,
     mask_of,
     median_tokens,
+    one_gpu_cell,
     pattern_of,
     plain_causal,
     visible_pairs,
@@ -35,7 +35,7 @@ from benchmarks.engine.machine import Gauge
 from benchmarks.engine.report import markdown, row_line
 from benchmarks.engine.timing import RankGroup
 from bmburst.schedule.tiles import visible_area
-from bmburst_ops.pattern import rows_of
+from bmburst_ops.pattern import visible_ranges
 from tests.benchmarks.masked import visible
 
 METHODS = all_methods("cuda")
@@ -56,7 +56,7 @@ def test_mask_pattern_and_pairs_are_one_thing(mask, tokens):
     assert visible_area(mask_of(mask, tokens), tokens, everything) == seen.sum()
     for start, stop in (
         mask_of(mask, tokens).rows(everything, tokens),
-        rows_of(pattern_of(mask, tokens), tokens, tokens),
+        visible_ranges(pattern_of(mask, tokens), tokens, tokens),
     ):
         assert (((everything >= start[:, None]) & (everything < stop[:, None])) == seen).all()
 
@@ -91,13 +91,13 @@ def test_short_sequences_have_short_documents_and_windows():
 def test_one_gpu_gets_a_ranks_share_of_the_same_documents_or_window(mask):
     for ranks, heads, expected in ((8, (32, 8), (4, 1)), (2, (32, 32), (16, 16)), (8, (32, 4), (4, 1))):
         at = cell(mask, ranks=ranks, heads=heads[0], kv_heads=heads[1])
-        one = alone(at)
+        one = one_gpu_cell(at)
         assert (one.heads, one.kv_heads, one.tokens, one.mask) == (*expected, at.tokens, mask)
-        assert forward_flops(one) == forward_flops(at) / ranks and one == alone(one)
+        assert forward_flops(one) == forward_flops(at) / ranks and one == one_gpu_cell(one)
         plain = plain_causal(at)
         assert plain.mask == "causal" and (plain.heads, plain.kv_heads) == heads
         assert 0.96 < forward_flops(plain) / forward_flops(one) <= 1
-    uneven = alone(cell(mask, ranks=3, heads=4, kv_heads=2))
+    uneven = one_gpu_cell(cell(mask, ranks=3, heads=4, kv_heads=2))
     assert (uneven.heads, uneven.kv_heads) == (1, 1)
 
 

@@ -25,13 +25,13 @@ CASES = [
 ]
 
 
-def cell_and_call(mask, layout, ranks, outer, travellers="kv"):
+def cell_and_call(mask, layout, ranks, outer, ring_tensors="kv"):
     at = Cell(
         **{"suite": "sequence", "method": "ours", "ranks": ranks, "device": "cpu", "tokens": TOKENS, "mask": mask},
         **{"heads": 4, "kv_heads": 2, "head_dim": 8},
     )
     value = mask_of(mask, TOKENS)
-    call = SimpleNamespace(strategy=Strategy(1, outer, travellers), length=TOKENS, mask=value)
+    call = SimpleNamespace(strategy=Strategy(1, outer, ring_tensors), length=TOKENS, mask=value)
     call.layout = make_layout(layout, ranks, TOKENS // ranks, value)
     call.outer = call
     return at, call
@@ -56,14 +56,16 @@ def received(exchange):
     return sum(m.source.nbytes for p, moves in enumerate(exchange.receives) if p != exchange.rank for m in moves)
 
 
-@pytest.mark.parametrize("travellers", ["kv", "q"])
+@pytest.mark.parametrize("ring_tensors", ["kv", "q"])
 @pytest.mark.parametrize(("mask", "layout", "ranks"), CASES)
-def test_a_ring_receives_a_block_a_hop(mask, layout, ranks, travellers):
-    at, call = cell_and_call(mask, layout, ranks, "ring", travellers)
-    moves = {side: len(make_schedule(call.layout, TOKENS, call.mask, 0, side).steps) - 1 for side in {"kv", travellers}}
-    own, hops = sizes(at), moves[travellers]
+def test_a_ring_receives_a_block_a_hop(mask, layout, ranks, ring_tensors):
+    at, call = cell_and_call(mask, layout, ranks, "ring", ring_tensors)
+    moves = {
+        side: len(make_schedule(call.layout, TOKENS, call.mask, 0, side).steps) - 1 for side in {"kv", ring_tensors}
+    }
+    own, hops = sizes(at), moves[ring_tensors]
     said = traffic(at, call)
     assert said.forward == 2 * own.k * moves["kv"]
-    read = 2 * own.k if travellers == "kv" else 2 * (own.q + own.statistics)
-    gradients = own.wide * (2 * own.k if travellers == "kv" else own.q)
+    read = 2 * own.k if ring_tensors == "kv" else 2 * (own.q + own.statistics)
+    gradients = own.wide * (2 * own.k if ring_tensors == "kv" else own.q)
     assert said.forward_backward - said.forward == read * hops + gradients * (hops + 1 if hops else 0)

@@ -113,7 +113,7 @@ def test_a_prediction_is_of_the_method(method, spread):
     at = cell(method=method, preset="llama-3-70b", tokens=1 << 14, ranks=4)  # where ours would gather
     way = METHODS[method].predict(at, "h200").candidate
     assert (way.tensor, way.ulysses_degree, way.outer) == spread
-    assert way.transport == "nccl" and (way.outer != "ring" or way.travellers == "kv")
+    assert way.transport == "nccl" and (way.outer != "ring" or way.ring_tensors == "kv")
 
 
 def test_methods_say_why_they_cannot():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bmburst.comm.checks import Checked, Mismatch, contents
-from bmburst.comm.local import LocalCommunicator, Wire, run_ranks
+from bmburst.comm.checks import CheckedCommunicator, Mismatch, contents
+from bmburst.comm.local import LocalCommunicator, MessageQueue, run_ranks
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh, MeshShape
 from tests.refusals import refused
@@ -71,7 +71,7 @@ def test_checks_on_demand(monkeypatch):
     """As on GPUs: off, on where asked for, and on everywhere by the debug switch."""
 
     def body(comm):
-        off = Checked(comm, comm.device, always=False)
+        off = CheckedCommunicator(comm, comm.device, always=False)
         world = Mesh(MeshShape(1, 2), comm.rank, off, comm, off)
         assert not off.active
         off.agree(f"rank {comm.rank}")
@@ -92,7 +92,7 @@ def test_checks_on_demand(monkeypatch):
 
     run_ranks(2, body)
     monkeypatch.setenv("BMBURST_CHECK", "1")
-    switched = Checked(LocalCommunicator(0, [[Wire()]]), torch.device("cpu"), always=False)
+    switched = CheckedCommunicator(LocalCommunicator(0, [[MessageQueue()]]), torch.device("cpu"), always=False)
     Mesh(MeshShape(1, 1), 0, switched, switched, switched).set_checks(False)
     assert switched.active
 

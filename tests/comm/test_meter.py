@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bmburst.comm.checks import Checked
-from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.local import LocalCommunicator, MessageQueue
 from bmburst.comm.meter import WaitMeter
 
 
@@ -131,7 +131,7 @@ def test_on_a_cpu_calls_and_waits_of_a_group_are_measured_over_every_transport_o
     slow = SimpleNamespace(rank=0, size=2, transport="gloo")
     slow.all_reduce = lambda _: taking(2, SimpleNamespace(wait=lambda: taking(3, "sum")))
     slow.all_gather = lambda mine: SimpleNamespace(wait=lambda: (torch.stack([mine, mine]),))
-    group = Checked(slow, torch.device("cpu"))
+    group = CheckedCommunicator(slow, torch.device("cpu"))
     meter = group.meter = WaitMeter(on_gpu=False)
     other = group.over(slow)
     assert other.all_reduce(torch.ones(1)).wait() == "sum"
@@ -141,6 +141,6 @@ def test_on_a_cpu_calls_and_waits_of_a_group_are_measured_over_every_transport_o
     now.seconds += 100  # our own work
     assert transfer.wait() == "sum"
     assert meter.read() == 5
-    alone = Checked(LocalCommunicator(0, [[Wire()]]), torch.device("cpu"))
+    alone = CheckedCommunicator(LocalCommunicator(0, [[MessageQueue()]]), torch.device("cpu"))
     alone.meter = meter
     assert torch.equal(alone.all_reduce(torch.ones(1)).wait()[0], torch.ones(1))

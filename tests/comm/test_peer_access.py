@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bmburst.comm import shared_memory, transports
-from bmburst.comm.checks import Checked
-from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.local import LocalCommunicator, MessageQueue
 from bmburst.comm.shared_memory import SharedMemoryError
 from tests.refusals import refused, says
 
@@ -28,9 +28,9 @@ def fresh():
 
 
 def group(rank, transport="nccl", size=2):
-    inner = LocalCommunicator(rank, [[Wire() for _ in range(size)] for _ in range(size)])
+    inner = LocalCommunicator(rank, [[MessageQueue() for _ in range(size)] for _ in range(size)])
     inner.transport = transport
-    return Checked(inner, CPU, always=False)
+    return CheckedCommunicator(inner, CPU, always=False)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

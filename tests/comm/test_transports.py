@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator
 from bmburst.comm.local import run_ranks
-from bmburst.comm.transports import NODE_SWITCH, Members, Nodes, double_ring_groups, find_nodes
+from bmburst.comm.transports import NODE_SWITCH, NodeGrouping, Subgroup, double_ring_groups, find_nodes
 from tests.attention.test_burst_attention import compare
 from tests.distributed.processes import run_processes
 from tests.distributed.programs import run_program
@@ -55,7 +55,7 @@ def _over_processes():
             bmburst.burst_attention(*[torch.zeros(1, 4, 2, 8)] * 3, group=comm, strategy="double-ring")
         bmburst.burst_attention(*[torch.zeros(1, 4, 2, 8)] * 3, group=comm, strategy="auto")
     comm = named(comm, "ab"[comm.rank // 2])
-    assert find_nodes(comm) == Nodes(2)
+    assert find_nodes(comm) == NodeGrouping(2)
     for heads, kv_heads in ((2, 2), (4, 1)):
         compare(comm, "zigzag", "causal", 31, heads, kv_heads, {"strategy": "double-ring"})
 
@@ -63,7 +63,7 @@ def _over_processes():
 def named(comm, name):
     """Return the group anew, on nodes of these names: where ranks run is asked once for a communicator."""
     os.environ[NODE_SWITCH] = name
-    return Checked(comm.inner, comm.device)
+    return CheckedCommunicator(comm.inner, comm.device)
 
 
 def test_over_bmtrain():
@@ -79,14 +79,14 @@ def _over_bmtrain():
 
 
 def test_ranks_of_one_host_are_one_node():
-    assert set(run_ranks(3, find_nodes)) == {Nodes(1)}
+    assert set(run_ranks(3, find_nodes)) == {NodeGrouping(1)}
 
 
 def test_members_move_messages_as_the_group_does():
     """Exchanges by place in the part; what the other parts do is another message."""
 
     def body(comm):
-        part = Members(comm, [comm.rank % 2, comm.rank % 2 + 2])
+        part = Subgroup(comm, [comm.rank % 2, comm.rank % 2 + 2])
         (got,) = part.ring(torch.tensor([comm.rank])).wait()
         assert int(got) == (comm.rank + 2) % 4
         assert (part.rank, part.size, part.transport) == (comm.rank // 2, 2, "threads")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.inject import CHAINS, Bench
+from benchmarks.faults.inject import CHAINS, Workspace
 from benchmarks.faults.points import CHECKPOINT_FILES, TOKEN_CACHE, TOKEN_FILE, Fault
 from benchmarks.faults.programs import processes
 from benchmarks.faults.scenarios import SINGLE
@@ -25,7 +25,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    with Bench(tmp_path_factory.mktemp("faults"), print) as bench:
+    with Workspace(tmp_path_factory.mktemp("faults"), print) as bench:
         yield bench
     assert not processes(f"{bench.mark}/")
 

@@ -4,9 +4,9 @@ import json
 from collections import Counter
 from dataclasses import asdict, replace
 
-from benchmarks.faults.__main__ import Log, main
-from benchmarks.faults.points import KINDS, Fault, Outcome, faults, outcome_of, record, table
-from benchmarks.faults.programs import STEPS, Timing, Watch, base_of, left_in, newest
+from benchmarks.faults.__main__ import OutcomeLog, main
+from benchmarks.faults.points import KINDS, Fault, FaultOutcome, faults, outcome_of, record, table
+from benchmarks.faults.programs import STEPS, RunTiming, RunWatch, base_of, left_in, newest
 from benchmarks.faults.scenarios import flipped_bit, with_flipped
 
 FACTS = {
@@ -21,7 +21,7 @@ FACTS = {
     "command": "python -m benchmarks.faults",
     "notes": ["Lost and slow nodes are left out: no root."],
 }
-TIMING = Timing(start=1.0, step=0.1, evaluation=0.1, checkpoint=0.1, rename=0.1, total=3.0)
+TIMING = RunTiming(start=1.0, step=0.1, evaluation=0.1, checkpoint=0.1, rename=0.1, total=3.0)
 
 
 def test_a_seed_decides_the_list_whatever_else_is_asked_for():
@@ -64,10 +64,10 @@ def test_a_table_counts_what_is_wrong():
     planned = faults(0, ["kill", "flip"], points=4)
     kill, flip = planned[0], planned[4]
     outcomes = [
-        Outcome(kill, 1.25),
-        Outcome(planned[1], 7.5, survivors=2, differs=True),
-        Outcome(flip, 3.0, unseen=True),
-        Outcome(planned[5], 2.0, problems=("a", "b")),
+        FaultOutcome(kill, 1.25),
+        FaultOutcome(planned[1], 7.5, survivors=2, differs=True),
+        FaultOutcome(flip, 3.0, unseen=True),
+        FaultOutcome(planned[5], 2.0, problems=("a", "b")),
     ]
     rows = [
         [cell.strip() for cell in line.strip("| ").split("|")] for line in table(planned, outcomes).splitlines()[2:]
@@ -84,14 +84,14 @@ def test_a_table_counts_what_is_wrong():
 
 def test_outcomes_are_written_as_they_come_and_taken_up_again(tmp_path):
     planned, file = faults(0, ["kill"], points=3), tmp_path / "faults_cpu.md"
-    log = Log(dict(FACTS), planned, file)
-    log.add(Outcome(planned[1], 1.0, problems=("odd",), left="1 whole"))
+    log = OutcomeLog(dict(FACTS), planned, file)
+    log.add(FaultOutcome(planned[1], 1.0, problems=("odd",), left="1 whole"))
     assert outcome_of(json.loads(file.with_suffix(".json").read_text())["outcomes"][0]) == log.outcomes[0]
     assert "| kill -9 | 3 | 1 |" in file.read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["faults_cpu.json", "faults_cpu.md"]
-    again = Log(dict(FACTS), planned, file)
+    again = OutcomeLog(dict(FACTS), planned, file)
     assert again.go_on() == [planned[0], planned[2]] and again.outcomes == log.outcomes
-    assert Log({**FACTS, "commit": "another"}, planned, file).go_on() == list(planned)
+    assert OutcomeLog({**FACTS, "commit": "another"}, planned, file).go_on() == list(planned)
     assert asdict(log.outcomes[0])["fault"]["kind"] == "kill"
 
 
@@ -125,7 +125,7 @@ def test_a_watch_sees_only_what_is_new(tmp_path):
     hidden.mkdir()
     (hidden / "model.safetensors").touch()
     assert (newest(run), left_in(run)) == (6, "1 whole, 1 of 5 files of an unnamed one")
-    watch = Watch(run)
+    watch = RunWatch(run)
     assert watch.done == 6
     assert not any((watch.has_step(7), watch.is_begun(9), watch.is_written(9), watch.is_there(6)))
     _write_lines(run, 8)
@@ -135,8 +135,8 @@ def test_a_watch_sees_only_what_is_new(tmp_path):
     hidden.rename(run / "checkpoints" / "step-000009")
     assert watch.is_there(9) and watch.is_begun(9)
     evaluation, rename = (Fault("kill", moment, "all", 1) for moment in ("evaluation", "rename"))
-    assert {Watch(run).due("evaluation", evaluation)() for _ in range(3)} == {False}  # of step 12
-    assert Watch(run).done == 9 and not Watch(run).due("rename", rename)()
+    assert {RunWatch(run).due("evaluation", evaluation)() for _ in range(3)} == {False}  # of step 12
+    assert RunWatch(run).done == 9 and not RunWatch(run).due("rename", rename)()
     assert watch.due("step", replace(evaluation, seed=2))() == (_drawn(2, range(7, 13)) <= 8)
 
 

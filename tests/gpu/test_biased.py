@@ -1,4 +1,4 @@
-"""Biased attention on a GPU: every plan of blocks runs, on tokens that meet every kind of block, and streams wait."""
+"""Biased attention on a GPU: all tables of block sizes, on tokens that meet every kind of block; and streams wait."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst.comm.groups import communicator
 from bmburst.errors import UserError
 from bmburst_ops.biased import BiasedReferenceKernel, BiasedTritonKernel, Pairs, Tokens, bee_bias
-from bmburst_ops.biased import triton as plans
+from bmburst_ops.biased import triton as kernels
 from tests.ops.test_biased import error
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def tokens():
 
 
 RELATIONS = [[0, 3, 4, 5, 0, 6, 7, 8, 0]]
-# Head dims up to 64, 128 and 256 have plans of their own, by dtype and by what shared memory there is.
+# Head dims up to 64, 128 and 256 have block sizes of their own, by dtype and by what shared memory there is.
 CASES = [(dim, dtype, "_HOPPER") for dim in (64, 128, 256) for dtype in (torch.bfloat16, torch.float16)]
 CASES += [(48, torch.bfloat16, "_HOPPER"), (200, torch.float16, "_HOPPER")]
 CASES += [(dim, torch.bfloat16, "_SMALL") for dim in (64, 128, 256)]
@@ -40,7 +40,7 @@ def test_every_plan_equals_the_plain_kernel_in_fp64(head_dim, dtype, table, monk
     """With the halves of the keys apart too, of which one begins inside of a block."""
     if table == "_HOPPER" and torch.cuda.get_device_capability()[0] not in (9, 10):
         table = "_SMALL"
-    monkeypatch.setattr(plans, "_HOPPER", getattr(plans, table))
+    monkeypatch.setattr(kernels, "_HOPPER", getattr(kernels, table))
     rng = torch.Generator("cuda").manual_seed(head_dim)
     shape, heads = (2, LENGTH, 2, head_dim), 2
     q, k, v, grad = (torch.randn(shape, generator=rng, device="cuda").to(dtype) for _ in range(4))

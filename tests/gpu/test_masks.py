@@ -5,7 +5,7 @@ import torch
 
 import bmburst
 from bmburst import BlockSparse, Documents, PrefixLM, SlidingWindow
-from bmburst.comm.groups import alone, communicator
+from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
 from bmburst.schedule.strategy_names import STRATEGIES
 from tests.attention.oracle import draw, reference
@@ -37,7 +37,7 @@ def _every_mask():
         for heads, kv_heads in ((8, 8), (8, 2)):
             whole = draw(0, 1, LENGTH, heads, kv_heads, 64, torch.bfloat16)
             exact = reference(*whole[:4], mask)
-            single = errors(attend(alone(), whole, mask, "contiguous", "auto"), exact)
+            single = errors(attend(single_rank_group(), whole, mask, "contiguous", "auto"), exact)
             for layout, strategy in ways(comm.size, heads, kv_heads):
                 try:
                     got = attend(comm, whole, mask, layout, strategy)

@@ -12,9 +12,9 @@ import torch
 
 import bmburst
 from bmburst.comm import cuda_driver
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator
-from bmburst.comm.local import LocalCommunicator, Wire
+from bmburst.comm.local import LocalCommunicator, MessageQueue
 from bmburst.comm.transports import PEER_GROUPS, over_transport
 from bmburst.errors import UserError
 from bmburst.recompute import checkpoint
@@ -114,7 +114,7 @@ def _every_strategy():
 
 def attend_alone(q, k, v, grad, mask):
     inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-    single = Checked(LocalCommunicator(0, [[Wire()]]), torch.device("cpu"))
+    single = CheckedCommunicator(LocalCommunicator(0, [[MessageQueue()]]), torch.device("cpu"))
     out = bmburst.burst_attention(*inputs, mask=mask, group=single, layout="contiguous")
     return [out, *torch.autograd.grad(out, inputs, grad)]
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.convert.weights import open_weights
 from bmburst.inference.batch import Engine
 from bmburst.inference.sampling import Sampled
@@ -75,7 +75,7 @@ def weights(family: str, dtype: torch.dtype = torch.float32) -> ResidentWeights:
     return ResidentWeights.read(open_weights(directory(family)), dtype, torch.device("cpu"))
 
 
-def engine(family: str, comm: Checked, cache: str = "auto", chunk_tokens: int | None = None) -> Engine:
+def engine(family: str, comm: CheckedCommunicator, cache: str = "auto", chunk_tokens: int | None = None) -> Engine:
     """The same model over some ranks."""
     return Engine.over(weights(family), comm, cache, chunk_tokens)
 

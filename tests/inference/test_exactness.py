@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.local import run_ranks
 from bmburst.inference.batch import Batch
 from tests.inference.models import FAMILIES, Greedy, engine, greedy, logits, prompt
@@ -15,7 +15,9 @@ STEPS = 10
 WHOLE = 10_000
 
 
-def answers(comm: Checked, family: str, cache: str, chunk: int, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+def answers(
+    comm: CheckedCommunicator, family: str, cache: str, chunk: int, prompts: list[tuple[int, ...]]
+) -> list[list[int]]:
     made = engine(family, comm, cache, chunk)
     batch = Batch(made, made.new_cache(len(prompts), max(map(len, prompts)) + STEPS))
     batch.prefill(prompts)
@@ -43,7 +45,7 @@ def test_chunks_change_nothing(family: str, ranks: int, cache: str, chunk: int) 
         assert found == expected
 
 
-def turns(comm: Checked, family: str, cache: str, chunk: int, texts: list[tuple[int, ...]]) -> Any:
+def turns(comm: CheckedCommunicator, family: str, cache: str, chunk: int, texts: list[tuple[int, ...]]) -> Any:
     """Return the logits behind each turn and behind each of the steps that follow it, and the text."""
     made = engine(family, comm, cache, chunk)
     batch = Batch(made, made.new_cache(1, sum(map(len, texts)) + len(texts) * STEPS))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.comm.checks import Checked
+from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.local import run_ranks
 from bmburst.inference import generator as generating
 from bmburst.inference.answering import Progress
@@ -31,7 +31,7 @@ def alone(family: str = "llama", **options: Any) -> Generator:
     return Generator(directory(family), dtype="float32", **options)
 
 
-def over(comm: Checked, family: str = "llama", **options: Any) -> Generator:
+def over(comm: CheckedCommunicator, family: str = "llama", **options: Any) -> Generator:
     mesh = Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, comm, comm)
     return Generator(directory(family), mesh=mesh, dtype="float32", **options)
 
@@ -58,7 +58,7 @@ def test_all_ranks_sample_the_same_and_each_prompt_its_own(ranks: int, cache: st
     prompts, options = [prompt(length) for length in UNEVEN[:3]], {"temperature": 1.0, "max_new_tokens": 12, "seed": 7}
     options |= {"top_k": 0, "num_samples": 3, "logprobs": 1}
 
-    def body(comm: Checked) -> Any:
+    def body(comm: CheckedCommunicator) -> Any:
         made = over(comm, cache=cache)
         whole = made.generate(prompts, **options)
         return (
@@ -98,7 +98,7 @@ def test_an_answer_ends_with_any_eos_id() -> None:
 @pytest.mark.parametrize("cache", ["auto", "tokens"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_sessions_go_on_by_turns_and_forks(ranks: int, cache: str) -> None:
-    def body(comm: Checked) -> Any:
+    def body(comm: CheckedCommunicator) -> Any:
         session = over(comm, cache=cache, chunk_tokens=8).session(max_tokens=90)
         session.prefill(prompt(13))
         first = list(session.generate(max_new_tokens=6, eos_ids=(VOCAB + 1,)))
@@ -183,7 +183,7 @@ def test_bad_options(options: dict[str, Any], words: tuple[str, ...]) -> None:
 
 
 def test_ranks_that_differ_are_told() -> None:
-    def body(comm: Checked) -> None:
+    def body(comm: CheckedCommunicator) -> None:
         made = over(comm)
         refused(lambda: made.generate([prompt(5, seed=comm.rank)], max_new_tokens=2), "prompts", "rank")
         refused(lambda: made.session(20).prefill(prompt(5, seed=comm.rank)), "ids", "rank")
@@ -198,7 +198,7 @@ def test_heads_that_cannot_be_shared_are_refused() -> None:
 def test_no_head_of_a_token_is_kept_twice() -> None:
     """The bytes of all ranks' caches are those of one rank's, but for a row of each sequence."""
 
-    def body(comm: Checked, cache: str) -> int:
+    def body(comm: CheckedCommunicator, cache: str) -> int:
         engine: Engine = over(comm, cache=cache)._engine
         return engine.new_cache(2, 60).nbytes
 

@@ -122,12 +122,11 @@ def equals_the_formulas(split, batch, tokens, inputs, target):
 
 def whole_parameters(layer, of_gradients=False):
     """Return all parameters whole, or their gradients, which ZeRO has added up over the ranks."""
-    from bmburst.zero import Weights, gather, named_shards
+    from bmburst.zero import ShardData, gather, named_shards
 
     shards = named_shards(layer)
     return {
-        shard.name: gather(shard, shard.storage.grad if of_gradients else Weights.THEMSELVES).clone()
-        for shard in shards
+        shard.name: gather(shard, shard.storage.grad if of_gradients else ShardData.WEIGHTS).clone() for shard in shards
     }
 
 

@@ -146,7 +146,7 @@ def of_modules():
         ("formula", "RelativeBias"),
         ("relations", "Tensor"),
         ("tokens", "Tokens"),
-        ("group", "Checked"),
+        ("group", "CheckedCommunicator"),
     ):
         words = f"{name} | {kind} | NoneType | fix: take what a position bias of bmburst.integrations"
         refuses(lambda n=name: replace(mask, **{n: None}), words)
@@ -190,7 +190,7 @@ def of_different_batches():
     split, rank = cpm_live.SplitSequences(mesh), mesh.sequence_rank
     for compared in (True, False):  # on CPUs always, on GPUs the first times
         mesh.sequence.always = mesh.sequence.active = compared
-        mesh.sequence._switch.compared.clear()
+        mesh.sequence._state.compared.clear()
         for name, values in BEE.items():
             change = {name: np.concatenate([values.reshape(-1)[:-1], values.reshape(-1)[-1:] ^ rank])}
             change = {name: change[name].reshape(values.shape)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmburst.comm.groups import alone
+from bmburst.comm.groups import single_rank_group
 from bmburst.integrations.transformers import CHUNK, SplitSequences, _loss_sum, recompute
 from bmburst.integrations.transformers_attention import attention
 from bmburst.mesh import Mesh, MeshShape
@@ -17,7 +17,7 @@ from tests.distributed.processes import run_processes
 from tests.integrations import transformers_program as program
 
 CASES = program.cases()
-ALONE = Mesh(MeshShape(1, 1, 1), 0, alone(), alone(), alone())
+ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
 Found = dict[str, Any]
 
 

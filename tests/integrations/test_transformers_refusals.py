@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bmburst import Documents, Full, Mesh, MeshShape
-from bmburst.comm.checks import Checked
-from bmburst.comm.groups import alone
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.groups import single_rank_group
 from bmburst.comm.local import run_ranks
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import SequenceMask, attention, layer_mask
@@ -21,9 +21,9 @@ from tests.refusals import refused
 IDS = torch.arange(3, 14).expand(2, -1)
 
 
-def _mesh(world: Checked | None = None) -> Mesh:
-    world = world or alone()
-    return Mesh(MeshShape(1, world.size, 1), world.rank, world, world, alone())
+def _mesh(world: CheckedCommunicator | None = None) -> Mesh:
+    world = world or single_rank_group()
+    return Mesh(MeshShape(1, world.size, 1), world.rank, world, world, single_rank_group())
 
 
 def _part(**options: Any) -> Part:
@@ -245,7 +245,7 @@ def test_no_model_no_part_and_no_number() -> None:
 
 
 def test_what_one_rank_alone_gives_wrong_is_refused_on_all() -> None:
-    def body(comm: Checked) -> None:
+    def body(comm: CheckedCommunicator) -> None:
         split, first = SplitSequences(_mesh(comm)), comm.rank == 0
         part = split.part(IDS)
         with refused("labels | tensor of integers | list"):
@@ -261,7 +261,7 @@ def test_what_one_rank_alone_gives_wrong_is_refused_on_all() -> None:
 
 
 def test_ranks_that_hold_different_batches() -> None:
-    def body(comm: Checked) -> None:
+    def body(comm: CheckedCommunicator) -> None:
         comm.always = comm.active = False  # as on GPUs
         split = SplitSequences(_mesh(comm))
         with refused("disagree | fix: "):
@@ -275,7 +275,7 @@ def test_ranks_that_hold_different_batches() -> None:
 def test_frequencies_that_depend_on_the_largest_position() -> None:
     """A zigzag's ranks end at different positions; in stripes both know of the long sequence."""
 
-    def body(comm: Checked) -> None:
+    def body(comm: CheckedCommunicator) -> None:
         ids = torch.arange(50)[None]
         for kind, original in (("dynamic", 40), ("longrope", 48)):
             more = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": original}

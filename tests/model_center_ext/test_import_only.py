@@ -90,7 +90,7 @@ def _told() -> None:
         ):
             for compared in (True, False):  # on CPUs always, on GPUs the first time
                 mesh.sequence.always, mesh.sequence.active = compared, compared
-                mesh.sequence._switch.compared.clear()
+                mesh.sequence._state.compared.clear()
                 with refused("fix: "):
                     call()
                 mesh.sequence.always = mesh.sequence.active = True

@@ -2,7 +2,7 @@
 
 import torch
 
-from bmburst_ops.flash import Given
+from bmburst_ops.flash import BackwardInputs
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw
 from tests.ops.masks import attention, visible
@@ -39,7 +39,7 @@ class Masked:
         dtype = torch.float64 if self.q.dtype is torch.float64 else torch.float32
         statistics = (t.to(DEVICE, dtype) for t in (self.lse, self.delta))
         options |= {"pattern": self.pattern, "scale": self.scale, "deterministic": deterministic}
-        return kernel.backward(Given(self.grad, self.q, self.k, self.v, *statistics), **options)
+        return kernel.backward(BackwardInputs(self.grad, self.q, self.k, self.v, *statistics), **options)
 
     def hold_blind_rows(self, out, lse, gradients):
         """Nothing where nothing is seen, to the last bit, whatever the dtype."""

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, Given, Gradients, ReferenceKernel
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, ReferenceKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention2Kernel, FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
 from bmburst_ops.flash.memory import is_aligned
@@ -29,7 +29,7 @@ def differentiate(dout, q, k, v, lse, delta, scale, causal, into):
     assert lse.shape == delta.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert lse.dtype is delta.dtype is torch.float32
     options = {"pattern": pattern_of(causal), "scale": scale, "deterministic": True, "into": Gradients(*into)}
-    ReferenceKernel().backward(Given(dout, q, k, v, lse, delta), **options)
+    ReferenceKernel().backward(BackwardInputs(dout, q, k, v, lse, delta), **options)
 
 
 def check_statistic_memory(lse, shape):

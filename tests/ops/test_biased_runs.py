@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from bmburst_ops.biased import BiasedReferenceKernel, BiasedTritonKernel, Pairs, Tokens
-from bmburst_ops.biased import triton as plans
+from bmburst_ops.biased import triton as kernels
 from bmburst_ops.biased.formula import visible
 from bmburst_ops.biased.runs import diagonal_runs, line_runs
 from bmburst_ops.biased.triton_runs import GENERAL, NEAR, PARTLY
-from bmburst_ops.flash.triton_launch import Blocks
+from bmburst_ops.flash.triton_launch import BlockSizes
 from tests.ops.biased_oracle import draw, draw_bee, long_segments
 from tests.ops.test_biased import DEVICE, error, ours
 
 # The interpreter's, of rows that are not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
-PLANS = {"uneven": Blocks(32, 16, 4, 1), "even": Blocks(16, 16, 4, 1)}
+SIZES = {"uneven": BlockSizes(32, 16, 4, 1), "even": BlockSizes(16, 16, 4, 1)}
 
 
 def case(name):
@@ -77,7 +77,7 @@ RUN_CASES += [("one way", 128, "even"), ("pieces", 3, "even"), ("pieces", 128, "
 @pytest.mark.parametrize(("name", "most", "cut"), RUN_CASES)
 def test_runs_are_what_they_say(name, cut, most):
     formula, relations, queries, keys = case(name)
-    blocks, pairs = PLANS[cut], Pairs(formula, relations, queries, keys)
+    blocks, pairs = SIZES[cut], Pairs(formula, relations, queries, keys)
     at = tiles(formula, relations, queries, keys, blocks)
     lines = line_runs(pairs, blocks.over_keys, most)
     kinds, done = set(), set()
@@ -140,7 +140,7 @@ KERNEL_CASES = [("whole", 128, "uneven"), ("one way", 128, "even"), ("striped", 
 @pytest.mark.parametrize(("name", "most", "cut"), KERNEL_CASES)
 def test_kernels_equal_the_plain_one_on_every_kind_of_block(name, most, cut, monkeypatch):
     formula, relations, queries, keys = case(name)
-    monkeypatch.setattr(plans, "_plan", lambda _: plans.Plan(*[PLANS[cut]] * 4))
+    monkeypatch.setattr(kernels, "_block_sizes", lambda _: kernels.BiasedBlockSizes(*[SIZES[cut]] * 4))
     monkeypatch.setattr("bmburst_ops.biased.runs._MOST", most)
     size, rows, columns = *queries.shape, keys.shape[1]
     q, k, v, table, grad, _ = draw(1, size, max(rows, columns), 1, 16, formula.rows, torch.float32)
@@ -170,7 +170,7 @@ def test_lines_without_blocks_have_no_runs():
     formula, relations, queries, keys = case("whole")
     later = taken(keys, slice(0, 0)), Tokens(**{**vectors_of(keys), "span": keys.span + 9})
     for others in later:
-        for blocks in PLANS.values():
+        for blocks in SIZES.values():
             for side in (blocks.over_keys, blocks.over_queries):
                 assert not line_runs(Pairs(formula, relations, queries, others), side).runs.counts.any()
 

@@ -301,7 +301,7 @@ def test_shares_of_splits(monkeypatch, length, splits, shares):
     """Even but for units of 16 tokens, and of a block at least: few tokens are not spread over all splits."""
     kept = []
     monkeypatch.setattr(triton_decode, "_merge_into", lambda _, part_lse, *__: kept.append(part_lse))
-    monkeypatch.setattr(triton_decode, "plan_for", lambda *_, **__: triton_decode.Tuning(32, 16, 4, 1, 8))
+    monkeypatch.setattr(triton_decode, "block_sizes_for", lambda *_, **__: triton_decode.Tuning(32, 16, 4, 1, 8))
     case = Case(1, 1, 16, torch.float32, lengths=(length + 5,), starts=(5,))
     case.q.zero_()  # the log-sum-exp is the logarithm of how many tokens there are
     case.run("triton", num_splits=splits)

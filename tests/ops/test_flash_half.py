@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, Given, Gradients
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients
 from bmburst_ops.flash.kernel import NotAlwaysDeterministic
 from bmburst_ops.flash.select import KERNELS
 from bmburst_ops.merge import merge_partials_
@@ -92,7 +92,7 @@ def test_tiles_of_one_softmax_add_up(kernel):
     for keys in (slice(0, 150), slice(150, None)):
         k, v = tile.k[:, keys], tile.v[:, keys]
         merge_partials_(out, lse, *kernel.forward(tile.q, k, v, **options))
-        given = Given(tile.grad, tile.q, k, v, *tile.statistics)
+        given = BackwardInputs(tile.grad, tile.q, k, v, *tile.statistics)
         grads.append(kernel.backward(given, **options, deterministic=False))
     assert error(out, tile.out) < EPSILON[tile.dtype]
     torch.testing.assert_close(lse.double().cpu(), tile.lse, rtol=1e-4, atol=1e-4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, Given, ReferenceKernel, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, ReferenceKernel, select_kernel
 from bmburst_ops.flash.select import KERNELS
 from bmburst_ops.flash.torch_cuda import TorchKernel
 from bmburst_ops.merge import merge_partials_, row_dots, surrogate_out
@@ -40,7 +40,7 @@ def test_tile_equals_the_definition(kernel, rows, columns, causal, heads, kv_hea
     part = kernel.forward(q, k, v, pattern=pattern, scale=0.2)
     torch.testing.assert_close(part.out.double().cpu(), out.detach(), **EXACT)
     torch.testing.assert_close(part.lse.double().cpu(), lse.detach(), **EXACT)
-    given = Given(grad, q, k, v, part.lse, row_dots(grad, part.out))
+    given = BackwardInputs(grad, q, k, v, part.lse, row_dots(grad, part.out))
     gradients = kernel.backward(given, pattern=pattern, scale=0.2, deterministic=False)
     for ours, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours.double().cpu(), wanted, **EXACT)
@@ -64,7 +64,9 @@ def test_tiles_of_one_softmax_add_up(kernel):
     torch.testing.assert_close(lse.double().cpu(), whole_lse.detach(), **EXACT)
     delta = row_dots(grad, out)
     parts = [
-        kernel.backward(Given(grad, q, k[:, h], v[:, h], lse, delta), pattern=FULL, scale=0.25, deterministic=False)
+        kernel.backward(
+            BackwardInputs(grad, q, k[:, h], v[:, h], lse, delta), pattern=FULL, scale=0.25, deterministic=False
+        )
         for h in halves
     ]
     joined = (parts[0].q.double() + parts[1].q.double(), *(torch.cat([p[i] for p in parts], 1) for i in (1, 2)))
@@ -78,11 +80,11 @@ def test_any_strides(kernel):
     dtype = torch.float64
     dense = [t.to(DEVICE, dtype) for t in draw(3, 2, 11, 4, 4, 16, dtype)[:4]]
     lse, delta = (torch.randn(2, 4, 11, device=DEVICE, dtype=torch.promote_types(dtype, torch.float32)) for _ in "ld")
-    near = Given(*dense[3:], *dense[:3], lse, delta)
+    near = BackwardInputs(*dense[3:], *dense[:3], lse, delta)
     for order in ((0, 1, 2, 3), (0, 1, 3, 2), (3, 2, 1, 0)):
         back = [order.index(i) for i in range(4)]
         q, k, v, grad = (t.permute(order).contiguous().permute(back) for t in dense)
-        far = Given(grad, q, k, v, *(torch.stack([t.mT, t.mT], -1)[..., 1].mT for t in (lse, delta)))
+        far = BackwardInputs(grad, q, k, v, *(torch.stack([t.mT, t.mT], -1)[..., 1].mT for t in (lse, delta)))
         for ours, wanted in (
             (kernel.forward(q, k, v, pattern=CAUSAL, scale=0.2), kernel.forward(*dense[:3], pattern=CAUSAL, scale=0.2)),
             (
@@ -101,7 +103,9 @@ def test_the_references_memory_is_linear():
     with alive:
         part = kernel.forward(q, k, v, pattern=CAUSAL, scale=0.5)
         assert alive.peak < rows * rows * 4  # less than one matrix of scores
-        kernel.backward(Given(grad, q, k, v, part.lse, part.lse), pattern=CAUSAL, scale=0.5, deterministic=True)
+        kernel.backward(
+            BackwardInputs(grad, q, k, v, part.lse, part.lse), pattern=CAUSAL, scale=0.5, deterministic=True
+        )
         assert alive.peak < 2 * rows * rows * 4
 
 
@@ -116,7 +120,7 @@ def test_torchs_switch_is_set_for_a_deterministic_call_only(monkeypatch):
         return q, q, q
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    given = Given(q, q, q, q, torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
+    given = BackwardInputs(q, q, q, q, torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
     call = partial(TorchKernel().backward, given, pattern=CAUSAL, scale=1)
     try:
         for before in (0, 1):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, Band, Given, Gradients, Segments, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Gradients, Segments, select_kernel
 from bmburst_ops.flash.select import KERNELS
 from tests.ops.masked import Masked, gradient_bound
 from tests.ops.masks import a_cells, blocks, some
@@ -54,7 +54,9 @@ def test_more_queries_than_keys_and_nothing_at_all(kernel, pattern, queries, key
         q, k = (torch.ones(2, n, 2, 16, dtype=torch.float64, device=DEVICE) for n in (queries, keys))
         out, lse = kernel.forward(q, k, k, pattern=pattern, scale=1.0)
         assert out.shape == q.shape and not out.any() and lse.shape == (2, 2, queries) and (lse == -torch.inf).all()
-        gradients = kernel.backward(Given(q, q, k, k, lse, lse * 0), pattern=pattern, scale=1.0, deterministic=True)
+        gradients = kernel.backward(
+            BackwardInputs(q, q, k, k, lse, lse * 0), pattern=pattern, scale=1.0, deterministic=True
+        )
         assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape] and not any(g.any() for g in gradients)
         return
     torch.testing.assert_close(tile.forward(kernel).out.cpu(), tile.out, **EXACT)

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, Band, Given, Gradients, ReferenceKernel, Segments
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Gradients, ReferenceKernel, Segments
 from bmburst_ops.flash.fa2_fa3 import FlashAttention2Kernel, FlashAttention3Kernel
 from bmburst_ops.flash.fa4 import FlashAttention4Kernel
 from bmburst_ops.flash.memory import is_aligned
@@ -81,7 +81,7 @@ class StandIn:
             assert lse.shape == delta.shape == (q.shape[1], q.shape[0])
         assert lse.isfinite().all() and delta.isfinite().all()
         options = {"pattern": pattern, "scale": scale, "deterministic": True, "into": Gradients(*four[6:])}
-        ReferenceKernel().backward(Given(*four[:6]), **options)
+        ReferenceKernel().backward(BackwardInputs(*four[:6]), **options)
         mask = visible(pattern, four[1].shape[1], four[2].shape[1])
         for gradient, seen in zip(four[6:], (mask.any(1), mask.any(0), mask.any(0)), strict=True):
             gradient[:, ~seen] = torch.nan

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, Given, Gradients, Partial, limits, select_kernel
+from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, limits, select_kernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
 from bmburst_ops.flash.memory import aligned, is_aligned
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
@@ -95,7 +95,7 @@ def test_torch_gives_results_where_asked(monkeypatch):
     targets = Partial(out, some_statistics(torch.zeros_like(statistic)))
     assert_same(kernel.forward(q, q, q, **options, into=targets), targets)
     assert torch.equal(out, q) and torch.equal(targets.lse, 2 * statistic)
-    given = Given(q, q, q, q, statistic, statistic)
+    given = BackwardInputs(q, q, q, q, statistic, statistic)
     gradients = kernel.backward(given, **options, deterministic=False, into=Gradients(*into))
     assert_same(gradients, into)
     assert all(torch.equal(t, n * q) for n, t in enumerate(into, 3))
@@ -260,7 +260,7 @@ def test_a_kernel_asked_for_says_why_not(gpu, name, capability, installed, optio
 def test_backward_never_breaks_the_promise_of_equal_bits(kernel):
     q, lse = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
     with pytest.raises(KernelError, match=f"kernel '{kernel.name}' .*deterministic backward"):
-        kernel.backward(Given(q, q, q, q, lse, lse), pattern=CAUSAL, scale=1.0, deterministic=True)
+        kernel.backward(BackwardInputs(q, q, q, q, lse, lse), pattern=CAUSAL, scale=1.0, deterministic=True)
 
 
 @pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn", "fa2"])

@@ -8,9 +8,9 @@ from bmburst_ops.biased import BiasedReferenceKernel, BiasedTritonKernel, Pairs
 from bmburst_ops.flash import (
     CAUSAL,
     FULL,
+    BackwardInputs,
     Band,
     Cells,
-    Given,
     Gradients,
     Partial,
     Segments,
@@ -52,7 +52,7 @@ def passes(kernel, q, k, v, grad, pattern):
     """Return output, statistics and gradients of a kernel."""
     out, lse = kernel.forward(q, k, v, pattern=pattern, scale=0.2)
     delta = (out.float() * grad.float()).sum(-1).transpose(1, 2).contiguous()
-    given = Given(grad, q, k, v, lse, delta)
+    given = BackwardInputs(grad, q, k, v, lse, delta)
     gradients = kernel.backward(given, pattern=pattern, scale=0.2, deterministic=False)
     return [out, lse.transpose(1, 2), *gradients]
 
@@ -111,7 +111,7 @@ def test_documents_computed_again(pattern, name):
     delta = (out.float() * grad.float()).sum(-1).transpose(1, 2).contiguous()
     spoiled = [torch.full_like(x, -7.0) for x in (out, q, k, v)]
     isolate_forward(Partial(spoiled[0], lse), q, k, v, pattern=pattern, scale=0.2)
-    isolate_backward(Gradients(*spoiled[1:]), Given(grad, q, k, v, lse, delta), pattern=pattern, scale=0.2)
+    isolate_backward(Gradients(*spoiled[1:]), BackwardInputs(grad, q, k, v, lse, delta), pattern=pattern, scale=0.2)
     mended = {
         "q": (False, False, True, True), "k": (False, True, True, True), "v": (True, True, True, True),
         "grad": (False, False, True, True),

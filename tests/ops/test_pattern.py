@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmburst_ops.flash import CAUSAL, FULL, Band, Cells, Segments
-from bmburst_ops.pattern import rectangles, rows_of, transposed
+from bmburst_ops.pattern import rectangles, transposed, visible_ranges
 from tests.ops.masks import a_band, a_cells, a_segments, some, visible
 
 SIZES = [(7, 7), (5, 12), (12, 5), (1, 9), (9, 1), (1, 1)]
@@ -21,7 +21,7 @@ def draws(count=12):
 
 def test_intervals_are_the_definition():
     for pattern, (queries, keys) in draws():
-        rows = rows_of(pattern, queries, keys)
+        rows = visible_ranges(pattern, queries, keys)
         columns = transposed(rows, keys)
         for (starts, stops), length in ((rows, queries), (columns, keys)):
             assert len(starts) == len(stops) == length
@@ -75,13 +75,13 @@ def test_needs_are_named():
 
 def test_no_segments_at_all():
     nothing = Segments(CAUSAL, (0,), (0,))
-    assert all(len(side) == 0 for side in rows_of(nothing, 0, 0))
+    assert all(len(side) == 0 for side in visible_ranges(nothing, 0, 0))
     assert not list(rectangles(nothing, 0, 0))
 
 
 @pytest.mark.parametrize("keys", [0, 3])
 def test_nobody_sees_keys_that_no_query_asks(keys):
-    columns = transposed(rows_of(FULL, 0, keys), keys)
+    columns = transposed(visible_ranges(FULL, 0, keys), keys)
     assert columns.start.tolist() == columns.stop.tolist() == [0] * keys
 
 

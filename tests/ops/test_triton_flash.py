@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import CAUSAL, FULL, Given, Gradients, Partial, queries_ahead, select_kernel, triton_launch
+from bmburst_ops.flash import (
+    CAUSAL,
+    FULL,
+    BackwardInputs,
+    Gradients,
+    Partial,
+    queries_ahead,
+    select_kernel,
+    triton_launch,
+)
 from bmburst_ops.flash.triton import TritonKernel
 from tests.attention.oracle import draw
 from tests.ops.masks import attention
@@ -36,7 +45,7 @@ def test_tile_equals_the_definition(tile, dtype):
     part = KERNEL.forward(q, k, v, pattern=pattern, scale=0.2)
     assert part.out.dtype == dtype and part.lse.dtype == torch.float32
     torch.testing.assert_close(part.lse.double().cpu(), lse, rtol=1e-5, atol=1e-5)
-    given = Given(grad, q, k, v, part.lse, delta)
+    given = BackwardInputs(grad, q, k, v, part.lse, delta)
     gradients = KERNEL.backward(given, pattern=pattern, scale=0.2, deterministic=True)
     assert {g.dtype for g in gradients} == {torch.float32}
     for name, ours, wanted in zip("oqkv", (part.out, *gradients), expected, strict=True):
@@ -52,7 +61,9 @@ def test_reads_and_writes_where_it_is_told(distance):
     q, k, v, grad, pattern, _, lse, delta = make(tile, torch.bfloat16, batch=1)
     wanted = KERNEL.forward(q, k, v, pattern=pattern, scale=0.2)
     lse = lse.to(DEVICE, torch.float32)
-    gradients = KERNEL.backward(Given(grad, q, k, v, lse, delta), pattern=pattern, scale=0.2, deterministic=True)
+    gradients = KERNEL.backward(
+        BackwardInputs(grad, q, k, v, lse, delta), pattern=pattern, scale=0.2, deterministic=True
+    )
 
     columns, head_dim = k.shape[1], q.shape[3]
     memory = torch.empty(columns, distance, dtype=torch.bfloat16, device=DEVICE)
@@ -73,7 +84,7 @@ def test_reads_and_writes_where_it_is_told(distance):
     assert (heads[:, q.shape[1] :] == -7).all()
     into = Gradients(*(elsewhere(torch.zeros_like(t)) for t in (q, k, v)))
     statistics = [torch.stack([t, t], -1)[..., 1] for t in (lse, delta)]
-    given = Given(far[3], *far[:3], *statistics)
+    given = BackwardInputs(far[3], *far[:3], *statistics)
     ours = KERNEL.backward(given, pattern=pattern, scale=0.2, deterministic=True, into=into)
     for a, b, c in zip(ours, into, gradients, strict=True):
         assert a is b
@@ -105,7 +116,7 @@ def test_scores_far_from_zero(sign):
     part = KERNEL.forward(q, k, v, pattern=FULL, scale=0.2)
     # Scores of 300 in fp32 are good to 3e-5, and so are the weights.
     assert error(part.out, out) < 1e-4 and error(part.lse, lse.double().cpu()) < 1e-6
-    ours = KERNEL.backward(Given(grad, q, k, v, lse, delta), pattern=FULL, scale=0.2, deterministic=False)
+    ours = KERNEL.backward(BackwardInputs(grad, q, k, v, lse, delta), pattern=FULL, scale=0.2, deterministic=False)
     for name, a, b in zip("qkv", ours, gradients, strict=True):
         assert error(a, b) < 5e-4, name
 
@@ -116,7 +127,7 @@ def test_rows_and_tiles_without_a_key():
     statistics = [t.to(DEVICE, torch.float32).clone() for t in (lse, delta)]
     statistics[0][:, :, 7] = -torch.inf
     options = {"pattern": pattern, "scale": 0.2, "deterministic": False}
-    given = Given(grad, q, k, v, *statistics)
+    given = BackwardInputs(grad, q, k, v, *statistics)
     some = KERNEL.backward(given, **options)
     statistics[0][:, :, 7] = lse[:, :, 7]
     grad[:, 7], statistics[1][:, :, 7] = 0, 0
@@ -128,7 +139,7 @@ def test_rows_and_tiles_without_a_key():
     options["pattern"] = FULL
     for queries, keys in ((33, 0), (0, 40)):
         near = (q[:, :queries], k[:, :keys], v[:, :keys], *(t[..., :queries] for t in statistics))
-        gradients = KERNEL.backward(Given(grad[:, :queries], *near), **options)
+        gradients = KERNEL.backward(BackwardInputs(grad[:, :queries], *near), **options)
         assert [g.shape for g in gradients] == [t.shape for t in near[:3]]
         assert not any(g.any() for g in gradients)
 
@@ -183,4 +194,4 @@ def test_kernels_are_cut_for_the_device(monkeypatch, capability, dtype, named):
     tables = {name: ((64, f"{name} 64"), (128, f"{name} 128")) for name in ("hopper", "small", "fp32", "interpreted")}
     for head_dim, padded in ((1, 64), (64, 64), (65, 128), (128, 128)):
         q = queries_ahead(torch.device("cuda"), getattr(torch, dtype), head_dim)
-        assert triton_launch.plan_for(q, None, **tables) == f"{named} {padded}"
+        assert triton_launch.block_sizes_for(q, None, **tables) == f"{named} {padded}"

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, Band, Cells, Given, Gradients, Segments
-from bmburst_ops.flash.memory import send
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Cells, Gradients, Segments
+from bmburst_ops.flash.memory import copy_to_device
 from bmburst_ops.flash.reference import cell_of
 from bmburst_ops.flash.triton import TritonKernel
-from bmburst_ops.flash.triton_launch import mask_for, tile_lists
-from bmburst_ops.pattern import rows_of, transposed
+from bmburst_ops.flash.triton_launch import mask_arguments, tile_lists
+from bmburst_ops.pattern import transposed, visible_ranges
 from tests.ops.masked import Masked
 from tests.ops.masks import a_cells, blocks, some, visible
 from tests.ops.tiles import DEVICE, assert_same, error, room, some_heads
@@ -19,7 +19,7 @@ from tests.ops.tiles import DEVICE, assert_same, error, room, some_heads
 KERNEL = TritonKernel()
 ERRORS = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2}
 RNG = random.Random(1)
-QUERIES, KEYS = (45, 68) if DEVICE == "cpu" else (777, 1111)  # several of every plan's blocks
+QUERIES, KEYS = (45, 68) if DEVICE == "cpu" else (777, 1111)  # several blocks of every size
 CUT = [(0, 20, 20, 21, 35, 45), (0, 18, 24, 25, 25, 68)]  # no queries, a single one, no keys
 EDGES = [tuple(edge * count // edges[-1] for edge in edges) for edges, count in zip(CUT, (QUERIES, KEYS), strict=True)]
 SINGLES = (*range(30), QUERIES), (*range(0, 60, 2), KEYS)
@@ -88,7 +88,7 @@ def test_empty_sides(queries, keys, pattern):
     q, k = (torch.ones(1, n, 1, 16, device=DEVICE) for n in (queries, keys))
     out, lse = KERNEL.forward(q, k, k, pattern=pattern, scale=1.0)
     assert out.shape == q.shape and not out.any() and (lse == -torch.inf).all()
-    gradients = KERNEL.backward(Given(q, q, k, k, lse, lse), pattern=pattern, scale=1.0, deterministic=True)
+    gradients = KERNEL.backward(BackwardInputs(q, q, k, k, lse, lse), pattern=pattern, scale=1.0, deterministic=True)
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape] and not any(g.any() for g in gradients)
 
 
@@ -106,10 +106,10 @@ def test_results_go_where_asked():
 def test_full_and_causal_read_no_vectors():
     q, k = (torch.empty(1, n, 1, 16, device=DEVICE) for n in (40, 70))
     for pattern, kind in ((FULL, "full"), (CAUSAL, "causal"), (Band(69, 39), "full"), (Band(None, 39), "full")):
-        mask = mask_for(pattern, q, k, "queries", 32, 16)
+        mask = mask_arguments(pattern, q, k, "queries", 32, 16)
         assert mask == (kind, None, None, None, None, None, 0, None, None)
-    assert mask_for(Band(68, 0), q, k, "queries", 32, 16).kind == "rows"
-    assert mask_for(CAUSAL, k, q, "queries", 32, 16).kind == "rows"  # some queries see nothing
+    assert mask_arguments(Band(68, 0), q, k, "queries", 32, 16).kind == "rows"
+    assert mask_arguments(CAUSAL, k, q, "queries", 32, 16).kind == "rows"  # some queries see nothing
 
 
 def test_vectors_are_sent_once():
@@ -117,12 +117,12 @@ def test_vectors_are_sent_once():
     k = torch.empty(1, KEYS, 1, 16, device=DEVICE)
     for name in ("documents", "cells"):
         pattern = PATTERNS[name]
-        first, again = (mask_for(pattern, q, k, "keys", 32, 16) for _ in range(2))
+        first, again = (mask_arguments(pattern, q, k, "keys", 32, 16) for _ in range(2))
         assert all(a is b for a, b in zip(first, again, strict=True) if isinstance(a, torch.Tensor))
     equal = Segments(CAUSAL, *EDGES)
     assert (
-        mask_for(equal, q, k, "queries", 32, 16).starts
-        is mask_for(PATTERNS["documents"], q, k, "queries", 32, 16).starts
+        mask_arguments(equal, q, k, "queries", 32, 16).starts
+        is mask_arguments(PATTERNS["documents"], q, k, "queries", 32, 16).starts
     )
 
 
@@ -136,7 +136,7 @@ def test_tiles_are_listed_once_and_open_ones_are(seed):
         blocks(rng, queries, keys, 40, 0.9),
     ):
         cells = cell_of(pattern.query_edges, 0, queries), cell_of(pattern.key_edges, 0, keys)
-        seen, whole = rows_of(pattern, queries, keys), visible(pattern, queries, keys)
+        seen, whole = visible_ranges(pattern, queries, keys), visible(pattern, queries, keys)
         hold_tiles(tile_lists(seen, *cells, pattern.cells, rows, columns), whole, rows, columns)
         turned = tile_lists(transposed(seen, keys), *cells[::-1], pattern.cells.T, rows, columns)
         hold_tiles(turned, whole.T, rows, columns)
@@ -161,5 +161,5 @@ def hold_tiles(lists, whole, rows, columns):
 
 def test_vectors_begin_on_the_host_whatever_the_default_device():
     with torch.device("meta"):
-        (vector,) = send([np.arange(5)], torch.device(DEVICE)).here()
+        (vector,) = copy_to_device([np.arange(5)], torch.device(DEVICE)).here()
     assert vector.tolist() == [0, 1, 2, 3, 4]

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from bmburst_ops.flash import CAUSAL, FULL, Given, Partial
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Partial
 from bmburst_ops.merge import row_dots
 from tests.attention.oracle import draw
 from tests.ops.masks import attention
@@ -35,7 +35,7 @@ class Tile:
 
     def backward(self, kernel, deterministic=False, **options):
         options |= {"pattern": self.pattern, "scale": self.scale, "deterministic": deterministic}
-        return kernel.backward(Given(self.grad, self.q, self.k, self.v, *self.statistics), **options)
+        return kernel.backward(BackwardInputs(self.grad, self.q, self.k, self.v, *self.statistics), **options)
 
 
 def error(ours, wanted):

@@ -89,8 +89,8 @@ def test_bytes_are_those_of_the_tensors(preset, heads, outer):
         statistics = rows * (model.num_heads // heads) * 4
         queries = (groups - 1) * (2 * q + 2 * statistics) + groups * 2 * q
         keys = (groups - 1) * 2 * kv + groups * 4 * kv
-        assert own.strategy.travellers == ("q" if queries <= keys else "kv")
-        assert sizes.ring_bytes(own.strategy.travellers) == (
+        assert own.strategy.ring_tensors == ("q" if queries <= keys else "kv")
+        assert sizes.ring_bytes(own.strategy.ring_tensors) == (
             (2 * q + 2 * statistics, 2 * q) if queries <= keys else (2 * kv, 4 * kv)
         )
 

@@ -155,7 +155,7 @@ def test_layouts_that_share_no_end_are_left_out():
 def test_attention_is_spread_as_it_is_named(strategy, heads, wanted):
     found = with_attention_choice(way(), strategy, heads, H200)
     assert found.ulysses_degree == wanted[0] and wanted[1] in (None, found.outer)
-    assert strategy not in ("kv", "burst") or found.travellers == {"kv": "kv", "burst": "q"}[strategy]
+    assert strategy not in ("kv", "burst") or found.ring_tensors == {"kv": "kv", "burst": "q"}[strategy]
 
 
 LARGE = replace(H200, memory=1e15, host_memory=1e16)  # memory rules nothing out
@@ -191,7 +191,7 @@ def test_what_the_planner_names_best_is_what_attention_does(gpus, nodes):
         own = taken("auto")
         named = (own.ulysses_degree, "none" if own.ulysses_degree == gpus else own.outer)
         assert (way.ulysses_degree, way.outer) == named, (asked, own)
-        assert way.sizes.strategy.travellers == own.travellers or way.outer in ("none", "gather")
+        assert way.sizes.strategy.ring_tensors == own.ring_tensors or way.outer in ("none", "gather")
         assert way.problem(LARGE).in_units(way.sizes.strategy).most_kv_heads == own.most_kv_heads
         run = with_attention_choice(Candidate(task=asked, outer="ring"), "auto", None, LARGE)
         assert (run.ulysses_degree, run.outer) == named

@@ -242,16 +242,16 @@ def test_only_what_training_needs_decides():
 def test_a_broken_package_is_told_from_a_missing_one(tmp_path, monkeypatch):
     folder = package(monkeypatch, tmp_path, "bmburst_test_package")
     (folder / "__init__.py").write_text("import no_such_module_at_all\n")
-    look = checks.Package("bmburst_test_package", "some-name", "nothing")
+    look = checks.PackageCheck("bmburst_test_package", "some-name", "nothing")
     assert look("x").status == "broken" and look("x").fix.endswith("--force-reinstall some-name")
-    look = checks.Package("bmburst_no_package", "some-name", "nothing")
+    look = checks.PackageCheck("bmburst_no_package", "some-name", "nothing")
     assert look("x").status == "missing" and look("x").fix.endswith("pip install some-name")
 
 
 @pytest.mark.parametrize(("gpus", "status"), [([], "note"), ([75], "note"), ([90], "missing")])
 def test_kernels_are_asked_for_on_gpus_that_they_can_run_on(gpus, status, monkeypatch):
     monkeypatch.setattr(checks, "capabilities", lambda: gpus)
-    look = checks.GpuPackage("bmburst_no_package.cute", "some-name", frozenset({9, 10}), "--pre some-name")
+    look = checks.GpuPackageCheck("bmburst_no_package.cute", "some-name", frozenset({9, 10}), "--pre some-name")
     found = look("kernel")
     assert found.status == status
     assert found.fix.endswith("pip install --pre some-name") == (status == "missing")

@@ -16,8 +16,8 @@ from bmburst.errors import UserError
 from bmburst.runtime.launch import LaunchSpec, run
 from bmburst.runtime.launch.agent import Outcome, RankEnd
 from bmburst.runtime.launch.guard import rank_pids
+from bmburst.runtime.launch.result import launch_result
 from bmburst.runtime.launch.spec import first_host, read_step, require_command, require_devices
-from bmburst.runtime.launch.verdict import judge
 from tests.refusals import refused, says
 
 STEP = {
@@ -237,25 +237,25 @@ def test_all_well(tmp_path):
     for rank in range(4):
         (tmp_path / f"hang.{rank}").touch()
         (tmp_path / f"stood.{rank}").touch()
-    verdict = judge(SPEC, Outcome(), tmp_path)
-    assert (verdict.status, verdict.message) == (0, "")
+    result = launch_result(SPEC, Outcome(), tmp_path)
+    assert (result.status, result.message) == (0, "")
 
 
 def test_ranks_that_torchrun_ended_beside_a_failed_one_are_not_mentioned(tmp_path):
     leave_error(tmp_path)
     (tmp_path / "stood.3").write_text(STOOD)  # ignored SIGTERM until SIGKILL
     outcome = Outcome(failed=[end(0, -signal.SIGTERM), end(1, 1), end(2, 1), end(3, -signal.SIGKILL)])
-    verdict = judge(SPEC, outcome, tmp_path)
-    assert (verdict.status, verdict.message) == (1, "bmburst: rank 5 failed\nTraceback: it")
+    result = launch_result(SPEC, outcome, tmp_path)
+    assert (result.status, result.message) == (1, "bmburst: rank 5 failed\nTraceback: it")
 
 
 def test_a_killed_rank_comes_before_the_error_it_caused(tmp_path):
     leave_error(tmp_path, kind="user", status=2, text="peer gone")
     (tmp_path / "stood.2").write_text(CRASHED)
     outcome = Outcome(failed=[end(0, -signal.SIGKILL), end(1, 2), end(2, -signal.SIGABRT)])
-    verdict = judge(SPEC, outcome, tmp_path)
-    assert verdict.status == 1
-    killed, aborted, told = verdict.message.splitlines()
+    result = launch_result(SPEC, outcome, tmp_path)
+    assert result.status == 1
+    killed, aborted, told = result.message.splitlines()
     says(killed, "bmburst: rank 4", "SIGKILL", "memory")
     says(aborted, "bmburst: rank 6", "SIGABRT", "/a/b.py:9 in f")
     assert told == "bmburst: peer gone"
@@ -263,8 +263,8 @@ def test_a_killed_rank_comes_before_the_error_it_caused(tmp_path):
 
 def test_the_crash_of_a_failed_ranks_teardown_is_not_its_error(tmp_path):
     leave_error(tmp_path, kind="user", status=2, text="too long")
-    verdict = judge(SPEC, Outcome(failed=[end(1, -signal.SIGABRT)]), tmp_path)
-    assert (verdict.status, verdict.message) == (2, "bmburst: too long")
+    result = launch_result(SPEC, Outcome(failed=[end(1, -signal.SIGABRT)]), tmp_path)
+    assert (result.status, result.message) == (2, "bmburst: too long")
 
 
 def test_a_hang_comes_before_what_it_caused(tmp_path):
@@ -273,9 +273,9 @@ def test_a_hang_comes_before_what_it_caused(tmp_path):
     own = "".join(f'  File "{f}", line 1 in {f}\n' for f in ("/u/s.py", "<frozen runpy>", "/p/bmburst/runtime/rank.py"))
     (tmp_path / "hang.2").write_text(f"Timeout (0:00:20)!\n{other}Thread 0x1 (most recent call first):\n{own}")
     (tmp_path / "stood.0").write_text(STOOD)
-    verdict = judge(SPEC, Outcome(failed=[end(2, 1), end(0, -15)]), tmp_path)
-    assert verdict.status == 1
-    first, whose, stack, other_rank, fix = verdict.message.splitlines()
+    result = launch_result(SPEC, Outcome(failed=[end(2, 1), end(0, -15)]), tmp_path)
+    assert result.status == 1
+    first, whose, stack, other_rank, fix = result.message.splitlines()
     says(first, "bmburst: rank 6", socket.gethostname(), "no progress", "20 s")
     says(whose, "rank 6 stood at")
     assert stack == '  File "/u/s.py", line 1 in /u/s.py'
@@ -294,13 +294,13 @@ def test_a_hang_comes_before_what_it_caused(tmp_path):
     ],
 )
 def test_ranks_that_never_started(error, word, tmp_path):
-    verdict = judge(SPEC, Outcome(error=error), tmp_path)
-    assert verdict.status == (2 if isinstance(error, UserError) else 1)
-    assert word in verdict.message and "\n" in verdict.message
+    result = launch_result(SPEC, Outcome(error=error), tmp_path)
+    assert result.status == (2 if isinstance(error, UserError) else 1)
+    assert word in result.message and "\n" in result.message
 
 
 def test_ranks_ended_from_outside(tmp_path):
     (tmp_path / "stood.0").write_text(STOOD)
-    verdict = judge(SPEC, Outcome(failed=[end(0, -15), end(1, -15)]), tmp_path)
-    assert verdict.status == 1
-    says(verdict.message, "bmburst: rank 4, 5", "SIGTERM", "outside", lines=1)
+    result = launch_result(SPEC, Outcome(failed=[end(0, -15), end(1, -15)]), tmp_path)
+    assert result.status == 1
+    says(result.message, "bmburst: rank 4, 5", "SIGTERM", "outside", lines=1)

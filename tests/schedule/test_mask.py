@@ -11,7 +11,7 @@ import torch
 
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents, PrefixLM
-from bmburst.schedule.mask import BlockSparse, Both, Causal, Full, Mask, SlidingWindow, make_mask
+from bmburst.schedule.mask import BlockSparse, Causal, Full, Intersection, Mask, SlidingWindow, make_mask
 from tests.mask_oracle import random_mask, visible
 from tests.refusals import refused
 
@@ -90,9 +90,11 @@ def test_both_show_what_each_shows(seed):
 def test_joining_keeps_no_more_than_it_must():
     assert Full() & Full() == Full()
     assert Full() & Causal() == Causal() & Full() == Causal() & Causal() == Causal()
-    assert (Causal() & DOCUMENTS) & (DOCUMENTS & SlidingWindow(3)) == Both((Causal(), DOCUMENTS, SlidingWindow(3)))
+    assert (Causal() & DOCUMENTS) & (DOCUMENTS & SlidingWindow(3)) == Intersection(
+        (Causal(), DOCUMENTS, SlidingWindow(3))
+    )
     maps = BlockSparse([[1, 1], [1, 0]], 4) & Causal() & BlockSparse([[1, 0], [1, 1]], 4, causal=True)
-    assert maps == Both((Causal(), BlockSparse([[1, 0], [1, 0]], 4, causal=True)))
+    assert maps == Intersection((Causal(), BlockSparse([[1, 0], [1, 0]], 4, causal=True)))
     assert BLOCKS & BLOCKS == BLOCKS
     with pytest.raises(TypeError):
         Causal() & "causal"
@@ -118,7 +120,7 @@ def test_masks_are_equal_by_value():
         [BlockSparse(np.array(MAP).T, 3)],
         [BlockSparse(MAP, 4)],
         [BlockSparse(MAP, 3, causal=True)],
-        [DOCUMENTS & SlidingWindow(4), Both((DOCUMENTS, SlidingWindow(4)))],
+        [DOCUMENTS & SlidingWindow(4), Intersection((DOCUMENTS, SlidingWindow(4)))],
     ]
     for i, group in enumerate(groups):
         for mask in group:

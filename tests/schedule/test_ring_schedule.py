@@ -26,7 +26,7 @@ from bmburst.schedule.ring_schedule import (
     meet,
 )
 from bmburst.schedule.tiles import Span
-from bmburst.schedule.units import HeadShapes, backward_bytes, choose_travellers, forward_bytes
+from bmburst.schedule.units import HeadShapes, backward_bytes, choose_ring_tensors, forward_bytes
 from bmburst_ops.pattern import CAUSAL, Segments
 from tests.mask_oracle import random_mask, visible
 from tests.ops.masks import visible as shown
@@ -38,18 +38,18 @@ def held(layout, rank, length):
     return [position for position in every if position < length]
 
 
-def check_every_pair(layout, length, mask, travellers):
+def check_every_pair(layout, length, mask, ring_tensors):
     """Hold the schedules of all ranks to the definition; return the distances with work."""
     size, seen = layout.size, np.zeros((length, length), dtype=int)
-    steps, worked = distances(layout, length, mask, travellers), {0}
+    steps, worked = distances(layout, length, mask, ring_tensors), {0}
     tokens = [held(layout, rank, length) for rank in range(size)]
     for rank in range(size):
-        schedule = make_schedule(layout, length, mask, rank, travellers)
+        schedule = make_schedule(layout, length, mask, rank, ring_tensors)
         assert schedule.size == size
         assert [(step.distance, step.owner) for step in schedule.steps] == [(d, (rank - d) % size) for d in steps]
         check_hops(schedule)
         for step in schedule.steps:
-            query_rank, key_rank = (rank, step.owner) if travellers == "kv" else (step.owner, rank)
+            query_rank, key_rank = (rank, step.owner) if ring_tensors == "kv" else (step.owner, rank)
             worked |= {step.distance} if step.tiles else set()
             for tile in step.tiles:
                 pairs = shown(tile.pattern, len(tile.queries), len(tile.keys)).numpy()
@@ -77,13 +77,13 @@ def check_needs(needs, mask):
 @pytest.mark.parametrize("seed", range(160))
 def test_schedule_is_exactly_the_mask(seed):
     rng = random.Random(seed)
-    name, size, travellers = rng.choice(sorted(LAYOUTS)), rng.randint(1, 8), rng.choice(["kv", "q"])
+    name, size, ring_tensors = rng.choice(sorted(LAYOUTS)), rng.randint(1, 8), rng.choice(["kv", "q"])
     length = rng.randint(size, size + 60)
     mask = random_mask(rng, length)
     layout = padded_layout(name, size, length, mask)
-    worked = check_every_pair(layout, length, mask, travellers)
+    worked = check_every_pair(layout, length, mask, ring_tensors)
     if mask.blocks is None and name != "striped":  # where no cells are off, no step is for nothing
-        assert set(distances(layout, length, mask, travellers)) == worked
+        assert set(distances(layout, length, mask, ring_tensors)) == worked
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
@@ -109,10 +109,10 @@ class Lopsided(Layout):
 
 
 @pytest.mark.parametrize("length", range(2, 15))
-@pytest.mark.parametrize("travellers", ["kv", "q"])
-def test_another_layout_needs_no_change_here(length, travellers):
+@pytest.mark.parametrize("ring_tensors", ["kv", "q"])
+def test_another_layout_needs_no_change_here(length, ring_tensors):
     for mask in (Causal(), Documents([1, length - 1]), SlidingWindow(3, causal=False)):
-        check_every_pair(Lopsided(2, 7), length, mask, travellers)
+        check_every_pair(Lopsided(2, 7), length, mask, ring_tensors)
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -159,9 +159,9 @@ def test_blocks_decide_who_meets():
 def test_a_window_stops_the_ring_early(size):
     layout = make_layout("contiguous", size, 16)
 
-    def taken(tokens, travellers, causal=True):
+    def taken(tokens, ring_tensors, causal=True):
         mask = SlidingWindow(tokens, causal=causal)
-        schedule = make_schedule(layout, 16 * size, mask, 1, travellers)
+        schedule = make_schedule(layout, 16 * size, mask, 1, ring_tensors)
         return [step.distance for step in schedule.steps], list(schedule.hops)
 
     assert taken(1, "kv") == ([0], [size])
@@ -175,10 +175,10 @@ def test_a_window_stops_the_ring_early(size):
 def test_documents_that_live_on_one_rank_move_nothing():
     for lengths in ([16] * 4, [3, 13, 7, 9, 16, 1, 15]):
         for mask in (Documents(lengths), Documents(lengths, causal=False), PrefixLM([1] * len(lengths), lengths)):
-            for travellers in ("kv", "q"):
-                (step,) = make_schedule(make_layout("contiguous", 4, 16), 64, mask, 2, travellers).steps
+            for ring_tensors in ("kv", "q"):
+                (step,) = make_schedule(make_layout("contiguous", 4, 16), 64, mask, 2, ring_tensors).steps
                 assert (step.distance, step.owner) == (0, 2)
-                assert make_schedule(make_layout("contiguous", 4, 16), 64, mask, 2, travellers).hops == (4,)
+                assert make_schedule(make_layout("contiguous", 4, 16), 64, mask, 2, ring_tensors).hops == (4,)
     long = Documents([16, 32, 16])
     assert distances(make_layout("contiguous", 4, 16), 64, long, "kv") == (0, 1)  # one document is on two ranks
     schedule = make_schedule(make_layout("contiguous", 4, 16), 64, long, 3, "kv")
@@ -238,10 +238,10 @@ def test_bytes_follow_the_published_break_even():
         sizes = {"batch": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": 128}
         return HeadShapes(layout=layout, degree=1, **sizes, itemsize=2, statistics_itemsize=4)
 
-    assert choose_travellers(shapes(64, 32, 32)) == "q"
+    assert choose_ring_tensors(shapes(64, 32, 32)) == "q"
     assert forward_bytes(shapes(4, 32, 32)) == 3 * 2 * 1024 * 32 * 128 * 2
-    for heads, kv_heads, travellers in ((47, 32, "q"), (48, 32, "kv"), (32, 8, "kv")):
-        assert choose_travellers(shapes(1000, heads, kv_heads)) == travellers
+    for heads, kv_heads, ring_tensors in ((47, 32, "q"), (48, 32, "kv"), (32, 8, "kv")):
+        assert choose_ring_tensors(shapes(1000, heads, kv_heads)) == ring_tensors
         alone = shapes(1, heads, kv_heads)
         assert backward_bytes(alone, "kv") == backward_bytes(alone, "q") == 0
-        assert choose_travellers(alone) == "q"  # a tie
+        assert choose_ring_tensors(alone) == "q"  # a tie

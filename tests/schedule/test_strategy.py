@@ -80,9 +80,9 @@ def test_names_mean_what_they_say():
     assert found["heads"].ulysses_degree == 4
     assert {found[name].ulysses_degree for name in ("gather", "ring", "kv", "burst")} == {1}
     assert (found["gather"].outer, found["ring"].outer) == ("gather", "ring")
-    assert (found["kv"].travellers, found["burst"].travellers) == ("kv", "q")
-    assert found["ring"].travellers == "kv"  # four times fewer bytes with GQA
-    assert choose("ring", shapes(4, 65536)).travellers == "q"
+    assert (found["kv"].ring_tensors, found["burst"].ring_tensors) == ("kv", "q")
+    assert found["ring"].ring_tensors == "kv"  # four times fewer bytes with GQA
+    assert choose("ring", shapes(4, 65536)).ring_tensors == "q"
     assert (found["heads+ring"].ulysses_degree, found["heads+ring"].outer) == (2, "ring")
     assert (found["heads+gather"].ulysses_degree, found["heads+gather"].outer) == (2, "gather")
 

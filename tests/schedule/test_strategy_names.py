@@ -23,13 +23,13 @@ ON_4_RANKS = {
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_name_asks_for_what_it_says(name):
-    heads, outer, travellers = ON_4_RANKS[name]
+    heads, outer, ring_tensors = ON_4_RANKS[name]
     asked = STRATEGIES[name]
     assert {degree for degree in range(1, 5) if asked.allows(degree, 4)} == heads
     for degree, between in product(range(1, 5), EVERYTHING):
         assert asked.fits(degree, 4, between) == (degree in heads and (degree == 4 or between in outer))
     assert {each for each in EVERYTHING if asked.needs(each)} == (outer if len(outer) == 1 else set())
-    assert asked.travellers == travellers
+    assert asked.ring_tensors == ring_tensors
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

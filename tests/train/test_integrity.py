@@ -43,7 +43,7 @@ def trainer(folder, name, **changes):
 def _saves(folder):
     ours = trainer(folder, "run")
     for part_bytes in (None, 1):
-        progress = checkpoint.Progress(step=ours.steps_done, data=ours.batches.state_dict(), tokenizer="bytes")
+        progress = checkpoint.RunProgress(step=ours.steps_done, data=ours.batches.state_dict(), tokenizer="bytes")
         checkpoint.save(folder / "run", ours.model, ours.optimizer, progress, keep=2, part_bytes=part_bytes)
         ours.step()
     if ours.is_main:

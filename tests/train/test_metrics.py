@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from bmburst.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, peak_bytes, read_lines
-from bmburst.train.report import Progress, plot_losses, smoothed
+from bmburst.train.report import ProgressBar, plot_losses, smoothed
 from tests.refusals import refused
 
 KEYS = ["step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_gib"]
@@ -211,7 +211,7 @@ def test_smoothing_keeps_constants_and_lines_and_has_no_lag():
 
 def test_in_a_log_lines_are_plain_and_not_many():
     stream = io.StringIO()
-    with Progress(100, stream=stream, interval=3600) as progress:
+    with ProgressBar(100, stream=stream, interval=3600) as progress:
         for number in range(1, 101):
             progress.update(step(number))
     shown = stream.getvalue().splitlines()
@@ -227,7 +227,7 @@ def test_time_left_counts_from_where_a_resumed_run_began(monkeypatch):
     clock = iter([100.0, 110.0, 120.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     stream = io.StringIO()
-    progress = Progress(400, first_step=51, stream=stream, interval=0)
+    progress = ProgressBar(400, first_step=51, stream=stream, interval=0)
     progress.update(step(51))
     progress.update(step(52))
     first, second = stream.getvalue().splitlines()
@@ -239,13 +239,13 @@ def test_long_times_have_hours(monkeypatch):
     clock = iter([0.0, 60.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     stream = io.StringIO()
-    Progress(101, stream=stream, interval=0).update(step(1))
+    ProgressBar(101, stream=stream, interval=0).update(step(1))
     assert stream.getvalue().endswith("1:40:00 left\n")
 
 
 def test_evaluations_and_notes_stay():
     stream = io.StringIO()
-    progress = Progress(10, stream=stream)
+    progress = ProgressBar(10, stream=stream)
     progress.update_eval(evaluation(5))
     progress.note("saved")
     text = "step 5: held-out loss 2.0000 nats/token, 2.885 bits/byte, perplexity 7.39\nsaved\n"
@@ -255,8 +255,8 @@ def test_evaluations_and_notes_stay():
 PROGRAM = """
 import time
 from bmburst.train.metrics import StepMetrics
-from bmburst.train.report import Progress
-with Progress(5, first_step=3) as progress:
+from bmburst.train.report import ProgressBar
+with ProgressBar(5, first_step=3) as progress:
     for n in (3, 4, 5):
         time.sleep(0.15)
         progress.update(StepMetrics(step=n, loss=1.25, bits_per_byte=1.5, lr=1e-3, grad_norm=1,

@@ -46,7 +46,7 @@ def said(run, ranks=8, gib=139.8, reserved=130.0, host=None):
     [
         (ParallelConfig(strategy="heads"), {"ulysses_degree": 8, "outer": "none"}),
         (ParallelConfig(strategy="heads+ring", head_parallel=2), {"ulysses_degree": 2, "outer": "ring"}),
-        (ParallelConfig(strategy="kv", transport="nccl"), {"outer": "ring", "travellers": "kv", "transport": "nccl"}),
+        (ParallelConfig(strategy="kv", transport="nccl"), {"outer": "ring", "ring_tensors": "kv", "transport": "nccl"}),
         (ParallelConfig(strategy="gather", tensor_parallel=2), {"outer": "gather", "tensor": 2}),
     ],
 )

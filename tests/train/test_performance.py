@@ -10,7 +10,7 @@ import pytest
 from bmburst.blocks.presets import preset
 from bmburst.plan.counts import causal_pairs, hardware_flops, step_flops
 from bmburst.schedule.hardware import hardware_of
-from bmburst.train.clock import FlopsMeter, Timing, known_peak
+from bmburst.train.clock import FlopsMeter, StepTiming, known_peak
 from bmburst.train.config import TrainConfig, profiled_steps
 from bmburst.train.metrics import StepMetrics
 from bmburst.train.report import Summary
@@ -100,7 +100,7 @@ def test_steps_that_a_run_never_comes_to_are_not_profiled():
 
 def timings(ranks, **of_rank_2):
     usual = {"data": 0.1, "compute": 2.0, "waits": 0.5, "optimizer": 0.1}
-    return [Timing(**usual | (of_rank_2 if rank == 2 else {})) for rank in range(ranks)]
+    return [StepTiming(**usual | (of_rank_2 if rank == 2 else {})) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,9 @@ def test_who_waits_or_is_slow_once_does_not_lag():
     compiling = LagWatch(["a"] * 4, window=4)
     assert not any(compiling.add(timings(4, compute=90.0 if step == 1 else 2.0)) for step in range(10))
     short = LagWatch(["a"] * 4, window=2)
-    assert not any(short.add([Timing(compute=0.001 * (1 + 5 * (rank == 1))) for rank in range(4)]) for _ in range(6))
+    assert not any(
+        short.add([StepTiming(compute=0.001 * (1 + 5 * (rank == 1))) for rank in range(4)]) for _ in range(6)
+    )
 
 
 def step(number, seconds, **values):

@@ -56,7 +56,7 @@ def _save_in_parts(folder):
     ours = trainer(folder, "parts")
     for _ in range(2):
         ours.step()
-    progress = checkpoint.Progress(step=2, data=ours.batches.state_dict(), tokenizer="bytes")
+    progress = checkpoint.RunProgress(step=2, data=ours.batches.state_dict(), tokenizer="bytes")
     for name, part_bytes in (("whole", None), ("parts", 1)):
         checkpoint.save(folder / name, ours.model, ours.optimizer, progress, keep=1, part_bytes=part_bytes)
     from bmburst.checkpoint import hugging_face
@@ -132,7 +132,7 @@ def _measure_memory(folder):
     largest = 4 * LARGE["hidden_size"] * LARGE["intermediate_size"]
     total = 4 * shape.num_parameters
     assert total > 30 * largest
-    progress = checkpoint.Progress(step=1, data=ours.batches.state_dict(), tokenizer="bytes")
+    progress = checkpoint.RunProgress(step=1, data=ours.batches.state_dict(), tokenizer="bytes")
     for part_bytes in (None, 1):
 
         def save(part_bytes=part_bytes):

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash import CAUSAL, FULL, Band, Given, Gradients, Segments, select_kernel
+from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Band, Gradients, Segments, select_kernel
 from bmburst_ops.flash.fa4 import fa4_options
 from bmburst_ops.flash.memory import aligned, deliver_gradients, gradient_memory
-from bmburst_ops.flash.varlen import Told, told, told_flash_attention_2
+from bmburst_ops.flash.varlen import PackageArguments, fa2_arguments, package_arguments
 from bmburst_ops.merge import row_dots
 
-Shape = Band | Segments
+PackedPattern = Band | Segments
 """Which keys the queries see, aligned at the bottom right."""
 
 
@@ -45,17 +45,17 @@ class LocalKernel:
     def __init__(self, name: str = "auto") -> None:
         self.choice = name
 
-    def name(self, q: Tensor, k: Tensor, pattern: Shape) -> str:
+    def name(self, q: Tensor, k: Tensor, pattern: PackedPattern) -> str:
         """Return the name of the kernel that takes these inputs."""
         return select_kernel(self.choice, q, k, needs=pattern.needs).name
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, pattern: Shape, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pattern: PackedPattern, scale: float) -> tuple[Tensor, Tensor]:
         """Return output, in q's dtype, and log-sum-exp `[batch, heads, queries]`."""
         part = select_kernel(self.choice, q, k, needs=pattern.needs).forward(q, k, v, pattern=pattern, scale=scale)
         return part.out.to(q.dtype), part.lse
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: Shape, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: PackedPattern, scale: float
     ) -> Gradients:
         """Return the gradients, in q's dtype, from the global output and log-sum-exp."""
         kernel = select_kernel(self.choice, q, k, needs=pattern.needs)
@@ -63,15 +63,15 @@ class LocalKernel:
         if own is not None:
             return own(q, k, v, results, pattern, scale)
         grad, out, lse, into = results
-        given = Given(grad, q, k, v, lse, row_dots(grad, out))
+        given = BackwardInputs(grad, q, k, v, lse, row_dots(grad, out))
         grads = kernel.backward(given, pattern=pattern, scale=scale, deterministic=False, into=into)
         return Gradients(*(g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)))
 
 
 def _flash_attention_4(
-    q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: Shape, scale: float
+    q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: PackedPattern, scale: float
 ) -> Gradients:
-    interface, call = importlib.import_module("flash_attn.cute.interface"), told(pattern, q, k)
+    interface, call = importlib.import_module("flash_attn.cute.interface"), package_arguments(pattern, q, k)
     flat_q, flat_k, flat_v, out, grad = (aligned(call.flat(t)) for t in (q, k, v, results.out, results.grad))
     memory = gradient_memory(flat_q, flat_k, flat_v, call.flat_targets(results.into))
     lse = call.flat_statistic(results.lse).float().contiguous()
@@ -80,9 +80,9 @@ def _flash_attention_4(
     return call.gradients(memory, q.shape[0], results.into)
 
 
-def _torch(q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: Shape, scale: float) -> Gradients:
+def _torch(q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: PackedPattern, scale: float) -> Gradients:
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state of a dropout that is zero
-    call = told_flash_attention_2(pattern, q, k)
+    call = fa2_arguments(pattern, q, k)
     grad, flat_q, flat_k, flat_v, out = (aligned(call.flat(t)) for t in (results.grad, q, k, v, results.out))
     lse = call.flat_statistic(results.lse).contiguous()
     lengths = call.queries, call.keys, call.longest_queries, call.longest_keys
@@ -94,7 +94,7 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, results: ForBackward, pattern: Shape
     return call.gradients(Gradients(*found), q.shape[0], results.into)
 
 
-Backward = Callable[[Tensor, Tensor, Tensor, ForBackward, Shape, float], Gradients]
+Backward = Callable[[Tensor, Tensor, Tensor, ForBackward, PackedPattern, float], Gradients]
 _OWN_BACKWARD: Mapping[str, Backward] = MappingProxyType({"fa4": _flash_attention_4, "torch": _torch})
 
 
@@ -201,13 +201,15 @@ def _with_signature(function: Callable[[dict[str, Any]], Any], defaults: Mapping
     return call
 
 
-def _offsets(given: Mapping[str, Any]) -> Told | None:
+def _offsets(given: Mapping[str, Any]) -> PackageArguments | None:
     """Return the offsets of packed sequences, or None where the call has none."""
-    return Told(_band(given), *(given[name] for name in _OFFSETS.split())) if "cu_seqlens_q" in given else None
+    return (
+        PackageArguments(_band(given), *(given[name] for name in _OFFSETS.split())) if "cu_seqlens_q" in given else None
+    )
 
 
 def packed_forward(
-    kernel: LocalKernel, q: Tensor, k: Tensor, v: Tensor, call: Told, scale: float
+    kernel: LocalKernel, q: Tensor, k: Tensor, v: Tensor, call: PackageArguments, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return output `[tokens, heads, head_dim]` and log-sum-exp `[heads, tokens]` of sequences end to end.
 
@@ -225,7 +227,7 @@ def packed_forward(
 
 
 def packed_backward(
-    kernel: LocalKernel, q: Tensor, k: Tensor, v: Tensor, results: ForBackward, call: Told, scale: float
+    kernel: LocalKernel, q: Tensor, k: Tensor, v: Tensor, results: ForBackward, call: PackageArguments, scale: float
 ) -> None:
     """Write the gradients where `results.into` says, which must say it."""
     grad, out, lse, into = results
@@ -246,11 +248,11 @@ def packed_backward(
     deliver_gradients(Gradients(*(t[0] for t in gradients)), into)
 
 
-def _takes_offsets(kernel: LocalKernel, q: Tensor, k: Tensor, call: Told) -> bool:
+def _takes_offsets(kernel: LocalKernel, q: Tensor, k: Tensor, call: PackageArguments) -> bool:
     return kernel.name(q[None], k[None], Segments(call.band, (0,), (0,))) == "fa4"
 
 
-def _segments(call: Told) -> Segments:
+def _segments(call: PackageArguments) -> Segments:
     assert call.queries is not None and call.keys is not None
     return Segments(call.band, tuple(call.queries.tolist()), tuple(call.keys.tolist()))
 

@@ -13,13 +13,13 @@ from benchmarks.attention.cells import (
     PLAIN_MASKS,
     Cell,
     Traffic,
-    alone,
     mask_of,
+    one_gpu_cell,
     one_gpu_memory,
     pattern_of,
     sizes,
 )
-from benchmarks.attention.methods.kernel import ForBackward, LocalKernel, Shape
+from benchmarks.attention.methods.kernel import ForBackward, LocalKernel, PackedPattern
 from benchmarks.engine.kind import ONE_GPU
 from benchmarks.engine.timing import RankGroup
 from bmburst.schedule.layout import make_layout
@@ -141,7 +141,7 @@ def heads_refusal(cell: Cell) -> str | None:
 
 
 class OneGpu(Method):
-    """One GPU's own kernel on the FLOPs of a rank's share (`work.alone`): what every ratio is taken against.
+    """One GPU's own kernel on the FLOPs of a rank's share (`one_gpu_cell`): what every ratio is taken against.
 
     For accuracy it has the whole sequence.
     """
@@ -164,7 +164,7 @@ class OneGpu(Method):
 
     def input_shape(self, cell: Cell, heads: int) -> tuple[int, ...]:
         """See `Method.input_shape`."""
-        own = alone(cell)
+        own = one_gpu_cell(cell)
         return cell.batch, own.tokens, own.heads if heads == cell.heads else own.kv_heads, cell.head_dim
 
 
@@ -172,7 +172,9 @@ class _Local(torch.autograd.Function):
     """`(q, k, v, kernel, pattern, scale) -> out`: the kernel as one differentiable function, and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: LocalKernel, pattern: Shape, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: LocalKernel, pattern: PackedPattern, scale: float
+    ) -> Tensor:
         out, lse = kernel.forward(q, k, v, pattern, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = kernel, pattern, scale

@@ -55,7 +55,7 @@ class Ours(Method):
         options = AttentionOptions(**self._options(cell, setting))
         call = decide(resolve_group(self._group(setting)), q, k, k, None, options)
         chosen = call.strategy
-        facts = {"heads": chosen.ulysses_degree, "outer": chosen.outer, "travellers": chosen.travellers}
+        facts = {"heads": chosen.ulysses_degree, "outer": chosen.outer, "travellers": chosen.ring_tensors}
         return traffic(cell, call), {"strategy": facts, "transport": call.comm.transport}
 
     def bind(self, cell: Cell, setting: Setting) -> Attend:
@@ -118,11 +118,13 @@ def traffic(cell: Cell, call: AttentionCall) -> Traffic:
         given = [sum(len(p.tokens) for p in chain(*pieces) if p.owner == rank) for rank in range(outer.size)]
         both = max(2 * mine + others for mine, others in zip(seen, given, strict=True))
         return Traffic(forward + token * max(seen), forward + backward + token * both)
-    there = {side: len(distances(outer, call.length, call.mask, side)) - 1 for side in ("kv", call.strategy.travellers)}
+    there = {
+        side: len(distances(outer, call.length, call.mask, side)) - 1 for side in ("kv", call.strategy.ring_tensors)
+    }
     forward += keys * there["kv"]
-    hops = there[call.strategy.travellers]
+    hops = there[call.strategy.ring_tensors]
     home = hops + 1 if hops else 0
-    if call.strategy.travellers == "kv":
+    if call.strategy.ring_tensors == "kv":
         backward += keys * hops + keys * own.wide * home
     else:
         backward += 2 * (own.q + own.statistics) * hops + own.q * own.wide * home

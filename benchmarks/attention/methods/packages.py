@@ -17,7 +17,7 @@ from benchmarks.attention.methods.method import Attend, Method, Setting
 _STRIDE = 4  # KV heads that ring-flash-attn gathers at once, as in its own benchmark
 
 
-class Package(Method):
+class PackageMethod(Method):
     """A method whose code is a package's."""
 
     module = ""
@@ -34,7 +34,7 @@ class Package(Method):
         return "zigzag" if cell.is_causal else "contiguous"
 
 
-class Yunchang(Package):
+class Yunchang(PackageMethod):
     """yunchang (USP, arXiv:2405.07719): Ulysses inside as far as heads go, its ring outside."""
 
     name = "yunchang"
@@ -55,7 +55,7 @@ class Yunchang(Package):
         return lambda q, k, v: attention(q, k, v, causal=cell.is_causal)
 
 
-class BurstAttentionPackage(Package):
+class BurstAttentionPackage(PackageMethod):
     """Burst-Attention's own package, with its backward that moves queries."""
 
     name = "burst-attention"
@@ -75,7 +75,7 @@ class BurstAttentionPackage(Package):
         return attend
 
 
-class RingFlashAttention(Package):
+class RingFlashAttention(PackageMethod):
     """github.com/zhuzilin/ring-flash-attention: zigzag under a causal mask, its plain ring without.
 
     Documents: zigzag in each, which pads it to 2 P chunks.

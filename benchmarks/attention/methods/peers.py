@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.cells import MASKS, Cell, Traffic, pattern_of, sizes
-from benchmarks.attention.methods.kernel import ForBackward, Shape
+from benchmarks.attention.methods.kernel import ForBackward, PackedPattern
 from benchmarks.attention.methods.method import Attend, Method, Setting, applied, heads_refusal
 from benchmarks.engine.timing import RankGroup
 from bmburst.recompute import keep
@@ -46,7 +46,9 @@ class Ulysses(Method):
 
 class _Ulysses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, setting: Setting, pattern: Shape, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, setting: Setting, pattern: PackedPattern, scale: float
+    ) -> Tensor:
         q, k, v = to_heads(setting.group, q, k, v)
         out, lse = keep(lambda: setting.kernel.forward(q, k, v, pattern, scale))
         ctx.save_for_backward(q, k, v, out, lse)
@@ -150,7 +152,7 @@ class TensorParallelV3(TensorParallelV1):
 class _TensorParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, setting: Setting, split: bool, pattern: Shape, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, setting: Setting, split: bool, pattern: PackedPattern, scale: float
     ) -> Tensor:
         if split:  # the input of the projections; what is in it does not matter
             batch, tokens, heads, dim = q.shape
@@ -231,7 +233,7 @@ class _Plan:
     places: Tensor
     calls: tuple[tuple[slice, int], ...]
     chunks: int
-    pattern: Shape
+    pattern: PackedPattern
     scale: float
 
 

@@ -46,7 +46,7 @@ def cudnn(name: str) -> Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuPackage:
+class GpuPackageCheck:
     """A check for a package of GPU kernels: `name` is filled in by the list of checks.
 
     Attributes:
@@ -124,7 +124,7 @@ def _version(distribution: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
+class PackageCheck:
     """A check for a package: `name` is filled in by the list of checks.
 
     Attributes:
@@ -168,21 +168,27 @@ CHECKS: tuple[Check, ...] = (
     # Not "flash_attn": flash-attn-4 has a module of that name too.
     Check(
         "kernel fa2",
-        GpuPackage("flash_attn.flash_attn_interface", "flash-attn", _FROM_AMPERE, "--no-build-isolation flash-attn"),
+        GpuPackageCheck(
+            "flash_attn.flash_attn_interface", "flash-attn", _FROM_AMPERE, "--no-build-isolation flash-attn"
+        ),
     ),
-    Check("kernel fa3", GpuPackage("flash_attn_interface", "flash_attn_3", frozenset({9}), _FA3)),
-    Check("kernel fa4", GpuPackage("flash_attn.cute", "flash-attn-4", frozenset({9, 10, 12}), "--pre flash-attn-4")),
-    Check("triton", GpuPackage("triton", "triton", frozenset(), "triton")),
-    Check("cpm-kernels", cpm_kernels),
-    Check("numpy", Package("numpy", "numpy", "BMTrain and the token files"), needed=True, with_torch=False),
-    Check("PyYAML", Package("yaml", "PyYAML", "configuration files in YAML"), needed=True, with_torch=False),
-    Check("safetensors", Package("safetensors", "safetensors", "checkpoints"), needed=True, with_torch=False),
-    Check("tqdm", Package("tqdm", "tqdm", "the progress bar"), needed=True, with_torch=False),
-    Check("tensorboard", Package("tensorboard", "tensorboard", "TensorBoard events of a run"), with_torch=False),
-    Check("matplotlib", Package("matplotlib", "matplotlib", "the loss plot of a run"), with_torch=False),
-    Check("tokenizers", Package("tokenizers", "tokenizers", "tokenizers other than bytes"), with_torch=False),
+    Check("kernel fa3", GpuPackageCheck("flash_attn_interface", "flash_attn_3", frozenset({9}), _FA3)),
     Check(
-        "transformers", Package("transformers", "transformers", "tokenizers by a Hugging Face name"), with_torch=False
+        "kernel fa4", GpuPackageCheck("flash_attn.cute", "flash-attn-4", frozenset({9, 10, 12}), "--pre flash-attn-4")
+    ),
+    Check("triton", GpuPackageCheck("triton", "triton", frozenset(), "triton")),
+    Check("cpm-kernels", cpm_kernels),
+    Check("numpy", PackageCheck("numpy", "numpy", "BMTrain and the token files"), needed=True, with_torch=False),
+    Check("PyYAML", PackageCheck("yaml", "PyYAML", "configuration files in YAML"), needed=True, with_torch=False),
+    Check("safetensors", PackageCheck("safetensors", "safetensors", "checkpoints"), needed=True, with_torch=False),
+    Check("tqdm", PackageCheck("tqdm", "tqdm", "the progress bar"), needed=True, with_torch=False),
+    Check("tensorboard", PackageCheck("tensorboard", "tensorboard", "TensorBoard events of a run"), with_torch=False),
+    Check("matplotlib", PackageCheck("matplotlib", "matplotlib", "the loss plot of a run"), with_torch=False),
+    Check("tokenizers", PackageCheck("tokenizers", "tokenizers", "tokenizers other than bytes"), with_torch=False),
+    Check(
+        "transformers",
+        PackageCheck("transformers", "transformers", "tokenizers by a Hugging Face name"),
+        with_torch=False,
     ),
 )
 

@@ -65,7 +65,7 @@ class Operation:
         return address < self._address + self._nbytes and self._address < address + nbytes
 
 
-class Communicator:
+class GlooCommunicator:
     """One rank of a group.
 
     Args:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bmburst.errors import UserError
-from bmburst.runtime.host.gloo import Communicator, Operation
+from bmburst.runtime.host.gloo import GlooCommunicator, Operation
 from bmburst.runtime.host.streams import Stream, Streams, view
 from bmburst.runtime.stores import LOOPBACK, address_of, is_loopback, serve
 
@@ -164,7 +164,7 @@ class _Call:
     later: bool = False  # it may still be under way when the call returns
 
 
-class _Group(threading.local):
+class _NcclGroup(threading.local):
     """The open group of each thread."""
 
     def __init__(self) -> None:
@@ -178,9 +178,9 @@ class Nccl:
     def __init__(self, streams: Streams, rendezvous: Rendezvous) -> None:
         self._streams = streams
         self._rendezvous = rendezvous
-        self._communicators: dict[int, Communicator] = {}
+        self._communicators: dict[int, GlooCommunicator] = {}
         self._next_handle = 1
-        self._group = _Group()
+        self._group = _NcclGroup()
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """What is around every launch, which blocks the host: a measurement."""
 
@@ -191,9 +191,9 @@ class Nccl:
     def ncclCommInitRank(self, unique_id: bytes, size: int, rank: int) -> int:
         """Meet the other ranks; return a handle."""
         if size > 1:
-            communicator = Communicator(self._rendezvous.open(unique_id), rank, size, self._rendezvous.options())
+            communicator = GlooCommunicator(self._rendezvous.open(unique_id), rank, size, self._rendezvous.options())
         else:
-            communicator = Communicator(None, rank, size, None)
+            communicator = GlooCommunicator(None, rank, size, None)
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         self._communicators[handle] = communicator
         return handle
@@ -292,13 +292,13 @@ class Nccl:
             with self.waiting():
                 _run([call])
 
-    def _with(self, handle: int, peer: int) -> Communicator:
+    def _with(self, handle: int, peer: int) -> GlooCommunicator:
         communicator = self._of(handle)
         if not 0 <= peer < communicator.size:
             raise RuntimeError(f"NCCL: rank {peer} is not one of this communicator's {communicator.size} ranks")
         return communicator
 
-    def _of(self, handle: int) -> Communicator:
+    def _of(self, handle: int) -> GlooCommunicator:
         if handle not in self._communicators:
             raise RuntimeError(f"NCCL: {handle} is not an open communicator")
         return self._communicators[handle]

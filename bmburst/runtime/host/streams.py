@@ -37,7 +37,7 @@ def view(address: int, count: int, dtype: torch.dtype) -> Tensor:
 DEFAULT_HANDLE = 0  # as cudaStreamLegacy in the CUDA runtime
 
 
-class Transfer(Protocol):
+class PendingMessage(Protocol):
     """A message on its way in."""
 
     @property
@@ -61,22 +61,22 @@ class Stream:
         self.device = device
         self.priority = priority
         self.cuda_stream = self.streams.enter(self)
-        self._pending: list[Transfer] = []
+        self._pending: list[PendingMessage] = []
         self._kept: list[Tensor] = []
 
     @property
-    def pending(self) -> tuple[Transfer, ...]:
+    def pending(self) -> tuple[PendingMessage, ...]:
         """The messages that have not been waited for."""
         self._pending = [transfer for transfer in self._pending if not transfer.finished]
         if not self._pending:
             self._kept.clear()
         return tuple(self._pending)
 
-    def add(self, transfer: Transfer) -> None:
+    def add(self, transfer: PendingMessage) -> None:
         """Put a message that is on its way in on this stream."""
         self._pending = [*self.pending, transfer]
 
-    def depend_on(self, transfers: Sequence[Transfer]) -> None:
+    def depend_on(self, transfers: Sequence[PendingMessage]) -> None:
         """Let everything that follows on this stream come after `transfers`."""
         if self is self.streams.default or self is self.streams.current():
             for transfer in transfers:
@@ -128,7 +128,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         del enable_timing, blocking, interprocess  # every event has a time; none blocks; none is shared
-        self._transfers: tuple[Transfer, ...] = ()
+        self._transfers: tuple[PendingMessage, ...] = ()
         self._seconds = 0.0
 
     def record(self, stream: Stream | None = None) -> None:

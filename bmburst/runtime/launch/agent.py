@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bmburst.runtime.launch import guard
 from bmburst.runtime.launch.nodes import NodeWatch
-from bmburst.runtime.launch.spec import LaunchSpec, Meeting
+from bmburst.runtime.launch.spec import LaunchSpec, StoreAddress
 
 GRACE = 5.0  # seconds from Ctrl-C to SIGKILL: time to close files, but not for a rank that waits for a dead one
 
@@ -35,7 +35,7 @@ def start_guard(folder: Path) -> subprocess.Popen[bytes]:
 
 
 @dataclass(slots=True)
-class Stop:
+class GracefulStop:
     """The end of a run from outside: told to each rank once, enforced when `GRACE` is over.
 
     Args:
@@ -130,21 +130,21 @@ def torchrun_arguments(spec: LaunchSpec) -> list[str]:
     ]
 
 
-def rank_environment(spec: LaunchSpec, local_rank: int, meeting: Meeting) -> dict[str, str]:
+def rank_environment(spec: LaunchSpec, local_rank: int, address: StoreAddress) -> dict[str, str]:
     """Return what a rank is told of its place, under the names that torchrun has for it.
 
     Args:
         spec: The run.
         local_rank: The rank's number on this node.
-        meeting: Where the ranks of this node find the run's store.
+        address: Where the ranks of this node find the run's store.
     """
     rank = spec.node_rank * spec.nproc + local_rank
     facts = {
         "LOCAL_RANK": local_rank, "RANK": rank, "GROUP_RANK": spec.node_rank, "ROLE_RANK": rank,
         "ROLE_NAME": "default", "LOCAL_WORLD_SIZE": spec.nproc, "WORLD_SIZE": spec.world_size,
         "GROUP_WORLD_SIZE": spec.nnodes, "ROLE_WORLD_SIZE": spec.world_size, 
-        "MASTER_ADDR": meeting.host, "MASTER_PORT": meeting.port, "BMBURST_NODE_0": spec.endpoint[0],
-        "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": meeting.run,
+        "MASTER_ADDR": address.host, "MASTER_PORT": address.port, "BMBURST_NODE_0": spec.endpoint[0],
+        "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": address.run,
         # The launcher serves the store: no rank opens a port of its own for it.
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
@@ -160,7 +160,7 @@ class AgentThread(threading.Thread):
         command: What each rank runs.
         environment: The ranks' environment, but for what each is told of its own place.
         folder: The run's folder.
-        meeting: Where the ranks find the run's store; of several nodes this node's line to the others, which finds it:
+        address: Where the ranks find the run's store; of several nodes this node's line to the others, which finds it:
             ranks start when all nodes are there.
     """
 
@@ -170,24 +170,24 @@ class AgentThread(threading.Thread):
         command: Sequence[str],
         environment: Mapping[str, str],
         folder: Path,
-        meeting: Meeting | NodeWatch,
+        address: StoreAddress | NodeWatch,
     ) -> None:
         super().__init__(name="bmburst-agent", daemon=True)
         self.outcome = Outcome()
         self._spec, self._command, self._environment = spec, rank_command(command), environment
-        self._folder, self._meeting = folder, meeting
+        self._folder, self._address = folder, address
         self._ranks: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> None:
         """Start the ranks and wait for them. Never raises."""
-        meeting = self._meeting
-        if isinstance(meeting, NodeWatch):
-            self.outcome.error = meeting.error_of_joining()
-            if meeting.meeting is None:
+        address = self._address
+        if isinstance(address, NodeWatch):
+            self.outcome.error = address.error_of_joining()
+            if address.store_address is None:
                 return
-            meeting = meeting.meeting
+            address = address.store_address
         try:
-            self._start(meeting)
+            self._start(address)
             self._wait()
         except Exception as error:  # the end of a thread: whatever it was, the main thread tells it
             self.outcome.error = error
@@ -196,11 +196,11 @@ class AgentThread(threading.Thread):
                 process.kill()
                 process.wait()
 
-    def _start(self, meeting: Meeting) -> None:
+    def _start(self, address: StoreAddress) -> None:
         for local_rank in range(self._spec.nproc):
             if (self._folder / "stop").exists():
                 return
-            own = rank_environment(self._spec, local_rank, meeting)
+            own = rank_environment(self._spec, local_rank, address)
             # A session of its own: Ctrl-C in the terminal is for the launcher.
             process = subprocess.Popen(self._command, env={**self._environment, **own}, start_new_session=True)
             self._ranks.append(process)

@@ -22,15 +22,15 @@ from typing import Any
 from bmburst.errors import UserError
 from bmburst.runtime.launch.guard import is_stopped, rank_pids
 from bmburst.runtime.launch.relay import Relay, dial, secret_of, to_node_0, to_store
-from bmburst.runtime.launch.spec import LaunchSpec, Meeting
+from bmburst.runtime.launch.spec import LaunchSpec, StoreAddress
 from bmburst.runtime.stores import LOOPBACK, address_of, listen, serve
 
-LEFT = -1  # in place of a pulse's number: that node's part of the run is over
-SILENT = 60.0  # seconds without a new pulse; a launcher gives two a second
+LEFT = -1  # in place of a heartbeat's number: that node's part of the run is over
+SILENT = 60.0  # seconds without a new heartbeat; a launcher gives two a second
 
 
-class Pulses:
-    """Who has not come yet, who is still there, and who is lost.
+class Heartbeats:
+    """Heartbeats of nodes: which have not come yet, which are still there, and which are lost.
 
     Args:
         nodes: The numbers of the nodes that are listened to.
@@ -41,7 +41,7 @@ class Pulses:
         self._changed = dict.fromkeys(self._counts, 0.0)
 
     def hear(self, node: int, count: int, now: float) -> None:
-        """Note that a node's pulses have come to `count`, `LEFT` when it has said that it leaves, at `now` seconds."""
+        """Record that a node's heartbeats have come to `count` at `now` seconds; `LEFT` once the node has left."""
         if count != self._counts[node]:
             self._counts[node], self._changed[node] = count, now
 
@@ -58,8 +58,8 @@ class Pulses:
     def lost(self, now: float) -> list[int]:
         """Return those of `staying` that have been silent for more than `SILENT` seconds.
 
-        Only this host's clock counts, and only from when a pulse was seen: a launcher that was stopped for minutes
-        and goes on finds that the others' pulses have grown.
+        Only this host's clock counts, and only from when a heartbeat was seen: a launcher that was stopped for minutes
+        and goes on finds that the others' heartbeats have grown.
         """
         return [node for node in self.staying if now - self._changed[node] > SILENT]
 
@@ -80,7 +80,7 @@ class NodeWatch(threading.Thread):
         connected: Set when node 0's store is reached, or is not to be.
         complete: Set when all nodes are there, or are not to be.
         error: Why the store is not reached, or the nodes are not there.
-        meeting: Where the ranks of this node find the store, once all nodes are there.
+        store_address: Where the ranks of this node find the store, once all nodes are there.
         stopped_elsewhere: Ranks of other nodes that are stopped, as by SIGSTOP, with the names of their hosts.
     """
 
@@ -90,14 +90,14 @@ class NodeWatch(threading.Thread):
         self.connected = threading.Event()
         self.complete = threading.Event()
         self.error: Exception | None = None
-        self.meeting: Meeting | None = None
+        self.store_address: StoreAddress | None = None
         self.stopped_elsewhere: dict[int, str] = {}
         self._spec, self._folder = spec, folder
         self._stopped, self._changes = "{}", 0
         self._served: Any = None
         self._secret = secret_of(spec)
         self._unknown = ""
-        self._others = Pulses(range(1, spec.nnodes) if spec.node_rank == 0 else ())
+        self._others = Heartbeats(range(1, spec.nnodes) if spec.node_rank == 0 else ())
         self._rounds = 0
         self._over = threading.Event()
         self._status = 0
@@ -122,7 +122,7 @@ class NodeWatch(threading.Thread):
         threading.Thread(target=self._miss_answers, name="bmburst-answers", daemon=True).start()
         try:
             if self._await_all(store):
-                self.meeting = Meeting(host=host, port=port, run=store.get(_RUN).decode())
+                self.store_address = StoreAddress(host=host, port=port, run=store.get(_RUN).decode())
             self.complete.set()
             self._listen(store)
             self._depart(store)
@@ -208,7 +208,7 @@ class NodeWatch(threading.Thread):
                 f"another launcher has joined as node {spec.node_rank}\n"
                 f"give every node its own --node-rank, 0 to {spec.nnodes - 1}"
             )
-        store.add(_pulse(spec.node_rank), 1)  # before ranks start: node 0 waits for whoever it has heard of
+        store.add(_heartbeat(spec.node_rank), 1)  # before ranks start: node 0 waits for whoever it has heard of
 
     def _await_all(self, store: Any) -> bool:
         """Wait until all nodes have joined; return whether they have."""
@@ -256,7 +256,7 @@ class NodeWatch(threading.Thread):
                 return
 
     def _exchange(self, store: Any) -> None:
-        store.add(_pulse(self._spec.node_rank), 1)
+        store.add(_heartbeat(self._spec.node_rank), 1)
         self._hear(store)
         self._share_stopped(store)
         if not self.ended and store.check([_FAILED]):
@@ -305,7 +305,7 @@ class NodeWatch(threading.Thread):
     def _depart(self, store: Any) -> None:
         if self._status and not self.ended:
             store.set(_FAILED, f"node {self._spec.node_rank} ended with status {self._status}")
-        store.set(_pulse(self._spec.node_rank), str(LEFT))
+        store.set(_heartbeat(self._spec.node_rank), str(LEFT))
         until = time.monotonic() + (_LEAVE if self._status else math.inf)
         self._hear(store)
         while self._others.staying != self._others.lost(time.monotonic()) and time.monotonic() < until:
@@ -314,11 +314,11 @@ class NodeWatch(threading.Thread):
 
     def _hear(self, store: Any) -> None:
         for node in [*self._others.missing, *self._others.staying]:
-            self._others.hear(node, store.add(_pulse(node), 0), time.monotonic())
+            self._others.hear(node, store.add(_heartbeat(node), 0), time.monotonic())
 
 
-def _pulse(node: int) -> str:
-    return f"pulse of node {node}"
+def _heartbeat(node: int) -> str:
+    return f"heartbeat of node {node}"
 
 
 def _stopped(node: int) -> str:

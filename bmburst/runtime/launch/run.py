@@ -21,8 +21,8 @@ from bmburst.errors import UserError
 from bmburst.runtime.launch.agent import (
     GRACE,
     AgentThread,
+    GracefulStop,
     Outcome,
-    Stop,
     all_polite,
     rank_command,
     start_guard,
@@ -30,8 +30,8 @@ from bmburst.runtime.launch.agent import (
 )
 from bmburst.runtime.launch.guard import kill_groups, rank_pids
 from bmburst.runtime.launch.nodes import JOIN_TIMEOUT, SILENT, NodeWatch
-from bmburst.runtime.launch.spec import LaunchSpec, Meeting, require_command, require_devices
-from bmburst.runtime.launch.verdict import Verdict, judge, only_lost_a_peer
+from bmburst.runtime.launch.result import LaunchResult, launch_result, only_lost_a_peer
+from bmburst.runtime.launch.spec import LaunchSpec, StoreAddress, require_command, require_devices
 from bmburst.runtime.stores import LOOPBACK, LOOPBACK_ONLY, serve
 
 # Our own variables, read by bmburst/runtime/rank.py (a file that imports nothing of bmburst, so it repeats them).
@@ -96,7 +96,7 @@ _STORE_LOST = 3.0  # seconds from node 0's end to ours: it may be over there onl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class CheckedLaunch:
     """A checked launch: nothing that can be known to be wrong beforehand is.
 
     Attributes:
@@ -115,7 +115,7 @@ class Plan:
         return "\n".join([*(f"{name}={value}" for name, value in self.environment.items()), shlex.join(words)])
 
 
-def plan(spec: LaunchSpec, command: Sequence[str]) -> Plan:
+def check_launch(spec: LaunchSpec, command: Sequence[str]) -> CheckedLaunch:
     """Check a launch against this node.
 
     Args:
@@ -136,7 +136,7 @@ def plan(spec: LaunchSpec, command: Sequence[str]) -> Plan:
     found[START_TIMEOUT] = f"{spec.start_limit:g}"
     stand_in = spec.host_runtime and not cuda and importlib.util.find_spec("bmtrain") is not None
     found[HOST_RUNTIME] = str(int(stand_in))
-    return Plan(spec=spec, command=tuple(command), environment=MappingProxyType(found))
+    return CheckedLaunch(spec=spec, command=tuple(command), environment=MappingProxyType(found))
 
 
 def launch(spec: LaunchSpec, command: Sequence[str]) -> int:
@@ -151,30 +151,30 @@ def launch(spec: LaunchSpec, command: Sequence[str]) -> int:
         command: `[SCRIPT, ARGS...]` or `["-m", MODULE, ARGS...]`.
 
     Raises:
-        UserError: It cannot work, as `plan` finds before any rank starts, or the port is taken.
+        UserError: It cannot work, as `check_launch` finds before any rank starts, or the port is taken.
     """
-    checked = plan(spec, command)
-    meeting = None
+    checked = check_launch(spec, command)
+    address = None
     if spec.nnodes == 1:
         store = serve(*spec.endpoint, timedelta(seconds=JOIN_TIMEOUT))
-        meeting = Meeting(host=LOOPBACK, port=store.port, run=secrets.token_hex(8))
+        address = StoreAddress(host=LOOPBACK, port=store.port, run=secrets.token_hex(8))
     folder = Path(tempfile.mkdtemp(prefix="bmburst-launch-"))
     guard = start_guard(folder)
     try:
-        verdict = _run(checked, folder, meeting)
+        result = _run(checked, folder, address)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         guard.communicate()
-    if verdict.message:
+    if result.message:
         sys.stdout.flush()
-        sys.stderr.write(f"{verdict.message}\n")
+        sys.stderr.write(f"{result.message}\n")
         sys.stderr.flush()
-    return verdict.status
+    return result.status
 
 
-def _run(checked: Plan, folder: Path, meeting: Meeting | None) -> Verdict:
+def _run(checked: CheckedLaunch, folder: Path, address: StoreAddress | None) -> LaunchResult:
     spec = checked.spec
-    place: Meeting | NodeWatch = meeting or NodeWatch(spec, folder)
+    place: StoreAddress | NodeWatch = address or NodeWatch(spec, folder)
     nodes = place if isinstance(place, NodeWatch) else None
     own = {FOLDER: str(folder), LAUNCHER: str(os.getpid())}
     environment = {**os.environ, **checked.environment, **own}
@@ -183,32 +183,34 @@ def _run(checked: Plan, folder: Path, meeting: Meeting | None) -> Verdict:
         if nodes is not None:
             nodes.start()
         agent.start()
-        verdict = _wait(agent, nodes, caught, folder) or judge(
+        result = _wait(agent, nodes, caught, folder) or launch_result(
             spec, agent.outcome, folder, nodes.stopped_elsewhere if nodes is not None else {}
         )
     if nodes is not None:
-        nodes.leave(verdict.status)
-    if verdict.status:
+        nodes.leave(result.status)
+    if result.status:
         _end_leftovers(agent, folder)
-    return verdict
+    return result
 
 
-def _wait(agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signals], folder: Path) -> Verdict | None:
-    """Wait for the ranks; return a verdict only if the run was ended from outside."""
+def _wait(
+    agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signals], folder: Path
+) -> LaunchResult | None:
+    """Wait for the ranks; return a result only if the run was ended from outside."""
     while agent.is_alive() and not caught and not (nodes is not None and nodes.ended):
         agent.join(0.05)
     if not caught:
         if nodes is not None and nodes.ended:
             agent.join(_STORE_LOST)
         if not agent.is_alive():
-            began = nodes is None or nodes.meeting is not None or nodes.error is not None
+            began = nodes is None or nodes.store_address is not None or nodes.error is not None
             if began and nodes is not None and only_lost_a_peer(folder):
                 _await_reason(nodes, caught)
                 began = not nodes.ended
             if not caught:
                 return None if began else _ended_elsewhere(nodes)
     patient = bool(caught) and caught[0] in _IN_ORDER and all_polite(folder)
-    stop = Stop(folder, caught[0] if caught else signal.SIGTERM, patient)
+    stop = GracefulStop(folder, caught[0] if caught else signal.SIGTERM, patient)
     gone = others_gone = float("inf")
     if nodes is not None and not rank_pids(folder):
         gone = 0.0  # the agent waits for other nodes, and there is nothing here to end
@@ -221,11 +223,11 @@ def _wait(agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signa
             gone = min(gone, time.monotonic() + _AFTER_KILL)
         agent.join(0.05)
     if patient and not agent.is_alive() and agent.outcome == Outcome():
-        return Verdict(status=0)  # they have said that they stop
+        return LaunchResult(status=0)  # they have said that they stop
     if patient and len(caught) == 1 and agent.outcome != Outcome():
         return None  # a rank failed, and what there is to say is in the folder
     if caught:
-        return Verdict(status=128 + caught[0], message=f"bmburst: ended by {caught[0].name}")
+        return LaunchResult(status=128 + caught[0], message=f"bmburst: ended by {caught[0].name}")
     return _ended_elsewhere(nodes)
 
 
@@ -236,8 +238,8 @@ def _await_reason(nodes: NodeWatch, caught: list[signal.Signals]) -> None:
         time.sleep(0.05)
 
 
-def _ended_elsewhere(nodes: NodeWatch | None) -> Verdict:
-    return Verdict(status=1, message=f"bmburst: the run was ended: {nodes.ended if nodes is not None else ''}")
+def _ended_elsewhere(nodes: NodeWatch | None) -> LaunchResult:
+    return LaunchResult(status=1, message=f"bmburst: the run was ended: {nodes.ended if nodes is not None else ''}")
 
 
 def _end_leftovers(agent: AgentThread, folder: Path) -> None:

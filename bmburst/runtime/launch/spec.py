@@ -18,7 +18,7 @@ DEFAULT_START_TIMEOUT = 3600.0  # seconds; to load a large model from a slow dis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
+class StoreAddress:
     """Where the ranks of this node find the run's store.
 
     Attributes:

@@ -12,18 +12,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bmburst_ops.bounded_cache import bounded_cache
-from bmburst_ops.flash.kernel import Given, Gradients, Partial
-from bmburst_ops.flash.memory import Sent, deliver_gradients, deliver_partial, send
-from bmburst_ops.pattern import Band, Rectangle, Segments, rectangles, rows_of, transposed
+from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
+from bmburst_ops.flash.memory import DeviceVectors, copy_to_device, deliver_gradients, deliver_partial
+from bmburst_ops.pattern import Band, Rectangle, Segments, rectangles, transposed, visible_ranges
 
-Shape = Band | Segments
-ForwardPart = Callable[[Tensor, Tensor, Tensor, Shape, Partial | None], Partial]
+PackedPattern = Band | Segments
+ForwardPart = Callable[[Tensor, Tensor, Tensor, PackedPattern, Partial | None], Partial]
 """A kernel's forward of `(q, k, v, pattern, into)`."""
-BackwardPart = Callable[[Given, Shape, Gradients | None], Gradients]
+BackwardPart = Callable[[BackwardInputs, PackedPattern, Gradients | None], Gradients]
 """A kernel's backward of `(given, pattern, into)`."""
 
 
-def forward(part: ForwardPart, q: Tensor, k: Tensor, v: Tensor, pattern: Shape, into: Partial | None) -> Partial:
+def forward(
+    part: ForwardPart, q: Tensor, k: Tensor, v: Tensor, pattern: PackedPattern, into: Partial | None
+) -> Partial:
     """Return the part's result: of a band it gets the queries that see something, of segments all, set right after."""
     seen = _seen(pattern, q.shape[1], k.shape[1])
     if seen is None:
@@ -47,7 +49,7 @@ def forward(part: ForwardPart, q: Tensor, k: Tensor, v: Tensor, pattern: Shape, 
     return into
 
 
-def backward(part: BackwardPart, given: Given, pattern: Shape, into: Gradients | None) -> Gradients:
+def backward(part: BackwardPart, given: BackwardInputs, pattern: PackedPattern, into: Gradients | None) -> Gradients:
     """Return the part's gradients, as `forward`."""
     grad_out, q, k, v, lse, delta = given
     seen = _seen(pattern, q.shape[1], k.shape[1])
@@ -65,7 +67,7 @@ def backward(part: BackwardPart, given: Given, pattern: Shape, into: Gradients |
     first, first_key = seen.queries.start, seen.keys.start
     if not first and not first_key:
         return part(given, seen.band, into)
-    near = Given(
+    near = BackwardInputs(
         grad_out[:, first:], q[:, first:], k[:, first_key:], v[:, first_key:], lse[..., first:], delta[..., first:]
     )
     starts = (first, first_key, first_key)
@@ -77,14 +79,14 @@ def backward(part: BackwardPart, given: Given, pattern: Shape, into: Gradients |
     return into
 
 
-class _Blind(NamedTuple):
+class _MaskedTokens(NamedTuple):
     """Places on a device; None where there is none."""
 
-    queries: Sent | None
-    keys: Sent | None
+    queries: DeviceVectors | None
+    keys: DeviceVectors | None
 
 
-def _seen(pattern: Shape, queries: int, keys: int) -> Rectangle | None:
+def _seen(pattern: PackedPattern, queries: int, keys: int) -> Rectangle | None:
     """Return where a band sees something; of segments, the first such; None if nobody sees anything."""
     return next(rectangles(pattern, queries, keys), None)
 
@@ -97,11 +99,11 @@ def _places(pattern: Segments, q: Tensor, k: Tensor) -> tuple[Tensor | None, Ten
 
 
 @bounded_cache(maxsize=256)
-def _sent(pattern: Segments, queries: int, keys: int, device: torch.device) -> _Blind:
-    rows = rows_of(pattern, queries, keys)
+def _sent(pattern: Segments, queries: int, keys: int, device: torch.device) -> _MaskedTokens:
+    rows = visible_ranges(pattern, queries, keys)
     columns = transposed(rows, keys)
     empty = (np.flatnonzero(side.start == side.stop) for side in (rows, columns))
-    return _Blind(*(send((places,), device, torch.int64) if places.size else None for places in empty))
+    return _MaskedTokens(*(copy_to_device((places,), device, torch.int64) if places.size else None for places in empty))
 
 
 def _nothing(q: Tensor, into: Partial | None) -> Partial:

@@ -1,4 +1,4 @@
-"""What a run left behind, as one message and one exit status: the cause, not its consequences in other ranks."""
+"""Turns how a run's ranks ended into one message and one exit status: the cause, not what it did to other ranks."""
 
 import json
 import re
@@ -27,7 +27,7 @@ _STEP_ADVICE = "a step that takes longer is no hang: --hang-timeout SECONDS chan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class LaunchResult:
     """What the launcher shows and returns.
 
     Attributes:
@@ -39,9 +39,9 @@ class Verdict:
     message: str = ""
 
 
-def judge(
+def launch_result(
     spec: LaunchSpec, outcome: Outcome, folder: Path, stopped_elsewhere: Mapping[int, str] = MappingProxyType({})
-) -> Verdict:
+) -> LaunchResult:
     """Return what to show, from the ranks' ends and from what they wrote into the run's folder.
 
     A hang comes first, since the ranks that waited for the stuck one fail after it. A rank killed by a signal comes
@@ -55,29 +55,31 @@ def judge(
     """
     hung = _dumps(folder, "hang")
     if hung:
-        return Verdict(status=_FAILED, message=_hang_message(spec, outcome, folder, stopped_elsewhere))
+        return LaunchResult(status=_FAILED, message=_hang_message(spec, outcome, folder, stopped_elsewhere))
     if outcome.stood_still:
         line = _stopped_line(_absent(spec, outcome, stopped_elsewhere), spec.hang_timeout)
-        return Verdict(status=_FAILED, message=f"{line}\n{_STEP_ADVICE}")
+        return LaunchResult(status=_FAILED, message=f"{line}\n{_STEP_ADVICE}")
     error = _first_error(folder)
     failed = [end for end in outcome.failed if error is None or end.local_rank != error["local_rank"]]
     killed = [_killed_message(end, folder) for end in failed if _was_killed(end, folder)]
     if error is not None:
         if killed:
-            return Verdict(status=_FAILED, message="\n".join(filter(None, [*killed, _consequence(error)])))
-        return Verdict(status=error["status"], message=_error_message(error))
+            return LaunchResult(status=_FAILED, message="\n".join(filter(None, [*killed, _consequence(error)])))
+        return LaunchResult(status=error["status"], message=_error_message(error))
     if killed:
-        return Verdict(status=_FAILED, message="\n".join(killed))
+        return LaunchResult(status=_FAILED, message="\n".join(killed))
     if isinstance(outcome.error, UserError):
-        return Verdict(status=_BAD_INPUT, message=f"bmburst: {outcome.error}")
+        return LaunchResult(status=_BAD_INPUT, message=f"bmburst: {outcome.error}")
     if outcome.error is not None:
-        return Verdict(status=_FAILED, message=_start_message(spec, outcome.error))
+        return LaunchResult(status=_FAILED, message=_start_message(spec, outcome.error))
     exits = [end for end in failed if end.status > 0]
     if exits:
-        return Verdict(status=exits[0].status, message=f"bmburst: {_ranks(exits)} ended with status {exits[0].status}")
+        return LaunchResult(
+            status=exits[0].status, message=f"bmburst: {_ranks(exits)} ended with status {exits[0].status}"
+        )
     if failed:
-        return Verdict(status=_FAILED, message=f"bmburst: {_ranks(failed)} was ended by SIGTERM from outside")
-    return Verdict(status=0)
+        return LaunchResult(status=_FAILED, message=f"bmburst: {_ranks(failed)} was ended by SIGTERM from outside")
+    return LaunchResult(status=0)
 
 
 def only_lost_a_peer(folder: Path) -> bool:
