@@ -61,10 +61,10 @@ def require_host_memory(config: TrainConfig, mesh: Mesh, local_size: int) -> Non
 
 def _shortage(needed: int, available: int | None) -> UserError:
     """Return why `optimizer.offload` cannot work; `available` is of this host, which may be another than the short."""
-    here = "" if available is None or available >= needed else f": {available / GIB:.1f} are free on this one"
+    here = "" if available is None or available >= needed else f": {available / GIB:.1f} GiB are free on this host"
     return UserError(
-        f"optimizer.offload needs {needed / GIB:.1f} GiB of each host's memory, and one has less{here}\n"
-        "fix: leave --optimizer.offload out, or share the model among more hosts"
+        f"optimizer.offload needs {needed / GIB:.1f} GiB of memory on each host, and a host has less{here}\n"
+        "fix: leave --optimizer.offload out, or use more hosts"
     )
 
 
@@ -151,9 +151,9 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     needed = memory_of(way, hardware).in_host
     if known and needed > HOST_SHARE * min(known):
         raise UserError(
-            f"recompute {config.recompute} needs {needed / GIB:.1f} GiB of each host's memory; one has "
-            f"{min(known) / GIB:.1f} free, of which {1 - HOST_SHARE:.0%}, {(1 - HOST_SHARE) * min(known) / GIB:.1f} "
-            "GiB, are kept in reserve\nfix: --recompute block-keep-attention:0.5, or auto, which takes what fits"
+            f"recompute {config.recompute} needs {needed / GIB:.1f} GiB of memory on each host\n"
+            f"allowed: {HOST_SHARE * min(known) / GIB:.1f} GiB, {HOST_SHARE:.0%} of what is free: "
+            f"{min(known) / GIB:.1f} GiB\nfix: --recompute block-keep-attention:0.5, or auto, which takes what fits"
         )
     return config.recompute
 
@@ -227,7 +227,7 @@ def explained(config: TrainConfig) -> Iterator[None]:
         if asked is None:
             raise
         raise RunError(
-            f"{_here()} ran out of the host's memory: {_gib(int(asked[1]))} more were asked for at once\n"
+            f"{_here()} ran out of host memory: an allocation of {_gib(int(asked[1]))} failed\n"
             "fix: a smaller model or batch, a shorter --sequence-length, or fewer ranks on this host",
             on_all_ranks=False,
         ) from error

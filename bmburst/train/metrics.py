@@ -163,7 +163,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             values = parse_json(line)
             found.append({**values, "step": int(values["step"])})
         except (ValueError, TypeError, KeyError, OverflowError) as error:
-            raise UserError(f"{path}, line {number}: not a line of metrics\nfix: move the file away") from error
+            raise UserError(f"{path}, line {number}: not a JSON object with a step\nfix: move the file away") from error
     return found
 
 

@@ -112,7 +112,7 @@ def require_wandb() -> None:
     """
     if "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
         raise UserError(
-            "wandb needs the package wandb, which is not installed: pip install wandb, or leave --wandb out"
+            "--wandb needs the package wandb, which is not installed\nfix: pip install wandb, or leave --wandb out"
         )
 
 

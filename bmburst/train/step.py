@@ -315,12 +315,12 @@ class Skips:
             RunError: Too many steps in a row were skipped.
         """
         if self._most and self._in_row >= self._most:
-            advice = "begin again with a smaller --optimizer.lr: there is no checkpoint yet"
+            fix = "start again with a smaller --optimizer.lr: there is no checkpoint yet"
             if has_checkpoint():
-                advice = "--resume goes on from the last checkpoint, with a smaller --optimizer.lr"
+                fix = "--resume with a smaller --optimizer.lr continues from the last checkpoint"
             raise RunError(
-                f"{self._in_row} steps in a row were skipped, so the run was ended; it began so: {self._first}\n"
-                f"weights are as before; {advice}"
+                f"the run ended because {self._in_row} steps in a row were skipped\n"
+                f"the first of them: {self._first}; skipped steps did not change the weights\nfix: {fix}"
             )
 
     def _cause(self, facts: StepFacts) -> str:

@@ -86,7 +86,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         if config.output is None:
-            raise UserError("output is not set\nfix: give the run folder, TrainConfig(output=...)")
+            raise UserError("output is not set\nfix: give the path of the run folder, TrainConfig(output=...)")
         self.config = self._asked = config
         self.folder: Path = config.output
         self.runtime = start(seed=config.seed, tensor=config.parallel.tensor_parallel)
@@ -164,7 +164,9 @@ class Trainer:
         if self.config.resume:
             newest = checkpoint.verified_together(self.folder)
             if newest == self.folder:
-                raise UserError(f"{self.folder} has no complete checkpoint to resume\nfix: begin a new run")
+                raise UserError(
+                    f"{self.folder} has no complete checkpoint to resume from\nfix: start a new run without --resume"
+                )
             progress = checkpoint.load(newest, self.model, self.optimizer)
             self.batches.load_state_dict(progress.data)
             self.steps_done, self._skips.total = progress.step, progress.skipped
@@ -317,8 +319,8 @@ class Trainer:
         """
         if facts.step != self.steps_done + 1:
             raise UserError(
-                f"update() is given the gradient of step {facts.step}, and step {self.steps_done} is done\n"
-                "fix: call backward(batch) before each update, and give update what it returned"
+                f"update() got the gradient of step {facts.step}, but {self.steps_done} steps are done\n"
+                "fix: call backward(batch) before each update, and pass what it returned"
             )
         self.steps_done = facts.step
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, facts.step, self.config.steps)

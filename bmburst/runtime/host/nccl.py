@@ -112,7 +112,10 @@ def _timeout(environment: Mapping[str, str]) -> timedelta:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e9:
-        raise UserError(f"BMBURST_TIMEOUT is '{given}'\nset seconds, above 0; unset means {_DEFAULT_TIMEOUT:g}")
+        raise UserError(
+            f"BMBURST_TIMEOUT is '{given}'\nallowed: seconds above 0\n"
+            f"fix: unset it, which means {_DEFAULT_TIMEOUT:g} seconds, or set a number"
+        )
     return timedelta(seconds=seconds)
 
 

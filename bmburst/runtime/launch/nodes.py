@@ -201,12 +201,12 @@ class NodeWatch(threading.Thread):
         theirs = store.get(_SHAPE).decode()
         if theirs != ours:
             raise UserError(
-                f"node {spec.node_rank} was started with {ours}, node 0 with {theirs}\nstart every node with the same"
+                f"node {spec.node_rank} was started with {ours}, node 0 with {theirs}\nfix: give every node the same"
             )
         if store.add(f"launchers of node {spec.node_rank}", 1) > 1:
             raise UserError(
                 f"another launcher has joined as node {spec.node_rank}\n"
-                f"give every node its own --node-rank, 0 to {spec.nnodes - 1}"
+                f"allowed: 0 to {spec.nnodes - 1}, each on one node\nfix: give every node its own --node-rank"
             )
         store.add(_pulse(spec.node_rank), 1)  # before ranks start: node 0 waits for whoever it has heard of
 

@@ -83,7 +83,7 @@ def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: b
         raise UserError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts every stream of a GPU in one queue: concurrent transfers can hang\n"
             "allowed: unset (8), or 2 to 32\n"
-            "do: unset CUDA_DEVICE_MAX_CONNECTIONS"
+            "fix: unset CUDA_DEVICE_MAX_CONNECTIONS"
         )
     found = defaults(nproc, cores, cuda=cuda, nnodes=nnodes)
     return {name: value for name, value in found.items() if name not in environ}
