@@ -139,7 +139,7 @@ def whole_number(what: str, value: object, least: int) -> int:
     except TypeError:
         number = least - 1
     if number < least or isinstance(value, bool):
-        raise UserError(f"{what} is {value!r}\nallowed: a whole number of at least {least}\nfix: pass such an int")
+        raise UserError(f"{what} must be a whole number of at least {least}, got {value!r}\nfix: pass such an int")
     return number
 
 

@@ -259,9 +259,9 @@ def local_batch_size(batch_size: int, data_rank: int, data_parallel: int) -> int
         below = batch_size // data_parallel * data_parallel
         nearest = [str(size) for size in (below, below + data_parallel) if size > 0] or [str(data_parallel)]
         raise UserError(
-            f"batch_size is {batch_size}, with {data_parallel} data-parallel ranks\n"
+            f"batch_size {batch_size} cannot be split evenly over {data_parallel} data ranks\n"
             f"allowed: positive multiples of {data_parallel}; it counts the sequences of all ranks\n"
-            f"fix: batch_size {' or '.join(nearest)}"
+            f"fix: give {' or '.join(nearest)}"
         )
     return batch_size // data_parallel
 

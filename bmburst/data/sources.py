@@ -249,8 +249,9 @@ def _jsonl(file: SourceFile, text_field: str, on_read: Callable[[int], object]) 
             try:  # an editor may have put a byte-order mark before the first line
                 value = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except ValueError as error:
+                reason = str(error).splitlines()[0].removeprefix("is not valid JSON: ")
                 raise UserError(
-                    f"{name}: malformed JSON: {str(error).splitlines()[0]}\nfix: write one JSON object per line"
+                    f"{name}: the line is not valid JSON: {reason}\nfix: write one JSON object per line"
                 ) from error
             if not isinstance(value, dict):
                 raise UserError(
