@@ -52,10 +52,10 @@ def test_the_longest_sequence_that_a_text_has_is_taken_and_no_longer_one(tmp_pat
         taken = length
     told = refusal(source, taken + 1, data__held_out_fraction=fraction)
     if corpus.token_count < 4:
-        says(told, f"data {source}", f"{size + 1} tokens", "too few", "fix: more text", f"{size} bytes")
+        says(told, f"data {source}", f"{size + 1} tokens", "too few", "fix: ", "more text", f"{size} bytes")
     else:
         says(told, f"data {source}", f"{taken} tokens", f"one sequence of {taken + 1}")
-        says(told, "fix: more text", f"{size} bytes", "sequence_length")
+        says(told, "fix: ", "more text", f"{size} bytes", "sequence_length")
     named = replace(corpus, path=source)
     with pytest.raises(UserError) as own:
         PackedSequences(named, split="train", sequence_length=taken + 1, held_out_fraction=fraction)
