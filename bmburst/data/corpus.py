@@ -1,4 +1,4 @@
-"""From what a user calls the data to an open token file."""
+"""Opens the corpus that a user names as a token file, tokenizing and caching it where needed."""
 
 import hashlib
 import json

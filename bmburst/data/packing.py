@@ -1,4 +1,4 @@
-"""Documents packed into sequences of one length."""
+"""Packs documents into sequences of one length, and splits them into training and held-out parts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ def _joined(starts: Spans, stops: Spans) -> Spans:
 
 SPLITS = ("train", "held_out", "all")
 PACKS = ("stream", "documents")
-"""What a token may see: all of the sequence before it, or only what of it is of its own document."""
+"""Which tokens attention sees: all earlier ones of the sequence, or only those of the same document."""
 HELD_OUT_FRACTION = 0.05
 
 

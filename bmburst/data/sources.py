@@ -1,4 +1,4 @@
-"""Documents from what a user names: text files, JSONL files, directories, Python's standard library."""
+"""Reads documents from text files, JSONL files, directories, or Python's standard library."""
 
 import codecs
 import json
@@ -109,7 +109,7 @@ def read_documents(
 
 
 def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -> None:
-    """Check how what is named begins, and the first file of JSONL, whoever named it; the rest shows as it is read.
+    """Check how the named files begin, and the first JSONL file, named or found; the rest is checked as it is read.
 
     Args:
         files: From `find_sources`.

@@ -1,4 +1,4 @@
-"""The token file: token ids of a corpus in one file that is memory-mapped; and its writer.
+"""Reads and writes token files: the token ids of a corpus in one memory-mapped file.
 
 Layout, little-endian:
 
@@ -37,7 +37,7 @@ from bmburst.outputs import FULL, amount, free_bytes, replacing
 MAGIC = b"bmburst tokens\n\0"
 VERSION = 1
 CACHED = "corpus-"
-"""How the names of token files begin that `open_corpus` keeps in a cache, and makes again where they are missing."""
+"""Prefix of the names of token files in the cache of `open_corpus`, which makes missing ones again."""
 PREAMBLE = struct.Struct("<16sQQ32x")
 _KEYS = frozenset(  # before there were checksums
     {"version", "dtype", "tokens", "documents", "text_bytes", "max_id", "fingerprint", "tokenizer"}
@@ -287,7 +287,7 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
 
 
 class _Writer:
-    """What is known so far of the file that is being written."""
+    """Writes one token file, and keeps its counts, digest and checksums meanwhile."""
 
     def __init__(self, file: IO[bytes], rows: IO[bytes], tokenizer: Tokenizer) -> None:
         self._file, self._rows, self._tokenizer = file, rows, tokenizer

@@ -1,4 +1,4 @@
-"""Text to token ids and back: what a tokenizer is, and the one that needs no file."""
+"""Tokenizers: the protocol, the byte tokenizer, and those of Hugging Face from a file or the hub."""
 
 import contextlib
 import difflib

@@ -1,4 +1,4 @@
-"""Who this process is, and on what it runs: `start` before anything that imports bmtrain."""
+"""`bmburst.start`: starts BMTrain on this rank's GPU or CPU. Call it before anything that imports bmtrain."""
 
 import logging
 import os

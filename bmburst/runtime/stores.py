@@ -1,4 +1,4 @@
-"""Stores of torch.distributed that listen at one address alone, and who has taken a port.
+"""Key-value stores of torch.distributed that listen at one address only; and the owner of a taken port.
 
 torch's TCPStore listens on every interface unless it is given a listening socket, and speaks to whoever connects. A
 store on loopback is out of reach for other machines; in one process, torch shares it with later stores of its port.

@@ -1,4 +1,4 @@
-"""Ends a rank that makes no progress, with the place where it stands.
+"""Ends a rank that makes no progress, and writes the stack of each of its threads.
 
 BMTrain's collectives have no time-out, and a blocked one holds Python's global lock, so that no Python thread could
 notice. faulthandler's timer is a C thread that needs no lock: it writes every thread's stack to a file and ends the

@@ -35,7 +35,7 @@ STEPS_FILE = "steps.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """What each step of a run gave.
+    """Loss and gradient norm of each step of a run.
 
     Attributes:
         losses: Mean loss of each step, in nats per token.
@@ -57,7 +57,7 @@ class Steps:
 
 
 def measure(config: TrainConfig, steps: int) -> None:
-    """Train some steps and leave in `config.output` what came of them. Every rank calls it; rank 0 writes.
+    """Train some steps and write losses, gradients and parameters into `config.output`. Every rank calls it.
 
     Parameters are written in fp32 where the optimizer keeps them so: rounded to bfloat16 they would hide small steps.
 
@@ -139,7 +139,7 @@ _GRADIENT, _PARAMETER, _CHANGE = range(3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deviation:
-    """How far N ranks are from one.
+    """Relative error of N ranks against one.
 
     Attributes:
         error: Of N ranks: distance from one rank in float32, relative to the latter's size.

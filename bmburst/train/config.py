@@ -1,4 +1,4 @@
-"""Everything that decides a training run, as a tree of frozen dataclasses. Imports neither torch nor ranks."""
+"""`TrainConfig`: the configuration of a training run as a tree of frozen dataclasses. Does not import torch."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ from bmburst.schedule.mesh_shape import MeshShape, can_share, divisors
 from bmburst.schedule.strategy_names import STRATEGIES
 
 STANDARD_LIBRARY = "stdlib"
-# The 256 bytes, and the ids that end a document, start a text and pad.
+# 256 bytes and 3 special ids: end of document, start of text, padding.
 BYTE_IDS = 259
 
 
@@ -273,7 +273,7 @@ class TrainConfig:
             )
 
     def mesh_shape(self, world_size: int) -> MeshShape:
-        """Return how `world_size` ranks are cut.
+        """Return the mesh of `world_size` ranks.
 
         Raises:
             UserError: They do not make up the ranks.
@@ -307,7 +307,7 @@ class TrainConfig:
         return dataclasses.replace(shape, heads=self.parallel.head_parallel)
 
     def validate(self, world_size: int) -> None:
-        """Check what only the number of ranks decides. Values alone were checked when the configuration was built.
+        """Check what depends on the number of ranks. Other values were checked when the configuration was made.
 
         Raises:
             UserError: The ranks do not match the mesh or cannot share the model, the batch does not divide, a rank
@@ -389,7 +389,7 @@ def check_packing(pack: str, model: LlamaConfig) -> None:
     """Check that a model can tell packed documents apart.
 
     Raises:
-        UserError: Its rotary embedding hangs on the length of a text, of which a sequence then has several.
+        UserError: Its rotary embedding depends on the length of the document (dynamic NTK scaling).
     """
     if pack == "documents" and model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
         raise UserError(

@@ -60,7 +60,7 @@ def require_host_memory(config: TrainConfig, mesh: Mesh, local_size: int) -> Non
 
 
 def _shortage(needed: int, available: int | None) -> UserError:
-    """Return why `optimizer.offload` cannot work; `available` is of this host, which may be another than the short."""
+    """Return the error; `available` is of this host, which may not be the one that lacks memory."""
     here = "" if available is None or available >= needed else f": {available / GIB:.1f} GiB are free on this host"
     return UserError(
         f"optimizer.offload needs {needed / GIB:.1f} GiB of memory on each host, and a host has less{here}\n"
@@ -211,10 +211,10 @@ class DeviceMemory:
 
 @contextlib.contextmanager
 def explained(config: TrainConfig) -> Iterator[None]:
-    """Turn torch's error of a GPU whose memory is over into one that says what uses it, of a host's into a short one.
+    """Turn torch's out-of-memory errors into `RunError`; that of a GPU lists the memory of each part.
 
     Raises:
-        RunError: The memory was not enough.
+        RunError: Memory ran out.
     """
     try:
         yield
@@ -339,7 +339,7 @@ def _hardware(memory: DeviceMemory) -> Hardware:
 
 
 def _memory(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Memory | None:
-    """Return what a step takes, None of a configuration that would be refused."""
+    """Return the memory of a step, or None if the configuration is refused."""
     try:
         return memory_of(planned(config, ranks, nodes, hardware), hardware)
     except UserError:
@@ -347,7 +347,7 @@ def _memory(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
 
 
 def _hosted(memory: Memory) -> str:
-    """Say what a setting takes of the host, if anything."""
+    """Return a note on the host memory that a setting needs, if any."""
     return f", and {_gib(memory.in_host)} of each host" if memory.in_host else ""
 
 

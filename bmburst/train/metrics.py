@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl and evals.jsonl, flushed line by line, and TensorBoard events. Rank 0 only."""
+"""Metrics of a run: metrics.jsonl and evals.jsonl, flushed line by line, and TensorBoard events. Rank 0 only."""
 
 import dataclasses
 import json
@@ -77,14 +77,14 @@ class EvalMetrics:
 
 
 class Online(Protocol):
-    """Takes what is written, step by step."""
+    """Interface of online loggers such as TensorBoard and wandb."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Take finite numbers by name, `train/loss` for example."""
+        """Log finite numbers by name, for example `train/loss`, at a step."""
         ...
 
     def close(self) -> None:
-        """Send what is not sent yet."""
+        """Flush and close."""
         ...
 
 
@@ -184,7 +184,7 @@ def peak_bytes() -> tuple[int, int]:
 
 
 def forget_peak() -> None:
-    """Let `peak_bytes` begin anew, where it is of a GPU."""
+    """Reset the GPU's peak memory counters that `peak_bytes` reads."""
     import torch
 
     if torch.cuda.is_available():

@@ -34,7 +34,7 @@ from bmburst.train.resolve import write_run_config
 from bmburst.train.step import (
     HostFacts,
     LagWatch,
-    Skips,
+    SkippedSteps,
     StepFacts,
     StopRequest,
     clip_,
@@ -54,7 +54,7 @@ def run(config: TrainConfig) -> None:
 
     Raises:
         UserError: Something that the configuration names cannot work.
-        RunError: The run cannot go on: its memory is over, or no step can be taken any more.
+        RunError: Memory ran out, or too many steps in a row were skipped.
     """
     with explained(config):
         trainer = Trainer(config)
@@ -145,7 +145,7 @@ class Trainer:
         measure_waits(self._clock.meter, self.mesh, on_host=self.runtime.on_host)
         self._hosts = gather_objects(self.mesh.world, socket.gethostname()[:200])
         self._lag, self._stop = LagWatch(self._hosts), StopRequest()
-        self._skips = Skips(self._hosts, config.max_skipped_steps)
+        self._skips = SkippedSteps(self._hosts, config.max_skipped_steps)
         device = None if self.runtime.on_host else torch.cuda.get_device_name()
         peak, self._no_peak = known_peak(device, config.dtype)
         self._flops = FlopsMeter(model=config.model, recompute=recompute, ranks=self.runtime.world_size, peak=peak)
@@ -156,7 +156,7 @@ class Trainer:
         return self.runtime.rank == 0
 
     def restore(self) -> None:
-        """Take up the newest complete checkpoint of the run folder, or the weights of `init_from`, as configured.
+        """Load the newest complete checkpoint of the run folder, or the weights of `init_from`, as configured.
 
         Raises:
             UserError: There is none, all are damaged, or it is of another model or corpus.
@@ -195,7 +195,7 @@ class Trainer:
                     write_run_config(self._asked, self.folder)
                 stopped = stopped_by(facts, self._hosts, saves=every is not None)
                 report.step(metrics)
-                report.note(self._skips.said)
+                report.note(self._skips.message)
                 report.note(self._lag.add(facts.hosts) or "")
                 self._skips.require(has_checkpoint=lambda: checkpoint.newest_complete(self.folder) is not None)
                 is_last = self.steps_done == total
@@ -241,7 +241,7 @@ class Trainer:
             seconds: Of the whole step on this rank.
         """
         ranks, trained = self.runtime.world_size, self.config.batch_size * self.config.sequence_length
-        used = self._flops.of(trained, facts.pairs / (ranks // self.mesh.shape.data), seconds)
+        used = self._flops.of(trained, facts.scores / (ranks // self.mesh.shape.data), seconds)
         return StepMetrics(
             step=facts.step,
             loss=facts.loss,
@@ -262,9 +262,9 @@ class Trainer:
         )
 
     def next_batch(self) -> LocalBatch:
-        """Move on in the data by one step, and return this rank's part of it; the one after is read meanwhile.
+        """Return this rank's part of the next batch; the batch after it is read in the background.
 
-        What is read ahead moves nothing: a checkpoint goes on from the last step that this returned.
+        Prefetching does not move the position: a checkpoint continues after the last step that this returned.
         """
         is_last = self.steps_done + 1 >= self.config.steps
         batch = self._loader.load(self.batches.coming(), None if is_last else self.batches.coming(steps=1))
@@ -272,7 +272,7 @@ class Trainer:
         return batch
 
     def backward(self, batch: LocalBatch) -> StepFacts:
-        """Add the gradient of the mean loss of a step's labels, in microbatches, and exchange what it gave.
+        """Accumulate the gradient of the mean loss over microbatches, and exchange the facts of the step.
 
         Args:
             batch: This rank's part of the sequences of its data rank.
@@ -296,7 +296,7 @@ class Trainer:
         memory, reserved = peak_bytes()
         forget_peak()
         known = HostFacts(
-            pairs=sum(causal_pairs(texts, self.config.model.sliding_window) for texts in batch.texts),
+            scores=sum(causal_pairs(texts, self.config.model.sliding_window) for texts in batch.texts),
             memory=memory,
             reserved=reserved,
             stop=self._stop.signum,
@@ -360,7 +360,7 @@ class Trainer:
         return checkpoint.save(self.folder, self.model, self.optimizer, progress, keep=self.config.keep_checkpoints)
 
     def sample(self) -> str:
-        """Return a prompt from held-out text and what the model makes of it."""
+        """Return a prompt from held-out text and the text that the model generates after it."""
         tokenizer = data.load_tokenizer(self.corpus.tokenizer_name)
         first = (self._held_out.documents(0) or (_PROMPT_TOKENS,))[0]
         prompt = self._held_out[0][: min(first, _PROMPT_TOKENS)].tolist()

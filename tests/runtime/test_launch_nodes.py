@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bmburst.runtime.launch.nodes import LEFT, SILENT, NodeWatch, Pulses
+from bmburst.runtime.launch.nodes import LEFT, SILENT, Heartbeats, NodeWatch
 from bmburst.runtime.launch.spec import LaunchSpec
 from tests.distributed.ports import held_port
 from tests.refusals import says
@@ -172,22 +172,22 @@ def test_a_quiet_connection_that_something_between_has_ended_is_made_again(tmp_p
     assert not listening.is_alive() and not watch.ended
 
 
-def test_pulses_tell_who_is_missing_there_or_lost():
-    pulses = Pulses(range(1, 4))
-    assert (pulses.missing, pulses.staying, pulses.lost(1e9)) == ([1, 2, 3], [], [])
+def test_heartbeats_tell_who_is_missing_there_or_lost():
+    heartbeats = Heartbeats(range(1, 4))
+    assert (heartbeats.missing, heartbeats.staying, heartbeats.lost(1e9)) == ([1, 2, 3], [], [])
     for node, count in ((1, 5), (2, 1), (3, 0)):
-        pulses.hear(node, count, now=100.0)
-    assert (pulses.missing, pulses.staying) == ([3], [1, 2])
-    pulses.hear(1, 6, now=100.0 + SILENT)
-    pulses.hear(2, 1, now=100.0 + SILENT)  # the same pulse again
-    assert pulses.lost(100.0 + SILENT) == []
-    assert pulses.lost(100.1 + SILENT) == [2]
-    pulses.hear(2, LEFT, now=100.1 + SILENT)
-    assert (pulses.staying, pulses.lost(1e9)) == ([1], [1])
+        heartbeats.hear(node, count, now=100.0)
+    assert (heartbeats.missing, heartbeats.staying) == ([3], [1, 2])
+    heartbeats.hear(1, 6, now=100.0 + SILENT)
+    heartbeats.hear(2, 1, now=100.0 + SILENT)  # the same heartbeat again
+    assert heartbeats.lost(100.0 + SILENT) == []
+    assert heartbeats.lost(100.1 + SILENT) == [2]
+    heartbeats.hear(2, LEFT, now=100.1 + SILENT)
+    assert (heartbeats.staying, heartbeats.lost(1e9)) == ([1], [1])
 
 
 def test_one_that_listens_again_after_minutes_finds_the_others_alive():
-    pulses = Pulses([1])
-    pulses.hear(1, 1, now=0.0)
-    pulses.hear(1, 900, now=10 * SILENT)
-    assert pulses.lost(10 * SILENT) == []
+    heartbeats = Heartbeats([1])
+    heartbeats.hear(1, 1, now=0.0)
+    heartbeats.hear(1, 900, now=10 * SILENT)
+    assert heartbeats.lost(10 * SILENT) == []

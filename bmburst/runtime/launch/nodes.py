@@ -25,12 +25,12 @@ from bmburst.runtime.launch.relay import Relay, dial, secret_of, to_node_0, to_s
 from bmburst.runtime.launch.spec import LaunchSpec, Meeting
 from bmburst.runtime.stores import LOOPBACK, address_of, listen, serve
 
-LEFT = -1  # in place of a pulse's number: that node's part of the run is over
-SILENT = 60.0  # seconds without a new pulse; a launcher gives two a second
+LEFT = -1  # in place of a heartbeat's number: that node's part of the run is over
+SILENT = 60.0  # seconds without a new heartbeat; a launcher gives two a second
 
 
-class Pulses:
-    """Who has not come yet, who is still there, and who is lost.
+class Heartbeats:
+    """Tracks which nodes are missing, which are running and which are lost, by their heartbeats.
 
     Args:
         nodes: The numbers of the nodes that are listened to.
@@ -41,7 +41,7 @@ class Pulses:
         self._changed = dict.fromkeys(self._counts, 0.0)
 
     def hear(self, node: int, count: int, now: float) -> None:
-        """Note that a node's pulses have come to `count`, `LEFT` when it has said that it leaves, at `now` seconds."""
+        """Record a node's number of heartbeats, `LEFT` if it has left the run, at `now` seconds."""
         if count != self._counts[node]:
             self._counts[node], self._changed[node] = count, now
 
@@ -58,8 +58,8 @@ class Pulses:
     def lost(self, now: float) -> list[int]:
         """Return those of `staying` that have been silent for more than `SILENT` seconds.
 
-        Only this host's clock counts, and only from when a pulse was seen: a launcher that was stopped for minutes
-        and goes on finds that the others' pulses have grown.
+        Only this host's clock counts, and only from when a heartbeat was seen: a launcher that was stopped for minutes
+        and goes on finds that the others' heartbeats have grown.
         """
         return [node for node in self.staying if now - self._changed[node] > SILENT]
 
@@ -73,7 +73,7 @@ _LATE = 10.0  # seconds after which a node that waits for others to start says s
 
 
 class NodeWatch(threading.Thread):
-    """This node's line to the others, from its start to its end.
+    """This node's connection to the other nodes of the run.
 
     Attributes:
         ended: Why the run is over, as another node said it or its silence does; empty while it is not.
@@ -97,13 +97,13 @@ class NodeWatch(threading.Thread):
         self._served: Any = None
         self._secret = secret_of(spec)
         self._unknown = ""
-        self._others = Pulses(range(1, spec.nnodes) if spec.node_rank == 0 else ())
+        self._others = Heartbeats(range(1, spec.nnodes) if spec.node_rank == 0 else ())
         self._rounds = 0
         self._over = threading.Event()
         self._status = 0
 
     def run(self) -> None:
-        """Connect, listen until this node's part is over, and leave."""
+        """Connect, listen until this node's part of the run has ended, and leave."""
         late = threading.Timer(_LATE, self._say_who_is_waited_for)
         late.daemon = True
         late.start()
@@ -133,7 +133,7 @@ class NodeWatch(threading.Thread):
             self.complete.set()
 
     def leave(self, status: int) -> None:
-        """Say that this node's part is over. On node 0 this waits until the others have said so too, or are lost.
+        """Announce that this node's part of the run has ended. Node 0 waits until the others have left or are lost.
 
         Args:
             status: Exit status of this node's launcher; the others end their ranks if it is not 0.
@@ -189,7 +189,7 @@ class NodeWatch(threading.Thread):
         return stores.PrefixStore("bmburst/launchers", store)
 
     def _join(self, store: Any) -> None:
-        """Say that this node is there, and see that it is one of this run.
+        """Register this node, and check that it belongs to this run.
 
         Raises:
             UserError: Another launcher has this node's number, or the nodes differ in what was asked of them.
@@ -208,7 +208,7 @@ class NodeWatch(threading.Thread):
                 f"another launcher has joined as node {spec.node_rank}\n"
                 f"allowed: 0 to {spec.nnodes - 1}, each on one node\nfix: give every node its own --node-rank"
             )
-        store.add(_pulse(spec.node_rank), 1)  # before ranks start: node 0 waits for whoever it has heard of
+        store.add(_heartbeat(spec.node_rank), 1)  # before ranks start: node 0 waits for whoever it has heard of
 
     def _await_all(self, store: Any) -> bool:
         """Wait until all nodes have joined; return whether they have."""
@@ -239,7 +239,7 @@ class NodeWatch(threading.Thread):
             sys.stderr.flush()
 
     def _listen(self, store: Any) -> None:
-        """Exchange signs of life until this node's part is over.
+        """Exchange heartbeats until this node's part of the run has ended.
 
         Raises:
             RuntimeError: The store answers no more.
@@ -256,7 +256,7 @@ class NodeWatch(threading.Thread):
                 return
 
     def _exchange(self, store: Any) -> None:
-        store.add(_pulse(self._spec.node_rank), 1)
+        store.add(_heartbeat(self._spec.node_rank), 1)
         self._hear(store)
         self._share_stopped(store)
         if not self.ended and store.check([_FAILED]):
@@ -283,7 +283,7 @@ class NodeWatch(threading.Thread):
             self._changes = changes
 
     def _line(self) -> socket.socket:
-        """Return a connection to node 0 on which nothing is ever said: it ends with the launcher there.
+        """Return an idle connection to node 0, which closes when the launcher there ends.
 
         It is asked before the store is, whose client writes a stack where its own connection has ended.
         """
@@ -292,7 +292,7 @@ class NodeWatch(threading.Thread):
         return dial(self._spec.endpoint, self._secret)
 
     def _miss_answers(self) -> None:
-        """Notice that the store answers no more: a host that has lost its power closes no connection.
+        """End the run if the store stops answering: a host that loses power does not close its connections.
 
         Seconds are counted, not read from a clock, so that a launcher that was stopped for minutes can go on.
         """
@@ -305,7 +305,7 @@ class NodeWatch(threading.Thread):
     def _depart(self, store: Any) -> None:
         if self._status and not self.ended:
             store.set(_FAILED, f"node {self._spec.node_rank} ended with status {self._status}")
-        store.set(_pulse(self._spec.node_rank), str(LEFT))
+        store.set(_heartbeat(self._spec.node_rank), str(LEFT))
         until = time.monotonic() + (_LEAVE if self._status else math.inf)
         self._hear(store)
         while self._others.staying != self._others.lost(time.monotonic()) and time.monotonic() < until:
@@ -314,11 +314,11 @@ class NodeWatch(threading.Thread):
 
     def _hear(self, store: Any) -> None:
         for node in [*self._others.missing, *self._others.staying]:
-            self._others.hear(node, store.add(_pulse(node), 0), time.monotonic())
+            self._others.hear(node, store.add(_heartbeat(node), 0), time.monotonic())
 
 
-def _pulse(node: int) -> str:
-    return f"pulse of node {node}"
+def _heartbeat(node: int) -> str:
+    return f"heartbeat of node {node}"
 
 
 def _stopped(node: int) -> str:

@@ -1,4 +1,4 @@
-"""The way of other nodes to node 0's store, which itself listens on loopback alone.
+"""Relays connections of other nodes to node 0's store, which listens on loopback only, and authenticates them.
 
 Node 0's launcher listens at --master-addr, and every other launcher on its own loopback, where its ranks find the
 store. A connection between launchers begins with a proof, on both ends, that they know the run's secret: the --job
