@@ -315,12 +315,12 @@ class SkippedSteps:
             RunError: Too many steps in a row were skipped.
         """
         if self._most and self._in_row >= self._most:
-            fix = "start again with a smaller --optimizer.lr: there is no checkpoint yet"
+            fix = "fix: start again with a smaller --optimizer.lr: there is no checkpoint yet"
             if has_checkpoint():
-                fix = "--resume with a smaller --optimizer.lr continues from the last checkpoint"
+                fix = "fix: --resume with a smaller --optimizer.lr continues from the last checkpoint"
             raise RunError(
                 f"the run ended because {self._in_row} steps in a row were skipped\n"
-                f"the first of them: {self._first}; skipped steps did not change the weights\nfix: {fix}"
+                f"the first of them: {self._first}; skipped steps did not change the weights\n{fix}"
             )
 
     def _cause(self, facts: StepFacts) -> str:

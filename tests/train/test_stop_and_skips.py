@@ -102,7 +102,7 @@ def test_what_is_not_finite_is_said_with_its_rank():
     for step in (5, 6, 7):
         skips.require(lambda: True)
         skips.add(facts(step, shares=(-math.inf, 1.0)))
-    with refused("3 steps", "skipped", "step 5", "rank 0", "--resume", "--optimizer.lr", error=RunError):
+    with refused("3 steps", "skipped", "step 5", "rank 0", "fix: --resume", "--optimizer.lr", error=RunError):
         skips.require(lambda: True)
     assert skips.total == 5
     endless = SkippedSteps(["a"], most=0)
