@@ -64,7 +64,7 @@ def die_with(launcher: int) -> None:
     """Let the kernel kill this process when its launcher ends, kill -9 included.
 
     Raises:
-        SystemExit: The launcher has ended before the kernel was told.
+        SystemExit: The launcher ended before prctl was called.
         OSError: The kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)

@@ -246,7 +246,7 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
         nodes: On which they are.
         memory: Of the GPU.
         where: Rank and host.
-        error: What torch said.
+        error: torch's message.
     """
     hardware = _hardware(memory)
     lines = [

@@ -208,7 +208,7 @@ def _write_line(file: TextIO, values: Mapping[str, Any]) -> None:
 
 
 def _open_events(folder: Path, first_step: int) -> Any:
-    """Return a TensorBoard writer, or None, said once, where the package is missing."""
+    """Return a TensorBoard writer, or print a note and return None where the package is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

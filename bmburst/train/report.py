@@ -321,7 +321,7 @@ class Report(contextlib.ExitStack):
             self._summary.add(metrics)
 
     def held_out(self, metrics: EvalMetrics) -> None:
-        """Take an evaluation; the plot is drawn anew."""
+        """Record an evaluation and draw the plot again."""
         if self._writer and self._bar:
             self._writer.write_eval(metrics)
             self._bar.update_eval(metrics)

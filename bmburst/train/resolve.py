@@ -261,7 +261,7 @@ def _check_tokens(config: TrainConfig) -> None:
     if (file := find_token_file(config.data.source, config.data.tokenizer)) is not None:
         file.require_vocab(config.model.vocab_size)
     elif config.data.tokenizer is None:
-        # Text is read as bytes: check what is checked where that was said.
+        # Text without a tokenizer is read as bytes: make the check of `tokenizer='bytes'`.
         config.replace(data=dataclasses.replace(config.data, tokenizer="bytes"))
 
 

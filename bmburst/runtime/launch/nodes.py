@@ -76,7 +76,7 @@ class NodeWatch(threading.Thread):
     """This node's connection to the other nodes of the run.
 
     Attributes:
-        ended: Why the run is over, as another node said it or its silence does; empty while it is not.
+        ended: Why the run ended: a node's own message, or that it is lost; empty while the run goes on.
         connected: Set when node 0's store is reached, or is not to be.
         complete: Set when all nodes are there, or are not to be.
         error: Why the store is not reached, or the nodes are not there.
@@ -208,7 +208,7 @@ class NodeWatch(threading.Thread):
                 f"another launcher has joined as node {spec.node_rank}\n"
                 f"allowed: 0 to {spec.nnodes - 1}, each on one node\nfix: give every node its own --node-rank"
             )
-        store.add(_heartbeat(spec.node_rank), 1)  # before ranks start: node 0 waits for whoever it has heard of
+        store.add(_heartbeat(spec.node_rank), 1)  # before ranks start: node 0 waits for every node with a heartbeat
 
     def _await_all(self, store: Any) -> bool:
         """Wait until all nodes have joined; return whether they have."""
@@ -225,7 +225,7 @@ class NodeWatch(threading.Thread):
         return False
 
     def error_of_joining(self) -> Exception | None:
-        """Wait until all nodes are there, or are not to be; return what is to be told if they are not."""
+        """Wait until all nodes have joined or cannot; return the error if they cannot."""
         self.complete.wait()
         return self.error
 

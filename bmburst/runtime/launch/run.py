@@ -221,7 +221,7 @@ def _wait(agent: AgentThread, nodes: NodeWatch | None, caught: list[signal.Signa
             gone = min(gone, time.monotonic() + _AFTER_KILL)
         agent.join(0.05)
     if patient and not agent.is_alive() and agent.outcome == Outcome():
-        return Verdict(status=0)  # they have said that they stop
+        return Verdict(status=0)  # the ranks have announced that they stop in order
     if patient and len(caught) == 1 and agent.outcome != Outcome():
         return None  # a rank failed, and what there is to say is in the folder
     if caught:

@@ -32,7 +32,7 @@ class Verdict:
 
     Attributes:
         status: Exit status of the launcher.
-        message: For standard error; empty when the program itself has said all there is to say.
+        message: For standard error; empty when the program has printed its own message.
     """
 
     status: int
