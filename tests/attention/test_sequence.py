@@ -175,7 +175,7 @@ def test_bad_input():
 def test_what_only_some_ranks_would_find_out_is_refused_on_all(options, words):
     def body(comm):
         assert bmburst.SequenceShard.cut(9, layout="contiguous", size=2, rank=0).real_tokens == 5  # without padding
-        with refused(words, lines=2):
+        with refused(words):
             bmburst.shard(torch.zeros(1, 9, dtype=torch.int64), layout="contiguous", group=comm, **options)
 
     run_ranks(2, body)
