@@ -102,7 +102,7 @@ class SequenceShard:
         length, size = whole_number("length", length, 0), whole_number("size", size, 1)
         if not 0 <= rank < size:
             raise UserError(
-                f"rank {rank} is not one of {size} ranks\nallowed: 0 to {size - 1}\nfix: pass this rank's number in its group"
+                f"rank {rank} is not one of {size} ranks\nallowed: 0 to {size - 1}\nfix: pass the rank in its group"
             )
         if comm is not None and (comm.size, comm.rank) != (size, rank):
             raise UserError(
