@@ -78,9 +78,11 @@ def numbers(option: str, text: str, read: Callable[[str], int] = whole) -> tuple
         found = tuple(read(word) for word in text.split(","))
     except ValueError:
         example = "64K,131072" if read is tokens else "2,4"
-        raise UserError(f"{option} {text}\nallowed: whole numbers separated by commas, for example {example}") from None
+        raise UserError(
+            f"{option} {text}\nallowed: whole numbers separated by commas\nfix: {option} {example}"
+        ) from None
     if min(found) < 1:
-        raise UserError(f"{option} {text}\nallowed: at least 1")
+        raise UserError(f"{option} {text}\nallowed: each at least 1\nfix: leave out numbers below 1")
     return found
 
 
@@ -100,7 +102,9 @@ def array_of(what: str, values: Any) -> "NDArray[Any]":
     try:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (ValueError, TypeError, NotImplementedError):  # the last of a meta tensor
-        raise UserError(f"{what} must be an array of numbers, got {brief(values)}") from None
+        raise UserError(
+            f"{what} must be an array of numbers, got {brief(values)}\nfix: pass a list, a NumPy array or a tensor"
+        ) from None
 
 
 def whole_numbers(what: str, values: Any) -> list[Any]:
@@ -111,7 +115,9 @@ def whole_numbers(what: str, values: Any) -> list[Any]:
     """
     array = array_of(what, values)
     if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
-        raise UserError(f"{what} must be a list of whole numbers, got {brief(values)}")
+        raise UserError(
+            f"{what} must be a list of whole numbers, got {brief(values)}\nfix: pass a list of int, or a 1-D int tensor"
+        )
     found: list[Any] = array.reshape(-1).tolist()
     return found
 
@@ -133,7 +139,7 @@ def whole_number(what: str, value: object, least: int) -> int:
     except TypeError:
         number = least - 1
     if number < least or isinstance(value, bool):
-        raise UserError(f"{what} must be a whole number of at least {least}, got {value!r}")
+        raise UserError(f"{what} must be a whole number of at least {least}, got {value!r}\nfix: pass such an int")
     return number
 
 

@@ -70,7 +70,7 @@ def unknown(kind: str, value: object, known: Iterable[str]) -> UserError:
     names = sorted(known)
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
-    return UserError(f"unknown {kind} '{value}'{hint}\nknown: {', '.join(names)}")
+    return UserError(f"unknown {kind} '{value}'{hint}\nknown: {', '.join(names)}\nfix: give one of the known names")
 
 
 def require_known(kind: str, value: object, known: Iterable[str]) -> None:

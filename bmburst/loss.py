@@ -79,7 +79,8 @@ def require_ids(kind: str, ids: Tensor, vocab_size: int, *, ignored: int | None 
         wrong &= ids != ignored
     if bool(wrong.any()):
         besides = "" if ignored is None else f" or {ignored} (no loss)"
+        allowed = f"0 to {vocab_size - 1}" if vocab_size else "none, as the vocabulary is empty"
         raise UserError(
-            f"{kind} {int(ids[wrong][0])} is out of range\nallowed: 0 to {vocab_size - 1}{besides}\n"
+            f"{kind} {int(ids[wrong][0])} is out of range\nallowed: {allowed}{besides}\n"
             "fix: use the tokenizer that the model was made for, or a model with a larger vocab_size"
         )

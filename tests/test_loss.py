@@ -50,3 +50,9 @@ def test_label_out_of_range(wrong: int) -> None:
     labels = torch.tensor([[0, wrong, IGNORE_INDEX]])
     with refused(f"label {wrong}", "0 to 6", "-100", "fix: ", "vocab_size"):
         token_loss_sum(torch.zeros(1, 3, 2), torch.zeros(7, 2), labels)
+
+
+def test_an_empty_vocabulary_allows_no_label() -> None:
+    with refused("label 0", "vocabulary is empty", "fix: ") as refusal:
+        token_loss_sum(torch.zeros(1, 1, 2), torch.zeros(0, 2), torch.tensor([[0]]))
+    assert "0 to -1" not in str(refusal.value)

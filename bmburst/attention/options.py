@@ -41,7 +41,10 @@ class AttentionOptions:
             UserError: A name is unknown, the scale is no positive number, or deterministic is neither true nor false.
         """
         if isinstance(self.mask, list):
-            raise UserError(f"mask must be one mask, or a tuple of one for each sample, got a list of {len(self.mask)}")
+            raise UserError(
+                f"mask must be one mask or a tuple of masks, got a list of {len(self.mask)}\n"
+                "allowed: a tuple with one mask for each sample\nfix: mask=tuple(masks)"
+            )
         for mask in self.mask if isinstance(self.mask, tuple) else (self.mask,):
             make_mask(mask)
         require_known("layout", self.layout, LAYOUTS)
@@ -80,7 +83,10 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
-            raise UserError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+            raise UserError(
+                f"{name} must be a torch tensor, got {type(tensor).__name__}\n"
+                f"allowed: [batch, local_tokens, heads, head_dim]\nfix: {name} = torch.as_tensor({name})"
+            )
         if tensor.layout != torch.strided or tensor.is_nested:
             raise UserError(f"{name} must be a dense tensor, got a nested or sparse one\nfix: a padded, dense tensor")
         require_own_memory(name, tensor)

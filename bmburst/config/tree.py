@@ -165,7 +165,7 @@ def _flat(cls: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tu
             yield from _flat(typing.cast(type, inner), {rest: value} if rest else value, f"{prefix}{head}.")
         else:
             allowed = f"{'none, or ' if none_allowed else ''}its fields, {prefix}{key}.*"
-            raise UserError(f"{prefix}{key}: {shown(value)} does not fit\nallowed: {allowed}")
+            raise UserError(f"{prefix}{key}: {shown(value)} does not fit\nallowed: {allowed}\nfix: correct the value")
 
 
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:
@@ -186,7 +186,10 @@ def _unknown_key(name: str, known: Mapping[str, Leaf]) -> UserError:
         parent = parent.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
     fields = dict.fromkeys(other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix))
-    return UserError(f"unknown key '{name}'{hint}\nknown in {parent or 'the configuration'}: {', '.join(fields)}")
+    return UserError(
+        f"unknown key '{name}'{hint}\nknown in {parent or 'the configuration'}: {', '.join(fields)}\n"
+        "fix: correct the key, or leave it out"
+    )
 
 
 def add_options(

@@ -1,4 +1,4 @@
-"""Text to token ids to packed sequences to the batches of each data rank."""
+"""Data pipeline: tokenizes text, packs it into sequences, and gives each data rank its batches."""
 
 from bmburst.data.batches import Batches, Samples, evaluation_batches
 from bmburst.data.corpus import open_corpus

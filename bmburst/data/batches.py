@@ -214,12 +214,16 @@ class Batches:
         """
         samples = state.get("samples")
         if state.get("version") != STATE_VERSION or not isinstance(samples, int) or samples < 0:
-            raise UserError(f"not a position in the training data: {dict(state)!r:.80}\nresume from another checkpoint")
+            raise UserError(
+                f"the saved position in the training data is not valid: {dict(state)!r:.80}\n"
+                f"allowed: what state_dict() returns, format version {STATE_VERSION}\n"
+                "fix: resume from another checkpoint"
+            )
         for name, value in self._order_of().items():
             if state.get(name) != value:
                 raise UserError(
-                    f"the data does not go on from this checkpoint: {name} was {state.get(name)}, is {value}\n"
-                    "give the same data and settings, or take the weights alone: --init-from"
+                    f"the data differ from those of the checkpoint: {name} was {state.get(name)}, is {value}\n"
+                    "fix: give the same data and settings, or start from the weights alone with --init-from"
                 )
         self.samples = samples
 
@@ -246,13 +250,18 @@ def local_batch_size(batch_size: int, data_rank: int, data_parallel: int) -> int
         UserError: It has no equal share, or there is no such rank.
     """
     if data_parallel < 1 or not 0 <= data_rank < data_parallel:
-        raise UserError(f"data_rank must be in 0..{data_parallel - 1}, got {data_rank}")
+        raise UserError(
+            f"data_rank is {data_rank} and data_parallel is {data_parallel}\n"
+            "allowed: data_parallel at least 1, data_rank from 0 to data_parallel - 1\n"
+            "fix: pass mesh.data_rank and mesh.shape.data of a bmburst.Mesh"
+        )
     if batch_size < 1 or batch_size % data_parallel:
         below = batch_size // data_parallel * data_parallel
-        nearest = " or ".join(str(size) for size in (below, below + data_parallel) if size > 0)
+        nearest = [str(size) for size in (below, below + data_parallel) if size > 0] or [str(data_parallel)]
         raise UserError(
-            f"batch_size {batch_size} does not divide over {data_parallel} data ranks\n"
-            f"it counts the sequences of all ranks: give {nearest}"
+            f"batch_size {batch_size} cannot be split evenly over {data_parallel} data ranks\n"
+            f"allowed: positive multiples of {data_parallel}; it counts the sequences of all ranks\n"
+            f"fix: give {' or '.join(nearest)}"
         )
     return batch_size // data_parallel
 
@@ -281,7 +290,7 @@ def evaluation_batches(
     """
     local = local_batch_size(batch_size, data_rank, data_parallel)
     if limit is not None and limit < 1:
-        raise UserError(f"the limit of evaluation must be at least 1 sequence, got {limit}")
+        raise UserError(f"limit is {limit}\nallowed: at least 1 sequence\nfix: limit=None evaluates all sequences")
     count = len(sequences) + (sequences.partial_labels > 0)
     count = count if limit is None else min(count, limit)
 

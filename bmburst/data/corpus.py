@@ -1,4 +1,4 @@
-"""From what a user calls the data to an open token file."""
+"""Opens the corpus that a user names as a token file, tokenizing and caching it where needed."""
 
 import hashlib
 import json
@@ -58,7 +58,7 @@ def find_token_file(source: str | Path, tokenizer: str | None) -> TokenFile | No
     if given.identity != file.tokenizer_identity:
         raise UserError(
             f"'{file.path}' was made with tokenizer '{file.tokenizer_name}', not '{given.name}'\n"
-            f"name the tokenizer it was made with, or make it again: bmburst data --tokenizer {given.name}"
+            f"fix: give the tokenizer it was made with, or make it again: bmburst data --tokenizer {given.name}"
         )
     return replace(file, tokenizer_name=tokenizer)
 

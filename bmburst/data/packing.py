@@ -1,4 +1,4 @@
-"""Documents packed into sequences of one length."""
+"""Packs documents into sequences of one length, and splits them into training and held-out parts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,12 +36,15 @@ def split_documents(file: TokenFile, held_out_fraction: float) -> Split:
         UserError: The fraction is not in (0, 1), or there are too few tokens to share out.
     """
     if not 0 < held_out_fraction < 1:
-        raise UserError(f"held_out_fraction must lie between 0 and 1, got {held_out_fraction}\nusual: 0.01 to 0.1")
+        raise UserError(
+            f"held_out_fraction is {held_out_fraction}\nallowed: above 0 and below 1\n"
+            "fix: use a value from 0.01 to 0.1, as is usual"
+        )
     total = file.token_count
     if total < 4:
         raise UserError(
-            f"data {file.path}: has {total} tokens, too few to hold any out\n"
-            f"fix: more text (it has {file.text_bytes} bytes)"
+            f"data {file.path}: {total} tokens are too few to hold some out for evaluation\n"
+            f"allowed: at least 4 tokens\nfix: give more text, it has {file.text_bytes} bytes"
         )
     target = max(1, int(total * held_out_fraction))
     starts, ends = np.asarray(file.document_offsets[:-1]), np.asarray(file.document_offsets[1:])
@@ -70,7 +73,7 @@ def _joined(starts: Spans, stops: Spans) -> Spans:
 
 SPLITS = ("train", "held_out", "all")
 PACKS = ("stream", "documents")
-"""What a token may see: all of the sequence before it, or only what of it is of its own document."""
+"""Which tokens attention sees: all earlier ones of the sequence, or only those of the same document."""
 HELD_OUT_FRACTION = 0.05
 
 
@@ -116,7 +119,10 @@ class PackedSequences:
         require_known("split", split, SPLITS)
         require_known("pack", pack, PACKS)
         if sequence_length < 1:
-            raise UserError(f"sequence_length must be at least 1 token, got {sequence_length}")
+            raise UserError(
+                f"sequence_length is {sequence_length}\nallowed: at least 1 token\n"
+                "fix: give the number of tokens of one training sequence, for example 4096"
+            )
         if split == "all":
             spans = np.array([[0, token_file.token_count]], np.int64)
         else:
@@ -133,9 +139,9 @@ class PackedSequences:
         self.partial_labels = self.label_count % sequence_length
         if split == "train" and not len(self):
             raise UserError(
-                f"data {token_file.path}: has {self.label_count} tokens to train on, less than one sequence of "
+                f"data {token_file.path}: {self.label_count} tokens to train on are less than one sequence of "
                 f"{sequence_length}\n"
-                f"fix: more text (it has {token_file.text_bytes} bytes), or a smaller sequence_length"
+                f"fix: give more text, it has {token_file.text_bytes} bytes, or a smaller sequence_length"
             )
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Documents from what a user names: text files, JSONL files, directories, Python's standard library."""
+"""Reads documents from text files, JSONL files, directories, or Python's standard library."""
 
 import codecs
 import json
@@ -109,7 +109,7 @@ def read_documents(
 
 
 def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -> None:
-    """Check how what is named begins, and the first file of JSONL, whoever named it; the rest shows as it is read.
+    """Check how the named files begin, and the first JSONL file, named or found; the rest is checked as it is read.
 
     Args:
         files: From `find_sources`.
@@ -133,12 +133,15 @@ def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -
 def _not_text(file: SourceFile, problem: str) -> UserError:
     return UserError(
         f"'{file.name}' is not a text file: {problem}\n"
-        "convert it to UTF-8, or leave it out; a token file is for bmburst train and eval alone"
+        "allowed: UTF-8 text; a token file only in bmburst train and bmburst eval\n"
+        "fix: convert it to UTF-8, or leave it out"
     )
 
 
 def _unreadable(name: str, error: OSError) -> UserError:
-    return UserError(f"cannot read '{name}': {error.strerror or error}\ngive a file that you may read")
+    return UserError(
+        f"cannot read '{name}': {error.strerror or error}\nfix: give a file that you have permission to read"
+    )
 
 
 def _kind(path: Path) -> Literal["text", "jsonl"]:
@@ -149,12 +152,13 @@ def _named(path: Path) -> list[SourceFile]:
     if path.is_dir():
         return _directory(path)
     if path.exists() and not path.is_file():  # it is read twice, and may never end
-        raise UserError(f"'{path}' is a device or a pipe\ngive a file of text")
+        raise UserError(f"'{path}' is a device or a pipe\nallowed: a file or a directory\nfix: save the text in a file")
     if path.exists():
         return [SourceFile(path=path, name=str(path), kind=_kind(path), named=True)]
     raise UserError(
         f"no file or directory '{path}'\n"
-        f"give text files, JSONL files, directories, or '{STANDARD_LIBRARY}' for Python's own sources"
+        f"allowed: text files, JSONL files, directories, or '{STANDARD_LIBRARY}' for Python's own sources\n"
+        "fix: correct the path"
     )
 
 
@@ -175,9 +179,9 @@ def _directory(root: Path) -> list[SourceFile]:
     ]
     if not found:
         raise UserError(
-            f"no text in directory '{root}'\n"
-            f"looked for {' '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}\n"
-            "a file of any other suffix can be named itself"
+            f"no text files in directory '{root}'\n"
+            f"allowed: {' '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}\n"
+            "fix: give the path of the file itself where its suffix is another"
         )
     return found
 
@@ -190,7 +194,7 @@ def _standard_library() -> list[SourceFile]:
         if path.suffix == ".py" and path.is_file()
     ]
     if not found:
-        raise UserError(f"this Python has no library sources in '{root}'\ngive a text of your own: --data FILE")
+        raise UserError(f"this Python has no library sources in '{root}'\nfix: give a text of your own: --data FILE")
     return found
 
 
@@ -245,21 +249,25 @@ def _jsonl(file: SourceFile, text_field: str, on_read: Callable[[int], object]) 
             try:  # an editor may have put a byte-order mark before the first line
                 value = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except ValueError as error:
+                reason = str(error).splitlines()[0].removeprefix("is not valid JSON: ")
                 raise UserError(
-                    f"{name}: not a line of JSON: {str(error).splitlines()[0]}\nput one object a line"
+                    f"{name}: the line is not valid JSON: {reason}\nfix: write one JSON object per line"
                 ) from error
             if not isinstance(value, dict):
-                raise UserError(f'{name}: must be an object such as {{"{text_field}": "..."}}, got {_short(value)}')
+                raise UserError(
+                    f"{name}: the line is not a JSON object: {_short(value)}\n"
+                    f'allowed: for example {{"{text_field}": "..."}}\nfix: write one JSON object per line'
+                )
             if text_field not in value:
                 raise UserError(
                     f"{name}: no field '{text_field}'\nfields: {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
-                    "name the one that holds the text: --text-field NAME, for bmburst train --data.text_field NAME"
+                    "fix: name the field with the text: --text-field NAME, in bmburst train --data.text_field NAME"
                 )
             text = value[text_field]
             if not isinstance(text, str):
                 raise UserError(
                     f"{name}: field '{text_field}' must be a string, got {_short(text)}\n"
-                    "name another field: --text-field NAME, for bmburst train --data.text_field NAME"
+                    "fix: name another field: --text-field NAME, in bmburst train --data.text_field NAME"
                 )
             # "\ud800" is valid JSON and half a character; UTF-8 has no bytes for it.
             yield Document(name=name, pieces=[text.encode("utf-8", "replace").decode("utf-8")])

@@ -1,4 +1,4 @@
-"""The token file: token ids of a corpus in one file that is memory-mapped; and its writer.
+"""Reads and writes token files: the token ids of a corpus in one memory-mapped file.
 
 Layout, little-endian:
 
@@ -37,7 +37,7 @@ from bmburst.outputs import FULL, amount, free_bytes, replacing
 MAGIC = b"bmburst tokens\n\0"
 VERSION = 1
 CACHED = "corpus-"
-"""How the names of token files begin that `open_corpus` keeps in a cache, and makes again where they are missing."""
+"""Prefix of the names of token files in the cache of `open_corpus`, which makes missing ones again."""
 PREAMBLE = struct.Struct("<16sQQ32x")
 _KEYS = frozenset(  # before there were checksums
     {"version", "dtype", "tokens", "documents", "text_bytes", "max_id", "fingerprint", "tokenizer"}
@@ -174,8 +174,9 @@ class TokenFile:
         """
         if self.max_id >= vocab_size:
             raise UserError(
-                f"'{self.path}' holds token id {self.max_id}, but the model's vocabulary is 0..{vocab_size - 1}\n"
-                f"its tokenizer is '{self.tokenizer_name}': set the model's vocab_size to at least {self.vocab_size}"
+                f"'{self.path}' has token id {self.max_id}, but the model's vocab_size is {vocab_size}\n"
+                f"allowed: at least {self.vocab_size}, as its tokenizer '{self.tokenizer_name}' has\n"
+                f"fix: --model.vocab_size {self.vocab_size}, or tokenize the text with the model's tokenizer"
             )
 
     def _bytes_before(self, position: int) -> int:
@@ -207,7 +208,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         with path.open("rb") as file:
             preamble = file.read(PREAMBLE.size)
             if preamble[: len(MAGIC)] != MAGIC:
-                raise UserError(f"'{path}' is not a bmburst token file\n{_how_to_make(path)}")
+                raise UserError(f"'{path}' is not a token file of bmburst\n{_how_to_make(path)}")
             size = file.seek(0, 2)
             if len(preamble) < PREAMBLE.size:
                 raise _damaged(path, f"it ends after {size} bytes")
@@ -231,9 +232,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     if seal is False or (seal is None and is_known and not _KEYS.issuperset(header)):
         raise _damaged(path, "its header does not have its checksum")
     if not is_known:
-        raise UserError(
-            f"token file '{path}' is not of format version {VERSION}, which is the one known here\n{_how_to_make(path)}"
-        )
+        raise UserError(f"token file '{path}' has an unknown format version\nallowed: {VERSION}\n{_how_to_make(path)}")
     return header, int(at)
 
 
@@ -249,8 +248,8 @@ def _damaged(path: Path, how: str) -> UserError:
 
 def _how_to_make(path: Path) -> str:
     if path.name.startswith(CACHED):
-        return f"remove it: the next run makes it again from its text: rm {shlex.quote(str(path))}"
-    return f"make it again: bmburst data --input TEXT --output {path}"
+        return f"fix: rm {shlex.quote(str(path))}; the next run makes it again from its text"
+    return f"fix: make it again: bmburst data --input TEXT --output {path}"
 
 
 def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer: Tokenizer) -> TokenFile:
@@ -265,9 +264,9 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
     """
     path = Path(path)
     if path.is_dir():
-        raise UserError(f"'{path}' is a directory\nname the file to write in it")
+        raise UserError(f"'{path}' is a directory\nfix: give the path of the file to write")
     if path.exists() and not path.is_file():  # the finished file takes the place of what is there
-        raise UserError(f"'{path}' is a device or a pipe\nname a file of its own")
+        raise UserError(f"'{path}' is a device or a pipe\nfix: give the path of a new file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -277,18 +276,18 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
         ):
             _Writer(file, rows, tokenizer).write(documents)
     except OSError as error:
-        fix = "name a folder that you may write in"
+        fix = "give a folder where you have write permission"
         if error.errno in FULL:
-            fix = f"make room, or name a folder with more of it: {amount(free_bytes(path))} are free here"
+            fix = f"free disk space, {amount(free_bytes(path))} are left, or give a folder on another disk"
         raise UserError(
             f"cannot write token file '{path}': {error.strerror or error}\n"
-            f"{fix}: --output, for bmburst train --data.cache"
+            f"fix: {fix}: --output, in bmburst train --data.cache"
         ) from error
     return TokenFile.open(path)
 
 
 class _Writer:
-    """What is known so far of the file that is being written."""
+    """Writes one token file, and keeps its counts, digest and checksums meanwhile."""
 
     def __init__(self, file: IO[bytes], rows: IO[bytes], tokenizer: Tokenizer) -> None:
         self._file, self._rows, self._tokenizer = file, rows, tokenizer
@@ -308,7 +307,7 @@ class _Writer:
                     self._append(np.array([self._tokenizer.eos_id], np.int64))
                     self._end_document(key)
         if not self._documents:
-            raise UserError("the corpus is empty: no document has any text\nname files that do")
+            raise UserError("the corpus is empty: no document has any text\nfix: give files with text")
         self._finish()
 
     def _append(self, ids: npt.NDArray[np.int64]) -> None:
@@ -316,8 +315,9 @@ class _Writer:
             return
         if ids.min() < 0 or ids.max() >= self._tokenizer.vocab_size:
             raise UserError(
-                f"tokenizer '{self._tokenizer.name}' gave an id outside 0..{self._tokenizer.vocab_size - 1}: "
-                f"{ids.min()}..{ids.max()}"
+                f"tokenizer '{self._tokenizer.name}' returned ids from {ids.min()} to {ids.max()}\n"
+                f"allowed: 0 to {self._tokenizer.vocab_size - 1}, as its vocab_size is {self._tokenizer.vocab_size}\n"
+                "fix: correct the tokenizer's vocab_size, or use another tokenizer"
             )
         self._max_id = max(self._max_id, int(ids.max()))
         data = ids.astype(self._dtype).tobytes()

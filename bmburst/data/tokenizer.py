@@ -1,4 +1,4 @@
-"""Text to token ids and back: what a tokenizer is, and the one that needs no file."""
+"""Tokenizers: the protocol, the byte tokenizer, and those of Hugging Face from a file or the hub."""
 
 import contextlib
 import difflib
@@ -151,8 +151,8 @@ class HuggingFaceTokenizer:
         eos_id = next((i for i in map(tokenizer.token_to_id, candidates) if i is not None), None)
         if eos_id is None:
             raise UserError(
-                f"tokenizer '{name}' has no end-of-document token; looked for {', '.join(candidates)}\n"
-                f'name it in a {TOKENIZER_CONFIG} beside {TOKENIZER_FILE}: {{"eos_token": "..."}}'
+                f"tokenizer '{name}' has no end-of-document token\nallowed: {', '.join(candidates)}\n"
+                f'fix: name it in {TOKENIZER_CONFIG} beside {TOKENIZER_FILE}: {{"eos_token": "..."}}'
             )
         self._tokenizer = tokenizer
         self.name = name
@@ -197,7 +197,7 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
         if not file.is_file():
             raise UserError(
                 f"no {TOKENIZER_FILE} in tokenizer directory '{path}'\n"
-                "save it with the tokenizers package: Tokenizer.save('tokenizer.json')"
+                "fix: write it with the tokenizers package: Tokenizer.save('tokenizer.json')"
             )
         return _from_file(name_or_path, file)
     if path.is_file():
@@ -206,7 +206,8 @@ def load_huggingface_tokenizer(name_or_path: str) -> HuggingFaceTokenizer:
     if looks_like_a_path or not _HUB_NAME.fullmatch(name_or_path):
         raise UserError(
             f"no tokenizer at '{name_or_path}'\n"
-            f"give 'bytes', a {TOKENIZER_FILE}, a directory that holds one, or a Hugging Face name"
+            f"allowed: 'bytes', a {TOKENIZER_FILE}, a directory with one, or a name on the Hugging Face hub\n"
+            "fix: correct the path or the name"
         )
     if difflib.get_close_matches(name_or_path, ["bytes"], n=1):
         raise unknown("tokenizer", name_or_path, ["bytes", TOKENIZER_FILE, "a Hugging Face name"])
@@ -230,7 +231,7 @@ def require_tokenizer(file: Path) -> Any:
     except Exception as error:  # the package raises bare Exception, whatever is wrong with the file
         raise UserError(
             f"cannot read tokenizer '{file}': {_first_line(error)}\n"
-            "give 'bytes', or the tokenizer.json of a Hugging Face tokenizer"
+            "fix: give 'bytes', or the tokenizer.json of a Hugging Face tokenizer"
         ) from error
 
 
@@ -259,7 +260,7 @@ def _from_hub(name: str) -> HuggingFaceTokenizer:
     except (OSError, ValueError) as error:  # what the package derives its errors from
         raise UserError(
             f"cannot get tokenizer '{name}' from the Hugging Face hub: {_first_line(error)}\n"
-            f"without a network, give 'bytes', a {TOKENIZER_FILE} or a directory that holds one"
+            f"fix: without a network, give 'bytes', a {TOKENIZER_FILE} or a directory with one"
         ) from error
     return _from_file(name, file)
 

@@ -1,4 +1,4 @@
-"""Who this process is, and on what it runs: `start` before anything that imports bmtrain."""
+"""`bmburst.start`: starts BMTrain on this rank's GPU or CPU. Call it before anything that imports bmtrain."""
 
 import logging
 import os
@@ -57,7 +57,7 @@ def start(*, seed: int = 0, tensor: int | None = None) -> Runtime:
     from bmburst.runtime import host
 
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise UserError(f"seed {seed!r}\nallowed: a whole number from 0 to {2**32 - 1}, as numpy takes it")
+        raise UserError(f"seed {seed!r}\nallowed: a whole number from 0 to {2**32 - 1}\nfix: bmburst.start(seed=0)")
     if not _bmtrain_has_started():
         _complete_environment()
         if not torch.cuda.is_available():
@@ -99,7 +99,7 @@ def _start_bmtrain(seed: int, tensor: int) -> None:
         import bmtrain.init
     except ImportError as error:
         raise UserError(
-            f"BMTrain cannot be imported: {error}\nbuild it for this Python and CUDA: bmburst build-bmtrain"
+            f"BMTrain cannot be imported: {error}\nfix: build it for this Python and CUDA: bmburst build-bmtrain"
         ) from error
     host.silence_storage_warnings()
     cudnn, print_dict = torch.backends.cudnn.enabled, bmtrain.init.print_dict
@@ -129,15 +129,16 @@ def _complete_environment() -> None:
     if missing:
         raise UserError(
             f"WORLD_SIZE is {world} but {', '.join(missing)} is not set\n"
-            f"start the ranks with: bmburst launch --nproc {world} -- SCRIPT"
+            f"fix: start the ranks with bmburst launch --nproc {world} -- SCRIPT"
         )
     rank = _number(os.environ, "RANK", default=0)
     here = _number(os.environ, "LOCAL_WORLD_SIZE", default=world)
     local_rank = _number(os.environ, "LOCAL_RANK", default=rank % max(here, 1))
     if not (0 <= rank < world and 0 <= local_rank < here <= world):
         raise UserError(
-            f"RANK {rank} of WORLD_SIZE {world}, LOCAL_RANK {local_rank} of LOCAL_WORLD_SIZE {here}: not a rank\n"
-            "start the ranks with: bmburst launch --nproc N -- SCRIPT"
+            f"RANK is {rank} of WORLD_SIZE {world}, LOCAL_RANK is {local_rank} of LOCAL_WORLD_SIZE {here}\n"
+            "allowed: 0 <= RANK < WORLD_SIZE, 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE\n"
+            "fix: start the ranks with bmburst launch --nproc N -- SCRIPT"
         )
     # BMTrain takes 1 for LOCAL_WORLD_SIZE, and then fails to cut the CPUs into shares for the ranks after the first.
     on_one_host = world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world)
@@ -158,7 +159,8 @@ def _serve_store(on_one_host: bool) -> None:
         address = stores.LOOPBACK if on_one_host else stores.address_of(address)
     except OSError as error:
         raise UserError(
-            f"MASTER_ADDR is '{address}', which is no host known here: {error.strerror}\nset the host of rank 0"
+            f"MASTER_ADDR is '{address}', which this host cannot resolve: {error.strerror}\n"
+            "fix: set it to the name or address of rank 0's host"
         ) from None
     _store = stores.serve(address, _number(os.environ, "MASTER_PORT", default=0), timedelta(seconds=_TIMEOUT))
     if os.environ["MASTER_PORT"] == "0":
@@ -173,4 +175,4 @@ def _number(environment: Mapping[str, str], name: str, *, default: int) -> int:
     try:
         return int(value)
     except ValueError:
-        raise UserError(f"{name} is '{value}', not a whole number\nunset it, or let a launcher set it") from None
+        raise UserError(f"{name} is '{value}', not a whole number\nfix: unset it, or let a launcher set it") from None

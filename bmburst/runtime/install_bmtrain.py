@@ -1,6 +1,6 @@
-"""How BMTrain is installed: `python -m bmburst.runtime.install_bmtrain` does it.
+"""Installs BMTrain with pip and without its dependencies: `python -m bmburst.runtime.install_bmtrain`.
 
-Never with its dependencies: nvidia-nccl-cu11's files overwrite those of torch's own NCCL and break `import torch`.
+One of them, nvidia-nccl-cu11, has files that overwrite those of torch's own NCCL and break `import torch`.
 BMTrain has wheels for Linux on x86-64 and Python up to 3.11. Elsewhere a machine without CUDA takes the wheel of 3.11,
 for the host runtime replaces all that is compiled in it; a machine with CUDA must build it (`bmburst build-bmtrain`).
 """

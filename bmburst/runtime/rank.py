@@ -1,7 +1,7 @@
-"""What runs in every rank before the user's program: `python rank.py [-m] TARGET ARGS...`.
+"""Prepares a rank and runs the user's program in it: `python rank.py [-m] TARGET ARGS...`.
 
-It ties the rank's life to its launcher's, arms the watchdog, runs the program as `python [-m] TARGET ARGS...` would,
-and leaves its error, if it is the first, for the launcher to show. It is run by its path and imports nothing but the
+The rank ends when its launcher ends. The watchdog is armed, the program runs as with `python [-m] TARGET ARGS...`, and
+the first error of all ranks is written for the launcher to show. It is run by its path and imports nothing but the
 standard library, so that all of this stands milliseconds after the process has started, before torch is imported.
 """
 
@@ -64,7 +64,7 @@ def die_with(launcher: int) -> None:
     """Let the kernel kill this process when its launcher ends, kill -9 included.
 
     Raises:
-        SystemExit: The launcher has ended before the kernel was told.
+        SystemExit: The launcher ended before prctl was called.
         OSError: The kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""Stores of torch.distributed that listen at one address alone, and who has taken a port.
+"""Key-value stores of torch.distributed that listen at one address only; and the owner of a taken port.
 
 torch's TCPStore listens on every interface unless it is given a listening socket, and speaks to whoever connects. A
 store on loopback is out of reach for other machines; in one process, torch shares it with later stores of its port.
@@ -56,7 +56,9 @@ def listen(address: str, port: int) -> socket.socket:
         UserError: The port is taken or is none, or the address is not of this host.
     """
     if not 0 <= port <= 65535:
-        raise UserError(f"port {port} is no TCP port\nallowed: 1 to 65535")
+        raise UserError(
+            f"port {port} is not a TCP port\nallowed: 1 to 65535\nfix: give another --master-port (MASTER_PORT)"
+        )
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -68,12 +70,12 @@ def listen(address: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise UserError(
                 f"port {port} is taken by {owner_of(port)}\n"
-                "give another --master-port (the same on every node); with one node leave it out: a free one is found"
+                "fix: give another --master-port, the same on every node; with one node leave it out to get a free port"
             ) from None
         raise UserError(
             f"cannot listen at {address}:{port}: {error.strerror}\n"
-            "the run's store listens on the address of node 0 alone: set --master-addr (MASTER_ADDR) to one that "
-            "node 0 itself has, and a port of 1024 or more"
+            "allowed: an address of node 0 itself, and a port of at least 1024\n"
+            "fix: correct --master-addr (MASTER_ADDR) or --master-port (MASTER_PORT)"
         ) from None
     return listener
 

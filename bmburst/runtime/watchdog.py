@@ -1,4 +1,4 @@
-"""Ends a rank that makes no progress, with the place where it stands.
+"""Ends a rank that makes no progress, and writes the stack of each of its threads.
 
 BMTrain's collectives have no time-out, and a blocked one holds Python's global lock, so that no Python thread could
 notice. faulthandler's timer is a C thread that needs no lock: it writes every thread's stack to a file and ends the
@@ -28,7 +28,7 @@ def arm(seconds: float, folder: Path, local_rank: int, start: float | None = Non
     Args:
         seconds: How long this process may go without a `beat` once there has been one; 0: for ever, the start too.
         folder: Where `hang.LOCAL_RANK` is written when the time is over, and `stood.LOCAL_RANK` when this process
-            crashes or is told to end, so that a rank that only waited for a stuck one can be told from it.
+            crashes or is ended, so that the rank that is stuck can be distinguished from ranks that wait for it.
         local_rank: Names the files. The size of `steps.LOCAL_RANK` is the number of optimizer steps.
         start: How long this process may take to its first `beat`; by default `seconds`.
     """

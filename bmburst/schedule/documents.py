@@ -92,7 +92,10 @@ class PrefixLM(Mask):
             )
         if lengths is not None and (long := [i for i, n in enumerate(lengths) if prefixes[i] > n]):
             i = long[0]
-            raise UserError(f"the prefix of document {i} has {prefixes[i]} tokens, but the document has {lengths[i]}")
+            raise UserError(
+                f"the prefix of document {i} has {prefixes[i]} tokens, but the document has {lengths[i]}\n"
+                f"allowed: 0 to {lengths[i]}\nfix: give a shorter prefix"
+            )
         object.__setattr__(self, "prefix_lengths", prefixes)
         object.__setattr__(self, "lengths", lengths)
 
@@ -133,7 +136,9 @@ def document_lengths(values: Any) -> tuple[int, ...]:
     """
     lengths = tuple(whole_numbers("lengths of documents", values))
     if not lengths:
-        raise UserError("documents need at least one length, got none")
+        raise UserError(
+            "lengths of documents are empty\nallowed: at least one\nfix: give the number of tokens of each document"
+        )
     if (first := next((i for i, n in enumerate(lengths) if n < 1), None)) is not None:
         raise UserError(f"document {first} has {lengths[first]} tokens\nfix: leave out documents without a token")
     return lengths

@@ -207,14 +207,15 @@ def _number(fact: Any, key: str, source: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e30:
         raise UserError(
             f"hardware {source}: {key} is {value!r}\n"
-            f"allowed: a number {'of at least 0' if not least else 'above 0'}, as value = ... under [{key}]"
+            f"allowed: a number {'of at least 0' if not least else 'above 0'}, as value = ... under [{key}]\n"
+            "fix: correct it, or write the file again with bmburst plan --calibrate"
         )
     return float(value)
 
 
 def _unknown_hardware(name: str) -> UserError:
-    first, *rest = str(unknown("hardware", name, shipped())).splitlines()
-    return UserError("\n".join([first, *rest, "or the path of a file of bmburst plan --calibrate"]))
+    *lines, _ = str(unknown("hardware", name, shipped())).splitlines()
+    return UserError("\n".join([*lines, "fix: give a known name, or the path of a file of bmburst plan --calibrate"]))
 
 
 def _folder() -> Any:

@@ -54,7 +54,10 @@ class Layout(ABC):
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.tokens < 1:
-            raise UserError(f"a layout needs at least 1 rank and 1 token a rank, got {self.size} and {self.tokens}")
+            raise UserError(
+                f"layout '{self.name}' got {self.size} ranks and {self.tokens} tokens per rank\n"
+                "allowed: at least 1 of each\nfix: use fewer ranks or a longer sequence"
+            )
         if self.tokens % self.chunks:
             raise UserError(
                 f"layout '{self.name}' needs a multiple of {self.chunks} tokens a rank, got {self.tokens}\n"
@@ -291,7 +294,10 @@ def real_length(size: int, tokens: int, length: int | None) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(length, bool):
-        raise UserError(f"length must be a whole number, got {length!r}")
+        raise UserError(
+            f"length must be a whole number, got {length!r}\nallowed: 1 to {most}\n"
+            "fix: pass the number of tokens in the whole sequence as an int"
+        )
     if not 1 <= number <= most:
         raise UserError(
             f"length is {number}, but {size} ranks x {tokens} local tokens hold 1 to {most}\n"

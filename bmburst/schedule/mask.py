@@ -162,7 +162,8 @@ class BlockSparse(Mask):
         cells = np.array(array_of("block_map", block_map), dtype=bool)
         if cells.ndim != 2 or cells.shape[0] != cells.shape[1] or not cells.size:
             raise UserError(
-                f"block_map must be [blocks, blocks], one row and one column for each block, got {list(cells.shape)}"
+                f"block_map has shape {list(cells.shape)}\nallowed: [blocks, blocks], at least 1 block\n"
+                "fix: give one row for each block of queries and one column for each block of keys"
             )
         require_flag("causal", causal)
         cells.setflags(write=False)
@@ -250,7 +251,9 @@ def make_mask(mask: "Mask | str") -> Mask:
     if not isinstance(mask, str):
         values = "causal, full, or a value such as bmburst.Documents(lengths); never a matrix"
         got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
-        raise UserError(f"mask must be a mask of bmburst or its name, got {got}\nallowed: {values}")
+        raise UserError(
+            f"mask must be a mask of bmburst or its name, got {got}\nallowed: {values}\nfix: pass one of these"
+        )
     require_known("mask", mask, NAMES)
     return Full() if mask == "full" else Causal()
 
@@ -259,11 +262,18 @@ def _joined(masks: tuple[Mask, ...]) -> Mask:
     """Return the intersection. Duplicates and full masks are dropped, and block maps are combined into one."""
     lengths = {mask.length for mask in masks if mask.length is not None}
     if len(lengths) > 1:
-        raise UserError(f"masks for {' and '.join(map(str, sorted(lengths)))} tokens cannot be joined")
+        raise UserError(
+            f"masks of different lengths cannot be combined: {' and '.join(map(str, sorted(lengths)))} tokens\n"
+            "fix: make every mask for the same sequence length"
+        )
     maps = [mask for mask in masks if isinstance(mask, BlockSparse)]
     if maps:
         if len({(mask.block_size, mask.block_map.shape) for mask in maps}) > 1:
-            raise UserError("maps of blocks can be joined only if they have blocks of one size and as many of them")
+            sizes = " and ".join(f"{list(mask.block_map.shape)} of {mask.block_size} tokens" for mask in maps)
+            raise UserError(
+                f"BlockSparse masks with different blocks cannot be combined: {sizes}\n"
+                "fix: give all of them the same block_size and a block_map of the same shape"
+            )
         cells = np.logical_and.reduce([mask.block_map for mask in maps])
         one = BlockSparse(cells, maps[0].block_size, any(mask.causal for mask in maps))
         masks = (*(mask for mask in masks if not isinstance(mask, BlockSparse)), one)

@@ -38,7 +38,10 @@ class MeshShape:
         for name, ranks in axes.items() if self.heads is None else (axes | {"heads": self.heads}).items():
             _require_whole(name, ranks)
         if min(self.data, self.sequence, self.tensor) < 1:
-            raise UserError(f"a mesh needs at least 1 rank on each axis, got {self}")
+            raise UserError(
+                f"{self} has an axis without ranks\nallowed: at least 1 rank on each axis\n"
+                "fix: give 1 for an axis that is not used"
+            )
         _require_part("nodes", self.nodes, self.sequence, f"{self.sequence} sequence ranks")
         if self.heads is not None:
             here = self.sequence // self.nodes
@@ -164,7 +167,9 @@ def _require_whole(axis: str, ranks: object) -> None:
     except TypeError:
         is_whole = False
     if not is_whole:
-        raise UserError(f"{axis} of a mesh must be a whole number, got {ranks!r}\nallowed: 1 or more")
+        raise UserError(
+            f"{axis} of a mesh must be a whole number, got {ranks!r}\nallowed: at least 1\nfix: pass an int"
+        )
 
 
 def _require_part(axis: str, degree: int, whole: int, said: str) -> None:

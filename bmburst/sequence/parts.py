@@ -25,10 +25,34 @@ def dimension_of(x: Tensor, dim: int) -> int:
     require_own_memory("a sequence that is cut", x)
     require_numbers("a sequence that is cut", x)
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        allowed = f"{-x.dim()} to {x.dim() - 1}" if x.dim() else "a tensor with at least one dimension"
         raise UserError(
-            f"dim {dim!r} is not a dimension of a tensor of shape {list(x.shape)}\nallowed: {-x.dim()} to {x.dim() - 1}"
+            f"dim {dim!r} is not a dimension of a tensor of shape {list(x.shape)}\nallowed: {allowed}\n"
+            "fix: give the dimension of the tokens"
         )
     return dim % x.dim()
+
+
+def require_batch(tokens: Tensor, labels: Tensor | None, length: int) -> None:
+    """Check that tokens, and labels where there are any, are tensors `[batch, length]`.
+
+    Raises:
+        UserError: They are not.
+    """
+    if not isinstance(tokens, Tensor):
+        raise UserError(
+            f"tokens must be a torch tensor, got {type(tokens).__name__}\n"
+            f"allowed: [batch, {length}]\nfix: torch.as_tensor(tokens)"
+        )
+    require_numbers("tokens", tokens)
+    shape = (len(tokens) if tokens.dim() else 0, length)
+    if tokens.shape != shape or (labels is not None and labels.shape != shape):
+        shapes = " and ".join(str(list(t.shape)) for t in (tokens, labels) if t is not None)
+        names = "tokens have" if labels is None else "tokens and labels have"
+        raise UserError(
+            f"{names} shape {shapes}\nallowed: [batch, {length}], as the sequence has {length} tokens\n"
+            f"fix: pass whole sequences, or make the SequenceShard for their length"
+        )
 
 
 def require_value(x: Tensor, pad_value: float) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from bmburst.amounts import whole_number
 from bmburst.attention.api import resolve_group
 from bmburst.attention.options import no_autocast
-from bmburst.comm.checks import CheckedCommunicator, contents, describe, is_exact, require_numbers
+from bmburst.comm.checks import CheckedCommunicator, contents, describe, is_exact
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.schedule.mask import Mask
@@ -24,6 +24,7 @@ from bmburst.sequence.parts import (
     following,
     masks_of_samples,
     put,
+    require_batch,
     require_value,
     take,
     without_padding,
@@ -100,7 +101,9 @@ class SequenceShard:
             size, rank = comm.size, comm.rank
         length, size = whole_number("length", length, 0), whole_number("size", size, 1)
         if not 0 <= rank < size:
-            raise UserError(f"rank {rank} is not one of {size} ranks\nranks count from 0 to {size - 1}")
+            raise UserError(
+                f"rank {rank} is not one of {size} ranks\nallowed: 0 to {size - 1}\nfix: pass the rank in its group"
+            )
         if comm is not None and (comm.size, comm.rank) != (size, rank):
             raise UserError(
                 f"rank {rank} of {size} is not this rank's place in the group, {comm.rank} of {comm.size}\n"
@@ -153,7 +156,10 @@ class SequenceShard:
         """
         dim = dimension_of(x, dim)
         if x.shape[dim] != self.length:
-            raise UserError(f"dimension {dim} must hold the sequence's {self.length} tokens, got shape {list(x.shape)}")
+            raise UserError(
+                f"dimension {dim} of a tensor of shape {list(x.shape)} is not the sequence\n"
+                f"allowed: {self.length} tokens\nfix: give dim=, the dimension of the tokens, or pad the tensor"
+            )
         return take(x, self.layout, self.rank, dim, pad_value)
 
     def batch(
@@ -199,14 +205,8 @@ class SequenceShard:
         return comm if (comm.size, comm.rank) == (self.layout.size, self.rank) else None
 
     def _batch(self, tokens: Tensor, labels: Tensor | None, documents: Mask | Sequence[Mask] | None) -> ShardedBatch:
-        """See `batch`; without the comparison."""
-        if not isinstance(tokens, Tensor):
-            raise UserError(f"tokens must be a torch tensor [batch, {self.length}], got {type(tokens).__name__}")
-        require_numbers("tokens", tokens)
-        shape = (len(tokens) if tokens.dim() else 0, self.length)
-        if tokens.shape != shape or (labels is not None and labels.shape != shape):
-            shapes = " and ".join(str(list(t.shape)) for t in (tokens, labels) if t is not None)
-            raise UserError(f"tokens and labels must be [batch, {self.length}], got shape {shapes}")
+        """Return what `batch` does."""
+        require_batch(tokens, labels, self.length)
         masks = masks_of_samples(documents, len(tokens))
         lengths = [self._real(mask) for mask in masks]
         labels = without_padding(following(tokens, masks, lengths) if labels is None else labels, lengths)

@@ -35,7 +35,7 @@ STEPS_FILE = "steps.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """What each step of a run gave.
+    """Loss and gradient norm of each step of a run.
 
     Attributes:
         losses: Mean loss of each step, in nats per token.
@@ -57,7 +57,7 @@ class Steps:
 
 
 def measure(config: TrainConfig, steps: int) -> None:
-    """Train some steps and leave in `config.output` what came of them. Every rank calls it; rank 0 writes.
+    """Train some steps and write losses, gradients and parameters into `config.output`. Every rank calls it.
 
     Parameters are written in fp32 where the optimizer keeps them so: rounded to bfloat16 they would hide small steps.
 
@@ -127,7 +127,7 @@ def _save(
 TOLERANCES: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "float32": {"gradient": 1e-5, "change": 1e-2, "loss": 1e-4, "norm": 1e-3},
-        # Beside twice one rank's error, so that luck of the one rank is no fault of the others.
+        # Added to twice the error of one rank, which may be small by chance.
         "bfloat16": {"gradient": 2e-3, "change": 2e-2, "loss": 1e-3, "norm": 1e-2},
     }
 )
@@ -139,12 +139,12 @@ _GRADIENT, _PARAMETER, _CHANGE = range(3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deviation:
-    """How far N ranks are from one.
+    """Relative error of N ranks against one.
 
     Attributes:
         error: Of N ranks: distance from one rank in float32, relative to the latter's size.
         single: The same of one rank in bfloat16; None in float32, where that rank is the measure.
-        allowed: Largest error that is ok; infinite where nothing is asked.
+        allowed: Largest error that is ok; infinite where there is no limit.
     """
 
     error: float
@@ -259,7 +259,7 @@ def compare(ranks: Path, exact: Path, single: Path | None = None) -> CheckReport
         squares = [_squares(run, one, name) for run in runs]
         totals = [total + part for total, part in zip(totals, squares, strict=True)]
         reports.append(_tensor_report(dtype, name, shape, squares, slack=TOLERANCES[dtype]["gradient"]))
-    # Of everything together twice is twice: no single small tensor's luck is in it.
+    # bfloat16: over all parameters together no margin is needed, one small tensor hardly changes the sum.
     slack = 0.0 if dtype == "bfloat16" else TOLERANCES[dtype]["gradient"]
     return CheckReport(
         dtype=dtype,

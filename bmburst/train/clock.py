@@ -73,7 +73,7 @@ class StepClock:
 
     @contextmanager
     def optimizer(self) -> Iterator[None]:
-        """Time clipping and the optimizer; they are read a step later, when they are surely over."""
+        """Time clipping and the optimizer. The events are read one step later, when they have finished."""
         self._last_optimizer = self._optimizer.seconds()
         with self._optimizer.measured():
             yield
@@ -93,7 +93,7 @@ class StepClock:
 
 
 def measure_waits(meter: WaitMeter, mesh: Mesh, *, on_host: bool) -> None:
-    """Have all communication of forward and backward measured: attention's, the tensor group's, and ZeRO's."""
+    """Measure all communication of forward and backward: attention's, the tensor group's, and ZeRO's."""
     import bmtrain as bmt
 
     for group in (mesh.sequence, mesh.tensor):
@@ -132,7 +132,7 @@ class _Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Utilisation:
-    """What a step makes of its GPUs.
+    """Utilisation of the GPUs in one step.
 
     Attributes:
         mfu: Model FLOPs over the peak: causal attention halved, backward twice the forward, recomputation not counted;
@@ -148,7 +148,7 @@ class Utilisation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlopsMeter:
-    """What does not change over a run.
+    """Computes utilisation from the facts that stay the same over a run.
 
     Attributes:
         model: The shape.
@@ -163,7 +163,7 @@ class FlopsMeter:
     peak: float | None
 
     def of(self, tokens: float, query_key_pairs: float, seconds: float) -> Utilisation:
-        """Return the utilisation of a step; `bmburst.plan.counts.causal_pairs` counts its query-key pairs."""
+        """Return what a step of so many tokens and query-key pairs (`bmburst.plan.counts.causal_pairs`) achieves."""
         usual = step_flops(self.model, tokens, query_key_pairs)
         kernel = step_flops(self.model, tokens, query_key_pairs, attention_backward=ATTENTION_BACKWARD)
         done = hardware_flops(self.model, tokens, query_key_pairs, self.recompute)
@@ -176,7 +176,7 @@ class FlopsMeter:
 
 
 def known_peak(device: str | None, dtype: str) -> tuple[float | None, str]:
-    """Return the FLOP/s that a GPU's utilisation is taken of, or None and the reason why there are none.
+    """Return the peak FLOP/s of a GPU, of which utilisation is a fraction, or None and the reason.
 
     Args:
         device: The GPU's name; None on a CPU.

@@ -1,4 +1,4 @@
-"""Everything that decides a training run, as a tree of frozen dataclasses. Imports neither torch nor ranks."""
+"""`TrainConfig`: the configuration of a training run as a tree of frozen dataclasses. Does not import torch."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ from bmburst.schedule.mesh_shape import MeshShape, can_share, divisors
 from bmburst.schedule.strategy_names import STRATEGIES
 
 STANDARD_LIBRARY = "stdlib"
-# The 256 bytes, and the ids that end a document, start a text and pad.
+# 256 bytes and 3 special ids: end of document, start of text, padding.
 BYTE_IDS = 259
 
 
@@ -237,10 +237,10 @@ class TrainConfig:
             model_preset(self.preset)
         if self.model is None:
             if self.preset is None:
-                raise UserError("neither a preset nor a model is given\nfix: add a preset, for example llama-tiny")
+                raise UserError("neither a preset nor a model is given\nfix: --preset, for example llama-tiny")
             if self.init_from is not None:
                 raise UserError(
-                    f"init_from {self.init_from} comes without its model's shape\n"
+                    f"init_from {self.init_from} is given without the configuration of its model\n"
                     "fix: model=LlamaConfig.from_hugging_face(...), or bmburst.train.resolve.resolve"
                 )
             object.__setattr__(self, "model", model_preset(self.preset))
@@ -251,29 +251,29 @@ class TrainConfig:
             raise UserError(
                 f"sequence_length {self.sequence_length} is beyond the model's max_position_embeddings "
                 f"{self.model.max_position_embeddings}\nfix: --model.max_position_embeddings {self.sequence_length}, "
-                "with --model.rope_scaling.* for weights trained on shorter ones"
+                "with --model.rope_scaling.* for weights trained on shorter sequences"
             )
         check_packing(self.pack, self.model)
         if profiled_steps(self.profile).stop > self.steps + 1:
-            raise UserError(f"profile '{self.profile}' is beyond the last of {self.steps} steps\nfix: earlier steps")
+            raise UserError(f"profile '{self.profile}'\nallowed: steps 1 to {self.steps}\nfix: give earlier steps")
         if self.pack == "documents" and self.parallel.layout == "balanced" and self.micro_batch_size > 1:
             raise UserError(
-                f"layout balanced is another one for each sequence of documents, but micro_batch_size "
-                f"{self.micro_batch_size} puts several together\nfix: --micro-batch-size 1, or --parallel.layout zigzag"
+                f"micro_batch_size {self.micro_batch_size} is not possible with pack documents and layout balanced\n"
+                "allowed: 1\nfix: --micro-batch-size 1, or --parallel.layout zigzag"
             )
         if self.model.sliding_window is not None and self.parallel.layout == "balanced":
             raise UserError(
-                "layout balanced is cut for the mask of a batch, which model.sliding_window narrows\n"
-                "fix: --parallel.layout zigzag or striped"
+                f"layout balanced does not support model.sliding_window {self.model.sliding_window}\n"
+                "allowed: another layout, or no sliding window\nfix: --parallel.layout zigzag or striped"
             )
         if self.data.tokenizer == "bytes" and self.model.vocab_size < BYTE_IDS:
             raise UserError(
                 f"model.vocab_size {self.model.vocab_size} is too small for the tokenizer 'bytes'\n"
-                f"allowed: at least {BYTE_IDS}"
+                f"allowed: at least {BYTE_IDS}\nfix: --model.vocab_size {BYTE_IDS}, or another --data.tokenizer"
             )
 
     def mesh_shape(self, world_size: int) -> MeshShape:
-        """Return how `world_size` ranks are cut.
+        """Return the mesh of `world_size` ranks.
 
         Raises:
             UserError: They do not make up the ranks.
@@ -307,7 +307,7 @@ class TrainConfig:
         return dataclasses.replace(shape, heads=self.parallel.head_parallel)
 
     def validate(self, world_size: int) -> None:
-        """Check what only the number of ranks decides. Values alone were checked when the configuration was built.
+        """Check what depends on the number of ranks. Other values were checked when the configuration was made.
 
         Raises:
             UserError: The ranks do not match the mesh or cannot share the model, the batch does not divide, a rank
@@ -365,7 +365,7 @@ def _require_exchange(parallel: ParallelConfig, model: LlamaConfig, shape: MeshS
         named = ", ".join(map(str, allowed)) or "none"
         other = "" if parallel.strategy == "auto" else ", or --parallel.strategy auto"
         raise UserError(
-            f"head_parallel {degree} does not go with {reason} on {ranks} sequence ranks\n"
+            f"head_parallel {degree} is not possible with {reason} on {ranks} sequence ranks\n"
             f"allowed: {named}\nfix: another --head-parallel{other}"
         )
 
@@ -381,7 +381,7 @@ def profiled_steps(text: str | None) -> range:
     found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text.strip())
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
-        raise UserError(f"profile '{text}'\nallowed: a step or a range of them, for example 3 or 3-5, counted from 1")
+        raise UserError(f"profile '{text}'\nallowed: a step or a range, counted from 1\nfix: --profile 3 or 3-5")
     return range(first, last + 1)
 
 
@@ -389,10 +389,10 @@ def check_packing(pack: str, model: LlamaConfig) -> None:
     """Check that a model can tell packed documents apart.
 
     Raises:
-        UserError: Its rotary embedding hangs on the length of a text, of which a sequence then has several.
+        UserError: Its rotary embedding depends on the length of the document (dynamic NTK scaling).
     """
     if pack == "documents" and model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
         raise UserError(
-            "pack documents: model.rope_scaling.kind dynamic turns by a text's length, and documents differ in it\n"
-            "allowed: linear, yarn and llama3, or none\nfix: --pack stream, or another --model.rope_scaling.kind"
+            "pack documents does not support model.rope_scaling.kind dynamic, which depends on the document's length\n"
+            "allowed: linear, yarn, llama3, or none\nfix: --pack stream, or another --model.rope_scaling.kind"
         )

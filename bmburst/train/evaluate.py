@@ -149,8 +149,8 @@ def find_model(config: EvalConfig, directory: Path) -> tuple[Path, str | None]:
         return directory, config.tokenizer or read_progress(directory).tokenizer
     if not (directory / "config.json").exists() or (directory / "metrics.jsonl").exists():
         raise UserError(
-            f"{directory} holds no complete checkpoint and no weights\n"
-            "fix: give a run folder with checkpoints, one of its checkpoints, or a Hugging Face LLaMA"
+            f"{directory} has no complete checkpoint and no weights\n"
+            "fix: give a run folder with checkpoints, one of its checkpoints, or a directory of a Hugging Face LLaMA"
         )
     return directory, config.tokenizer
 

@@ -119,13 +119,13 @@ def _require_tokenizer(corpus: data.TokenFile) -> None:
     name = corpus.tokenizer_name
     try:
         is_same = data.load_tokenizer(name).identity == corpus.tokenizer_identity
-        problem = "" if is_same else f"tokenizer '{name}' is another than '{corpus.path}' was made with"
+        problem = "" if is_same else f"tokenizer '{name}' is not the one that '{corpus.path}' was made with"
     except UserError as error:
         problem, *_ = str(error).splitlines()
     if problem:
         raise UserError(
-            f"{problem}\nthe sample at the end of training is read with the tokenizer of '{corpus.path}'\n"
-            "fix: --data.tokenizer with where it is now, or --sample-tokens 0"
+            f"{problem}\nthe sample at the end of training needs the tokenizer of '{corpus.path}'\n"
+            "fix: --data.tokenizer with its present path, or --sample-tokens 0"
         )
 
 

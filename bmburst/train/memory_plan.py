@@ -60,11 +60,11 @@ def require_host_memory(config: TrainConfig, mesh: Mesh, local_size: int) -> Non
 
 
 def _shortage(needed: int, available: int | None) -> UserError:
-    """Return why `optimizer.offload` cannot work; `available` is of this host, which may be another than the short."""
-    here = "" if available is None or available >= needed else f": {available / GIB:.1f} are free on this one"
+    """Return the error; `available` is of this host, which may not be the one that lacks memory."""
+    here = "" if available is None or available >= needed else f": {available / GIB:.1f} GiB are free on this host"
     return UserError(
-        f"optimizer.offload needs {needed / GIB:.1f} GiB of each host's memory, and one has less{here}\n"
-        "fix: leave --optimizer.offload out, or share the model among more hosts"
+        f"optimizer.offload needs {needed / GIB:.1f} GiB of memory on each host, and a host has less{here}\n"
+        "fix: leave --optimizer.offload out, or use more hosts"
     )
 
 
@@ -151,9 +151,9 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
     needed = memory_of(way, hardware).in_host
     if known and needed > HOST_SHARE * min(known):
         raise UserError(
-            f"recompute {config.recompute} needs {needed / GIB:.1f} GiB of each host's memory; one has "
-            f"{min(known) / GIB:.1f} free, of which {1 - HOST_SHARE:.0%}, {(1 - HOST_SHARE) * min(known) / GIB:.1f} "
-            "GiB, are kept in reserve\nfix: --recompute block-keep-attention:0.5, or auto, which takes what fits"
+            f"recompute {config.recompute} needs {needed / GIB:.1f} GiB of memory on each host\n"
+            f"allowed: {HOST_SHARE * min(known) / GIB:.1f} GiB, {HOST_SHARE:.0%} of what is free: "
+            f"{min(known) / GIB:.1f} GiB\nfix: --recompute block-keep-attention:0.5, or auto, which takes what fits"
         )
     return config.recompute
 
@@ -211,10 +211,10 @@ class DeviceMemory:
 
 @contextlib.contextmanager
 def explained(config: TrainConfig) -> Iterator[None]:
-    """Turn torch's error of a GPU whose memory is over into one that says what uses it, of a host's into a short one.
+    """Turn torch's out-of-memory errors into `RunError`; that of a GPU lists the memory of each part.
 
     Raises:
-        RunError: The memory was not enough.
+        RunError: Memory ran out.
     """
     try:
         yield
@@ -227,7 +227,7 @@ def explained(config: TrainConfig) -> Iterator[None]:
         if asked is None:
             raise
         raise RunError(
-            f"{_here()} ran out of the host's memory: {_gib(int(asked[1]))} more were asked for at once\n"
+            f"{_here()} ran out of host memory: an allocation of {_gib(int(asked[1]))} failed\n"
             "fix: a smaller model or batch, a shorter --sequence-length, or fewer ranks on this host",
             on_all_ranks=False,
         ) from error
@@ -246,7 +246,7 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
         nodes: On which they are.
         memory: Of the GPU.
         where: Rank and host.
-        error: What torch said.
+        error: torch's message.
     """
     hardware = _hardware(memory)
     lines = [
@@ -339,7 +339,7 @@ def _hardware(memory: DeviceMemory) -> Hardware:
 
 
 def _memory(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Memory | None:
-    """Return what a step takes, None of a configuration that would be refused."""
+    """Return the memory of a step, or None if the configuration is refused."""
     try:
         return memory_of(planned(config, ranks, nodes, hardware), hardware)
     except UserError:
@@ -347,7 +347,7 @@ def _memory(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
 
 
 def _hosted(memory: Memory) -> str:
-    """Say what a setting takes of the host, if anything."""
+    """Return a note on the host memory that a setting needs, if any."""
     return f", and {_gib(memory.in_host)} of each host" if memory.in_host else ""
 
 

@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl and evals.jsonl, flushed line by line, and TensorBoard events. Rank 0 only."""
+"""Metrics of a run: metrics.jsonl and evals.jsonl, flushed line by line, and TensorBoard events. Rank 0 only."""
 
 import dataclasses
 import json
@@ -77,14 +77,14 @@ class EvalMetrics:
 
 
 class MetricsLogger(Protocol):
-    """Takes what is written, step by step."""
+    """Interface of online loggers such as TensorBoard and wandb."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Take finite numbers by name, `train/loss` for example."""
+        """Log finite numbers by name, for example `train/loss`, at a step."""
         ...
 
     def close(self) -> None:
-        """Send what is not sent yet."""
+        """Flush and close."""
         ...
 
 
@@ -163,7 +163,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             values = parse_json(line)
             found.append({**values, "step": int(values["step"])})
         except (ValueError, TypeError, KeyError, OverflowError) as error:
-            raise UserError(f"{path}, line {number}: not a line of metrics\nfix: move the file away") from error
+            raise UserError(f"{path}, line {number}: not a JSON object with a step\nfix: move the file away") from error
     return found
 
 
@@ -184,7 +184,7 @@ def peak_bytes() -> tuple[int, int]:
 
 
 def forget_peak() -> None:
-    """Let `peak_bytes` begin anew, where it is of a GPU."""
+    """Reset the GPU's peak memory counters that `peak_bytes` reads."""
     import torch
 
     if torch.cuda.is_available():
@@ -208,7 +208,7 @@ def _write_line(file: TextIO, values: Mapping[str, Any]) -> None:
 
 
 def _open_events(folder: Path, first_step: int) -> Any:
-    """Return a TensorBoard writer, or None, said once, where the package is missing."""
+    """Return a TensorBoard writer, or print a note and return None where the package is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

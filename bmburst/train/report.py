@@ -112,7 +112,7 @@ def require_wandb() -> None:
     """
     if "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
         raise UserError(
-            "wandb needs the package wandb, which is not installed: pip install wandb, or leave --wandb out"
+            "--wandb needs the package wandb, which is not installed\nfix: pip install wandb, or leave --wandb out"
         )
 
 
@@ -321,7 +321,7 @@ class RunReport(contextlib.ExitStack):
             self._summary.add(metrics)
 
     def held_out(self, metrics: EvalMetrics) -> None:
-        """Take an evaluation; the plot is drawn anew."""
+        """Record an evaluation and draw the plot again."""
         if self._writer and self._bar:
             self._writer.write_eval(metrics)
             self._bar.update_eval(metrics)

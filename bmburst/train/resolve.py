@@ -110,7 +110,7 @@ def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = No
     given = overlay(below, above)
     if "preset" in above and _names_whole_model(below) and preset(above["preset"]) != build(TrainConfig, below).model:
         raise UserError(
-            f"preset '{above['preset']}' changes nothing: {files[-1]} gives every field of another model\n"
+            f"preset '{above['preset']}' has no effect: {files[-1]} gives every field of the model\n"
             "fix: leave --preset out, or 'model' out of the file"
         )
     if given.get("init_from") is not None and "preset" not in given:
@@ -145,7 +145,10 @@ def check_paths(config: TrainConfig) -> None:
     check_data_path(config.data.source, config.data.text_field)
     tokenizer = config.data.tokenizer
     if tokenizer is not None and tokenizer.endswith(".json") and not Path(tokenizer).is_file():
-        raise UserError(f"data.tokenizer {tokenizer}: no such file\nallowed: 'bytes', a tokenizer.json, a directory")
+        raise UserError(
+            f"data.tokenizer {tokenizer}: no such file\n"
+            "allowed: 'bytes', a tokenizer.json, or a directory with one\nfix: correct the path"
+        )
     if config.init_from is not None and not config.resume:
         there = read_hugging_face_config(config.init_from)
         different = [key for key in _SHAPE if getattr(there, key) != getattr(config.model, key)]
@@ -153,7 +156,7 @@ def check_paths(config: TrainConfig) -> None:
             key = different[0]
             raise UserError(
                 f"model.{key} {getattr(config.model, key)} differs from {config.init_from}, which has "
-                f"{getattr(there, key)}\nfix: leave model.{key} out: --init-from brings its own"
+                f"{getattr(there, key)}\nfix: leave model.{key} out: --init-from reads it from config.json"
             )
         # It imports torch, which the command line's help does without.
         from bmburst.checkpoint import hugging_face
@@ -180,17 +183,19 @@ def check_data_path(source: str, text_field: str) -> None:
         if not path.exists():
             raise UserError(
                 f"data {source}: no such file or directory\n"
-                "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources"
+                "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources\n"
+                "fix: correct the path"
             )
         empty = not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
         is_readable = os.access(path, os.R_OK)
     except OSError as error:
-        raise UserError(f"data {source}: cannot be read: {error.strerror}\nfix: give one that can be") from None
+        raise UserError(f"data {source}: cannot be read: {error.strerror}\nfix: give a file that can be read") from None
     if not is_readable:
-        raise UserError(f"data {source}: you may not read it\nfix: chmod +r, or give one that you may read")
+        raise UserError(f"data {source}: no permission to read it\nfix: chmod +r, or give another file")
     if not (path.is_dir() or path.is_file()):
         raise UserError(
-            f"data {source}: is a device, a pipe or a socket\nallowed: a text or JSONL file, a directory, a token file"
+            f"data {source}: is a device, a pipe or a socket\n"
+            "allowed: a text or JSONL file, a directory, a token file\nfix: save the text in a file"
         )
     if empty:
         raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
@@ -237,8 +242,8 @@ def check_resumable(before: TrainConfig, now: TrainConfig, folder: Path) -> None
             old, new = _at(was, leaf.name), _at(wanted, leaf.name)
             if old != new and not isinstance(old, dict):
                 raise UserError(
-                    f"{leaf.name} {new} differs from {old}, with which {folder} was begun\n"
-                    f"fix: leave {leaf.name} out, or begin a new run without --resume"
+                    f"{leaf.name} {new} differs from {old}, the value of the run in {folder}\n"
+                    f"fix: leave {leaf.name} out, or start a new run without --resume"
                 )
 
 
@@ -256,7 +261,7 @@ def _check_tokens(config: TrainConfig) -> None:
     if (file := find_token_file(config.data.source, config.data.tokenizer)) is not None:
         file.require_vocab(config.model.vocab_size)
     elif config.data.tokenizer is None:
-        # Text is read as bytes: check what is checked where that was said.
+        # Text without a tokenizer is read as bytes: make the check of `tokenizer='bytes'`.
         config.replace(data=dataclasses.replace(config.data, tokenizer="bytes"))
 
 
@@ -277,8 +282,8 @@ def _base_model(given: Mapping[str, Any]) -> dict[str, Any]:
     name, folder = given.get("preset", "llama-tiny"), given.get("init_from")
     if name is not None and folder is not None:
         raise UserError(
-            f"preset '{name}' and init_from {folder} both give the model\n"
-            "fix: keep one of them; --init-from brings its own shape"
+            f"preset '{name}' and init_from {folder} both give the model's configuration\n"
+            "fix: leave --preset out: --init-from reads the configuration of its model"
         )
     if _names_whole_model(given):
         return {}
@@ -357,8 +362,7 @@ def _require_transport(transport: str, sequence: int, has_gpus: bool) -> None:
     if sequence > 1 and transport not in allowed:  # one rank moves nothing
         where = "the GPUs here" if has_gpus else "a machine without GPUs"
         raise UserError(
-            f"transport {transport} moves nothing between ranks on {where}\n"
-            f"allowed: {', '.join(allowed)}\nfix: --transport auto"
+            f"transport {transport} does not work on {where}\nallowed: {', '.join(allowed)}\nfix: --transport auto"
         )
 
 

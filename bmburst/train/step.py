@@ -94,10 +94,10 @@ def clip_(gradients: Sequence[Tensor], norm: float, most: float | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts(StepTiming):
-    """What a rank's host knows when it has launched a step's backward, and the timing of the step before.
+    """Facts that one rank contributes to the exchange: of this step, and the timing of the step before.
 
     Attributes:
-        query_key_pairs: Pairs that attention computes, for one head and layer, of the sequences of this data rank.
+        query_key_pairs: Visible pairs per head and layer, in the sequences of this data rank.
         memory: Largest allocated bytes since the last exchange; on a CPU of the process so far.
         reserved: Largest reserved bytes; 0 on a CPU.
         stop: Signal that asks this rank to stop; 0 for none.
@@ -111,14 +111,14 @@ class HostFacts(StepTiming):
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """A step, as all ranks know it: the same on each.
+    """Facts of one step after the exchange, the same on all ranks.
 
     Attributes:
         step: Its number, from 1.
         shares: Each rank's share of the mean loss; their mean is the loss.
         squares: Each rank's sum of squares of its part of the gradient.
         tokens: Labels that counted.
-        hosts: What each rank's host said.
+        hosts: Facts of each rank.
     """
 
     step: int
@@ -129,7 +129,7 @@ class StepFacts:
 
     @property
     def query_key_pairs(self) -> float:
-        """Query-key pairs summed over all ranks: a sequence counts once for each rank that shares it."""
+        """Query-key pairs of all data ranks, counted once for every rank that shares a sequence."""
         return sum(host.query_key_pairs for host in self.hosts)
 
     @property
@@ -145,14 +145,14 @@ class StepFacts:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient are: whether the step may be taken."""
+        """Whether loss and gradient are finite, so that the step is taken."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def exchange(
     comm: Communicator, step: int, share: Tensor, square: Tensor, tokens: Tensor, facts: HostFacts
 ) -> StepFacts:
-    """Return what all ranks give. Every rank calls it; the host waits for the device, and does not otherwise.
+    """Gather the facts of a step from all ranks. Every rank calls it. It is the only wait for the device in a step.
 
     Args:
         comm: All ranks.
@@ -276,15 +276,15 @@ def stopped_by(facts: StepFacts, hosts: Sequence[str], *, saves: bool = True) ->
 
 
 class SkippedSteps:
-    """Watches what all ranks know of each step; every rank comes to the same.
+    """Counts skipped steps and ends a run that skips too many in a row. All ranks reach the same result.
 
     Args:
         hosts: Name of each rank's host.
         most: Steps in a row that may be skipped; 0 for any number.
 
     Attributes:
-        total: Skipped steps of the run; one that is resumed sets those of before.
-        said: What there is to say of the last step; empty if it was taken.
+        total: Skipped steps of the run; a resumed run sets the number from its checkpoint.
+        message: Why the last step was skipped; empty if it was taken.
     """
 
     def __init__(self, hosts: Sequence[str], most: int) -> None:
@@ -292,21 +292,21 @@ class SkippedSteps:
         self._in_row = 0
         self._first = ""
         self.total = 0
-        self.said = ""
+        self.message = ""
 
     def add(self, facts: StepFacts) -> None:
-        """Take a step."""
+        """Count one step."""
         if facts.is_finite:
-            self._in_row, self.said = 0, ""
+            self._in_row, self.message = 0, ""
             return
         self.total += 1
         self._in_row += 1
-        self.said = f"step {facts.step} is skipped: {self._cause(facts)}"
+        self.message = f"step {facts.step} is skipped: {self._cause(facts)}"
         if self._in_row == 1:
-            self._first = self.said
+            self._first = self.message
 
     def require(self, has_checkpoint: Callable[[], bool]) -> None:
-        """Check that the run may go on.
+        """Raise an error if too many steps in a row were skipped.
 
         Args:
             has_checkpoint: Returns whether the run can be resumed.
@@ -315,16 +315,16 @@ class SkippedSteps:
             RunError: Too many steps in a row were skipped.
         """
         if self._most and self._in_row >= self._most:
-            advice = "begin again with a smaller --optimizer.lr: there is no checkpoint yet"
+            fix = "fix: start again with a smaller --optimizer.lr: there is no checkpoint yet"
             if has_checkpoint():
-                advice = "--resume goes on from the last checkpoint, with a smaller --optimizer.lr"
+                fix = "fix: --resume with a smaller --optimizer.lr continues from the last checkpoint"
             raise RunError(
-                f"{self._in_row} steps in a row were skipped, so the run was ended; it began so: {self._first}\n"
-                f"weights are as before; {advice}"
+                f"the run ended because {self._in_row} steps in a row were skipped\n"
+                f"the first of them: {self._first}; skipped steps did not change the weights\n{fix}"
             )
 
     def _cause(self, facts: StepFacts) -> str:
-        """Say what is not finite, and where: losses come before gradients, which ranks add up."""
+        """Return what is not finite and on which ranks. Losses come first: gradients are sums over ranks."""
         bad_losses = _where(facts.shares)
         if bad_losses:
             return f"the loss is not finite on {self._ranks(bad_losses)}"

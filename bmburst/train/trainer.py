@@ -54,7 +54,7 @@ def run(config: TrainConfig) -> None:
 
     Raises:
         UserError: Something that the configuration names cannot work.
-        RunError: The run cannot go on: its memory is over, or no step can be taken any more.
+        RunError: Memory ran out, or too many steps in a row were skipped.
     """
     with explained(config):
         trainer = Trainer(config)
@@ -86,7 +86,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         if config.output is None:
-            raise UserError("output is not set\nfix: give the run folder, TrainConfig(output=...)")
+            raise UserError("output is not set\nfix: give the path of the run folder, TrainConfig(output=...)")
         self.config = self._asked = config
         self.folder: Path = config.output
         self.runtime = start(seed=config.seed, tensor=config.parallel.tensor_parallel)
@@ -156,7 +156,7 @@ class Trainer:
         return self.runtime.rank == 0
 
     def restore(self) -> None:
-        """Take up the newest complete checkpoint of the run folder, or the weights of `init_from`, as configured.
+        """Load the newest complete checkpoint of the run folder, or the weights of `init_from`, as configured.
 
         Raises:
             UserError: There is none, all are damaged, or it is of another model or corpus.
@@ -164,7 +164,9 @@ class Trainer:
         if self.config.resume:
             newest = checkpoint.verified_together(self.folder)
             if newest == self.folder:
-                raise UserError(f"{self.folder} has no complete checkpoint to resume\nfix: begin a new run")
+                raise UserError(
+                    f"{self.folder} has no complete checkpoint to resume from\nfix: start a new run without --resume"
+                )
             progress = checkpoint.load(newest, self.model, self.optimizer)
             self.batches.load_state_dict(progress.data)
             self.steps_done, self._skips.total = progress.step, progress.skipped
@@ -193,7 +195,7 @@ class Trainer:
                     write_run_config(self._asked, self.folder)
                 stopped = stopped_by(facts, self._hosts, saves=every is not None)
                 report.step(metrics)
-                report.note(self._skips.said)
+                report.note(self._skips.message)
                 report.note(self._lag.add(facts.hosts) or "")
                 self._skips.require(has_checkpoint=lambda: checkpoint.newest_complete(self.folder) is not None)
                 is_last = self.steps_done == total
@@ -260,9 +262,9 @@ class Trainer:
         )
 
     def next_batch(self) -> LocalBatch:
-        """Move on in the data by one step, and return this rank's part of it; the one after is read meanwhile.
+        """Return this rank's part of the next batch; the batch after it is read in the background.
 
-        What is read ahead moves nothing: a checkpoint goes on from the last step that this returned.
+        Prefetching does not move the position: a checkpoint continues after the last step that this returned.
         """
         is_last = self.steps_done + 1 >= self.config.steps
         batch = self._loader.load(self.batches.coming(), None if is_last else self.batches.coming(steps=1))
@@ -270,7 +272,7 @@ class Trainer:
         return batch
 
     def backward(self, batch: LocalBatch) -> StepFacts:
-        """Add the gradient of the mean loss of a step's labels, in microbatches, and exchange what it gave.
+        """Accumulate the gradient of the mean loss over microbatches, and exchange the facts of the step.
 
         Args:
             batch: This rank's part of the sequences of its data rank.
@@ -317,8 +319,8 @@ class Trainer:
         """
         if facts.step != self.steps_done + 1:
             raise UserError(
-                f"update() is given the gradient of step {facts.step}, and step {self.steps_done} is done\n"
-                "fix: call backward(batch) before each update, and give update what it returned"
+                f"update() got the gradient of step {facts.step}, but {self.steps_done} steps are done\n"
+                "fix: call backward(batch) before each update, and pass what it returned"
             )
         self.steps_done = facts.step
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, facts.step, self.config.steps)
@@ -358,7 +360,7 @@ class Trainer:
         return checkpoint.save(self.folder, self.model, self.optimizer, progress, keep=self.config.keep_checkpoints)
 
     def sample(self) -> str:
-        """Return a prompt from held-out text and what the model makes of it."""
+        """Return a prompt from held-out text and the text that the model generates after it."""
         tokenizer = data.load_tokenizer(self.corpus.tokenizer_name)
         first = (self._held_out.documents(0) or (_PROMPT_TOKENS,))[0]
         prompt = self._held_out[0][: min(first, _PROMPT_TOKENS)].tolist()

@@ -126,9 +126,9 @@ def test_bad_input():
 
         refuses("1 tokens | 2 ranks | one token a rank", bmburst.shard, torch.zeros(1, 1))
         refuses("layout | 'zig' | 'zigzag' | contiguous", bmburst.shard, torch.zeros(1, 4), layout="zig")
-        refuses("dim 2 | [1, 4] | -2 to 1", bmburst.shard, torch.zeros(1, 4), dim=2)
+        refuses("dim 2 | [1, 4] | -2 to 1 | fix: ", bmburst.shard, torch.zeros(1, 4), dim=2)
+        refuses("dim 0 | [] | at least one dimension | fix: ", bmburst.shard, torch.tensor(1.0), dim=0)
         refuses("torch tensor | list | torch.as_tensor", bmburst.shard, [[1.0, 2.0]])
-        refuses("dim 0 | []", bmburst.shard, torch.tensor(1.0), dim=0)
         refuses("disagree | fix: | float32[1, 4] | float32[1, 5]", bmburst.shard, torch.zeros(1, 5))
         refuses("disagree | layout=zigzag | layout=striped", bmburst.shard, torch.zeros(1, 4), layout="striped")
         refuses("disagree | fix: | float32[1, 4] | float32[4, 4]", bmburst.shard, torch.zeros(4, 4), dim=0)
@@ -175,7 +175,7 @@ def test_bad_input():
 def test_what_only_some_ranks_would_find_out_is_refused_on_all(options, words):
     def body(comm):
         assert bmburst.SequenceShard.cut(9, layout="contiguous", size=2, rank=0).real_tokens == 5  # without padding
-        with refused(words, lines=2):
+        with refused(words):
             bmburst.shard(torch.zeros(1, 9, dtype=torch.int64), layout="contiguous", group=comm, **options)
 
     run_ranks(2, body)

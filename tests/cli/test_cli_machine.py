@@ -63,8 +63,8 @@ def message(**options):
     [
         (["--kernel", "fa4"], f"kernel 'fa4' {ON_CPU}", "allowed here: auto, cpu, reference"),
         (["--kernel", "cudnn", "--dtype", "bfloat16"], f"kernel 'cudnn' {ON_CPU}", "auto, cpu, reference"),
-        (["--transport", "peer"], "transport peer moves nothing between ranks on a machine", "allowed: auto, gloo"),
-        (["--transport", "nccl"], "transport nccl moves nothing between ranks on a machine", "allowed: auto, gloo"),
+        (["--transport", "peer"], "transport peer does not work on a machine", "allowed: auto, gloo"),
+        (["--transport", "nccl"], "transport nccl does not work on a machine", "allowed: auto, gloo"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "check"])

@@ -52,10 +52,10 @@ def test_the_longest_sequence_that_a_text_has_is_taken_and_no_longer_one(tmp_pat
         taken = length
     told = refusal(source, taken + 1, data__held_out_fraction=fraction)
     if corpus.token_count < 4:
-        says(told, f"data {source}", f"{size + 1} tokens", "too few", "fix: more text", f"{size} bytes")
+        says(told, f"data {source}", f"{size + 1} tokens", "too few", "fix: ", "more text", f"{size} bytes")
     else:
         says(told, f"data {source}", f"{taken} tokens", f"one sequence of {taken + 1}")
-        says(told, "fix: more text", f"{size} bytes", "sequence_length")
+        says(told, "fix: ", "more text", f"{size} bytes", "sequence_length")
     named = replace(corpus, path=source)
     with pytest.raises(UserError) as own:
         PackedSequences(named, split="train", sequence_length=taken + 1, held_out_fraction=fraction)
@@ -108,7 +108,7 @@ def test_a_sample_needs_the_tokenizer_of_a_token_file(tmp_path, words):
     check_text(config(source, sample_tokens=0))
     check_text(config(source, data__tokenizer=str(moved)))
     Path(words).write_text(moved.read_text().replace("319", "318"))
-    says(refusal(source), "another", *hint)
+    says(refusal(source), "is not the one", *hint)
 
 
 def test_a_check_needs_no_tokenizer_of_a_token_file(tmp_path, launches, words):
@@ -128,7 +128,7 @@ def test_tokens_that_the_model_does_not_know(tmp_path, words):
     check_text(config(source, data__tokenizer=words, model__vocab_size=400))
     source.write_text("a " * 200 + "b")
     told = refusal(source, data__tokenizer=words, model__vocab_size=320)
-    says(told, f"'{source}'", "token id ", "0..319", "vocab_size")
+    says(told, f"'{source}'", "token id ", "vocab_size is 320", "fix: ")
     assert re.search(r"token id 32\d\D", told)
 
 

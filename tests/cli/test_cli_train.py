@@ -178,7 +178,7 @@ def test_a_run_that_left_only_its_configuration_can_be_begun_again(launches, tmp
             "checkpoint_every | 'ever' | at least 0 | never",
         ),
         (["--data", "latin.txt"], "'latin.txt' | text file | byte 4 | UTF-8"),
-        (["--data", "lines.jsonl"], "lines.jsonl:1 | 'text' | 'body', 'number' | name the one"),
+        (["--data", "lines.jsonl"], "lines.jsonl:1 | 'text' | 'body', 'number' | fix: name the field"),
         (
             ["--data", "lines.jsonl", "--data.text_field", "number"],
             "'number' | string | 5 | name another",
@@ -272,7 +272,7 @@ def test_resume_that_cannot_work(launches, tmp_path, capsys):
     (checkpoint(run, 8) / "state.json").write_text('{"format": "bmb')
     says(refused(capsys, "train", "--resume", "--output", "run", "--seed", "6"), "seed 6", "5")
     text = refused(capsys, "train", "--resume", "--output", "run", "--preset", "llama-2-7b")
-    assert "changes nothing" in text
+    assert "no effect" in text
     (run / "config.json").write_text("{")
     says(refused(capsys, "train", "--resume", "--output", "run"), "config.json", "JSON", "line 1")
     (run / "config.json").write_text(before)

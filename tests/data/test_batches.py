@@ -177,12 +177,12 @@ def test_state_of_something_else_is_refused(tmp_path, sequences):
 @pytest.mark.parametrize(
     ("batch_size", "rank", "ranks", "words"),
     [
-        (3, 0, 2, "batch_size 3 | 2 data ranks | 2 or 4"),
+        (3, 0, 2, "batch_size 3 | 2 data ranks | fix: | 2 or 4"),
         (1, 0, 4, "batch_size 1 | 4 data ranks | give 4"),
         (0, 0, 1, "batch_size 0 | 1 data ranks | give 1"),
-        (-4, 0, 2, "batch_size -4 | 2 data ranks"),
-        (4, 2, 2, "data_rank | 0..1 | 2"),
-        (4, -1, 2, "data_rank | 0..1 | -1"),
+        (-4, 0, 2, "batch_size -4 | 2 data ranks | fix: give 2"),
+        (4, 2, 2, "data_rank is 2 | data_parallel | fix: "),
+        (4, -1, 2, "data_rank is -1 | data_parallel | fix: "),
     ],
 )
 def test_batch_size_and_ranks_that_do_not_fit(sequences, batch_size, rank, ranks, words):

@@ -178,7 +178,7 @@ def test_a_damaged_file_of_the_cache_says_to_remove_it(tmp_path, folder):
     made = open_corpus(folder, "bytes", tmp_path / "a cache")
     whole = made.path.read_bytes()
     made.path.write_bytes(whole[:-1])
-    with refused("damaged", "remove", f"rm '{made.path}'"):
+    with refused("damaged", f"fix: rm '{made.path}'"):
         open_corpus(folder, "bytes", tmp_path / "a cache")
     made.path.unlink()
     assert open_corpus(folder, "bytes", tmp_path / "a cache").path.read_bytes() == whole

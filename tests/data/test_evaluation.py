@@ -84,7 +84,7 @@ def test_order_is_fixed(file):
 
 def test_refusals(file):
     sequences = PackedSequences(file, split="all", sequence_length=10)
-    with refused("limit", "at least 1", "got 0"):
+    with refused("limit is 0", "at least 1", "fix: "):
         evaluation_batches(sequences, limit=0)
     with refused("batch_size 3", "2 data ranks", "2 or 4"):
         evaluation_batches(sequences, batch_size=3, data_parallel=2)

@@ -56,7 +56,7 @@ fractions = st.floats(0.001, 0.999)
 def test_split_is_a_partition_of_the_asked_size(tmp_path_factory, texts, fraction):
     file = write(tmp_path_factory.mktemp("s") / "x", texts)
     if file.token_count < 4:
-        with refused(f"{file.token_count} tokens", "too few", "fix: more text"):
+        with refused(f"{file.token_count} tokens", "too few", "fix: ", "more text"):
             split_documents(file, fraction)
         return
     split = split_documents(file, fraction)
@@ -143,7 +143,7 @@ def test_one_document_holds_out_its_end(tmp_path):
 @pytest.mark.parametrize("fraction", [0, 1, -0.5, 2, float("nan")])
 def test_fraction_out_of_range(tmp_path, fraction):
     file = write(tmp_path / "x", ["some text"])
-    with refused("held_out_fraction", "0 and 1", fraction):
+    with refused("held_out_fraction", "allowed: above 0", "below 1", "fix: ", fraction):
         PackedSequences(file, split="train", sequence_length=2, held_out_fraction=fraction)
 
 
@@ -155,7 +155,7 @@ def test_every_token_is_a_label_once_after_the_one_before_it(tmp_path_factory, t
     spans = {"train": parts.train, "held_out": parts.held_out, "all": np.array([[0, file.token_count]])}[split]
     stream = [EOS, *(int(file.tokens[i]) for i in covered(spans))]
     if split == "train" and len(stream) <= length:
-        with refused(f"{len(stream) - 1} tokens", f"sequence of {length}", "fix: more text", "sequence_length"):
+        with refused(f"{len(stream) - 1} tokens", f"sequence of {length}", "fix: ", "more text", "sequence_length"):
             PackedSequences(file, split=split, sequence_length=length, held_out_fraction=0.3)
         return
     sequences = PackedSequences(file, split=split, sequence_length=length, held_out_fraction=0.3)

@@ -107,12 +107,12 @@ def test_jsonl_field_and_half_characters(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b'{"text": "a"', ["not a line of JSON"]),
-        (b"[1]", ["must be an object", "[1]"]),
+        (b'{"text": "a"', ["not valid JSON"]),
+        (b"[1]", ["not a JSON object", "[1]"]),
         (b'{"body": "a"}', ["no field 'text'", "'body'", "--text-field"]),
         (b'{"text": null}', ["must be a string", "null"]),
-        (b'{"text": "\xff"}', ["not a line of JSON"]),
-        (b"[" * 100_000, ["not a line of JSON"]),
+        (b'{"text": "\xff"}', ["not valid JSON"]),
+        (b"[" * 100_000, ["not valid JSON"]),
     ],
 )
 def test_malformed_jsonl_names_file_and_line(tmp_path, line, words):

@@ -132,14 +132,14 @@ def test_truncated_at_any_byte(tmp_path):
     data = write(tmp_path / "x", ["hello", "world"]).path.read_bytes()
     for size in range(len(data)):
         (tmp_path / "cut").write_bytes(data[:size])
-        refuse(tmp_path / "cut", "cut", "not a bmburst token file" if size < len(MAGIC) else "damaged")
+        refuse(tmp_path / "cut", "cut", "not a token file" if size < len(MAGIC) else "damaged")
     (tmp_path / "cut").write_bytes(data + b"x")
     refuse(tmp_path / "cut", "damaged", len(data), len(data) + 1)
 
 
 def test_foreign_missing_and_lying_files(tmp_path):
     (tmp_path / "foreign").write_bytes(b"PK\3\4" * 100)
-    refuse(tmp_path / "foreign", "not a bmburst token file")
+    refuse(tmp_path / "foreign", "not a token file")
     assert not is_token_file(tmp_path / "foreign")
     refuse(tmp_path / "gone", "gone")
     refuse(tmp_path, tmp_path)
@@ -210,14 +210,14 @@ def test_tokenizer_that_breaks_its_word(tmp_path):
     class Liar(ByteTokenizer):
         vocab_size = 100
 
-    with refused("tokenizer", "bytes", "0..99", "122"):
+    with refused("tokenizer", "bytes", "allowed: 0 to 99", "122", "fix: "):
         write(tmp_path / "x", ["zzz"], Liar())
 
 
 def test_require_vocab(tmp_path):
     file = write(tmp_path / "x", ["abc"])
     file.require_vocab(257)  # the end-of-document id is the largest there is
-    with refused("token id 256", "0..255", "vocab_size", "259"):
+    with refused("token id 256", "vocab_size is 256", "fix: ", "259"):
         file.require_vocab(256)
 
 
@@ -243,7 +243,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     """By its owner a device or a pipe could be: the finished file is renamed to the name that was given."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with refused("pipe", "name a file"):
+    with refused("pipe", "fix: "):
         write_token_file(pipe, documents("text"), ByteTokenizer())
     assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
 

@@ -82,8 +82,8 @@ START = "from bmburst.runtime import start; start()"
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 | RANK, MASTER_ADDR, MASTER_PORT"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE | 'two' | whole number"),
-        ({"WORLD_SIZE": "1", "RANK": "1"}, "RANK 1 | WORLD_SIZE 1"),
-        ({"LOCAL_RANK": "3"}, "LOCAL_RANK 3 | LOCAL_WORLD_SIZE 1"),
+        ({"WORLD_SIZE": "1", "RANK": "1"}, "RANK is 1 | WORLD_SIZE 1"),
+        ({"LOCAL_RANK": "3"}, "LOCAL_RANK is 3 | LOCAL_WORLD_SIZE 1"),
     ],
 )
 def test_an_environment_that_names_no_rank_is_an_error(environment: dict[str, str], said: str) -> None:

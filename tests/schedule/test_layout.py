@@ -182,7 +182,7 @@ def test_unknown_and_impossible_layouts_are_refused():
         padded_layout("striped", 4, 3)
     for name in sorted(LAYOUTS):
         for size, tokens in ((0, 8), (2, 0)):
-            with refused("layout", "at least 1 rank", "1 token", f"got {size} and {tokens}"):
+            with refused("layout", f"{size} ranks", f"{tokens} tokens", "at least 1", "fix: "):
                 make_layout(name, size, tokens, Causal())
     with refused("layout", "'None'", "contiguous"):
         padded_layout(None, 2, 4)

@@ -100,14 +100,14 @@ def test_mesh_shape_names_what_would_fit():
         axes = {"data": data, "sequence": sequence}
         with refused("6 ranks", *(f"{axis} {n}" for axis, n in axes.items() if n is not None), "1, 2, 3, 6"):
             MeshShape.fit(6, data, sequence)
-    with refused("mesh", "at least 1 rank", "data 0 x sequence 2"):
+    with refused("at least 1 rank", "fix: ", "data 0 x sequence 2"):
         MeshShape(0, 2)
 
 
 @pytest.mark.parametrize("axis", ["data", "sequence", "tensor", "heads", "nodes"])
 @pytest.mark.parametrize("value", ["1", 1.0, True, 2.5, [1]])
 def test_an_axis_is_a_whole_number(axis, value):
-    words = (axis, "whole number", repr(value), "1 or more")
+    words = (axis, "whole number", repr(value), "at least 1")
     says(refusal_of(MeshShape, **({"data": 1, "sequence": 4} | {axis: value})), *words)
     says(refusal_of(MeshShape.fit, 4, **{axis: value}), *words)
-    says(refusal_of(MeshShape.fit, "4"), "world_size", "whole number", "'4'", "1 or more")
+    says(refusal_of(MeshShape.fit, "4"), "world_size", "whole number", "'4'", "at least 1")

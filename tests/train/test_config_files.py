@@ -61,7 +61,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
     file = open_corpus(tmp_path / "text.txt", None, tmp_path)
     model = dataclasses.replace(PRESETS["llama-tiny"], vocab_size=256)
     config = TrainConfig(model=model, data=DataConfig(source=str(file.path)))
-    says(refusal_of(check_paths, config), "token id 256 | 0..255 | at least 259")
+    says(refusal_of(check_paths, config), "token id 256 | vocab_size | at least 259")
     text = TrainConfig(model=model, data=DataConfig(source=str(tmp_path / "text.txt")))
     says(refusal_of(check_paths, text), "vocab_size 256 | at least 259")
     check_paths(TrainConfig(data=DataConfig(source=str(file.path))))

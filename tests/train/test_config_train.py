@@ -91,7 +91,7 @@ def test_the_preset_lies_below_the_file_even_when_it_is_an_option(tmp_path):
 
 def test_a_preset_that_a_file_leaves_without_effect_is_refused(tmp_path):
     path = write_run_config(TrainConfig(), tmp_path)
-    says(refusal_of(resolve, (path,), {"preset": "llama-3-8b"}), "llama-3-8b", "changes nothing")
+    says(refusal_of(resolve, (path,), {"preset": "llama-3-8b"}), "llama-3-8b", "no effect")
     assert resolve((path,), {"preset": "llama-tiny"}) == TrainConfig()
     says(refusal_of(resolve, (path,), {"preset": "llama-4"}), "preset", "'llama-4'", "llama-3-8b")
 
@@ -193,7 +193,7 @@ def test_python_gets_the_presets_model():
     assert TrainConfig(preset="llama-2-7b").model == PRESETS["llama-2-7b"]
     says(refusal_of(TrainConfig, preset="x"), "preset", "'x'", "llama-tiny")
     says(refusal_of(TrainConfig, preset=None), "preset", "model")
-    says(refusal_of(TrainConfig, init_from=Path("x")), "init_from", "model", "shape")
+    says(refusal_of(TrainConfig, init_from=Path("x")), "init_from", "model", "fix: ")
     says(refusal_of(ParallelConfig, layout="ziczac"), "layout", "'ziczac'", "'zigzag'")
 
 

@@ -94,7 +94,7 @@ def test_profiled_steps_that_are_none(text):
 def test_steps_that_a_run_never_comes_to_are_not_profiled():
     assert TrainConfig(steps=5, profile="3-5").profile == "3-5"
     for beyond in ("6", "5-6"):
-        with refused("profile", f"'{beyond}'", "5 steps", "fix: "):
+        with refused("profile", f"'{beyond}'", "1 to 5", "fix: "):
             TrainConfig(steps=5, profile=beyond)
 
 

@@ -89,12 +89,12 @@ def facts(step=1, shares=(1.0, 1.0), squares=(1.0, 1.0)):
 def test_what_is_not_finite_is_said_with_its_rank():
     skips = SkippedSteps(["a", "b"], most=3)
     skips.add(facts(1))
-    assert (skips.total, skips.said) == (0, "")
+    assert (skips.total, skips.message) == (0, "")
     skips.add(facts(2, shares=(1.0, math.nan), squares=(math.inf, math.inf)))
-    assert skips.said == "step 2 is skipped: the loss is not finite on rank 1 (host b)"
+    assert skips.message == "step 2 is skipped: the loss is not finite on rank 1 (host b)"
     skips.add(facts(3, squares=(math.nan, math.inf)))
     assert (
-        skips.said
+        skips.message
         == "step 3 is skipped: losses are finite, but the gradient is not in the parts of rank 0 (host a) and 1 more"
     )
     skips.require(lambda: True)
@@ -102,7 +102,7 @@ def test_what_is_not_finite_is_said_with_its_rank():
     for step in (5, 6, 7):
         skips.require(lambda: True)
         skips.add(facts(step, shares=(-math.inf, 1.0)))
-    with refused("3 steps", "skipped", "step 5", "rank 0", "--resume", "--optimizer.lr", error=RunError):
+    with refused("3 steps", "skipped", "step 5", "rank 0", "fix: --resume", "--optimizer.lr", error=RunError):
         skips.require(lambda: True)
     assert skips.total == 5
     endless = SkippedSteps(["a"], most=0)

@@ -61,7 +61,7 @@ def find_toolchain() -> Toolchain:
     missing = list_missing(nvcc, nccl)
     if missing or nvcc is None or nccl is None:
         commands = "; ".join(join_commands([tool.command for tool in missing]))
-        raise UserError(f"missing: {', '.join(tool.what for tool in missing)}\nget them: {commands}")
+        raise UserError(f"missing: {', '.join(tool.what for tool in missing)}\nfix: {commands}")
     return Toolchain(nvcc=nvcc, nccl=nccl)
 
 
@@ -143,7 +143,7 @@ def cuda_major(nvcc: Path) -> int:
     """Return the major version of the CUDA that nvcc belongs to."""
     found = re.search(r"release (\d+)\.", _output([str(nvcc), "--version"]))
     if found is None:
-        raise UserError(f"{nvcc} --version names no release: is it CUDA's compiler?\nset CUDACXX to the nvcc to use")
+        raise UserError(f"{nvcc} --version does not print a CUDA release\nfix: set CUDACXX to the path of CUDA's nvcc")
     return int(found.group(1))
 
 
@@ -217,7 +217,8 @@ def parse_architecture(text: str) -> int:
     found = re.fullmatch(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)", text.strip())
     if found is None:
         raise UserError(
-            f"--arch '{text}' is no GPU architecture\nallowed: a compute capability such as 90, 9.0 or sm_90"
+            f"--arch '{text}' is not a GPU architecture\nallowed: a compute capability such as 90, 9.0 or sm_90\n"
+            "fix: for example --arch 80 (A100), 90 (H100, H200) or 100 (B200)"
         )
     return int(found[1]) * 10 + int(found[2])
 
@@ -284,18 +285,18 @@ def build_environment(environ: Mapping[str, str], tools: Toolchain, wrapper: Pat
 
 def _require_sdist(sdist: Path) -> None:
     if not sdist.is_file():
-        raise UserError(f"--sdist {sdist}: no such file\nget it: {_download_command()}")
+        raise UserError(f"--sdist {sdist}: no such file\nfix: {_download_command()}")
     if not sdist.name.endswith(".tar.gz"):
-        raise UserError(f"--sdist {sdist} is no source package (.tar.gz)\nget it: {_download_command()}")
+        raise UserError(f"--sdist {sdist} is not a source package (.tar.gz)\nfix: {_download_command()}")
 
 
 def _require_architectures(wanted: Sequence[int], known: Sequence[int], nvcc: Path) -> None:
     unknown = [sm for sm in wanted if sm not in known]
     if unknown:
         raise UserError(
-            f"{nvcc} makes no machine code for {', '.join(f'sm_{sm}' for sm in unknown)}\n"
+            f"{nvcc} does not support {', '.join(f'sm_{sm}' for sm in unknown)}\n"
             f"allowed: {' '.join(map(str, known))}\n"
-            "for others install another CUDA and set CUDACXX to its nvcc"
+            "fix: install another CUDA and set CUDACXX to its nvcc"
         )
 
 
@@ -309,7 +310,7 @@ def _download(folder: Path) -> Path:
         reason = _pip_reason(done.stdout + done.stderr)
         raise UserError(
             f"{REQUIREMENT} could not be downloaded: {reason[:200]}\n"
-            f"where there is network: {_download_command()}\nthen here: --sdist bmtrain-1.0.1.tar.gz"
+            f"fix: {_download_command()} on a machine with a network, then --sdist bmtrain-1.0.1.tar.gz here"
         )
     return found[0]
 

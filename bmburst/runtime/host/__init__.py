@@ -40,16 +40,16 @@ def install() -> None:
     if torch.cuda.is_available():
         raise UserError(
             "the host runtime is for machines without CUDA, and CUDA is usable here\n"
-            "to run on CPUs all the same, set CUDA_VISIBLE_DEVICES= (empty) before Python starts"
+            "fix: to run on the CPU, set CUDA_VISIBLE_DEVICES= (empty) before Python starts"
         )
     if "bmtrain" in sys.modules:
         raise UserError(
             "bmtrain is imported already, with its own CUDA extension\n"
-            "call bmburst.runtime.start() or bmburst.runtime.host.install() before the first `import bmtrain`"
+            "fix: call bmburst.runtime.start() or bmburst.runtime.host.install() before the first `import bmtrain`"
         )
     if importlib.util.find_spec("bmtrain") is None:
         command = shlex.join(install_command())
-        raise UserError(f"BMTrain is not installed for {sys.executable}\nCPUs need its Python part only:\n{command}")
+        raise UserError(f"BMTrain is not installed for {sys.executable}\nfix: {command}")
 
     from bmburst.runtime.host import patches
     from bmburst.runtime.host.nccl import Nccl, Rendezvous

@@ -57,7 +57,7 @@ class Rendezvous:
             server = serve(address, 0, self.timeout)
             self._address = f"{address} {server.port}"
             self._stores[self._address] = server
-        # The token keeps whoever was not given this id from the keys of its ranks.
+        # The random token keeps processes without this id from reading the keys of its ranks.
         token = secrets.token_hex(16)
         return f"{self._address} {next(self._numbers)} {token}".encode().ljust(UNIQUE_ID_BYTES, b"\0")
 
@@ -112,7 +112,10 @@ def _timeout(environment: Mapping[str, str]) -> timedelta:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e9:
-        raise UserError(f"BMBURST_TIMEOUT is '{given}'\nset seconds, above 0; unset means {_DEFAULT_TIMEOUT:g}")
+        raise UserError(
+            f"BMBURST_TIMEOUT is '{given}'\nallowed: seconds above 0\n"
+            f"fix: unset it, which means {_DEFAULT_TIMEOUT:g} seconds, or set a number"
+        )
     return timedelta(seconds=seconds)
 
 
@@ -270,7 +273,7 @@ class Nccl:
         self._call(lambda: communicator.send(data, peer), stream, data)
 
     def ncclRecv(self, target: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> None:
-        """Receive from rank `peer`; on a stream that is not the default one, whoever waits for the stream waits."""
+        """Receive from rank `peer`; on a stream other than the default, waiting for the stream waits for it."""
         communicator, out = self._with(comm, peer), _bytes(target, count, dtype)
         later = self._streams.of(stream) is not self._streams.default
         self._call(lambda: communicator.receive(out, peer, later=later), stream, out, later=later)

@@ -36,11 +36,11 @@ def start_guard(folder: Path) -> subprocess.Popen[bytes]:
 
 @dataclass(slots=True)
 class GracefulStop:
-    """The end of a run from outside: told to each rank once, enforced when `GRACE` is over.
+    """Stops a run from outside: sends each rank one signal, and kills the ranks that remain after `GRACE`.
 
     Args:
         folder: The run's folder, in which ranks sign in.
-        signum: What ranks are told: SIGINT lets Python clean up, SIGTERM ends it.
+        signum: The signal that ranks get: SIGINT lets Python clean up, SIGTERM ends it.
         patient: Ranks end in order by themselves, and may take their time.
     """
 
@@ -60,7 +60,7 @@ class GracefulStop:
         return time.monotonic() > self._deadline
 
     def press(self, *, now: bool = False) -> None:
-        """Tell ranks that were not told yet; kill all when it is time or `now`."""
+        """Send the signal to ranks that have not had it; kill all after `GRACE` or with `now`."""
         if now or self.overdue:
             guard.kill_groups(self.folder)
             return
@@ -72,7 +72,7 @@ class GracefulStop:
 
 
 def all_polite(folder: Path) -> bool:
-    """Return whether there are ranks and every living one ends in order when it is told to (`watchdog.polite`)."""
+    """Return whether there are ranks and every running one handles the signal itself (`watchdog.polite`)."""
     living = [rank for rank, pid in guard.rank_pids(folder).items() if guard.start_time(pid)]
     return bool(living) and all((folder / f"polite.{rank}").exists() for rank in living)
 
@@ -131,7 +131,7 @@ def torchrun_arguments(spec: LaunchSpec) -> list[str]:
 
 
 def rank_environment(spec: LaunchSpec, local_rank: int, address: StoreAddress) -> dict[str, str]:
-    """Return what a rank is told of its place, under the names that torchrun has for it.
+    """Return the environment variables of a rank, named as torchrun names them.
 
     Args:
         spec: The run.
@@ -158,7 +158,7 @@ class AgentThread(threading.Thread):
     Args:
         spec: How many ranks, where.
         command: What each rank runs.
-        environment: The ranks' environment, but for what each is told of its own place.
+        environment: Environment of all ranks, without the variables that differ between ranks.
         folder: The run's folder.
         address: Where the ranks find the run's store; of several nodes this node's line to the others, which finds it:
             ranks start when all nodes are there.

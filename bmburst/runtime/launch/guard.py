@@ -1,4 +1,4 @@
-"""Runs beside a launcher and outlives it: when the launcher is gone, so is everything its ranks started.
+"""Cleans up after a launcher that was killed: ends every process that its ranks started, and removes its folder.
 
 Started as `python guard.py FOLDER` with a pipe as standard input that the launcher alone holds open; its end means
 that the launcher has ended, however. Ranks die with their launcher by themselves (PR_SET_PDEATHSIG); this ends their

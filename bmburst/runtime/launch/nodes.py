@@ -30,7 +30,7 @@ SILENT = 60.0  # seconds without a new heartbeat; a launcher gives two a second
 
 
 class Heartbeats:
-    """Heartbeats of nodes: which have not come yet, which are still there, and which are lost.
+    """Tracks which nodes are missing, which are running and which are lost, by their heartbeats.
 
     Args:
         nodes: The numbers of the nodes that are listened to.
@@ -41,7 +41,7 @@ class Heartbeats:
         self._changed = dict.fromkeys(self._counts, 0.0)
 
     def hear(self, node: int, count: int, now: float) -> None:
-        """Record that a node's heartbeats have come to `count` at `now` seconds; `LEFT` once the node has left."""
+        """Record a node's number of heartbeats, `LEFT` if it has left the run, at `now` seconds."""
         if count != self._counts[node]:
             self._counts[node], self._changed[node] = count, now
 
@@ -73,10 +73,10 @@ _LATE = 10.0  # seconds after which a node that waits for others to start says s
 
 
 class NodeWatch(threading.Thread):
-    """This node's line to the others, from its start to its end.
+    """This node's connection to the other nodes of the run.
 
     Attributes:
-        ended: Why the run is over, as another node said it or its silence does; empty while it is not.
+        ended: Why the run ended: a node's own message, or that it is lost; empty while the run goes on.
         connected: Set when node 0's store is reached, or is not to be.
         complete: Set when all nodes are there, or are not to be.
         error: Why the store is not reached, or the nodes are not there.
@@ -103,7 +103,7 @@ class NodeWatch(threading.Thread):
         self._status = 0
 
     def run(self) -> None:
-        """Connect, listen until this node's part is over, and leave."""
+        """Connect, listen until this node's part of the run has ended, and leave."""
         late = threading.Timer(_LATE, self._say_who_is_waited_for)
         late.daemon = True
         late.start()
@@ -133,7 +133,7 @@ class NodeWatch(threading.Thread):
             self.complete.set()
 
     def leave(self, status: int) -> None:
-        """Say that this node's part is over. On node 0 this waits until the others have said so too, or are lost.
+        """Announce that this node's part of the run has ended. Node 0 waits until the others have left or are lost.
 
         Args:
             status: Exit status of this node's launcher; the others end their ranks if it is not 0.
@@ -189,7 +189,7 @@ class NodeWatch(threading.Thread):
         return stores.PrefixStore("bmburst/launchers", store)
 
     def _join(self, store: Any) -> None:
-        """Say that this node is there, and see that it is one of this run.
+        """Register this node, and check that it belongs to this run.
 
         Raises:
             UserError: Another launcher has this node's number, or the nodes differ in what was asked of them.
@@ -201,14 +201,14 @@ class NodeWatch(threading.Thread):
         theirs = store.get(_SHAPE).decode()
         if theirs != ours:
             raise UserError(
-                f"node {spec.node_rank} was started with {ours}, node 0 with {theirs}\nstart every node with the same"
+                f"node {spec.node_rank} was started with {ours}, node 0 with {theirs}\nfix: give every node the same"
             )
         if store.add(f"launchers of node {spec.node_rank}", 1) > 1:
             raise UserError(
                 f"another launcher has joined as node {spec.node_rank}\n"
-                f"give every node its own --node-rank, 0 to {spec.nnodes - 1}"
+                f"allowed: 0 to {spec.nnodes - 1}, each on one node\nfix: give every node its own --node-rank"
             )
-        store.add(_heartbeat(spec.node_rank), 1)  # before ranks start: node 0 waits for whoever it has heard of
+        store.add(_heartbeat(spec.node_rank), 1)  # before ranks start: node 0 waits for every node with a heartbeat
 
     def _await_all(self, store: Any) -> bool:
         """Wait until all nodes have joined; return whether they have."""
@@ -225,7 +225,7 @@ class NodeWatch(threading.Thread):
         return False
 
     def error_of_joining(self) -> Exception | None:
-        """Wait until all nodes are there, or are not to be; return what is to be told if they are not."""
+        """Wait until all nodes have joined or cannot; return the error if they cannot."""
         self.complete.wait()
         return self.error
 
@@ -239,7 +239,7 @@ class NodeWatch(threading.Thread):
             sys.stderr.flush()
 
     def _listen(self, store: Any) -> None:
-        """Exchange signs of life until this node's part is over.
+        """Exchange heartbeats until this node's part of the run has ended.
 
         Raises:
             RuntimeError: The store answers no more.
@@ -283,7 +283,7 @@ class NodeWatch(threading.Thread):
             self._changes = changes
 
     def _line(self) -> socket.socket:
-        """Return a connection to node 0 on which nothing is ever said: it ends with the launcher there.
+        """Return an idle connection to node 0, which closes when the launcher there ends.
 
         It is asked before the store is, whose client writes a stack where its own connection has ended.
         """
@@ -292,7 +292,7 @@ class NodeWatch(threading.Thread):
         return dial(self._spec.endpoint, self._secret)
 
     def _miss_answers(self) -> None:
-        """Notice that the store answers no more: a host that has lost its power closes no connection.
+        """End the run if the store stops answering: a host that loses power does not close its connections.
 
         Seconds are counted, not read from a clock, so that a launcher that was stopped for minutes can go on.
         """

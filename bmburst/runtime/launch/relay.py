@@ -1,4 +1,4 @@
-"""The way of other nodes to node 0's store, which itself listens on loopback alone.
+"""Relays connections of other nodes to node 0's store, which listens on loopback only, and authenticates them.
 
 Node 0's launcher listens at --master-addr, and every other launcher on its own loopback, where its ranks find the
 store. A connection between launchers begins with a proof, on both ends, that they know the run's secret: the --job
@@ -54,7 +54,7 @@ def dial(endpoint: tuple[str, int], secret: bytes) -> socket.socket:
                 raise _stranger(host, port, f"is the launcher of another run, or has another {TOKEN}")
     except TimeoutError:
         line.close()
-        raise _stranger(host, port, "gives no answer as a bmburst launcher would") from None
+        raise _stranger(host, port, "does not answer as a bmburst launcher does") from None
     except BaseException:
         line.close()
         raise
@@ -156,6 +156,6 @@ def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
 
 def _stranger(host: str, port: int, what: str) -> UserError:
     return UserError(
-        f"what listens at {host}:{port} {what}\n"
-        f"give all nodes of one run, and no other run, the same --master-addr, --master-port and {TOKEN}"
+        f"the process that listens at {host}:{port} {what}\n"
+        f"fix: give all nodes of one run, and no other run, the same --master-addr, --master-port and {TOKEN}"
     )

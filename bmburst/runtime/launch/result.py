@@ -1,4 +1,4 @@
-"""Turns how a run's ranks ended into one message and one exit status: the cause, not what it did to other ranks."""
+"""Turns the ends of all ranks into one message and one exit status: the cause, not its consequences in other ranks."""
 
 import json
 import re
@@ -32,7 +32,7 @@ class LaunchResult:
 
     Attributes:
         status: Exit status of the launcher.
-        message: For standard error; empty when the program itself has said all there is to say.
+        message: For standard error; empty when the program has printed its own message.
     """
 
     status: int
@@ -232,7 +232,7 @@ def _start_message(spec: LaunchSpec, error: Exception) -> str:
     if spec.nnodes > 1:
         return (
             f"bmburst: the {spec.nnodes} nodes did not come together at {host}:{port}: {text[:200]}\n"
-            "start one launcher on each node, with the same --nnodes, --master-addr and --master-port"
+            "fix: start one launcher on each node, with the same --nnodes, --master-addr and --master-port"
         )
     return f"bmburst: the ranks could not be started: {type(error).__name__}: {text[:400]}"
 

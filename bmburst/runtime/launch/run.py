@@ -83,7 +83,7 @@ def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: b
         raise UserError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts every stream of a GPU in one queue: concurrent transfers can hang\n"
             "allowed: unset (8), or 2 to 32\n"
-            "do: unset CUDA_DEVICE_MAX_CONNECTIONS"
+            "fix: unset CUDA_DEVICE_MAX_CONNECTIONS"
         )
     found = defaults(nproc, cores, cuda=cuda, nnodes=nnodes)
     return {name: value for name, value in found.items() if name not in environ}
@@ -223,7 +223,7 @@ def _wait(
             gone = min(gone, time.monotonic() + _AFTER_KILL)
         agent.join(0.05)
     if patient and not agent.is_alive() and agent.outcome == Outcome():
-        return LaunchResult(status=0)  # they have said that they stop
+        return LaunchResult(status=0)  # the ranks have announced that they stop in order
     if patient and len(caught) == 1 and agent.outcome != Outcome():
         return None  # a rank failed, and what there is to say is in the folder
     if caught:

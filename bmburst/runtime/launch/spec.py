@@ -67,19 +67,28 @@ class LaunchSpec:
         _at_least("--nnodes", self.nnodes, 1)
         if not 0 <= self.node_rank < self.nnodes:
             raise UserError(
-                f"--node-rank {self.node_rank} is no node of --nnodes {self.nnodes}\n"
-                f"allowed: 0 to {self.nnodes - 1}, each on one node"
+                f"--node-rank {self.node_rank} is out of range for --nnodes {self.nnodes}\n"
+                f"allowed: 0 to {self.nnodes - 1}\nfix: give every node its own --node-rank"
             )
         if not 0 <= self.master_port <= 65535:
-            raise UserError(f"--master-port {self.master_port} is no TCP port\nallowed: 1 to 65535, or 0 for any")
+            raise UserError(
+                f"--master-port {self.master_port} is not a TCP port\nallowed: 1 to 65535, or 0 for a free one\n"
+                "fix: leave --master-port out, or give another"
+            )
         if not 0 <= self.hang_timeout < 1e9:
-            raise UserError(f"--hang-timeout {self.hang_timeout:g}\nallowed: seconds above 0, or 0 for no limit")
+            raise UserError(
+                f"--hang-timeout {self.hang_timeout:g}\nallowed: seconds above 0, or 0 for no limit\n"
+                f"fix: leave it out for {DEFAULT_HANG_TIMEOUT:g} seconds, or give another"
+            )
         if self.start_timeout is not None and not 0 < self.start_timeout < 1e9:
-            raise UserError(f"--start-timeout {self.start_timeout:g}\nallowed: seconds above 0")
+            raise UserError(
+                f"--start-timeout {self.start_timeout:g}\nallowed: seconds above 0\n"
+                f"fix: leave it out for at least {DEFAULT_START_TIMEOUT:g} seconds, or give another"
+            )
         if self.nnodes > 1 and not self.master_addr:
             raise UserError(
                 f"--nnodes {self.nnodes} needs the address of node 0\n"
-                "give every node the same --master-addr HOST and --master-port PORT"
+                "fix: give every node the same --master-addr HOST and --master-port PORT"
             )
 
     @property
@@ -114,7 +123,7 @@ def require_devices(nproc: int, devices: int) -> None:
         seen = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
         raise UserError(
             f"--nproc {nproc} is more than the {devices} GPU(s) of this node{seen}\n"
-            f"allowed: 1 to {devices}; or CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+            f"allowed: 1 to {devices}\nfix: --nproc {devices}, or CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
         )
 
 
@@ -125,30 +134,36 @@ def require_command(command: Sequence[str]) -> None:
         command: `[SCRIPT, ARGS...]` or `["-m", MODULE, ARGS...]`.
     """
     if not command:
-        raise UserError("no script was given\nuse: bmburst launch --nproc 2 -- SCRIPT ARGS, or ... -- -m MODULE ARGS")
+        raise UserError("no script was given\nfix: bmburst launch --nproc 2 -- SCRIPT ARGS, or ... -- -m MODULE ARGS")
     if command[0] == "-m":
         if len(command) < 2:
-            raise UserError("-m needs the name of a module\nuse: bmburst launch --nproc 2 -- -m MODULE ARGS")
+            raise UserError("-m needs the name of a module\nfix: bmburst launch --nproc 2 -- -m MODULE ARGS")
         top = command[1].partition(".")[0]
         # Ranks look in the current folder first. The other finders know, for one, what `pip install --editable` put in.
         if PathFinder.find_spec(top, [os.getcwd()]) is None and not any(f.find_spec(top, None) for f in sys.meta_path):
             raise UserError(
                 f"no module named '{command[1]}'\n"
-                f"looked in {os.getcwd()} and the packages of {sys.executable}; install it or change to its folder"
+                f"searched: {os.getcwd()} and the packages of {sys.executable}\n"
+                "fix: install it, or change to the folder that has it"
             )
         return
     script = command[0]
     if script.startswith("-"):
-        raise UserError(f"'{script}' is no script\nuse: bmburst launch --nproc 2 -- SCRIPT ARGS, or ... -- -m MODULE")
+        raise UserError(
+            f"'{script}' is an option, where a script must be\n"
+            "fix: bmburst launch --nproc 2 -- SCRIPT ARGS, or ... -- -m MODULE ARGS"
+        )
     if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
-        raise UserError(f"'{script}' is a folder without __main__.py\ngive the path of a Python script")
+        raise UserError(f"'{script}' is a folder without __main__.py\nfix: give the path of a Python script")
     if not os.path.exists(script):
-        raise UserError(f"no such script: '{script}'\nlooked in {os.getcwd()}; give its path, or -m for a module")
+        raise UserError(
+            f"no such script: '{script}'\nsearched: {os.getcwd()}\nfix: give its path, or -m MODULE for a module"
+        )
 
 
 def _at_least(option: str, value: int, least: int) -> None:
     if value < least:
-        raise UserError(f"{option} {value}\nallowed: {least} and more")
+        raise UserError(f"{option} {value}\nallowed: at least {least}\nfix: {option} {least}, or more")
 
 
 # Jobs that share node 0 must not share its port. Below Linux's ephemeral ports (32768 and up), above the services.
@@ -189,8 +204,8 @@ def read_step(environ: Mapping[str, str]) -> SlurmStep | None:
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
     if tasks is not None and tasks != nnodes:
         raise UserError(
-            f"srun started {tasks} tasks on {nnodes} nodes, but one launcher a node starts the ranks\n"
-            "use: srun --ntasks-per-node=1 bmburst launch --nproc RANKS_PER_NODE -- SCRIPT"
+            f"srun started {tasks} tasks on {nnodes} nodes, but one launcher per node starts the ranks\n"
+            "fix: srun --ntasks-per-node=1 bmburst launch --nproc RANKS_PER_NODE -- SCRIPT"
         )
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     job = environ.get("SLURM_JOB_ID", "0")
@@ -215,7 +230,7 @@ def first_host(nodelist: str) -> str:
     if first is None:
         raise UserError(
             f"SLURM's list of nodes is '{nodelist}': the address of node 0 is unknown\n"
-            "give --master-addr HOST, --nnodes and --node-rank"
+            "fix: give --master-addr HOST, --nnodes and --node-rank"
         )
     return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first.group())
 
