@@ -7,19 +7,18 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.blocks.config import LlamaConfig
 from bmburst.errors import UserError
+from tests import tiny
 from tests.distributed.programs import run_program
 
 pytestmark = pytest.mark.gpu
 TOKENS = 1001
-PLAIN = LlamaConfig(
+PLAIN = tiny.config(
     vocab_size=512,
     hidden_size=256,
     intermediate_size=704,
     num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
+    max_position_embeddings=4096,
     init_std=0.1,
 )
 SCALED = replace(PLAIN, scale_emb=3.0, scale_depth=0.8, dim_model_base=128)

@@ -15,6 +15,7 @@ from bmburst.comm.groups import communicator
 from bmburst.errors import UserError
 from bmburst.mesh import Mesh
 from bmburst.recompute import POLICIES, checkpoint
+from tests import tiny
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import starts_before_its_peer, verbs
 from tests.distributed.ports import held_port
@@ -151,10 +152,10 @@ SPLITS = [(d, s) for d in (1, 2, 4) for s in (1, 2, 4)] + [(1, 1, 2), (1, 2, 2),
 
 @pytest.mark.parametrize("split", [split for split in SPLITS if math.prod(split) <= min(GPUS, 8)], ids=str)
 def test_training_equals_one_rank(split, tmp_path):
-    from tests.train.test_equality import error, make_model
+    from tests.train.test_equality import error
 
     (tmp_path / "text.txt").write_text("the text is not used: batches are given\n" * 50)
-    make_model().save_pretrained(tmp_path / "model")
+    tiny.save(tmp_path / "model", equality.SHAPE)
     run_program(1, equality.train_all, tmp_path, [(1, 1)], seconds=300)  # on the CPU
     expected = equality.result(tmp_path, (1, 1), equality.CASES[0], "float32")
     (tmp_path / f"1x1-{equality.CASES[0]}-float32.pt").unlink()
