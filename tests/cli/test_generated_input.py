@@ -289,7 +289,7 @@ def _read_jsonl(path):
 
 
 def _read_parts(path):
-    hugging_face._open(path.parent)
+    hugging_face.check(path.parent, SMALL)
 
 
 def _read_model(path):
@@ -309,7 +309,7 @@ JSON_READERS = {
     "center/config.json": (ModelCenterConfig.of(SMALL, "float32").to_values(), _read_model),
     "model.safetensors.index.json": (
         {"weight_map": {"a": "b.safetensors"}},
-        lambda path: hugging_face._open(path.parent),
+        _read_parts,
     ),
     "index/model.safetensors.index.json": ({"weight_map": {"a": "b.safetensors"}}, parts_of),
     "run/checkpoints/step-000002/state.json": (STATE, _read_state),

@@ -158,15 +158,15 @@ class Chain:
     def step(self, policy):
         y = self.x * 1.0
         for weight in self.weights:
-            if self.late and self.store._stream is not None:
-                with torch.cuda.stream(self.store._stream):
+            if self.late:
+                with torch.cuda.stream(self.store.side(self.x)):
                     torch.cuda._sleep(LONG // 10)
             y = checkpoint(policy, self.block, y, weight, store=self.store)
         return torch.autograd.grad(y.square().sum(), self.x)[0]
 
     def block(self, y, weight):
-        if self.late and self.store._stream is not None:
-            with torch.cuda.stream(self.store._stream):
+        if self.late:
+            with torch.cuda.stream(self.store.side(self.x)):
                 torch.cuda._sleep(LONG // 10)
         return y + torch.tanh(y @ weight)
 

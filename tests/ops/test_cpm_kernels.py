@@ -139,8 +139,8 @@ def test_names_that_are_none_and_kernels_that_cannot_be(monkeypatch: pytest.Monk
     with refused("norm kernel 'triton' | needs Triton", error=KernelError):
         rms_norm.choose_norm("triton", row.double(), row)
     assert rms_norm.choose_norm("torch", row, row) is None
-    taken = ModuleType("taken")
-    monkeypatch.setattr(rms_norm, "_fused", lambda *_: taken)
+    taken = SimpleNamespace(WIDEST=8)
+    monkeypatch.setattr(rms_norm, "triton_twin", lambda *_: taken)
     assert rms_norm.choose_norm("auto", row, row) is rms_norm.choose_norm("triton", row, row) is taken
     assert rms_norm.choose_norm("torch", row, row) is None
 
