@@ -10,17 +10,29 @@ import torch
 
 from bmburst.attention import graphs as module
 from bmburst.attention.graphs import Recording, Recordings
-from bmburst_ops.flash import memory
 from bmburst_ops.flash.memory import DeviceVectors, collect_vectors, copy_to_device
 
 CPU = torch.device("cpu")
 
 
-class Graph:
-    """Of a CUDA graph that it can be started."""
+class Stream:
+    """Of a CUDA stream where and how soon its work runs."""
 
-    def __init__(self):
-        self.starts = 0
+    def __init__(self, device=CPU, priority=0):
+        self.device, self.priority = device, priority
+
+
+class Graph:
+    """Of a CUDA graph that work is recorded into it, and that it can be started. It is listed once it is whole."""
+
+    def __init__(self, made):
+        self.made, self.starts = made, 0
+
+    def capture_begin(self, *, pool, **_):
+        self.pool = pool
+
+    def capture_end(self):
+        self.made.append(self)
 
     def replay(self):
         self.starts += 1
@@ -28,14 +40,12 @@ class Graph:
 
 @pytest.fixture
 def graphs(monkeypatch):
-    made = []
-
-    def record(work, _):
-        work()
-        made.append(Graph())
-        return made[-1], None
-
-    monkeypatch.setattr(module, "_record", record)
+    made, here = [], Stream()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(made))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: here)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: SimpleNamespace(id=(0, 1)))
+    monkeypatch.setattr(module, "On", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
@@ -96,29 +106,20 @@ def test_what_a_graph_reads_is_kept_and_not_waited_for(monkeypatch):
 
 
 @pytest.mark.parametrize(("varying", "first"), [(0, []), (800, ["1000 bytes"])])
-def test_work_that_varies_is_recorded_in_memory_of_one_piece(monkeypatch, varying, first):
+def test_work_that_varies_is_recorded_in_memory_of_one_piece(graphs, monkeypatch, varying, first):
     """Or each step with more documents than all before it would add to what graphs keep all that it takes."""
-    log, pool, empty = [], SimpleNamespace(id=(0, 1)), torch.empty
-
-    class Capturing:
-        def capture_begin(self, **options):
-            assert options["pool"] == pool.id
-            log.append("begin")
-
-        def capture_end(self):
-            log.append("end")
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Capturing)
+    log, empty, begin, end = [], torch.empty, Graph.capture_begin, Graph.capture_end
+    monkeypatch.setattr(Graph, "capture_begin", lambda *args, **options: log.append("begin") or begin(*args, **options))
+    monkeypatch.setattr(Graph, "capture_end", lambda graph: log.append("end") or end(graph))
     monkeypatch.setattr(torch, "empty", lambda n, **options: log.append(f"{n} bytes") or empty(n, **options))
-    monkeypatch.setattr(module, "_capture_resources", lambda _: (SimpleNamespace(device=CPU), pool))
-    monkeypatch.setattr(module, "CurrentStream", lambda _: nullcontext())
-    module._record(lambda: log.append("work"), varying)
-    assert log == ["begin", *first, "work", "end"]
+    one = Recording()
+    for _ in range(module.CALLS):
+        one.run(lambda: log.append("work"), varying)
+    assert log == ["work"] * module.CALLS + ["begin", *first, "work", "end"]
+    assert graphs[0].pool == (0, 1)
 
 
 def test_nothing_is_sent_into_a_graph():
     with collect_vectors(), pytest.raises(AssertionError):
         copy_to_device([np.arange(3)], CPU)
-    assert memory._holder.get() is None
     copy_to_device([np.arange(3)], CPU)

@@ -1,6 +1,7 @@
 """The file of results, what of it is done, tables and pictures, and ranks that are lost."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -176,9 +177,7 @@ def job(tmp_path):
 def lose(job, script):
     """Stand in for the ranks: each start takes the next list of what happens to cells, the last may be a loss."""
 
-    def started(_job, _timeout):
-        from pathlib import Path
-
+    def started(_spec, command):
         status, events = script.pop(0)
         made = Results.read(KIND, Path(job.output))
         for at, event in events:
@@ -187,7 +186,9 @@ def lose(job, script):
             else:
                 made.put(at, measured())
         made.write(Path(job.output))
-        return status, "out of luck" if status == 1 else ""
+        if status == 1:
+            (Path(command[-1]) / job_module.REASON_FILE).write_text("out of luck")
+        return status
 
     return started
 
@@ -195,7 +196,7 @@ def lose(job, script):
 def test_a_cell_that_takes_the_ranks_down_does_not_take_the_others(job, monkeypatch, tmp_path):
     one, ours, ulysses = job.cells
     script = [(1, [(one, "ok"), (ours, "lost")]), (0, [(ulysses, "ok")])]
-    monkeypatch.setattr(job_module, "_start", lose(job, script))
+    monkeypatch.setattr(job_module, "launch", lose(job, script))
     assert job_module.run_job(job, header=HEADER, cell_timeout=1) == 0
     made = Results.read(KIND, tmp_path / "r.json")
     assert [made.rows[c.key]["status"] for c in job.cells] == [OK, FAILED, OK]
@@ -207,7 +208,7 @@ def test_a_cell_that_takes_the_ranks_down_does_not_take_the_others(job, monkeypa
 def test_a_loss_in_the_last_cell_starts_nothing_more(job, monkeypatch, tmp_path):
     one, ours, ulysses = job.cells
     script = [(1, [(one, "ok"), (ours, "ok"), (ulysses, "lost")])]
-    monkeypatch.setattr(job_module, "_start", lose(job, script))
+    monkeypatch.setattr(job_module, "launch", lose(job, script))
     assert job_module.run_job(job, header=HEADER, cell_timeout=1) == 0
     assert Results.read(KIND, tmp_path / "r.json").rows[ulysses.key]["status"] == FAILED
 
@@ -215,7 +216,7 @@ def test_a_loss_in_the_last_cell_starts_nothing_more(job, monkeypatch, tmp_path)
 @pytest.mark.parametrize("status", [1, 2, 130])
 def test_ranks_that_fail_before_any_cell_are_not_started_for_ever(job, monkeypatch, status):
     script = [(status, [])] * 2
-    monkeypatch.setattr(job_module, "_start", lose(job, script))
+    monkeypatch.setattr(job_module, "launch", lose(job, script))
     assert job_module.run_job(job, header=HEADER, cell_timeout=1) == status
 
 

@@ -93,15 +93,14 @@ def _rank(folder):
 
 
 def test_the_engine_runs_it(tmp_path, monkeypatch, capsys):
-    def start(job, _timeout):
-        job.write(tmp_path)
-        run_processes(job.ranks, _rank, tmp_path)
-        return 0, ""
+    def start(spec, command):
+        run_processes(spec.nproc, _rank, Path(command[-1]))
+        return 0
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("benchmarks.engine.command.KINDS", KINDS)  # first: the import itself copies the table
     monkeypatch.setattr(kind_module, "KINDS", KINDS)
-    monkeypatch.setattr(job_module, "_start", start)
+    monkeypatch.setattr(job_module, "launch", start)
     output = tmp_path / "r.json"
     words = ["bench", "sums", "--ranks", "2", "--factor", "10"]
     assert main([*words, "--list"]) == 0

@@ -243,10 +243,10 @@ def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
     killed.write(output)
     starts = []
 
-    def started(own, _timeout):
-        starts.append(own.ranks)
-        own.write(tmp_path)
-        assert Job.read(tmp_path) == job
+    def started(spec, command):
+        own = Job.read(Path(command[-1]))
+        starts.append(spec.nproc)
+        assert own == job
         made = Results.read(KIND, output)
         todo = [at for at in own.cells if not made.is_done(at, again=own.again)]
         if len(starts) == 1:
@@ -256,9 +256,9 @@ def test_a_killed_run_goes_on_with_what_is_left(tmp_path, monkeypatch):
             assert todo == [cells[2]]
             made.put(todo[0], measured(todo[0]))
         made.write(output)
-        return (1, "no luck") if len(starts) == 1 else (0, "")
+        return 1 if len(starts) == 1 else 0
 
-    monkeypatch.setattr(job_module, "_start", started)
+    monkeypatch.setattr(job_module, "launch", started)
     assert job_module.run_job(job, header=HEADER, cell_timeout=1) == 0
     found = Results.read(KIND, output)
     assert [found.rows[at.key]["status"] for at in cells] == [OK, FAILED, OK] and starts == [4, 4]
@@ -318,7 +318,7 @@ def test_a_step_is_measured_beside_its_bound(run):
 def test_the_same_command_starts_nothing_more(run, monkeypatch):
     output, words = run
     before = json.loads(output.read_text())["rows"]
-    monkeypatch.setattr(job_module, "_start", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(job_module, "launch", lambda *_: pytest.fail("ranks were started"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["bench", "train", *words]) == 0
     assert json.loads(output.read_text())["rows"] == before

@@ -17,19 +17,10 @@ from bmburst.mesh import Mesh
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import SequenceShard
+from tests import tiny
 
 TOKENS = 37  # odd, and padded on 2 and 4 ranks
-_PLAIN = LlamaConfig(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position_embeddings=16,
-    norm_eps=1e-3,
-)
+_PLAIN = tiny.config(head_dim=8, max_position_embeddings=16, norm_eps=1e-3)
 MINICPM: dict[str, Any] = {"scale_emb": 1.7, "scale_depth": 0.6, "dim_model_base": 7}
 
 

@@ -15,15 +15,11 @@ from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint.hugging_face import check, expected_shapes, read_config
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, open_tensors
 from bmburst.schedule.mesh_shape import MeshShape
+from tests import tiny
 from tests.refusals import refused
 
 MINICPM: dict[str, Any] = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 2}
-CONFIG = LlamaConfig(vocab_size=11, hidden_size=6, intermediate_size=10, num_layers=2, num_heads=3, num_kv_heads=1)
-
-
-def _weights(config: LlamaConfig = CONFIG) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(config).items()}
+CONFIG = tiny.config(vocab_size=11, hidden_size=6, intermediate_size=10, num_heads=3, num_kv_heads=1)
 
 
 def _directory(folder: Path, config: LlamaConfig = CONFIG) -> Path:
@@ -40,11 +36,11 @@ def _read(folder: Path, config: LlamaConfig = CONFIG) -> dict[str, Tensor]:
 
 
 def _whole(folder: Path) -> None:
-    save_file(_weights(), folder / "model.safetensors")
+    save_file(tiny.weights(CONFIG), folder / "model.safetensors")
 
 
 def _in_parts(folder: Path) -> None:
-    weights = _weights()
+    weights = tiny.weights(CONFIG)
     names = sorted(weights)
     parts = {"model-1.safetensors": names[:7], "model-2.safetensors": names[7:]}
     for part, held in parts.items():
@@ -54,11 +50,11 @@ def _in_parts(folder: Path) -> None:
 
 
 def _by_torch(folder: Path) -> None:
-    torch.save(_weights(), folder / "pytorch_model.bin")
+    torch.save(tiny.weights(CONFIG), folder / "pytorch_model.bin")
 
 
 def _by_torch_in_parts(folder: Path) -> None:
-    weights = _weights()
+    weights = tiny.weights(CONFIG)
     torch.save({name: weight for name, weight in weights.items() if "mlp" in name}, folder / "a.bin")
     torch.save({name: weight for name, weight in weights.items() if "mlp" not in name}, folder / "b.bin")
     where = {name: "a.bin" if "mlp" in name else "b.bin" for name in weights}
@@ -69,7 +65,7 @@ def _by_torch_in_parts(folder: Path) -> None:
 def test_every_kind_of_directory(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(_directory(tmp_path))
     found = _read(tmp_path)
-    for name, weight in _weights().items():
+    for name, weight in tiny.weights(CONFIG).items():
         assert torch.equal(found[name], weight), name
 
 
@@ -77,7 +73,7 @@ def test_every_kind_of_directory(tmp_path: Path, write: Callable[[Path], None]) 
 def test_any_run_of_a_tensor(tmp_path: Path, write: Callable[[Path], None]) -> None:
     """ZeRO cuts anywhere, not only between rows."""
     write(_directory(tmp_path))
-    files, weights = check(tmp_path, CONFIG), _weights()
+    files, weights = check(tmp_path, CONFIG), tiny.weights(CONFIG)
     for name in ("lm_head.weight", "model.norm.weight"):
         flat = weights[name].flatten()
         for begin in range(len(flat)):
@@ -86,8 +82,8 @@ def test_any_run_of_a_tensor(tmp_path: Path, write: Callable[[Path], None]) -> N
 
 
 def test_redundant_tensors_are_passed_over(tmp_path: Path) -> None:
-    config = LlamaConfig(**{**CONFIG.__dict__, "tie_embeddings": True})
-    weights = _weights(config)
+    config = replace(CONFIG, tie_embeddings=True)
+    weights = tiny.weights(config)
     weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.zeros(1)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, _directory(tmp_path, config) / "model.safetensors")
@@ -101,7 +97,7 @@ def _truncate(folder: Path) -> None:
 
 def _change(name: str, weight: Tensor | None) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        weights = _weights() | ({} if weight is None else {name: weight})
+        weights = tiny.weights(CONFIG) | ({} if weight is None else {name: weight})
         if weight is None:
             del weights[name]
         save_file(weights, folder / "model.safetensors")

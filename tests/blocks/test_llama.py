@@ -1,6 +1,5 @@
 """The model against Hugging Face transformers' LLaMA, on 1 to 4 ranks; its weights from and to their directories."""
 
-import json
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -8,19 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests import tiny
 from tests.blocks import program
-from tests.blocks.minicpm import MiniCPM
 from tests.distributed.programs import run_program
 
 Reference = dict[str, Any]
-
-
-def _hugging_face(directory: Path) -> PreTrainedModel | MiniCPM:
-    if json.loads((directory / "config.json").read_text())["model_type"] == "minicpm":
-        return MiniCPM(directory)
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory of random weights for each configuration."""
     folder = tmp_path_factory.mktemp("hugging_face")
     for name, config in program.CONFIGS.items():
-        values = config.to_hugging_face()
-        values |= {"model_type": "llama"} if config.scale_emb is not None else {}  # with MiniCPM's factors elsewhere
-        theirs = AutoConfig.for_model(**{key: value for key, value in values.items() if key != "rope_scaling"})
-        model = AutoModelForCausalLM.from_config(theirs)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(0.0, 0.3, generator=generator)
-        model.save_pretrained(folder / name)
-        if config.scale_emb is not None:
-            (folder / name / "config.json").write_text(json.dumps(config.to_hugging_face()))
+        tiny.save(folder / name, config, std=0.3)
     return folder
 
 
@@ -48,7 +30,7 @@ def reference(folder: Path) -> dict[str, Reference]:
     tokens, labels = program.data()
     found = {}
     for name in program.CONFIGS:
-        model = _hugging_face(folder / name)
+        model = tiny.load(folder / name)
         logits = model(tokens).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         loss.backward()
@@ -198,7 +180,7 @@ def test_export_is_read_by_transformers(job: Reference, reference: dict[str, Ref
         directory = job["output"] / name
         assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
         with torch.no_grad():
-            logits = _hugging_face(directory)(tokens).logits
+            logits = tiny.load(directory)(tokens).logits
         torch.testing.assert_close(logits, reference[name]["logits"], rtol=0, atol=0)
 
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from benchmarks.engine.kind import KINDS, Results, load_kind
-from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint.sharded_files import parts_of
 from bmburst.checkpoint.tensor_files import open_tensors
@@ -33,6 +32,7 @@ from bmburst.errors import UserError
 from bmburst.schedule.hardware import load_hardware
 from bmburst.train.metrics import read_lines
 from bmburst.train.resolve import read_hugging_face_config, resolve
+from tests import tiny
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "40"))
 SECONDS = 60  # that one value may take: none comes near it but one that hangs
@@ -42,7 +42,7 @@ BOUNDED = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-SMALL = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=6, num_layers=1, num_heads=2, num_kv_heads=1)
+SMALL = tiny.config(vocab_size=11, hidden_size=8, intermediate_size=6, num_layers=1, num_heads=2, num_kv_heads=1)
 DEEP = "[" * 5000 + "]" * 5000
 NASTY = [
     *(
@@ -290,7 +290,7 @@ def _read_jsonl(path):
 
 
 def _read_parts(path):
-    hugging_face._open(path.parent)
+    hugging_face.check(path.parent, SMALL)
 
 
 def _read_model(path):
@@ -310,7 +310,7 @@ JSON_READERS = {
     "center/config.json": (ModelCenterConfig.of(SMALL, "float32").to_values(), _read_model),
     "model.safetensors.index.json": (
         {"weight_map": {"a": "b.safetensors"}},
-        lambda path: hugging_face._open(path.parent),
+        _read_parts,
     ),
     "index/model.safetensors.index.json": ({"weight_map": {"a": "b.safetensors"}}, parts_of),
     "run/checkpoints/step-000002/state.json": (STATE, _read_state),

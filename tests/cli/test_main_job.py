@@ -10,6 +10,7 @@ import pytest
 
 from bmburst.cli import main
 from bmburst.train.metrics import StepMetrics
+from tests import tiny
 from tests.distributed.started import run_bmburst
 from tests.refusals import says
 from tests.train.run_program import SHAPE
@@ -78,7 +79,6 @@ def test_continues_hugging_face_weights_on_longer_sequences(tmp_path):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     values = SHAPE.to_hugging_face() | {
         "max_position_embeddings": 128,
         "rope_parameters": {
@@ -89,9 +89,8 @@ def test_continues_hugging_face_weights_on_longer_sequences(tmp_path):
         },
     }
     scaled = LlamaForCausalLM(LlamaConfig(**values))
-    plain = LlamaForCausalLM(LlamaConfig(**SHAPE.to_hugging_face()))
-    plain.load_state_dict(scaled.state_dict())
-    plain.save_pretrained(tmp_path / "plain")
+    tiny.save(tmp_path / "plain", SHAPE)
+    scaled.load_state_dict(tiny.load(tmp_path / "plain").state_dict())
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(32, 127)) * 40)
     longer = ("--sequence-length", 128, "--model.max_position_embeddings", 128, "--model.rope_scaling.kind", "yarn")

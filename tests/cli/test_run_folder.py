@@ -95,15 +95,18 @@ def test_a_rank_without_our_launcher_keeps_others_away(trained, as_rank, capsys,
 
 
 def test_what_another_run_wrote_before_the_lock_counts(launches, capsys, tmp_path, monkeypatch):
-    hold, run = train._lock, tmp_path / "run"
+    hold, run = train.held, tmp_path / "run"
     checkpoint(started(tmp_path, steps="9"), 4)
 
     def later(change):
-        def held_late(stack, folder):
-            change()
-            hold(stack, folder)
+        pending = [change]
 
-        monkeypatch.setattr(train, "_lock", held_late)
+        def held_late(*args, **options):
+            while pending:
+                pending.pop()()
+            return hold(*args, **options)
+
+        monkeypatch.setattr(train, "held", held_late)
 
     later(lambda: started(tmp_path, steps="20"))
     assert main(["train", "--output", "run", "--resume"]) == 0

@@ -21,33 +21,24 @@ from bmburst.convert import conversion as converting
 from bmburst.convert.conversion import convert
 from bmburst.convert.model_center import model_center_name
 from bmburst.convert.weights import TorchFileWriter
+from tests import tiny
 from tests.refusals import refusal_of, says
 
-CONFIG = LlamaConfig(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
+CONFIG = tiny.config(
     head_dim=8,
     rope_theta=5e5,
     max_position_embeddings=999,
     rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=128),
 )
-PLAIN = LlamaConfig(
-    vocab_size=61, hidden_size=24, intermediate_size=40, num_layers=1, num_heads=3, num_kv_heads=3, tie_embeddings=True
-)
+PLAIN = tiny.config(num_layers=1, num_heads=3, num_kv_heads=3, tie_embeddings=True)
 WORDS = Tokenizer(WordLevel({"a": 0}, unk_token="a")).to_str()
 TOKENIZER = {"tokenizer.json": WORDS, "tokenizer.model": "\x00\xff", "special_tokens_map.json": '{"eos": 1}'}
 
 
 def tensors(config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Random weights; of the norms fp32, as some exports have it."""
-    generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(shape, generator=generator).to(torch.float32 if "norm" in name else dtype)
-        for name, shape in hugging_face.expected_shapes(config).items()
+        name: weight.to(torch.float32 if "norm" in name else dtype) for name, weight in tiny.weights(config).items()
     }
 
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bmburst.data import Batches, ByteTokenizer, PackedSequences
+from bmburst.data import Batches, PackedSequences
 from bmburst.data.batches import Permutation
-from bmburst.data.sources import Document
-from bmburst.data.token_file import write_token_file
+from tests import tiny
 from tests.refusals import refused
 
 LENGTH = 8
@@ -21,8 +20,7 @@ def make(folder, count=23, tag="", **options):
     """Return training sequences of which no two are equal."""
     rng = np.random.default_rng(1)
     texts = ["".join(map(chr, rng.integers(97, 123, 100))) + tag for _ in range(count * LENGTH // 90)]
-    documents = (Document(name="", pieces=[text]) for text in texts)
-    file = write_token_file(folder / f"x{tag}{count}", documents, ByteTokenizer())
+    file = tiny.token_file(folder / f"x{tag}{count}", texts)
     return PackedSequences(file, split="train", sequence_length=LENGTH, **options)
 
 
@@ -191,7 +189,7 @@ def test_batch_size_and_ranks_that_do_not_fit(sequences, batch_size, rank, ranks
 
 
 def test_a_single_sample_is_an_epoch(tmp_path):
-    file = write_token_file(tmp_path / "x", [Document(name="", pieces=["abcdefghij"])], ByteTokenizer())
+    file = tiny.token_file(tmp_path / "x", ["abcdefghij"])
     sequences = PackedSequences(file, split="train", sequence_length=9)
     batches = Batches(sequences, batch_size=3, seed=0)
     assert (len(sequences), len(np.unique(read(next(batches)), axis=0)), batches.epoch) == (1, 1, 3)

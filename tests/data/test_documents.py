@@ -9,24 +9,16 @@ from hypothesis import strategies as st
 
 from bmburst.data import Batches, ByteTokenizer, PackedSequences, evaluation_batches
 from bmburst.data.packing import split_documents
-from bmburst.data.sources import Document
-from bmburst.data.token_file import write_token_file
 from bmburst_ops.constants import IGNORE_INDEX
+from tests import tiny
 from tests.refusals import refused
 
 EOS = ByteTokenizer.eos_id
 
 
-def write(path, texts):
-    documents = (Document(name=str(i), pieces=[text]) for i, text in enumerate(texts))
-    return write_token_file(path, documents, ByteTokenizer())
-
-
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    rng = np.random.default_rng(3)
-    texts = ["".join(map(chr, rng.integers(97, 123, int(n)))) for n in rng.lognormal(2, 1.5, 40) + 1]
-    return write(tmp_path_factory.mktemp("documents") / "x", texts)
+    return tiny.token_file(tmp_path_factory.mktemp("documents") / "x", tiny.random_texts(40, seed=3))
 
 
 @settings(deadline=None)
@@ -37,7 +29,7 @@ def file(tmp_path_factory):
 )
 def test_documents_are_where_the_texts_are(tmp_path_factory, texts, length, split):
     """By walking through every token: a new document begins with a text, with a sample, and after what is left out."""
-    file = write(tmp_path_factory.mktemp("d") / "x", [*texts, "abcd" * 20])
+    file = tiny.token_file(tmp_path_factory.mktemp("d") / "x", [*texts, "abcd" * 20])
     parts = split_documents(file, 0.3)
     spans = {"train": parts.train, "held_out": parts.held_out, "all": np.array([[0, file.token_count]])}[split]
     options = {"split": split, "sequence_length": length, "held_out_fraction": 0.3}

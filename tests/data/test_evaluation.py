@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmburst.data import ByteTokenizer, PackedSequences, evaluation_batches
-from bmburst.data.sources import Document
-from bmburst.data.token_file import write_token_file
 from bmburst_ops.constants import IGNORE_INDEX
+from tests import tiny
 from tests.refusals import refused
 
 EOS = ByteTokenizer.eos_id
@@ -20,8 +19,7 @@ EOS = ByteTokenizer.eos_id
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     texts = ["the first text", "héllo", "x" * 50, "the end"]
-    documents = (Document(name=text, pieces=[text]) for text in texts)
-    return write_token_file(tmp_path_factory.mktemp("evaluation") / "x", documents, ByteTokenizer())
+    return tiny.token_file(tmp_path_factory.mktemp("evaluation") / "x", texts)
 
 
 @settings(deadline=None)

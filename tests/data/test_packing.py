@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from bmburst.data import ByteTokenizer, PackedSequences
 from bmburst.data.packing import split_documents
-from bmburst.data.sources import Document
-from bmburst.data.token_file import write_token_file
+from tests import tiny
 from tests.refusals import refused
 
 EOS = ByteTokenizer.eos_id
@@ -25,11 +24,6 @@ class PairTokenizer(ByteTokenizer):
 
     def encode(self, text):
         return np.array([sum(map(ord, text[i : i + 2])) % 65_536 for i in range(0, len(text), 2)], np.int64)
-
-
-def write(path, texts, tokenizer=None):
-    documents = (Document(name=str(i), pieces=[text]) for i, text in enumerate(texts))
-    return write_token_file(path, documents, tokenizer or ByteTokenizer())
 
 
 def covered(spans):
@@ -54,7 +48,7 @@ fractions = st.floats(0.001, 0.999)
 @settings(deadline=None)
 @given(corpora, fractions)
 def test_split_is_a_partition_of_the_asked_size(tmp_path_factory, texts, fraction):
-    file = write(tmp_path_factory.mktemp("s") / "x", texts)
+    file = tiny.token_file(tmp_path_factory.mktemp("s") / "x", texts)
     if file.token_count < 4:
         with refused(f"{file.token_count} tokens", "too few", "fix: ", "more text"):
             split_documents(file, fraction)
@@ -73,7 +67,7 @@ def test_split_is_a_partition_of_the_asked_size(tmp_path_factory, texts, fractio
 @settings(deadline=None)
 @given(corpora, fractions)
 def test_equal_texts_are_never_on_both_sides(tmp_path_factory, texts, fraction):
-    file = write(tmp_path_factory.mktemp("s") / "x", [*texts, "abcd"])
+    file = tiny.token_file(tmp_path_factory.mktemp("s") / "x", [*texts, "abcd"])
     held = set(covered(split_documents(file, fraction).held_out))
     offsets = file.document_offsets.tolist()
     parts = {}
@@ -88,7 +82,7 @@ def test_equal_texts_are_never_on_both_sides(tmp_path_factory, texts, fraction):
 @given(corpora, fractions)
 def test_split_is_the_rule(tmp_path_factory, texts, fraction):
     texts = [*texts, "abcd"]
-    file = write(tmp_path_factory.mktemp("s") / "x", texts)
+    file = tiny.token_file(tmp_path_factory.mktemp("s") / "x", texts)
     target = max(1, int(file.token_count * fraction))
     held_texts, held, cut, tail = set(), 0, None, 0
     for text in sorted(set(texts), key=key_of):
@@ -116,7 +110,7 @@ def test_split_is_of_the_texts_not_of_their_order(tmp_path):
     texts = [f"{i}: " + "x" * rng.integers(1, 200) for i in range(300)]
 
     def held_texts(order):
-        file = write(tmp_path / "x", [texts[i] for i in order])
+        file = tiny.token_file(tmp_path / "x", [texts[i] for i in order])
         spans = split_documents(file, 0.1).held_out
         ids = np.concatenate([file.tokens[a:b] for a, b in spans])
         return sorted(ByteTokenizer().decode(part[:-1]) for part in np.split(ids, np.flatnonzero(ids == EOS) + 1)[:-1])
@@ -129,12 +123,12 @@ def test_split_is_of_the_texts_not_of_their_order(tmp_path):
 
 def test_split_does_not_change_between_versions(tmp_path):
     # A run that is resumed by a later version must not train on what was held out.
-    file = write(tmp_path / "x", [f"document {i}" for i in range(20)])
+    file = tiny.token_file(tmp_path / "x", [f"document {i}" for i in range(20)])
     assert split_documents(file, 0.25).held_out.tolist() == [[0, 11], [33, 44], [66, 77], [194, 218]]
 
 
 def test_one_document_holds_out_its_end(tmp_path):
-    file = write(tmp_path / "x", ["x" * 999])
+    file = tiny.token_file(tmp_path / "x", ["x" * 999])
     split = split_documents(file, 0.1)
     assert split.train.tolist() == [[0, 900]]
     assert split.held_out.tolist() == [[900, 1000]]
@@ -142,7 +136,7 @@ def test_one_document_holds_out_its_end(tmp_path):
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.5, 2, float("nan")])
 def test_fraction_out_of_range(tmp_path, fraction):
-    file = write(tmp_path / "x", ["some text"])
+    file = tiny.token_file(tmp_path / "x", ["some text"])
     with refused("held_out_fraction", "allowed: above 0", "below 1", "fix: ", fraction):
         PackedSequences(file, split="train", sequence_length=2, held_out_fraction=fraction)
 
@@ -150,7 +144,7 @@ def test_fraction_out_of_range(tmp_path, fraction):
 @settings(deadline=None)
 @given(corpora, st.integers(1, 70), st.sampled_from(["train", "held_out", "all"]))
 def test_every_token_is_a_label_once_after_the_one_before_it(tmp_path_factory, texts, length, split):
-    file = write(tmp_path_factory.mktemp("s") / "x", [*texts, "abcd"])
+    file = tiny.token_file(tmp_path_factory.mktemp("s") / "x", [*texts, "abcd"])
     parts = split_documents(file, 0.3)
     spans = {"train": parts.train, "held_out": parts.held_out, "all": np.array([[0, file.token_count]])}[split]
     stream = [EOS, *(int(file.tokens[i]) for i in covered(spans))]
@@ -177,7 +171,7 @@ def test_every_token_is_a_label_once_after_the_one_before_it(tmp_path_factory, t
 @pytest.mark.parametrize("length", [1, 3, 7, 10_000])
 def test_bytes_of_any_tokenizer_add_up(tmp_path, length):
     texts = [f"héllo wörld {i}" * (i % 5 + 1) for i in range(40)]
-    file = write(tmp_path / "x", texts, PairTokenizer())
+    file = tiny.token_file(tmp_path / "x", texts, PairTokenizer())
     total = 0
     for split in ("train", "held_out"):
         sequences = PackedSequences(file, split=split, sequence_length=min(length, 500), held_out_fraction=0.2)
@@ -188,7 +182,7 @@ def test_bytes_of_any_tokenizer_add_up(tmp_path, length):
 
 
 def test_a_sample_does_not_read_the_file(tmp_path):
-    file = write(tmp_path / "x", ["y" * 20_000_000])
+    file = tiny.token_file(tmp_path / "x", ["y" * 20_000_000])
     sequences = PackedSequences(file, split="train", sequence_length=1_000_000)
     tracemalloc.start()
     ids = sequences[17]
@@ -200,13 +194,13 @@ def test_a_sample_does_not_read_the_file(tmp_path):
 
 @pytest.mark.parametrize("length", [0, -5])
 def test_sequence_length_out_of_range(tmp_path, length):
-    file = write(tmp_path / "x", ["some text"])
+    file = tiny.token_file(tmp_path / "x", ["some text"])
     with refused("sequence_length", "at least 1", length):
         PackedSequences(file, split="all", sequence_length=length)
 
 
 def test_too_small_and_unknown(tmp_path):
-    file = write(tmp_path / "x", ["some text"])
+    file = tiny.token_file(tmp_path / "x", ["some text"])
     with refused("4096", "sequence_length"):
         PackedSequences(file, split="train", sequence_length=4096)
     with refused("split", "'heldout'", "'held_out'", "all"):

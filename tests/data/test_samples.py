@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmburst.data import Batches, ByteTokenizer, PackedSequences, Samples
-from bmburst.data.sources import Document
-from bmburst.data.token_file import write_token_file
 from bmburst_ops.constants import IGNORE_INDEX
+from tests import tiny
 
 EOS = ByteTokenizer.eos_id
 
@@ -32,10 +31,7 @@ class Counted:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    rng = np.random.default_rng(3)
-    texts = ["".join(map(chr, rng.integers(97, 123, int(n)))) for n in rng.lognormal(2, 1.5, 60) + 1]
-    documents = (Document(name=str(i), pieces=[text]) for i, text in enumerate(texts))
-    return write_token_file(tmp_path_factory.mktemp("samples") / "x", documents, ByteTokenizer())
+    return tiny.token_file(tmp_path_factory.mktemp("samples") / "x", tiny.random_texts(60, seed=3))
 
 
 @settings(deadline=None)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bmburst.data import ByteTokenizer, TokenFile
 from bmburst.data.sources import Document
 from bmburst.data.token_file import MAGIC, PREAMBLE, is_token_file, write_token_file
+from tests import tiny
 from tests.refusals import refused
 
 
@@ -33,18 +34,10 @@ class WordTokenizer:
         return " ".join("x" * i for i in ids)
 
 
-def documents(texts):
-    return (Document(name=str(i), pieces=[text]) for i, text in enumerate(texts))
-
-
-def write(path, texts, tokenizer=None):
-    return write_token_file(path, documents(texts), tokenizer or ByteTokenizer())
-
-
 @settings(deadline=None)
 @given(st.lists(st.text(st.characters(codec="utf-8")), min_size=1).filter(any))
 def test_every_document_comes_back(tmp_path_factory, texts):
-    file = write(tmp_path_factory.mktemp("f") / "x.tokens", texts)
+    file = tiny.token_file(tmp_path_factory.mktemp("f") / "x.tokens", texts)
     kept = [text for text in texts if text]
     offsets = file.document_offsets
     found = [file.tokens[a:b] for a, b in pairwise(offsets)]
@@ -60,7 +53,7 @@ def test_every_document_comes_back(tmp_path_factory, texts):
 def test_pieces_make_one_document_with_the_same_key(tmp_path):
     pieces = ["one\n", "", "two\n", "three"]
     split = write_token_file(tmp_path / "a", [Document(name="a", pieces=iter(pieces))], ByteTokenizer())
-    whole = write(tmp_path / "b", ["".join(pieces)])
+    whole = tiny.token_file(tmp_path / "b", ["".join(pieces)])
     assert split.document_count == 1
     assert split.fingerprint == whole.fingerprint
     assert split.document_keys[0] == whole.document_keys[0]
@@ -73,22 +66,22 @@ def test_many_batches_of_text(tmp_path, monkeypatch):
     in_pieces = (Document(name=str(i), pieces=text.splitlines(keepends=True)) for i, text in enumerate(texts))
     cut = write_token_file(tmp_path / "cut", in_pieces, ByteTokenizer())
     monkeypatch.undo()
-    whole = write(tmp_path / "whole", texts)
+    whole = tiny.token_file(tmp_path / "whole", texts)
     assert cut.path.read_bytes() == whole.path.read_bytes()
 
 
 def test_large_vocabulary_takes_four_bytes(tmp_path):
-    file = write(tmp_path / "x", ["a bb", "y" * 70_000], WordTokenizer())
+    file = tiny.token_file(tmp_path / "x", ["a bb", "y" * 70_000], WordTokenizer())
     assert file.tokens.dtype == np.uint32
     assert file.tokens.tolist() == [1, 1, 2, 99_999, 70_000, 99_999]
     assert (file.max_id, file.vocab_size, file.tokenizer_name) == (99_999, 100_000, "words")
-    assert write(tmp_path / "y", ["a"]).tokens.dtype == np.uint16
+    assert tiny.token_file(tmp_path / "y", ["a"]).tokens.dtype == np.uint16
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), WordTokenizer()], ids=["bytes", "words"])
 def test_bytes_between_adds_up(tmp_path, tokenizer):
     texts = ["a", "bb cc  dddd", "héé 世界", "x" * 17 + " y"]
-    file = write(tmp_path / "x", texts, tokenizer)
+    file = tiny.token_file(tmp_path / "x", texts, tokenizer)
     offsets = file.document_offsets.tolist()
     for d, text in enumerate(texts):
         assert file.bytes_between(offsets[d], offsets[d + 1]) == len(text.encode())
@@ -103,7 +96,7 @@ def test_bytes_between_adds_up(tmp_path, tokenizer):
 
 
 def test_slice_reads_only_itself(tmp_path):
-    file = write(tmp_path / "x", ["x" * 8_000_000])
+    file = tiny.token_file(tmp_path / "x", ["x" * 8_000_000])
     tracemalloc.start()
     part = np.array(file.tokens[5_000_000:5_001_000], np.int64)
     peak = tracemalloc.get_traced_memory()[1]
@@ -129,7 +122,7 @@ def refuse(path, *words):
 
 
 def test_truncated_at_any_byte(tmp_path):
-    data = write(tmp_path / "x", ["hello", "world"]).path.read_bytes()
+    data = tiny.token_file(tmp_path / "x", ["hello", "world"]).path.read_bytes()
     for size in range(len(data)):
         (tmp_path / "cut").write_bytes(data[:size])
         refuse(tmp_path / "cut", "cut", "not a token file" if size < len(MAGIC) else "damaged")
@@ -144,7 +137,7 @@ def test_foreign_missing_and_lying_files(tmp_path):
     refuse(tmp_path / "gone", "gone")
     refuse(tmp_path, tmp_path)
 
-    good = write(tmp_path / "x", ["hello", "world"]).path
+    good = tiny.token_file(tmp_path / "x", ["hello", "world"]).path
     assert is_token_file(good)
     data = good.read_bytes()
     _, at, _ = PREAMBLE.unpack(data[: PREAMBLE.size])
@@ -179,7 +172,7 @@ def test_foreign_missing_and_lying_files(tmp_path):
 
 
 def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
-    old = write(tmp_path / "x", ["old"]).path.read_bytes()
+    old = tiny.token_file(tmp_path / "x", ["old"]).path.read_bytes()
 
     def failing():
         yield Document(name="a", pieces=["new text"])
@@ -194,16 +187,16 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 @pytest.mark.parametrize("texts", [[], ["", ""]])
 def test_empty_corpus(tmp_path, texts):
     with refused("corpus", "empty", "files"):
-        write(tmp_path / "sub" / "x", texts)
+        tiny.token_file(tmp_path / "sub" / "x", texts)
     assert list((tmp_path / "sub").iterdir()) == []
 
 
 def test_unwritable_output(tmp_path):
     with refused(str(tmp_path), "directory", "file"):
-        write(tmp_path, ["a"])
+        tiny.token_file(tmp_path, ["a"])
     (tmp_path / "file").write_text("")
     with refused("cannot write", "file/x", "--output", "--data.cache"):
-        write(tmp_path / "file" / "x", ["a"])
+        tiny.token_file(tmp_path / "file" / "x", ["a"])
 
 
 def test_tokenizer_that_breaks_its_word(tmp_path):
@@ -211,11 +204,11 @@ def test_tokenizer_that_breaks_its_word(tmp_path):
         vocab_size = 100
 
     with refused("tokenizer", "bytes", "allowed: 0 to 99", "122", "fix: "):
-        write(tmp_path / "x", ["zzz"], Liar())
+        tiny.token_file(tmp_path / "x", ["zzz"], Liar())
 
 
 def test_require_vocab(tmp_path):
-    file = write(tmp_path / "x", ["abc"])
+    file = tiny.token_file(tmp_path / "x", ["abc"])
     file.require_vocab(257)  # the end-of-document id is the largest there is
     with refused("token id 256", "vocab_size is 256", "fix: ", "259"):
         file.require_vocab(256)
@@ -223,7 +216,7 @@ def test_require_vocab(tmp_path):
 
 def test_fingerprint_is_of_tokens_and_documents(tmp_path):
     def fingerprint(texts, tokenizer=None):
-        return write(tmp_path / "x", texts, tokenizer).fingerprint
+        return tiny.token_file(tmp_path / "x", texts, tokenizer).fingerprint
 
     first = fingerprint(["ab", "c"])
     assert first == fingerprint(["ab", "", "c"])
@@ -244,12 +237,12 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with refused("pipe", "fix: "):
-        write_token_file(pipe, documents("text"), ByteTokenizer())
+        write_token_file(pipe, tiny.documents("text"), ByteTokenizer())
     assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
 
 
 def test_no_flipped_bit_goes_unseen(tmp_path):
-    good = write(tmp_path / "x.tokens", ["hello", "a world", "of text"], WordTokenizer()).path
+    good = tiny.token_file(tmp_path / "x.tokens", ["hello", "a world", "of text"], WordTokenizer()).path
     data = good.read_bytes()
     flips = random.Random(18)
     for at in range(len(data)):

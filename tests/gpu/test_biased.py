@@ -5,10 +5,10 @@ import torch
 
 from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst.comm.groups import communicator
-from bmburst.errors import UserError
 from bmburst_ops.biased import BiasedReferenceKernel, BiasedTritonKernel, Pairs, Tokens, bee_bias
 from bmburst_ops.biased import triton as kernels
 from tests.ops.test_biased import error
+from tests.refusals import refused
 
 pytestmark = pytest.mark.gpu
 FORMULA = bee_bias(num_buckets=32, num_segment_buckets=12, max_distance=128)
@@ -96,7 +96,7 @@ def test_tokens_of_another_device_are_refused_and_moved_ones_are_not():
     table, here = torch.randn(FORMULA.rows, 2, device="cuda"), tokens()
     relations = torch.tensor(RELATIONS, dtype=torch.int32)
     away = Tokens.unpacked(here.packed().cpu())
-    with pytest.raises(UserError, match="everything must be on one device, got cpu, cuda:0\n"):
+    with refused("one device | cpu, cuda:0"):
         biased_attention(q, k, v, table, BiasedSequence(formula=FORMULA, relations=relations, tokens=away, group=comm))
     moved = BiasedSequence(
         formula=FORMULA, relations=relations.cuda(), tokens=Tokens.unpacked(away.packed().cuda()), group=comm

@@ -12,13 +12,14 @@ import torch.multiprocessing as mp
 import bmburst
 from bmburst.comm.checks import Mismatch
 from bmburst.comm.groups import communicator
-from bmburst.errors import UserError
 from bmburst.mesh import Mesh
 from bmburst.recompute import POLICIES, checkpoint
+from tests import tiny
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import starts_before_its_peer, verbs
 from tests.distributed.ports import held_port
 from tests.distributed.programs import run_program
+from tests.refusals import refused
 from tests.train import equality_program as equality
 
 pytestmark = pytest.mark.gpu
@@ -58,12 +59,12 @@ def _communicator_and_attention(folder):
     with comm.checking():
         verbs(comm, "cuda")
         if comm.size > 1:
-            with pytest.raises(Mismatch, match="disagree"):
+            with refused("disagree", error=Mismatch, lines=99):
                 comm.ring(torch.zeros(2 + comm.rank, device="cuda"))
-            with pytest.raises(UserError, match="moves cuda tensors by nccl, not cpu ones"):
+            with refused("cuda | nccl | cpu", lines=99):
                 comm.all_gather(torch.zeros(2, device="cpu" if comm.rank else "cuda"))
             q = torch.zeros(1, 4, 2, 8, device="cuda", dtype=torch.bfloat16)
-            with pytest.raises(UserError, match="unknown layout 'zig'"):
+            with refused("layout | 'zig'", lines=99):
                 bmburst.burst_attention(q, q, q, group=comm, layout="zig" if comm.rank else "zigzag")
     check_determinism(comm)
     check_recompute()
@@ -151,10 +152,10 @@ SPLITS = [(d, s) for d in (1, 2, 4) for s in (1, 2, 4)] + [(1, 1, 2), (1, 2, 2),
 
 @pytest.mark.parametrize("split", [split for split in SPLITS if math.prod(split) <= min(GPUS, 8)], ids=str)
 def test_training_equals_one_rank(split, tmp_path):
-    from tests.train.test_equality import error, make_model
+    from tests.train.test_equality import error
 
     (tmp_path / "text.txt").write_text("the text is not used: batches are given\n" * 50)
-    make_model().save_pretrained(tmp_path / "model")
+    tiny.save(tmp_path / "model", equality.SHAPE)
     run_program(1, equality.train_all, tmp_path, [(1, 1)], seconds=300)  # on the CPU
     expected = equality.result(tmp_path, (1, 1), equality.CASES[0], "float32")
     (tmp_path / f"1x1-{equality.CASES[0]}-float32.pt").unlink()

@@ -8,6 +8,7 @@ import torch
 
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import NAMES, able_kernels, queries_ahead, select_kernel
+from tests.refusals import says
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float32]
@@ -50,4 +51,4 @@ def test_asking_takes_no_memory():
         [sys.executable, "-c", ASK.format(names=NAMES[1:])], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "kernel 'cpu' runs on the CPU only, and the tensors are on cuda:0\nallowed here: auto, " in done.stdout
+    says(done.stdout, "kernel 'cpu' | on the CPU | cuda:0 | allowed here: auto, ", lines=99)

@@ -1,5 +1,8 @@
 """On real GPUs: AdamW in host memory is AdamW on the GPU, and its copies wait for what they must and nothing else."""
 
+from functools import partial
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -28,9 +31,10 @@ def make(dtype, is_offloaded, piece=4096):
 
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(size, generator=generator).to(dtype).cuda() for size in SIZES]
-    optimizer = AdamW([torch.nn.Parameter(w) for w in weights if len(w) or is_offloaded], **RATES, offload=is_offloaded)
-    if is_offloaded:
-        optimizer._host = HostAdam(piece=piece, depth=2)
+    parameters = [torch.nn.Parameter(w) for w in weights if len(w) or is_offloaded]
+    with patch("bmburst.optim.adamw.HostAdam", side_effect=partial(HostAdam, piece=piece, depth=2)) as host:
+        optimizer = AdamW(parameters, **RATES, offload=is_offloaded)
+    assert host.called == is_offloaded
     return optimizer, [p for p in optimizer.param_groups[0]["params"] if len(p)]
 
 

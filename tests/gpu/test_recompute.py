@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bmburst
-from bmburst.blocks.config import LlamaConfig, mlp_chunk
+from bmburst.blocks.config import mlp_chunk
 from bmburst.blocks.presets import PRESETS
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.memory import memory_of
@@ -16,13 +16,14 @@ from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.hardware import load_hardware
 from bmburst_ops.gated_mlp import gated_mlp
+from tests import tiny
 from tests.distributed.programs import run_program
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
 LONG = 200_000_000  # cycles that a stream sleeps: 0.1 s, where a copy takes less than a millisecond
 TRIED = [*POLICIES, "block-keep-attention+first-2", "block-keep-attention+offload+first-2", "block+first-3"]
-SMALL = LlamaConfig(
+SMALL = tiny.config(
     vocab_size=512,
     hidden_size=512,
     intermediate_size=1408,
@@ -157,15 +158,15 @@ class Chain:
     def step(self, policy):
         y = self.x * 1.0
         for weight in self.weights:
-            if self.late and self.store._stream is not None:
-                with torch.cuda.stream(self.store._stream):
+            if self.late:
+                with torch.cuda.stream(self.store.side(self.x)):
                     torch.cuda._sleep(LONG // 10)
             y = checkpoint(policy, self.block, y, weight, store=self.store)
         return torch.autograd.grad(y.square().sum(), self.x)[0]
 
     def block(self, y, weight):
-        if self.late and self.store._stream is not None:
-            with torch.cuda.stream(self.store._stream):
+        if self.late:
+            with torch.cuda.stream(self.store.side(self.x)):
                 torch.cuda._sleep(LONG // 10)
         return y + torch.tanh(y @ weight)
 

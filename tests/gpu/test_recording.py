@@ -6,7 +6,7 @@ import torch
 import bmburst
 from benchmarks.engine.machine import kept_by_graphs
 from bmburst.attention import heads
-from bmburst.attention.graphs import CALLS, RECORDINGS, _capture_resources
+from bmburst.attention.graphs import CALLS, RECORDINGS
 from bmburst.comm.groups import communicator
 from bmburst_ops.flash import fully_masked, varlen
 from tests.gpu.test_transports import GPUS, run
@@ -73,7 +73,7 @@ def _started_kernels():
         return
     expected = {case: called(size, *case) for case in cases}
     RECORDINGS.clear()
-    noise, begun = [], _capture_resources.cache_info().currsize
+    noise = []
     for turn in range(2 * CALLS + 4):
         for case in cases:
             inputs, grad = drawn(size, *case[1:])
@@ -87,8 +87,7 @@ def _started_kernels():
         if turn == CALLS + 2:  # boxes grow, and lie elsewhere
             far, grad = drawn(size, 24, 0, 16 * tokens)
             attend(far, grad, "causal")
-    assert _capture_resources.cache_info().currsize > begun  # something was recorded
-    assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) > 0
+    assert kept_by_graphs(torch.device("cuda", torch.cuda.current_device())) > 0  # something was recorded
     other = torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     for _ in range(CALLS + 2):

@@ -1,6 +1,5 @@
 """Tiny models of every family, in directories as transformers saves them, and what transformers generates with them."""
 
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -8,7 +7,6 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from bmburst.comm.checks import CheckedCommunicator
@@ -16,57 +14,44 @@ from bmburst.convert.weights import open_weights
 from bmburst.inference.batch import Engine
 from bmburst.inference.sampling import Sampled
 from bmburst.inference.weights import ResidentWeights
-from tests.blocks.minicpm import MiniCPM
+from tests import tiny
 
 VOCAB = 67
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama-tied-6-heads": ("Llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
-    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
-    "llama-dynamic": ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
-    "mistral": ("Mistral", {"sliding_window": 9}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "minicpm": ("Llama", {}),
+    "llama": ("llama", {}),
+    "llama-tied-6-heads": (
+        "llama",
+        {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    ),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
+    "mistral": ("mistral", {"sliding_window": 9}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "minicpm": ("minicpm", {}),
 }
-_MINICPM = {"model_type": "minicpm", "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 16}
 
 
 @lru_cache(maxsize=16)
 def directory(family: str) -> Path:
     """A directory of a tiny model with random weights, large enough that attention matters."""
     kind, changes = FAMILIES[family]
-    torch.manual_seed(len(family))
-    settings = {**SIZES, **changes, "tie_word_embeddings": "tied" in family, "initializer_range": 0.2}
-    config = getattr(transformers, f"{kind}Config")(**settings)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     folder = Path(mkdtemp(prefix=f"bmburst-{family}-"))
-    model.save_pretrained(folder)
-    if family == "minicpm":
-        path = folder / "config.json"
-        values = json.loads(path.read_text())
-        values |= _MINICPM | {"tie_word_embeddings": False, "rope_theta": 10000.0}
-        path.write_text(json.dumps(values))
-    return folder
+    return tiny.save(folder, kind, seed=len(family), **SIZES | changes)
 
 
 @lru_cache(maxsize=16)
 def reference(family: str) -> Any:
     """The same model for transformers, in fp32."""
-    if family == "minicpm":
-        return MiniCPM(directory(family)).eval()
-    return transformers.AutoModelForCausalLM.from_pretrained(directory(family), dtype=torch.float32).eval()
+    return tiny.load(directory(family))
 
 
 @lru_cache(maxsize=16)

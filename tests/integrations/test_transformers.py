@@ -1,5 +1,6 @@
 """Models of transformers on split sequences against themselves, unsharded, in fp64 and with their own attention."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.groups import single_rank_group
-from bmburst.integrations.transformers import CHUNK, SplitSequences, _loss_sum, recompute
+from bmburst.integrations.transformers import CHUNK, Part, SplitSequences, recompute
 from bmburst.integrations.transformers_attention import attention
 from bmburst.mesh import Mesh, MeshShape
 from bmburst_ops.constants import IGNORE_INDEX
@@ -122,13 +123,15 @@ def test_attention_runs_once_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -
         assert _relative(gradient, gradients["none"]) < 1e-6, policy
 
 
-def test_logits_may_be_of_half_precision() -> None:
+def test_logits_may_be_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses are summed in fp32, a chunk at a time, and the gradient is the logits'."""
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(1, CHUNK + 3, 7, generator=draw).bfloat16().requires_grad_()
     labels = torch.randint(7, (1, CHUNK + 3), generator=draw)
     labels[0, ::3] = IGNORE_INDEX
-    found = _loss_sum(logits, labels)
+    monkeypatch.setattr(Part, "logits", lambda *_: logits)
+    part = replace(SplitSequences(ALONE).part(labels.clamp(min=0)), labels=labels)
+    found = part.loss(torch.nn.Identity(), valid=1)
     found.backward()
     wide = logits.detach().double().requires_grad_()
     expected = torch.nn.functional.cross_entropy(wide[0], labels[0], reduction="sum")

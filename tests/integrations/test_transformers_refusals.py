@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bmburst import Documents, Full, Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
@@ -15,6 +15,7 @@ from bmburst.comm.groups import single_rank_group
 from bmburst.comm.local import run_ranks
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst.integrations.transformers_attention import SequenceMask, attention, layer_mask
+from tests import tiny
 from tests.integrations import transformers_program as program
 from tests.refusals import refused
 
@@ -35,7 +36,7 @@ def _model(family: str, **options: Any) -> PreTrainedModel:
     register()
     if family in program.FAMILIES:
         return program.make_model(family, "bmburst", torch.float32, **options)
-    config = AutoConfig.for_model(family, **program._SHAPE | {"pad_token_id": 0} | options)
+    config = tiny.transformers_config(family, **{"head_dim": 8, "pad_token_id": 0, **options})
     return AutoModelForCausalLM.from_config(config, attn_implementation="bmburst", dtype=torch.float32)
 
 

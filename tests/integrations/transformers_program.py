@@ -9,23 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from bmburst import Documents, Mesh
 from bmburst.integrations.transformers import Part, SplitSequences, recompute, register
 from bmburst_ops.constants import IGNORE_INDEX
+from tests import tiny
 
 TOKENS = 37  # odd, and padded on 2 and 4 ranks
-_SHAPE = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"tie_word_embeddings": True},
@@ -36,13 +27,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def make_model(family: str, attention: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     """Return a model whose weights are random, and the same for every attention and dtype."""
-    config = AutoConfig.for_model(family, **_SHAPE | FAMILIES[family] | options)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.2, generator=generator)
-    return model.to(dtype)
+    changes = {"head_dim": 8} | FAMILIES[family] | options
+    return tiny.transformers_model(family, attention=attention, **changes).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from bmburst_ops import cpm_kernels, rms_norm
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import limits
+from tests.refusals import refused
 
 STREAM = 1234
 HALF = torch.float16
@@ -111,39 +112,35 @@ def test_it_is_taken_where_its_machine_code_runs(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "capability", "installed", "reason"),
+    ("x", "weight", "capability", "installed", "words"),
     [
-        (on_gpu(), on_gpu(), (9, 0), True, "compute capability 7.0 to 8.9 alone, and this GPU has 9.0"),
-        (on_gpu(), on_gpu(), (12, 0), True, "and this GPU has 12.0"),
-        (on_gpu(), on_gpu(), (6, 1), True, "and this GPU has 6.1"),
-        (on_gpu(torch.bfloat16), on_gpu(), (8, 0), True, "takes float16 only, got torch.bfloat16"),
-        (on_gpu(torch.float32), on_gpu(), (8, 0), True, "takes float16 only, got torch.float32"),
-        (on_gpu(features=7), on_gpu(), (8, 0), True, "takes an even number of features, got 7"),
-        (on_gpu(), on_gpu(device="cuda:1"), (8, 0), True, "the tensors are on cuda:0 and cuda:1"),
-        (torch.zeros(2, 8, dtype=HALF), torch.zeros(8, dtype=HALF), (8, 0), True, "the tensors are on cpu and cpu"),
-        (on_gpu(), on_gpu(), (8, 0), False, "is not installed: pip install bmburst[cpm-kernels]"),
+        (on_gpu(), on_gpu(), (9, 0), True, "compute capability 7.0 to 8.9 | 9.0"),
+        (on_gpu(), on_gpu(), (12, 0), True, "compute capability | 12.0"),
+        (on_gpu(), on_gpu(), (6, 1), True, "compute capability | 6.1"),
+        (on_gpu(torch.bfloat16), on_gpu(), (8, 0), True, "float16 only | torch.bfloat16"),
+        (on_gpu(torch.float32), on_gpu(), (8, 0), True, "float16 only | torch.float32"),
+        (on_gpu(features=7), on_gpu(), (8, 0), True, "even number of features | 7"),
+        (on_gpu(), on_gpu(device="cuda:1"), (8, 0), True, "cuda:0 and cuda:1"),
+        (torch.zeros(2, 8, dtype=HALF), torch.zeros(8, dtype=HALF), (8, 0), True, "cpu and cpu"),
+        (on_gpu(), on_gpu(), (8, 0), False, "not installed | pip install bmburst[cpm-kernels]"),
     ],
 )
-def test_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, x, weight, capability, installed, reason) -> None:
+def test_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, x, weight, capability, installed, words) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(cpm_kernels, "is_there", lambda *_: installed)
-    with pytest.raises(KernelError) as error:
+    with refused("norm kernel 'cpm-kernels'", words, "'auto' | torch, triton", error=KernelError, lines=2):
         rms_norm.choose_norm("cpm-kernels", x, weight)
-    first, second = str(error.value).splitlines()
-    assert first.startswith("norm kernel 'cpm-kernels' ") and first.endswith(reason)
-    assert second == "use 'auto', or one of torch, triton, cpm-kernels"
 
 
 def test_names_that_are_none_and_kernels_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     row = torch.zeros(8)
-    with pytest.raises(KernelError, match="unknown kernel 'cpm-kernel'; did you mean 'cpm-kernels'") as error:
+    with refused("'cpm-kernel' | did you mean 'cpm-kernels' | auto, torch, triton, cpm-kernels", error=KernelError):
         rms_norm.rms_norm(row, row, 1e-5, kernel="cpm-kernel")
-    assert str(error.value).endswith("known: auto, torch, triton, cpm-kernels")
-    with pytest.raises(KernelError, match="norm kernel 'triton' needs Triton"):
+    with refused("norm kernel 'triton' | needs Triton", error=KernelError):
         rms_norm.choose_norm("triton", row.double(), row)
     assert rms_norm.choose_norm("torch", row, row) is None
-    taken = ModuleType("taken")
-    monkeypatch.setattr(rms_norm, "_fused", lambda *_: taken)
+    taken = SimpleNamespace(WIDEST=8)
+    monkeypatch.setattr(rms_norm, "triton_twin", lambda *_: taken)
     assert rms_norm.choose_norm("auto", row, row) is rms_norm.choose_norm("triton", row, row) is taken
     assert rms_norm.choose_norm("torch", row, row) is None
 
@@ -165,5 +162,5 @@ def test_a_package_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(cpm_kernels, "refusal", lambda *_: None)
     monkeypatch.setattr(limits.importlib, "import_module", fails)
-    with pytest.raises(KernelError, match=f"cpm_kernels cannot be imported\n{problem}"):
+    with refused("cpm_kernels | cannot be imported", problem, error=KernelError):
         rms_norm.rms_norm(torch.zeros(2, 8, dtype=HALF), torch.ones(8, dtype=HALF), 1e-5, kernel="cpm-kernels")

@@ -201,10 +201,10 @@ def test_who_computes():
     row, wide = torch.ones(2, 8, device=DEVICE), torch.ones(1, triton_rms_norm.WIDEST + 1, device=DEVICE)
     angles, heads = torch.ones(1, 2, 4, device=DEVICE), torch.ones(1, 2, 1, 8, device=DEVICE, dtype=torch.bfloat16)
     on_gpu = DEVICE == "cuda"
-    assert rms_norm._fused(row, row[0]) is (triton_rms_norm if on_gpu else None)
+    assert rms_norm.choose_norm("auto", row, row[0]) is (triton_rms_norm if on_gpu else None)
     assert rotary._fused(heads, angles, angles) is (triton_rotary if on_gpu else None)
     assert fused.triton_twin("triton_swiglu", row, row) is (triton_swiglu if on_gpu else None)
-    assert rms_norm._fused(wide, wide[0]) is None
+    assert rms_norm.choose_norm("auto", wide, wide[0]) is None
     assert rotary._fused(heads, angles.bfloat16(), angles.bfloat16()) is None
     assert fused.triton_twin("triton_swiglu", row.double(), row.double()) is None
     assert fused.triton_twin("triton_swiglu", row, row.cpu()) is None

@@ -7,6 +7,7 @@ from torch.nn.functional import linear, silu
 from bmburst.blocks.config import AUTOMATIC_CHUNK, mlp_chunk
 from bmburst_ops.gated_mlp import gated_mlp
 from tests.live_bytes import LiveBytes
+from tests.refusals import refused
 
 
 def draw(rows, features, width, dtype=torch.float64):
@@ -95,5 +96,5 @@ def test_chunks_are_even_and_free_where_blocks_are_recomputed():
 def test_what_does_not_fit_is_refused(change):
     x, gate, up, down = draw(3, 6, 10)
     given = {"x": x, "gate": gate, "up": up, "down": down, "chunk": 2} | change
-    with pytest.raises(ValueError, match="gated_mlp needs"):
+    with refused("gated_mlp", error=ValueError):
         gated_mlp(given["x"], given["gate"], given["up"], given["down"], chunk=given["chunk"])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bmburst_ops.linear_cross_entropy import linear_cross_entropy, num_chunks
 from tests.live_bytes import LiveBytes
+from tests.refusals import refused
 
 
 def _problem(tokens: int, features: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,15 +176,15 @@ def test_number_of_chunks_depends_on_the_number_of_tokens() -> None:
 
 def test_misfits_are_refused() -> None:
     hidden, weight, labels = torch.zeros(2, 3), torch.zeros(5, 3), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"\(2, 3\), \(5, 4\)"):
+    with refused("(2, 3) | (5, 4)", error=ValueError):
         linear_cross_entropy(hidden, torch.zeros(5, 4), labels)
-    with pytest.raises(ValueError, match=r"\(3,\)"):
+    with refused("(3,)", error=ValueError):
         linear_cross_entropy(hidden, weight, torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="one dtype"):
+    with refused("one dtype | float32 | float64", error=ValueError):
         linear_cross_entropy(hidden, weight.double(), labels)
-    with pytest.raises(ValueError, match="int64"):
+    with refused("int64 | int32", error=ValueError):
         linear_cross_entropy(hidden, weight, labels.int())
-    with pytest.raises(ValueError, match="at least one token"):
+    with refused("at least one token | 0", error=ValueError):
         linear_cross_entropy(hidden, weight, labels, chunk=0)
-    with pytest.raises(ValueError, match="one is gathered"):
+    with refused("one is gathered | 0", error=ValueError):
         linear_cross_entropy(hidden, weight, labels, gathered=0)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from bmburst.blocks.config import LlamaConfig
 from bmburst.loss import global_mean
 from bmburst.mesh import Mesh
+from tests import tiny
 from tests.live_bytes import LiveBytes
 
 
@@ -38,7 +38,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
     from bmburst.attention.module import BurstAttention
     from bmburst.blocks.model import Llama
 
-    config = LlamaConfig(**case["model"])
+    config = tiny.config(**case["model"])
     model = Llama(
         config,
         attention=partial(BurstAttention, group=Mesh.over_bmtrain().sequence),

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from bmburst.blocks.config import LlamaConfig
 from bmburst.plan.buffers import attention_buffers, held_outside
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.counts import PLAIN, block_matrices, held_block
@@ -13,17 +12,17 @@ from bmburst.schedule.hardware import load_hardware
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.units import HeadShapes
+from tests import tiny
 from tests.distributed.programs import run_program
 from tests.plan.program import measure_all
 
 HARDWARE = load_hardware("h200")
+# Changes of a tiny model, as data for the process that measures.
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 48,
     "intermediate_size": 200,
     "num_layers": 3,
-    "num_heads": 4,
-    "num_kv_heads": 2,
     "head_dim": 10,
     "max_position_embeddings": 1 << 20,
 }
@@ -83,7 +82,7 @@ def measured(tmp_path_factory):
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i]['recompute']}-{CASES[i]['dtype']}-{i}")
 def test_activations_are_those_of_the_model(measured, index):
     case = CASES[index]
-    model = LlamaConfig(**case["model"])
+    model = tiny.config(**case["model"])
     memory = predicted(case)
     assert memory.moment == case.get("moment", "MLP backward")
     angles = case["tokens"] * model.head_dim * 4
@@ -98,14 +97,14 @@ def test_few_tokens_take_what_zero_gathers(measured, index):
     assert memory.moment == case["moment"]
     found = measured[len(CASES) + index]
     lines = {name: nbytes for name, nbytes in memory.lines.items() if name not in ALWAYS_THERE}
-    aligned = found["block"] / held_block(LlamaConfig(**case["model"]))  # BMTrain aligns what it moves
+    aligned = found["block"] / held_block(tiny.config(**case["model"]))  # BMTrain aligns what it moves
     gathered = sum(lines.pop(name, 0.0) for name in (GATHERED, WHOLE))
     assert aligned * gathered + sum(lines.values()) == pytest.approx(found["peak"], rel=0.01)
 
 
 def predicted(case):
     candidate = way(
-        LlamaConfig(**case["model"]), case["tokens"], dtype=case["dtype"], recompute=case["recompute"],
+        tiny.config(**case["model"]), case["tokens"], dtype=case["dtype"], recompute=case["recompute"],
         zero=case["zero"], loss_chunk=64, mlp_chunk=case.get("mlp_chunk"),
     )  # fmt: skip
     return memory_of(candidate, HARDWARE, operators=PLAIN)  # what runs on a CPU
@@ -113,7 +112,7 @@ def predicted(case):
 
 def test_parameters_are_those_of_the_model(measured):
     for case, found in zip(CASES + FEW_TOKENS, measured, strict=True):
-        model = LlamaConfig(**case["model"])
+        model = tiny.config(**case["model"])
         assert model.num_parameters == found["parameters"]
         assert 0 <= found["block"] - held_block(model) < 2048  # BMTrain aligns what it moves
         assert block_matrices(model) + 2 * model.hidden_size == held_block(model)
@@ -127,7 +126,7 @@ def shapes(size, tokens, degree, heads, kv_heads):
 
 
 def attention_model(heads, kv_heads):
-    return LlamaConfig(
+    return tiny.config(
         vocab_size=64, hidden_size=heads * 128, intermediate_size=64, num_layers=1, num_heads=heads,
         num_kv_heads=kv_heads, head_dim=128,
     )  # fmt: skip
@@ -180,7 +179,7 @@ def test_what_kernels_take_stays_with_their_graphs_where_they_are_recorded():
 
 
 def test_memory_grows_with_what_is_kept_and_shrinks_with_ranks():
-    model = LlamaConfig(**SHAPE)
+    model = tiny.config(**SHAPE)
     kept = [
         memory_of(way(model, 1 << 14, recompute=policy), HARDWARE).allocated
         for policy in ("block", "block-keep-attention", "none")
@@ -196,7 +195,7 @@ def test_memory_grows_with_what_is_kept_and_shrinks_with_ranks():
 
 
 def test_what_does_not_fit_is_said():
-    model = LlamaConfig(**SHAPE | {"intermediate_size": 1 << 16})
+    model = tiny.config(**SHAPE | {"intermediate_size": 1 << 16})
     assert not memory_of(way(model, 1 << 20, mlp_chunk=0), HARDWARE).fits
     assert memory_of(way(model, 1 << 20), HARDWARE).fits  # in chunks of tokens
     assert memory_of(way(model, 1 << 10), HARDWARE).fits

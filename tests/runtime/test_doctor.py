@@ -95,7 +95,7 @@ def package(monkeypatch, folder, name):
 def test_the_extension_of_this_python_is_read_and_no_other(gpus, status, tmp_path, monkeypatch):
     folder = package(monkeypatch, tmp_path, "bmtrain")
     monkeypatch.setattr(bmtrain, "capabilities", lambda: gpus)
-    monkeypatch.setattr(bmtrain, "_has_cuda", lambda: bool(gpus))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: bool(gpus))
     (folder / "C.cpython-27-x86_64-linux-gnu.so").write_bytes(fat_binary((CUBIN, 90)))
     lacking = bmtrain.machine_code("code")
     assert lacking.status == ("missing" if gpus else "note") and "cpython-27" in lacking.detail
@@ -108,14 +108,14 @@ def test_a_bmtrain_that_does_not_import_is_broken(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("raise ImportError('libnccl.so.2: undefined symbol')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(bmtrain, "_has_cuda", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = bmtrain.installed("BMTrain")
     assert found.status == "broken" and "undefined symbol" in found.detail and "--no-deps" in found.fix
 
 
 def test_a_bmtrain_that_is_not_there_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    monkeypatch.setattr(bmtrain, "_has_cuda", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = bmtrain.installed("BMTrain")
     assert found.status == "missing" and "bmtrain==1.0.1" in found.fix and "--no-deps" in found.fix
 

@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -222,13 +223,18 @@ def test_recorded_memory_lives_until_the_message_has_arrived() -> None:
             return False
 
     side.keep(tensor)
-    assert not side._kept, "nothing is pending: nothing to keep for"
+    alive = weakref.ref(tensor)
+    del tensor
+    assert alive() is None, "nothing is pending: nothing to keep for"
     side.add(Slow())
+    tensor = torch.zeros(3)
     side.keep(tensor)
-    assert side._kept == [tensor]
+    alive = weakref.ref(tensor)
+    del tensor
+    assert alive() is not None
     arrived.set()
     side.synchronize()
-    assert not side._kept
+    assert alive() is None
 
 
 def test_two_communicators_in_flight_do_not_mix() -> None:

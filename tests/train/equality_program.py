@@ -5,24 +5,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bmburst.blocks.config import LlamaConfig
 from bmburst.sequence import IGNORE_INDEX
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig
+from tests import tiny
 from tests.train.given import local
 
 STEPS, TOKENS, SEQUENCES = 4, 37, 8  # 37 tokens: padded on 2 and 4 ranks; 2 sequences for each of 4 ranks
 LONG, FEW_STEPS = 20, 3
 LR, DECAY = 1e-3, 0.1
-SHAPE = {
-    "vocab_size": 264,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "max_position_embeddings": 64,
-}
-
+SHAPE = tiny.config(vocab_size=tiny.BYTES)
 
 Split = tuple[int, ...]
 """Data x sequence, or data x sequence x tensor ranks."""
@@ -53,7 +44,7 @@ CASES = [
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the step's whole batch: sequences hold uneven numbers of valid labels, some ranks none at all."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(SHAPE["vocab_size"], (SEQUENCES, TOKENS + 1), generator=generator)
+    ids = torch.randint(SHAPE.vocab_size, (SEQUENCES, TOKENS + 1), generator=generator)
     inputs, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
     labels[0, 7:] = IGNORE_INDEX
     labels[2:4] = IGNORE_INDEX  # all that one of 4 data ranks has
@@ -87,7 +78,7 @@ def _train(folder: Path, split: Split, case: Case, dtype: Any, steps: int) -> No
     share = SEQUENCES // data
     config = TrainConfig(
         preset=None,
-        model=LlamaConfig(**SHAPE),
+        model=SHAPE,
         sequence_length=TOKENS,
         steps=LONG,
         batch_size=SEQUENCES,

@@ -5,21 +5,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint import training as checkpoint
 from bmburst.train.config import DataConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from bmburst.train.trainer import run
+from tests import tiny
 
 STEPS = 6
-SHAPE = LlamaConfig(
-    vocab_size=264,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    max_position_embeddings=64,
-)
+SHAPE = tiny.config(vocab_size=tiny.BYTES, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1)
 
 
 def config(folder: Path, name: str, **changes: Any) -> TrainConfig:

@@ -6,38 +6,27 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
-from bmburst.checkpoint.hugging_face import expected_shapes
 from bmburst.data.corpus import open_corpus
 from bmburst.train.config import (
     DataConfig,
     TrainConfig,
 )
 from bmburst.train.resolve import check_paths, resolve, write_run_config
+from tests import tiny
 from tests.refusals import refusal_of, says
 from tests.train.test_config_train import write
 
 
 def hugging_face(folder, **changes):
     folder.mkdir()
-    model = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=1,
-        max_position_embeddings=512,
-    )
+    model = tiny.config(vocab_size=300, num_kv_heads=1, max_position_embeddings=512)
     write(folder / "config.json", model.to_hugging_face() | changes)
-    shapes = expected_shapes(model)
-    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    save_file(tiny.weights(model), folder / "model.safetensors")
     return folder, model
 
 

@@ -10,17 +10,14 @@ from transformers import LlamaForCausalLM
 from bmburst.blocks.config import LlamaConfig, RopeScaling
 from bmburst.blocks.presets import PRESETS, preset
 from bmburst.config import build, read_layer, to_dict
+from tests import tiny
 from tests.refusals import refusal_of, says
 
-SMALL = {
-    "vocab_size": 37,
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_layers": 3,
-    "num_heads": 6,
-    "num_kv_heads": 2,
-    "max_position_embeddings": 64,
-}
+
+def small(**more):
+    return tiny.config(**{"num_layers": 3, "num_heads": 6, **more})
+
+
 SCALINGS = [
     None,
     RopeScaling(kind="linear", factor=2.5),
@@ -43,7 +40,7 @@ SCALINGS = [
     "more", [{}, {"head_dim": 10, "tie_embeddings": True, "rope_theta": 5e5, "norm_eps": 1e-6, "init_std": 0.5}]
 )
 def test_round_trips(scaling, more):
-    config = LlamaConfig(**SMALL, **more, rope_scaling=scaling)
+    config = small(**more, rope_scaling=scaling)
     assert LlamaConfig.from_hugging_face(json.loads(json.dumps(config.to_hugging_face()))) == config
     assert build(LlamaConfig, read_layer(LlamaConfig, json.loads(json.dumps(to_dict(config))), "")) == config
 
@@ -51,7 +48,7 @@ def test_round_trips(scaling, more):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("form", ["both", "rope_scaling", "rope_parameters"])
 def test_transformers_reads_what_we_write_and_we_what_it_writes(scaling, form):
-    config = LlamaConfig(**SMALL, rope_theta=5e5, rope_scaling=scaling)
+    config = small(rope_theta=5e5, rope_scaling=scaling)
     values = config.to_hugging_face()
     if form == "rope_scaling":
         del values["rope_parameters"]
@@ -66,7 +63,7 @@ def test_transformers_reads_what_we_write_and_we_what_it_writes(scaling, form):
 
 @pytest.mark.parametrize("more", [{}, {"head_dim": 10}, {"tie_embeddings": True}])
 def test_num_parameters_is_what_transformers_makes(more):
-    config = LlamaConfig(**SMALL, **more)
+    config = small(**more)
     with torch.device("meta"):
         model = LlamaForCausalLM(HuggingFaceConfig(**config.to_hugging_face()))
     assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -101,17 +98,17 @@ def test_minicpm_code_finds_the_kind_of_scaling():
     """It reads `rope_scaling["type"]` and `["factor"]`, and knows linear and dynamic."""
     factors = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 16}
     for scaling in SCALINGS[1:3]:
-        config = LlamaConfig(**SMALL, **factors, rope_scaling=scaling)
+        config = small(**factors, rope_scaling=scaling)
         values = config.to_hugging_face()
         assert values["rope_scaling"] == {"type": scaling.kind, "factor": scaling.factor}
         assert LlamaConfig.from_hugging_face(values) == config
         del values["rope_parameters"]
         assert LlamaConfig.from_hugging_face(values) == config
-        assert "type" not in LlamaConfig(**SMALL, rope_scaling=scaling).to_hugging_face()["rope_scaling"]
+        assert "type" not in small(rope_scaling=scaling).to_hugging_face()["rope_scaling"]
 
 
 def test_transformers_4_with_the_old_key_type():
-    values = LlamaConfig(**SMALL).to_hugging_face()
+    values = small().to_hugging_face()
     del values["rope_parameters"]
     values["rope_scaling"] = {"type": "linear", "factor": 2.0}
     assert LlamaConfig.from_hugging_face(values).rope_scaling == RopeScaling(kind="linear", factor=2)
@@ -139,17 +136,17 @@ def test_defaults_of_keys_that_hugging_face_may_leave_out():
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
 def test_a_missing_original_length_is_the_longest_one_as_in_transformers(kind):
     rope = {"rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    values = LlamaConfig(**SMALL).to_hugging_face() | {"rope_scaling": rope}
+    values = small().to_hugging_face() | {"rope_scaling": rope}
     scaling = LlamaConfig.from_hugging_face(values).rope_scaling
     assert scaling is not None
-    assert scaling.original_max_position_embeddings == SMALL["max_position_embeddings"]
+    assert scaling.original_max_position_embeddings == small().max_position_embeddings
 
 
 def test_yarn_with_two_mscales_gets_the_factor_that_transformers_computes():
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0}
-    values = LlamaConfig(**SMALL).to_hugging_face() | {"rope_scaling": {**rope, "mscale_all_dim": 0.5}}
+    values = small().to_hugging_face() | {"rope_scaling": {**rope, "mscale_all_dim": 0.5}}
     del values["rope_parameters"]
     scaling = LlamaConfig.from_hugging_face(values).rope_scaling
     assert scaling is not None
@@ -183,7 +180,7 @@ def test_yarn_with_two_mscales_gets_the_factor_that_transformers_computes():
     ],
 )
 def test_foreign_models_are_refused(changes, words):
-    says(refusal_of(LlamaConfig.from_hugging_face, LlamaConfig(**SMALL).to_hugging_face() | changes), words)
+    says(refusal_of(LlamaConfig.from_hugging_face, small().to_hugging_face() | changes), words)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +200,7 @@ def test_foreign_models_are_refused(changes, words):
     ],
 )
 def test_shapes_that_cannot_be_are_refused(changes, words):
-    says(refusal_of(LlamaConfig, **(SMALL | changes)), words)
+    says(refusal_of(small, **changes), words)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ the gradient, because Adam cancels it; the first step's gradients and the norm d
 
 import pytest
 import torch
-from transformers import LlamaConfig as HuggingFaceConfig
-from transformers import LlamaForCausalLM
 
-from bmburst.blocks.config import LlamaConfig
+from tests import tiny
 from tests.distributed.programs import run_program
 from tests.train import equality_program as program
 
@@ -28,7 +26,7 @@ def folder(tmp_path_factory):
     """A model with random weights, and what 4 ranks make of it in every split."""
     folder = tmp_path_factory.mktemp("equality")
     (folder / "text.txt").write_text("the text is not used: batches are given\n" * 50)
-    make_model().save_pretrained(folder / "model")
+    tiny.save(folder / "model", program.SHAPE)
     run_program(4, program.train_all, folder, SPLITS, seconds=300)
     run_program(1, program.train_all, folder, [(1, 1)], seconds=300)
     for tensor in (2, 4):
@@ -37,20 +35,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def make_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    values = LlamaConfig(**program.SHAPE).to_hugging_face()
-    model = LlamaForCausalLM(HuggingFaceConfig(**values, attn_implementation="eager"))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
 @pytest.fixture(scope="module", params=program.CASES, ids=str)
 def reference(request, folder):
     """One process, the whole batch at once, fp32."""
     case = request.param
-    model = LlamaForCausalLM.from_pretrained(folder / "model", attn_implementation="eager", dtype=torch.float32)
+    model = tiny.load(folder / "model")
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(

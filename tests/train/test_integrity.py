@@ -271,7 +271,13 @@ def _never(folder):
             ours.train()
     # One that is asked to stop saves nothing either.
     ours = trainer(folder, "stopped", checkpoint_every=None, steps=9)
-    ours._stop.signum = signal.SIGTERM
+    next_batch = ours.next_batch
+
+    def asked_to_stop():
+        signal.raise_signal(signal.SIGTERM)
+        return next_batch()
+
+    ours.next_batch = asked_to_stop
     with contextlib.redirect_stderr(io.StringIO()) as said:
         ours.train()
     assert ours.steps_done == 1 and "nothing is saved" in said.getvalue()

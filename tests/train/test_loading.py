@@ -7,12 +7,11 @@ import threading
 import pytest
 import torch
 
-from bmburst.data import Batches, ByteTokenizer, PackedSequences
-from bmburst.data.sources import Document
-from bmburst.data.token_file import write_token_file
+from bmburst.data import Batches, PackedSequences
 from bmburst.errors import UserError
 from bmburst.sequence import SequenceShard
 from bmburst.train.loading import Loader, LocalBatch, Prefetch
+from tests import tiny
 
 SECONDS = 30  # until a test is sure that nothing comes
 
@@ -75,8 +74,7 @@ print("end")
 @pytest.fixture(scope="module")
 def sequences(tmp_path_factory):
     texts = [f"{i}: " + "text " * (i * 7 % 11) for i in range(60)]
-    documents = (Document(name=text, pieces=[text]) for text in texts)
-    file = write_token_file(tmp_path_factory.mktemp("loading") / "x", documents, ByteTokenizer())
+    file = tiny.token_file(tmp_path_factory.mktemp("loading") / "x", texts)
     return PackedSequences(file, split="train", sequence_length=33, pack="documents")
 
 

@@ -3,18 +3,16 @@
 import dataclasses
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 
-from bmburst.data import Batches, ByteTokenizer, PackedSequences, evaluation_batches
-from bmburst.data.sources import Document
-from bmburst.data.token_file import write_token_file
+from bmburst.data import Batches, PackedSequences, evaluation_batches
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.sequence import IGNORE_INDEX, SequenceShard
 from bmburst.train.loading import LocalBatch
+from tests import tiny
 from tests.data.test_samples import Counted
 from tests.train.given import local
 
@@ -23,10 +21,7 @@ SIZES = (1, 2, 3, 4)
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    rng = np.random.default_rng(5)
-    texts = ["".join(map(chr, rng.integers(97, 123, int(n)))) for n in rng.lognormal(3, 1.5, 300) + 1]
-    documents = (Document(name=str(i), pieces=[text]) for i, text in enumerate(texts))
-    return write_token_file(tmp_path_factory.mktemp("local") / "x", documents, ByteTokenizer())
+    return tiny.token_file(tmp_path_factory.mktemp("local") / "x", tiny.random_texts(300, seed=5, mean=3.0))
 
 
 def from_whole(cut, inputs, labels, documents):

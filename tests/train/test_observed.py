@@ -5,6 +5,8 @@ import io
 import json
 import sys
 import time
+from functools import partial
+from unittest.mock import patch
 
 import torch
 
@@ -43,8 +45,8 @@ def test_a_run_says_how_it_went(tmp_path):
 def _observed(folder):
     from bmburst.train.trainer import Trainer
 
-    trainer = Trainer(program.config(folder, "run", profile="2-3"))
-    trainer._lag = LagWatch(trainer._lag._hosts, window=4)
+    with patch("bmburst.train.trainer.LagWatch", partial(LagWatch, window=4)):
+        trainer = Trainer(program.config(folder, "run", profile="2-3"))
     read = trainer.next_batch
 
     def slowly():

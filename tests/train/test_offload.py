@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,19 +30,18 @@ def trainer(folder, name, offload, dtype, level, **changes):
     from bmburst.optim.host_adam import HostAdam
     from bmburst.train.trainer import Trainer
 
-    made = Trainer(
-        program.config(
-            folder,
-            name,
-            dtype=dtype,
-            parallel=ParallelConfig(zero_level=level),
-            optimizer=OptimizerConfig(offload=offload, clip_norm=0.1),  # less than the norms
-            **changes,
-        )
+    config = program.config(
+        folder,
+        name,
+        dtype=dtype,
+        parallel=ParallelConfig(zero_level=level),
+        optimizer=OptimizerConfig(offload=offload, clip_norm=0.1),  # less than the norms
+        **changes,
     )
-    if offload:
-        assert made.optimizer._host is not None
-        made.optimizer._host = HostAdam(piece=64, depth=2)  # every storage in several pieces
+    # Every storage in several pieces.
+    with patch("bmburst.optim.adamw.HostAdam", side_effect=partial(HostAdam, piece=64, depth=2)) as host:
+        made = Trainer(config)
+    assert host.called == offload
     return made
 
 

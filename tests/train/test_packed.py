@@ -9,10 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaConfig as HuggingFaceConfig
-from transformers import LlamaForCausalLM
 
 from bmburst.data import Batches, PackedSequences, open_corpus
+from tests import tiny
 from tests.distributed.programs import run_program
 from tests.train import packed_program as program
 
@@ -34,16 +33,7 @@ def prepare(folder):
     """Write the model and the text."""
     texts = [f"{i}: " + "the quick brown fox " * (i * i % 7) + "." * (i % 5) for i in range(24)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    torch.manual_seed(0)
-    values = program.SHAPE.to_hugging_face()
-    model = LlamaForCausalLM(HuggingFaceConfig(**values, attn_implementation="eager"))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder / "model")
-
-
-def load(folder):
-    return LlamaForCausalLM.from_pretrained(folder / "model", attn_implementation="eager", dtype=torch.float32)
+    tiny.save(folder / "model", program.SHAPE)
 
 
 def sum_over_documents(model, inputs, labels, lengths):
@@ -54,7 +44,7 @@ def sum_over_documents(model, inputs, labels, lengths):
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    model, config = load(folder), program.config(folder, program.CASES[0])
+    model, config = tiny.load(folder / "model"), program.config(folder, program.CASES[0])
     matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
     options = config.optimizer
     optimizer = torch.optim.AdamW(
@@ -98,7 +88,7 @@ def test_equals_documents_alone(folder, reference, case):
 @CASES
 def test_a_step_on_text(folder, reference, case):
     """The first step's samples, with the documents they are of, on the parameters after the steps above."""
-    model, (inputs, labels, documents) = load(folder), reference["text"]
+    model, (inputs, labels, documents) = tiny.load(folder / "model"), reference["text"]
     model.load_state_dict(reference["parameters"])
     with torch.no_grad():
         nats = sum(sum_over_documents(model, *row) for row in zip(inputs, labels, documents, strict=True))
@@ -120,7 +110,7 @@ def packed(folder, config, split):
 @pytest.fixture(scope="module")
 def evaluated(folder):
     """Loss and bits per byte of the held-out part, its partial sample too."""
-    model, config = load(folder), program.config(folder, program.CASES[0])
+    model, config = tiny.load(folder / "model"), program.config(folder, program.CASES[0])
     sequences = packed(folder, config, "held_out")
     assert len(sequences) >= 2
     assert sequences.partial_labels > 0

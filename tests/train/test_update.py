@@ -25,7 +25,7 @@ def _in_parts(folder):
     for batch in batches:
         trainer.backward(batch)
         alone.append([g.clone() for g in gradients_of(trainer.optimizer)])
-        trainer._manager.zero_grad()
+        trainer.optimizer.zero_grad(set_to_none=False)
     before = weights(trainer)
     for batch in batches:
         facts = trainer.backward(batch)
