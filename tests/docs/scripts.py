@@ -25,7 +25,10 @@ from tests.docs.blocks import PATHS, ROOT, read_blocks
 SECONDS = 300  # on a machine that others load: more than that is a hang
 LAUNCHERS = (("torchrun", "--nproc-per-node"), ("bmburst", "launch", "--nproc"))
 _STARTED = {"README.md"}  # here the first script of each launcher is started by that launcher itself
-_CLONED = {"training.md": ("README.md", "bmburst", "bmburst_ops"), "inference.md": ("README.md",)}  # what blocks read of the clone they run in
+_CLONED = {
+    "training.md": ("README.md", "bmburst", "bmburst_ops"),
+    "inference.md": ("README.md",),
+}  # what blocks read of the clone they run in
 
 
 class Page:

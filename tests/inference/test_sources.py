@@ -1,0 +1,100 @@
+"""Models from every kind of directory, and runs that are ended while they generate."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bmburst.convert.conversion import convert
+from bmburst.inference.generator import Generator, Source
+from tests.inference.models import VOCAB, directory, greedy, prompt
+from tests.refusals import refused
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "model-center"), ("minicpm", "model-center"), ("qwen3", "bmburst")]
+)
+def test_a_converted_model_answers_alike(tmp_path: Path, family: str, kind: str) -> None:
+    convert(directory(family), tmp_path / "model", to=kind)
+    (answer,) = Generator(tmp_path / "model", dtype="float32").generate(
+        [prompt(21)], max_new_tokens=8, eos_ids=(VOCAB + 1,)
+    )
+    assert list(answer.tokens) == greedy(family, prompt(21), 8)
+
+
+def test_weights_in_several_files_and_another_dtype(tmp_path: Path) -> None:
+    convert(directory("llama"), tmp_path / "model", to="huggingface", dtype="bfloat16", part_bytes=9000)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
+    made = Generator(tmp_path / "model")
+    assert made._engine.weights.dtype == torch.bfloat16  # as stored
+    exact = Generator(tmp_path / "model", dtype="float32").session(40)
+    exact.prefill(prompt(21))
+    rounded = made.session(40)
+    rounded.prefill(prompt(21))
+    assert exact._batch.logits is not None and rounded._batch.logits is not None
+    torch.testing.assert_close(rounded._batch.logits, exact._batch.logits, rtol=0.05, atol=0.05)
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    for path in directory("llama").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    refused(lambda: Source.open(tmp_path), "model.safetensors")
+    (tmp_path / "state.json").write_text("{}")
+    refused(lambda: Source.open(tmp_path), "state.json")
+
+
+@pytest.mark.parametrize("kind", ["interrupt", "lost rank"])
+def test_an_ended_run_ends_all_ranks(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"tokens": list(prompt(9))}))
+    words = ["--checkpoint", str(directory("llama")), "--prompts", "p.jsonl", "--output", "a.jsonl", "--nproc", "2"]
+    words += ["--max-new-tokens", "9000000"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "bmburst", "generate", *words],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        while not (tmp_path / "a.jsonl").exists():  # opened when the model has been read
+            assert run.poll() is None, run.communicate()[1]
+        ranks = _children(run.pid)
+        assert len(ranks) >= 2
+        if kind == "interrupt":
+            run.send_signal(signal.SIGINT)
+        else:
+            os.kill(ranks[-1], signal.SIGKILL)
+        _, said = run.communicate(timeout=60)
+        assert run.returncode == (130 if kind == "interrupt" else 1), said
+        assert kind == "interrupt" or "rank" in said
+        assert not any(os.path.exists(f"/proc/{pid}") and _is_running(pid) for pid in ranks)
+    finally:
+        run.kill()
+
+
+def _children(pid: int) -> list[int]:
+    """Return the ranks that a launcher has started, in order."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == pid and b"generate" in words:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
