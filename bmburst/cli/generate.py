@@ -215,12 +215,26 @@ def _answer(args: argparse.Namespace) -> int:
         length = len(request.prompts[0])
         require_room(request.source, comm, args.cache, args.dtype, args.chunk_tokens, length, request.options)
     screen = _Screen(args, request, is_main=comm.rank == 0)
+    if comm.rank == 0:
+        _note_length(request)
     with screen.bar("reading weights", request.source.nbytes(args.dtype), "B") as read:
         generator = Generator(
             request.source, cache=args.cache, dtype=args.dtype, chunk_tokens=args.chunk_tokens, on_bytes=read
         )
     answers = screen.run(generator)
     return 2 if any(answer.finish == "refused" for answer in answers) else 0
+
+
+def _note_length(request: _Request) -> None:
+    """Say, on standard error, where text gets longer than what the model was made for."""
+    most = request.source.weights.config.max_position_embeddings
+    length = max(map(len, request.prompts)) + request.options.max_new_tokens
+    if length > most:
+        print(
+            f"note: up to {length:,} tokens, but the model was made for {most:,} (max_position_embeddings): "
+            "what it answers beyond may be of no use",
+            file=sys.stderr,
+        )
 
 
 class _Screen:

@@ -93,6 +93,14 @@ def test_a_stop_string_cuts_the_text(model: Path, capsys: pytest.CaptureFixture[
     assert run(capsys, *given) == whole[: whole.index(stop)] + "\n"
 
 
+def test_what_is_longer_than_the_model_is_noted(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--checkpoint", str(model), "--prompt", "x" * 120, "--max-new-tokens")
+    assert main(["generate", *given, "8"]) == 0
+    assert "note" not in capsys.readouterr().err
+    assert main(["generate", *given, "9"]) == 0
+    assert "129 tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_prompts_of_a_file_are_answered_in_order(model: Path, tmp_path: Path, ranks: int) -> None:
     lines = [{"prompt": "Once"}, {"tokens": [5]}, {"messages": [{"role": "user", "content": "hi"}]}]
