@@ -61,9 +61,9 @@ def main() -> int:
             torch.cuda.empty_cache()
     if dist.get_rank() == 0:
         write_record(options.output, "benchmarks.strategies", dist.get_world_size(), rows=rows)
-        print(table := _table(rows))
+        print(text := table(rows))
         if options.output is not None:
-            options.output.with_suffix(".md").write_text(table + "\n", encoding="utf-8")
+            options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     dist.destroy_process_group()
     return 0
 
@@ -108,7 +108,7 @@ def _name(strategy: Strategy, ranks: int) -> str:
     return "heads" if strategy.ulysses_degree == ranks else strategy.outer
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as Markdown; the last column is auto's time over the best one's."""
     names = " | ".join(f"{name}, ms" for name in STRATEGIES)
     lines = [f"| query / KV heads | tokens | mask | {names} | auto takes | auto / best |", "|---" * 8 + "|"]
