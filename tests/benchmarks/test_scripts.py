@@ -42,7 +42,7 @@ def test_a_record_says_what_was_run_and_where(tmp_path, monkeypatch):
 
 def test_the_main_jobs_record_has_the_machine_and_a_row_a_run():
     metrics = [{"tokens_per_second": 100.0 + n, "loss": 5.0, "memory_gib": 0.5} for n in range(13)]
-    run = main_job.Run(2, "bmburst train --nproc 2", "done", 61.4, metrics, {"bits_per_byte": 2.5})
+    run = main_job.FinishedRun(2, "bmburst train --nproc 2", "done", 61.4, metrics, {"bits_per_byte": 2.5})
     machine = {"date": "2026-11-22", "device": "H200", "bmburst": "0.1", "commit": "abc", "python": "3.12"}
     machine |= {"packages": {"bmtrain": "1.0.1"}, "command": "python -m benchmarks.main_job"}
     text = main_job.record([run], machine)
