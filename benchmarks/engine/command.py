@@ -17,7 +17,8 @@ from bmburst.errors import UserError
 from bmburst.outputs import is_picture, require_file, require_folder, require_own
 
 _USAGE = (
-    "bmburst bench attention|train|inference [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS] [--output FILE]\n"
+    "bmburst bench attention|train|inference [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS]\n"
+    "                                        [--output FILE]\n"
     "       bmburst bench attention|train|inference --list [...]\n"
     "       bmburst bench attention|train|inference --table --plot --output FILE"
 )
@@ -26,8 +27,8 @@ _EPILOG = (
     "suites documents and window have no MASK: documents/131072/gqa/ours. A cell of train is named "
     "SUITE/MODEL/TOKENS/METHOD, for example step/llama-3-8b-x2/131072/ours with two of the model's layers. A cell of "
     "inference is named SUITE/MODEL/TOKENS/MASK/METHOD, for example prompt/llama-3-8b/131072/causal/heads or "
-    "batch/llama-3-8b/8x4096/causal/heads. In --cells, * also matches slashes. An existing file of --output is continued: cells that it has are skipped unless --again "
-    "is given. Tables are written beside it as .md, with pictures."
+    "batch/llama-3-8b/8x4096/causal/heads. In --cells, * also matches slashes. An existing file of --output is "
+    "continued: cells that it has are skipped unless --again is given. Tables are written beside it as .md, with pictures."
 )
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -59,8 +60,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--cell-seconds",
         type=float,
         metavar="S",
-        help="time to measure a cell; at least 3 calls (train: 2 steps; inference: 1 answer) are measured (default: 10; "
-        "train, inference: 30)",
+        help="time to measure a cell; at least 3 calls (train: 2 steps; inference: 1 answer) are measured (default: "
+        "10; train, inference: 30)",
     )
     add(
         "--cell-timeout",

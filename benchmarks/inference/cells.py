@@ -1,7 +1,7 @@
 """Cells of the inference benchmark: models, prompts and methods, and the time that a cell takes. Imports no torch."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,6 +15,11 @@ from bmburst.plan.inference import InferenceWork
 from bmburst.schedule.hardware import Hardware
 
 _KIB = 1024
+# Models that are measured: the presets, and a small one.
+SHAPES: Mapping[str, LlamaConfig] = MappingProxyType(
+    # Weights large enough that attention decides on the greedy tokens, so that methods can be compared by them.
+    {**PRESETS, "tiny": replace(PRESETS["llama-tiny"], num_layers=2, head_dim=16, init_std=0.2)}
+)
 CAUSAL, FULL = "causal", "full"
 MASKS = (CAUSAL, FULL)
 WARM_TOKENS, WARM_STEPS = 2048, 4  # of the prompt and the answer that are not measured
@@ -95,7 +100,7 @@ class InferenceCell(BaseCell):
         suite: One of `SUITES`.
         method: One of `METHODS`.
         dtype: Of weights and cache.
-        model: A preset.
+        model: A name of `SHAPES`.
         tokens: Of each prompt.
         batch: Prompts at once.
         mask: One of `MASKS`: of attention in prefill.
@@ -111,7 +116,7 @@ class InferenceCell(BaseCell):
     @property
     def config(self) -> LlamaConfig:
         """The model's configuration."""
-        return PRESETS[self.model]
+        return SHAPES[self.model]
 
     @property
     def work(self) -> InferenceWork:
@@ -162,7 +167,7 @@ class InferenceSelection(BaseSelection):
     """Which cells are listed; None takes what the suite has.
 
     Attributes:
-        models: Presets.
+        models: Names of `SHAPES`.
         masks: Of `MASKS`.
         batches: Prompts at once; other numbers than 1 are measured in suite "batch".
         new_tokens: Of each answer.
@@ -178,7 +183,7 @@ class InferenceSelection(BaseSelection):
 
     def __post_init__(self) -> None:
         for name in self.models or ():
-            require_known("model", name, PRESETS)
+            require_known("model", name, SHAPES)
         for name in self.masks or ():
             require_known("mask", name, MASKS)
         for batch in self.batches or ():

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -121,7 +122,7 @@ class InferenceRun(RankRun[InferenceCell]):
 
     def _times(self, cell: InferenceCell, rounds: Sequence[Sequence[float]]) -> Row:
         first = statistics.median(times[0] for times in rounds)
-        spans = [[b - a for a, b in zip(times, times[1:], strict=False)] for times in rounds]
+        spans = [[b - a for a, b in pairwise(times)] for times in rounds]
         each = statistics.median(span for own in spans for span in own[_SKIPPED:] or own)
         row: Row = {
             "first_token_seconds": first,

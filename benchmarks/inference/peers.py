@@ -234,7 +234,8 @@ class Transformers:
         model.load_state_dict(dict(weights.places()), strict=False, assign=True)
         if weights.config.tie_embeddings:
             model.tie_weights()
-        model.model.rotary_emb = type(model.model.rotary_emb)(config, device=weights.device)
+        with weights.device:  # its tables are no weights
+            model.model.rotary_emb = type(model.model.rotary_emb)(config)
         self._model: Any = model.eval()
         self._device = weights.device
 

@@ -54,6 +54,7 @@ def tables(results: Results[InferenceCell], notes: dict[str, int]) -> list[str]:
         if rows[0][0].suite == "batch":
             lines += grid("tokens/s of all prompts", rows, column, lambda row: f"{row['tokens_per_second']:.0f}", notes)
         lines += grid("peak GiB a rank (torch's allocator)", rows, column, _memory, notes)
+        lines += _agreement(rows, column)
         lines += _beside_paper(rows)
     return lines
 
@@ -94,6 +95,19 @@ def _over(row: Row, what: str) -> str:
 
 def _memory(row: Row) -> str:
     return f"{known(row['peak_memory_gib'])} ({known(row['allocated_gib'])})"
+
+
+def _agreement(rows: Rows[InferenceCell], column: Callable[[InferenceCell], int]) -> list[str]:
+    """Return at how many lengths all methods gave the same tokens. In 16 bits near ties may fall either way."""
+    found: dict[int, list[list[int]]] = {}
+    for cell, row in rows:
+        if row["status"] == OK:
+            found.setdefault(column(cell), []).append(row["tokens"])
+    several = [answers for answers in found.values() if len(answers) > 1]
+    if not several:
+        return []
+    equal = sum(all(answer == answers[0] for answer in answers) for answers in several)
+    return [f"First greedy tokens are the same by all methods in {equal} of {len(several)} columns.", ""]
 
 
 def _beside_paper(rows: Rows[InferenceCell]) -> list[str]:
