@@ -28,7 +28,8 @@ _EPILOG = (
     "SUITE/MODEL/TOKENS/METHOD, for example step/llama-3-8b-x2/131072/ours with two of the model's layers. A cell of "
     "inference is named SUITE/MODEL/TOKENS/MASK/METHOD, for example prompt/llama-3-8b/131072/causal/heads or "
     "batch/llama-3-8b/8x4096/causal/heads. In --cells, * also matches slashes. An existing file of --output is "
-    "continued: cells that it has are skipped unless --again is given. Tables are written beside it as .md, with pictures."
+    "continued: cells that it has are skipped unless --again is given. Tables are written beside it as .md, with "
+    "pictures."
 )
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 

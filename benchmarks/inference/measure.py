@@ -97,7 +97,8 @@ class InferenceRun(RankRun[InferenceCell]):
         answer = self._answerer(cell)
         answer(random_prompts(cell, min(cell.tokens, WARM_TOKENS)), min(cell.new_tokens, WARM_STEPS))
         gc.collect()
-        prompts, rounds = random_prompts(cell, cell.tokens), []
+        prompts = random_prompts(cell, cell.tokens)
+        rounds: list[list[float]] = []
         left = self.job.cell_seconds
         while len(rounds) <= self.job.repeats:
             seconds, ids = self._round(answer, prompts, cell.new_tokens)
