@@ -85,6 +85,16 @@ def test_more_gpus_are_faster_and_whole_weights_bound_what_fits():
     assert predict_generation(task(KIB, "llama-3-70b"), 1, load_hardware("h100")).longest == 0
 
 
+def test_a_token_reads_whole_queries_keys_and_values_where_tokens_are_split():
+    """Three ranks cannot share 8 KV heads: each reads all of q, k and v, and a third of the rest."""
+    length, bandwidth = 128 * KIB, 0.9 * 4.8e12
+    found = predict_generation(task(length, new_tokens=1), 3, H200)
+    qkv, rest = 4096 * (4096 + 2 * 1024), 4096 * (4096 + 3 * 14336)
+    read = 2 * (32 * (qkv + rest / 3) + 4096 * 128256 / 3) + 131072 * length / 3
+    latency = 32 * (1.5e-3 / 32 + 2 * 1e-5 + 3e-5) + 3e-5
+    assert found.token == pytest.approx(read / bandwidth + latency, rel=1e-6)
+
+
 def plan(*words):
     return main(["plan", "--generate", *words])
 
