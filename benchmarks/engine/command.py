@@ -17,16 +17,19 @@ from bmburst.errors import UserError
 from bmburst.outputs import is_picture, require_file, require_folder, require_own
 
 _USAGE = (
-    "bmburst bench attention|train [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS] [--output FILE]\n"
-    "       bmburst bench attention|train --list [...]\n"
-    "       bmburst bench attention|train --table --plot --output FILE"
+    "bmburst bench attention|train|inference [--gpus N | --ranks N] [--cells GLOB,...] [--budget SECONDS]\n"
+    "                                        [--output FILE]\n"
+    "       bmburst bench attention|train|inference --list [...]\n"
+    "       bmburst bench attention|train|inference --table --plot --output FILE"
 )
 _EPILOG = (
     "A cell of attention is named SUITE/TOKENS/HEADS/MASK/METHOD, for example sequence/65536/mha/causal/ulysses. The "
     "suites documents and window have no MASK: documents/131072/gqa/ours. A cell of train is named "
-    "SUITE/MODEL/TOKENS/METHOD, for example step/llama-3-8b-x2/131072/ours with two of the model's layers. In --cells, "
-    "* also matches slashes. An existing file of --output is continued: cells that it has are skipped unless --again "
-    "is given. Tables are written beside it as .md, with pictures."
+    "SUITE/MODEL/TOKENS/METHOD, for example step/llama-3-8b-x2/131072/ours with two of the model's layers. A cell of "
+    "inference is named SUITE/MODEL/TOKENS/MASK/METHOD, for example prompt/llama-3-8b/131072/causal/heads or "
+    "batch/llama-3-8b/8x4096/causal/heads. In --cells, * also matches slashes. An existing file of --output is "
+    "continued: cells that it has are skipped unless --again is given. Tables are written beside it as .md, with "
+    "pictures."
 )
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -39,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--gpus",
         metavar="N",
-        help="GPUs that share a sequence; train: also N,... (default: all GPUs)",
+        help="GPUs that share a sequence; train, inference: also N,... (default: all GPUs)",
     )
     add("--ranks", metavar="N", help="use N ranks on the CPU over gloo instead of GPUs")
     add("--cells", metavar="GLOB,...", default="*", help="cells to measure (default: all)")
@@ -51,19 +54,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--repeats",
         type=int,
         metavar="N",
-        help="pairs of calls (method, one GPU) per direction (default: 9); train: steps (default: 5)",
+        help="pairs of calls (method, one GPU) per direction (default: 9); train: steps (default: 5); inference: "
+        "answers (default: 3)",
     )
     add(
         "--cell-seconds",
         type=float,
         metavar="S",
-        help="time to measure a cell; at least 3 calls (train: 2 steps) are measured (default: 10; train: 30)",
+        help="time to measure a cell; at least 3 calls (train: 2 steps; inference: 1 answer) are measured (default: "
+        "10; train, inference: 30)",
     )
     add(
         "--cell-timeout",
         type=float,
         metavar="S",
-        help="seconds without progress after which a cell is ended (default: 300; train: 600)",
+        help="seconds without progress after which a cell is ended (default: 300; train, inference: 600)",
     )
     add(
         "--budget",

@@ -187,7 +187,11 @@ if TYPE_CHECKING:
     from benchmarks.engine.rank import RankRun
 
 KINDS: Mapping[str, str] = MappingProxyType(
-    {"attention": "benchmarks.attention.kind", "train": "benchmarks.training.kind"}
+    {
+        "attention": "benchmarks.attention.kind",
+        "train": "benchmarks.training.kind",
+        "inference": "benchmarks.inference.kind",
+    }
 )
 """The module of each kind, which has it as `KIND`, by its name in `bmburst bench NAME`."""
 RUNTIMES = ("torch", "bmtrain")  # what starts the ranks

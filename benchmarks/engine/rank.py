@@ -4,6 +4,7 @@ Ranks agree over gloo, beside what is measured, so that they still can when a ce
 """
 
 import os
+import re
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -154,8 +155,9 @@ class RankRun(ABC, Generic[C]):
             return {"status": OK, **self.measure(cell)}
         except (UserError, KernelError, ImportError) as error:
             return {"status": REFUSED, "reason": _message(error)}
-        except torch.OutOfMemoryError:
-            return {"status": FAILED, "reason": "out of memory"}
+        except torch.OutOfMemoryError as error:
+            asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+            return {"status": FAILED, "reason": "out of memory" + (f" for {asked.group(1)} more" if asked else "")}
         except Exception as error:  # a method of others may fail in any way, and the next cell is none of its business
             return {"status": FAILED, "reason": f"{type(error).__name__}: {_message(error)}"}
 

@@ -12,10 +12,12 @@ from bmburst.outputs import is_picture, require_file
 
 HELP = (
     "Predict time and memory of a training step for every sensible mesh, attention strategy, recompute policy and ZeRO "
-    "stage. Print those that fit, the fastest first, and the command of the best one. Needs no GPU."
+    "stage. Print those that fit, the fastest first, and the command of the best one. --generate: predict the first "
+    "token, the time of a token and the memory of generation. Needs no GPU."
 )
 _USAGE = (
     "bmburst plan --model NAME --seq TOKENS --gpus N [--nodes N] [--hardware NAME|FILE] [--output plan.png] [--json]\n"
+    "       bmburst plan --generate --model NAME --seq TOKENS --gpus N [--new-tokens N] [--batch N] [--json]\n"
     "       bmburst plan --calibrate --output machine.toml [--ranks N]\n"
     "       bmburst plan --check"
 )
@@ -30,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage, parser.epilog = _USAGE, _EPILOG
     add = parser.add_argument
     add("--model", metavar="NAME", help="preset of bmburst train, for example llama-3-8b")
-    add("--seq", type=tokens, metavar="TOKENS", help=f"sequence length in tokens, {TOKENS_TOO}")
+    add("--seq", type=tokens, metavar="TOKENS", help=f"tokens of a sequence, or of a prompt, {TOKENS_TOO}")
     add("--gpus", type=int, metavar="N", default=8, help="total number of GPUs (default: 8)")
     add(
         "--nodes",
@@ -45,6 +47,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="h200",
         help="name of a GPU type, or a hardware file written by --calibrate (default: h200)",
     )
+    add(
+        "--generate",
+        action="store_true",
+        help="predict generation in place of training: prompts of --seq tokens, --batch of them at once",
+    )
+    add("--new-tokens", type=int, metavar="N", help="with --generate: tokens of each answer (default: 64)")
     add("--batch", type=int, metavar="N", default=1, help="sequences a step, over all GPUs (default: 1)")
     add(
         "--micro-batch",
@@ -93,6 +101,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure this machine and write a hardware file; takes at most a minute",
     )
+    parser.set_defaults(given=parser.get_default)
     add(
         "--ranks",
         type=int,
@@ -116,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
             )
         if getattr(args, name) and args.json:
             raise UserError(f"--json prints planned configurations, but --{name} {what}\nfix: leave out one of the two")
+    _check_generate(args)
     if args.ranks is not None and not args.calibrate:
         raise UserError(
             f"--ranks {args.ranks} is an option of --calibrate\nfix: give --gpus, the number of GPUs to plan for"
@@ -131,7 +141,58 @@ def run(args: argparse.Namespace) -> int:
 
         print(markdown(compare()))
         return 0
-    return _plan(args)
+    return _generate(args) if args.generate else _plan(args)
+
+
+def _check_generate(args: argparse.Namespace) -> None:
+    """Refuse --new-tokens without --generate, and with it the options of a training step."""
+    if not args.generate:
+        if args.new_tokens is not None:
+            raise UserError(f"--new-tokens {args.new_tokens} is an option of --generate\nfix: add --generate")
+        return
+    for name in ("check", "calibrate"):
+        if getattr(args, name):
+            raise UserError(f"--generate and --{name} cannot be combined\nfix: run bmburst plan once with each")
+    for name in ("nodes", "micro_batch", "loss_chunk", "mlp_chunk", "recompute", "zero", "tensor", "ways", "output"):
+        if getattr(args, name) != args.given(name):
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} says nothing of generation, which runs on one node\nfix: leave {option} out")
+
+
+def _require_question(args: argparse.Namespace) -> None:
+    for name in ("model", "seq"):
+        if getattr(args, name) is None:
+            raise UserError(f"--{name} is missing\nfix: add it, for example bmburst plan --model llama-3-8b --seq 1M")
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from bmburst.blocks.presets import preset
+    from bmburst.plan.generation import (
+        GenerationTask,
+        counts,
+        generation_json,
+        generation_report,
+        predict_generation,
+    )
+    from bmburst.schedule.hardware import load_hardware
+
+    _require_question(args)
+    task = GenerationTask(
+        model=preset(args.model, "model"),
+        preset=args.model,
+        prompt=args.seq,
+        new_tokens=64 if args.new_tokens is None else args.new_tokens,
+        batch=args.batch,
+        dtype=args.dtype,
+    )
+    hardware = load_hardware(args.hardware)
+    asked = predict_generation(task, args.gpus, hardware)
+    found = [asked if gpus == args.gpus else predict_generation(task, gpus, hardware) for gpus in counts(args.gpus)]
+    if args.json:
+        print(json.dumps(generation_json(task, hardware, found), indent=1))
+    else:
+        print(generation_report(task, hardware, found, args.gpus))
+    return 0
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -141,9 +202,7 @@ def _plan(args: argparse.Namespace) -> int:
     from bmburst.plan.search import best_of_each, search
     from bmburst.schedule.hardware import load_hardware
 
-    for name in ("model", "seq"):
-        if getattr(args, name) is None:
-            raise UserError(f"--{name} is missing\nfix: add it, for example bmburst plan --model llama-3-8b --seq 1M")
+    _require_question(args)
     if args.ways < 1:
         raise UserError(f"--ways {args.ways}\nallowed: at least 1")
     if args.output is not None and args.output.suffix != ".png":

@@ -34,6 +34,7 @@ class Engine:
         chunk_tokens: Tokens that prefill computes at once, over all ranks.
         add_up: Adds up a small tensor over the ranks.
         kernel: Attention kernel of prefill; see `burst_attention`.
+        prefill: Computes prompts in place of `Prefill`, called as one; None: a `Prefill`.
     """
 
     weights: ModelWeights
@@ -42,6 +43,7 @@ class Engine:
     chunk_tokens: int
     add_up: Callable[[Tensor], Tensor]
     kernel: str = "auto"
+    prefill: Callable[..., Tensor] | None = None
 
     @classmethod
     def over(
@@ -93,7 +95,7 @@ class Batch:
 
     def __init__(self, engine: Engine, cache: KVCache) -> None:
         self.engine, self.cache = engine, cache
-        self._prefill = Prefill(engine.weights, engine.comm, engine.split, engine.kernel)
+        self._prefill = engine.prefill or Prefill(engine.weights, engine.comm, engine.split, engine.kernel)
         self._decoder = Decoder(engine.weights, engine.comm, cache, engine.add_up)
         self.logits: Tensor | None = None
         """Of what follows each sequence, `[sequences, vocab_size]`, fp32 or wider; None before the first prefill."""

@@ -32,7 +32,7 @@ from bmburst.plan.inference import MLP_TOKENS
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import Contiguous, Layout, Striped, StripedGroups, real_positions
-from bmburst.schedule.mask import Causal, Mask, SlidingWindow
+from bmburst.schedule.mask import Causal, Full, Mask, SlidingWindow
 from bmburst.schedule.tiles import Span, Tile, make_tiles
 from bmburst_ops.flash import Partial, select_kernel
 from bmburst_ops.gated_mlp import gated_mlp
@@ -141,12 +141,20 @@ class Prefill:
         comm: The ranks that share a sequence.
         split: How they share the cache.
         kernel: See `burst_attention`.
+        is_causal: Whether a token sees only what stands before it. Without a mask there is one prompt, in one chunk.
     """
 
     def __init__(
-        self, weights: ModelWeights, comm: CheckedCommunicator, split: CacheSplit, kernel: str = "auto"
+        self,
+        weights: ModelWeights,
+        comm: CheckedCommunicator,
+        split: CacheSplit,
+        kernel: str = "auto",
+        *,
+        is_causal: bool = True,
     ) -> None:
         self._weights, self._comm, self._split, self._kernel = weights, comm, split, kernel
+        self._is_causal = is_causal
         self._config = weights.config
 
     def __call__(
@@ -175,7 +183,7 @@ class Prefill:
         config = self._config
         last = torch.zeros(len(turns), config.hidden_size, dtype=self._weights.dtype, device=self._weights.device)
         for chunk in make_chunks(plan, chunk_tokens, self._split.token_groups):
-            step = _ChunkStep(self._weights, self._comm, self._split, self._kernel, cache, chunk)
+            step = _ChunkStep(self._weights, self._comm, self._split, self._kernel, cache, chunk, self._mask_of(chunk))
             hidden = step.run(ids, begins)
             for piece in chunk.pieces:
                 at = step.local_index(piece.offset + piece.tokens - 1) if piece.is_last else None
@@ -186,6 +194,12 @@ class Prefill:
         if self._comm.size > 1:  # one rank has each row, the others add zeros
             (last,) = self._comm.all_reduce(last).wait()
         return last
+
+    def _mask_of(self, chunk: Chunk) -> Mask:
+        if self._is_causal:
+            return chunk.mask(self._config.sliding_window)
+        assert len(chunk.pieces) == 1 and chunk.is_fresh and chunk.pieces[0].is_last  # all keys are there
+        return Full()
 
 
 class _ChunkStep:
@@ -199,11 +213,12 @@ class _ChunkStep:
         kernel: str,
         cache: KVCache,
         chunk: Chunk,
+        mask: Mask,
     ) -> None:
         self._weights, self._comm, self._split, self._kernel = weights, comm, split, kernel
         self._cache, self._chunk = cache, chunk
         self._config = weights.config
-        self._mask = chunk.mask(self._config.sliding_window)
+        self._mask = mask
         self._call: AttentionCall | None = None
 
     @cached_property

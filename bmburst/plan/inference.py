@@ -1,10 +1,12 @@
-"""Memory of inference, by formula: weights, KV cache and what prefill holds of a chunk. Imports no torch."""
+"""Memory of inference, by formula, and the least time of prefill and of a token. Imports no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.plan.counts import BLOCK_NORMS, CURRENT, block_matrices, causal_pairs, table
 from bmburst.schedule.cache_split import CacheSplit
+from bmburst.schedule.hardware import Hardware
 
 WIDE = 4  # bytes of fp32: log-sum-exp, logits, partial results
 MLP_TOKENS = 16384
@@ -90,3 +92,72 @@ def _largest(fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+READ_RATIO = 4.8 / 3.8
+"""The memory's own bandwidth over that of kernels that read and write (`Hardware.memory_bandwidth`), of an H200."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferenceWork:
+    """What inference computes and reads at least, whatever runs it.
+
+    Attributes:
+        config: The model.
+        batch: Sequences.
+        itemsize: Bytes of a number of weights and cache.
+        is_causal: Whether attention of the prompt has a causal mask.
+    """
+
+    config: LlamaConfig
+    batch: int = 1
+    itemsize: int = 2
+    is_causal: bool = True
+
+    def products(self, tokens: int) -> float:
+        """Return the FLOPs of products with the weights of all blocks, for prompts of so many tokens each."""
+        config = self.config
+        return 2.0 * config.num_layers * block_matrices(config) * self.batch * tokens
+
+    def attention(self, tokens: int) -> float:
+        """Return the FLOPs of attention of such prompts, over all layers."""
+        config = self.config
+        pairs = causal_pairs([tokens], config.sliding_window) if self.is_causal else float(tokens) ** 2
+        return 4.0 * pairs * config.num_heads * config.head_dim * config.num_layers * self.batch
+
+    def elementwise(self, tokens: int) -> float:
+        """Return the bytes that norms, the stream, rotary embedding, activation and the cache move for such prompts."""
+        config = self.config
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        each = (BLOCK_NORMS * CURRENT.norm_forward + CURRENT.stream_forward) * config.hidden_size
+        each += CURRENT.rotary * (query + kv) + CURRENT.swiglu_forward * config.intermediate_size
+        copied = 2 * 2 * kv  # keys and values, read and written
+        return config.num_layers * self.batch * tokens * (each * self.itemsize / 2 + copied * self.itemsize)
+
+    def prefill_bound(self, tokens: int, ranks: int, hardware: Hardware) -> float:
+        """Return the seconds that such prompts take at least on some GPUs: their work at the rates of long kernels.
+
+        The head, which one token of each prompt passes, does not count.
+        """
+        seconds = self.attention(tokens) / hardware.attention_forward + self.products(tokens) / hardware.matmul
+        return (seconds + hardware.memory_seconds(self.elementwise(tokens))) / ranks
+
+    def weight_bytes(self) -> float:
+        """Return the bytes of weights that a token reads: blocks and head."""
+        config = self.config
+        return float(self.itemsize * (config.num_layers * block_matrices(config) + table(config)))
+
+    def cache_bytes(self, length: int) -> float:
+        """Return the bytes of keys and values that a token of each sequence reads, with `length` tokens cached."""
+        config = self.config
+        seen = length if config.sliding_window is None else min(length, config.sliding_window)
+        return 2.0 * config.num_layers * config.num_kv_heads * config.head_dim * seen * self.batch * self.itemsize
+
+    def decode_bound(self, length: int, ranks: int, hardware: Hardware) -> float:
+        """Return the seconds that a token of each sequence takes at least: all bytes at the memory's own bandwidth."""
+        return (self.weight_bytes() + self.cache_bytes(length)) / ranks / read_bandwidth(hardware)
+
+
+def read_bandwidth(hardware: Hardware) -> float:
+    """Return the bytes a second that a GPU's memory delivers to a kernel that only reads."""
+    return READ_RATIO * hardware.memory_bandwidth
