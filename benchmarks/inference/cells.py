@@ -22,6 +22,7 @@ SHAPES: Mapping[str, LlamaConfig] = MappingProxyType(
 )
 CAUSAL, FULL = "causal", "full"
 MASKS = (CAUSAL, FULL)
+_MASKED = 2e-9  # seconds of the host for each score of a head that the reference kernel masks
 WARM_TOKENS, WARM_STEPS = 2048, 4  # of the prompt and the answer that are not measured
 
 
@@ -152,13 +153,16 @@ class InferenceCell(BaseCell):
     def seconds(self, hardware: Hardware) -> float:
         """Return about how long one answer takes, at least.
 
-        Where scores are materialised they move four times in fp32, whatever the mask.
+        Where scores are materialised they move four times in fp32, whatever the mask; the reference kernel's masks are
+        made on the host.
         """
         work, config = self.work, self.config
         prefill = work.prefill_bound(self.tokens, self.ranks, hardware)
         if METHODS[self.method].is_materialised:
             scores = float(self.tokens) ** 2 * config.num_heads * config.num_layers * self.batch / self.ranks
             prefill += hardware.memory_seconds(4 * 4 * scores)
+        if self.method == NO_LAO and self.mask == CAUSAL:  # the tiles of a striped ring all have a mask
+            prefill += _MASKED * float(self.tokens) ** 2 / 2 / self.ranks * config.num_layers * self.batch
         return prefill + self.new_tokens * work.decode_bound(self.tokens, self.ranks, hardware)
 
 
@@ -209,6 +213,8 @@ def _models(selection: InferenceSelection) -> tuple[str, ...]:
 
 def _of(selection: InferenceSelection, ranks: int, model: str) -> Iterator[InferenceCell]:
     for name, suite in SUITES.items():
+        if name == "batch" and selection.batches is None and (selection.tokens or model not in suite.models):
+            continue  # a batch of long prompts is only what somebody asks for
         if model not in suite.models and selection.models is None:
             continue
         longest = suite.models.get(model, suite.first)

@@ -22,7 +22,7 @@ def _configure(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--models", metavar="NAME,...", help="presets (default: llama-2-7b,llama-2-13b,llama-3-8b)")
     add("--masks", metavar="NAME,...", help="causal, full or both: of attention in prefill (default: the suites')")
-    add("--batches", metavar="N,...", help="prompts at once (default: 1, and 8,32 in the suite batch)")
+    add("--batches", metavar="N,...", help="prompts at once (default: 1, and without --tokens 8,32 in the suite batch)")
     add("--new-tokens", type=int, metavar="N", default=24, help="tokens of each answer (default: 24)")
 
 

@@ -89,6 +89,10 @@ def test_default_cells_are_those_of_the_papers_tables_and_a_million_tokens():
     assert models == sorted(models, key=["llama-2-7b", "llama-2-13b", "llama-3-8b"].index)  # weights are made once
     (one,) = list_cells(selection(globs=("batch/*/8x*/tensor-v3",)))
     assert one.name == "batch/llama-3-8b/8x4096/causal/tensor-v3"
+    for asked in ({"models": ("llama-2-7b",)}, {"tokens": (1 << 20,)}):  # no batch of long prompts by itself
+        assert {each.suite for each in list_cells(selection(**asked))} == {"prompt"}
+    more = list_cells(selection(models=("llama-2-7b",), batches=(1, 4), tokens=(8192,), methods=(HEADS,)))
+    assert {(each.suite, each.batch) for each in more} == {("prompt", 1), ("batch", 4)}
 
 
 def test_every_method_gives_the_same_tokens_on_one_and_two_ranks(tmp_path, monkeypatch, capsys):
@@ -139,6 +143,7 @@ def test_the_time_of_an_answer_is_bounded_before_it_begins():
     assert cell().seconds(h200) == pytest.approx(4.8 + 24 * 0.0085, rel=0.03)  # the design's bounds of 7B on two
     assert cell(mask="full").seconds(h200) > 1.6 * cell().seconds(h200)
     assert cell(RING_LI).seconds(h200) > 5 * cell().seconds(h200)
+    assert cell(NO_LAO).seconds(h200) > 5 * cell(RING_LI).seconds(h200)  # masks are made on the host
 
 
 def test_tables_have_ratios_and_the_papers_figures(tmp_path):
