@@ -45,7 +45,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: here)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "MemPool", lambda: SimpleNamespace(id=(0, 1)))
-    monkeypatch.setattr(module, "On", lambda _: nullcontext())
+    monkeypatch.setattr(module, "CurrentStream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)

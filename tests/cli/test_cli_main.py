@@ -70,9 +70,9 @@ def test_version(capsys):
     [
         (["trian"], "bmburst: | 'trian' | 'train'"),
         (["build_bmtrain"], "'build_bmtrain' | 'build-bmtrain'"),
-        (["xyz"], "'xyz' | train, eval"),
-        ([], "no command | train, eval"),
-        (["--verbose"], "'--verbose' | train, eval"),
+        (["xyz"], "'xyz' | train, generate, eval"),
+        ([], "no command | train, generate, eval"),
+        (["--verbose"], "'--verbose' | train, generate, eval"),
     ],
 )
 def test_unknown_commands(argv, words, capsys):

@@ -288,7 +288,7 @@ def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
     offload = config(recompute="block+offload", optimizer=OptimizerConfig(offload=True))
     assert decide(offload, 2, monkeypatch, [1, 1]) == ["block+offload"] * 2
     monkeypatch.setattr(memory_plan, "available_bytes", lambda: 1 << 20)
-    with refused("recompute block+offload", "GiB", "host", "reserve") as caught:
+    with refused("recompute block+offload", "GiB", "host", "90% of what is free") as caught:
         decide(offload, 2, monkeypatch, [1, 1])
     assert len(re.findall(r"\d GiB", str(caught.value))) >= 2, "what it needs, and what there is"
     hardware = hardware_like("")
@@ -298,7 +298,7 @@ def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
         if fits:
             assert decide(offload, 2, monkeypatch, [1, 1]) == ["block+offload"] * 2
         else:
-            with refused("recompute block+offload", "GiB", "reserve"):
+            with refused("recompute block+offload", "GiB", "90% of what is free"):
                 decide(offload, 2, monkeypatch, [1, 1])
     assert decide(config(recompute="block"), 2, monkeypatch, []) == ["block"] * 2
 

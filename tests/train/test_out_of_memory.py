@@ -149,7 +149,7 @@ def test_torchs_error_becomes_ours(monkeypatch):
 
 def test_a_host_whose_memory_is_over_is_no_traceback(monkeypatch):
     monkeypatch.setenv("RANK", "5")
-    words = ("rank 5", "host's memory", "1048576.00 GiB", "fix: ")
+    words = ("rank 5", "host memory", "1048576.00 GiB", "fix: ")
     with refused(*words, error=RunError) as caught, explained(config(2**17)):
         torch.empty(2**50, dtype=torch.uint8)
     assert not caught.value.on_all_ranks
