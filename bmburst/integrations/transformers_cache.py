@@ -114,7 +114,7 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget all tokens and give their memory back."""
         self.length, self.keys, self.values, self.is_initialized = 0, None, None, False
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # noqa: ARG002
         """Refuse beam search."""
         raise _no_beams()
 
@@ -230,9 +230,7 @@ def generate(
     devices = [mesh.sequence.device] if mesh.sequence.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        return model.generate(
-            input_ids, attention_mask=torch.ones_like(input_ids), past_key_values=cache, **options
-        )
+        return model.generate(input_ids, attention_mask=torch.ones_like(input_ids), past_key_values=cache, **options)
 
 
 def _no_beams() -> UserError:
