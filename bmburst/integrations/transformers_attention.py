@@ -113,9 +113,23 @@ class SequenceMask:
         return attend(q, k, v, length, self.comm, options)[0]
 
 
+class CachedMask:
+    """Stands for the mask of a call with a split cache: all cached tokens, or the last ones.
+
+    Args:
+        given: The attention_mask of the call.
+        window: How many tokens are seen, or None.
+    """
+
+    def __init__(self, given: object, window: int | None) -> None:
+        self.given, self.window = given, window
+        if isinstance(given, Tensor) and not given.is_cuda and not bool((given == 1).all()):
+            raise _cannot("padding in generation", "generate from prompts of one length at a time")
+
+
 def layer_mask(
     *, mask_function: Callable[..., Any], attention_mask: object = None, q_length: int, kv_length: int, **_: object
-) -> SequenceMask:
+) -> "SequenceMask | CachedMask":
     """Return the mask of one kind of layer, as a mask function of transformers.
 
     Args:
@@ -129,7 +143,7 @@ def layer_mask(
             all tokens before them or the last ones.
     """
     if not isinstance(attention_mask, SequenceMask):
-        raise _not_split(attention_mask)
+        return CachedMask(attention_mask, _window(mask_function))
     if not q_length == kv_length == attention_mask.shape[-1]:
         raise UserError(
             f"{NAME} attention has no KV cache, but there are {q_length} queries and {kv_length} keys a rank\n"
@@ -170,6 +184,15 @@ def attention(
     Raises:
         UserError: The model needs a feature that is not supported, or was not called with a split batch.
     """
+    layer = getattr(key, "split_layer", None)
+    if layer is not None and isinstance(attention_mask, CachedMask):
+        if dropout:
+            raise _cannot(f"dropout of {dropout:g} in attention", "model.eval()")
+        _require_known({name: each for name, each in asked.items() if name != "use_cache"})
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return layer.attend(query, scale, attention_mask.window), None
+    if isinstance(attention_mask, CachedMask):
+        attention_mask = attention_mask.given
     if not isinstance(attention_mask, SequenceMask):
         raise _not_split(attention_mask)
     _require_exact(attention_mask, dropout, sliding_window, asked)
@@ -198,6 +221,10 @@ def _require_exact(mask: SequenceMask, dropout: float, sliding_window: int | Non
         raise _cannot(
             "a KV cache", 'pass use_cache=False; to generate: model.set_attn_implementation("sdpa")', "use_cache=True"
         )
+    _require_known(asked)
+
+
+def _require_known(asked: dict[str, object]) -> None:
     other = [
         name for name, value in asked.items() if name not in _NOT_ASKED and value is not None and value is not False
     ]

@@ -1,0 +1,237 @@
+"""Generation with a transformers model and a KV cache that is split over ranks by tokens.
+
+Every rank has whole weights, so position p of a sequence belongs to rank `p % ranks`, and every rank keeps as many
+tokens. The tokens of a prompt are split the same way (layout "striped"), so that each rank computes what it keeps.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from bmburst.errors import UserError
+from bmburst.integrations.transformers import SplitSequences
+from bmburst.integrations.transformers_models import require_rows, require_splittable
+from bmburst.mesh import Mesh, require_mesh
+from bmburst.schedule.cache_split import CacheSplit
+from bmburst_ops.decode import decode_attention, merge_decode
+from bmburst_ops.merge import accumulation_dtype
+
+_ROOM = 64
+"""Tokens of a rank for which memory is taken at least when it grows."""
+
+
+class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer: this rank's tokens, `[batch, capacity, kv_heads, head_dim]`.
+
+    Args:
+        mesh: The ranks; its sequence group shares the cache.
+        split: Which tokens this rank keeps.
+    """
+
+    is_sliding = False
+
+    def __init__(self, mesh: Mesh, split: CacheSplit) -> None:
+        super().__init__()
+        self._mesh, self._split, self.length = mesh, split, 0
+        self.prefilling: int | None = None
+        """Tokens of the prompt whose parts the ranks compute; None while all ranks get the same tokens."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """See `CacheLayerMixin`."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = key_states.new_empty(len(key_states), 0, key_states.shape[1], key_states.shape[3])
+        self.values = value_states.new_empty(len(value_states), 0, value_states.shape[1], value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store new tokens, `[batch, kv_heads, tokens, head_dim]`; return what attention is called with."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        there, split = self._split.tokens(self.length), self._split
+        new = key_states.shape[2] if self.prefilling is None else self.prefilling
+        own = split.tokens(self.length + new) - there
+        first = 0 if self.prefilling is not None else (split.token_group - self.length) % split.token_groups
+        step = 1 if self.prefilling is not None else split.token_groups
+        for name, states in (("keys", key_states), ("values", value_states)):
+            mine = states[:, :, first::step][:, :, :own].transpose(1, 2)
+            memory = self._with_room(getattr(self, name), there, own)
+            memory[:, there : there + own] = mine
+            setattr(self, name, memory)
+        self.length += new
+        if self.prefilling is not None:
+            return key_states, value_states
+        keys = self.keys[:]
+        keys.split_layer = self
+        return keys, self.values
+
+    def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return attention of the newest tokens, the same on every rank, over all ranks' tokens.
+
+        Args:
+            query: `[batch, heads, tokens, head_dim]`.
+            scale: Factor on the scores.
+            window: How many tokens each sees, or None.
+
+        Returns:
+            `[batch, tokens, heads, head_dim]`.
+        """
+        split, new = self._split, query.shape[2]
+        wide = accumulation_dtype(query.dtype)
+        outs = []
+        for position in range(self.length - new, self.length):
+            one = query[:, :, position - self.length + new]
+            stop = torch.full((len(one),), split.tokens(position + 1), dtype=torch.int32, device=one.device)
+            start = split.tokens(max(0, position + 1 - window)) if window is not None else 0
+            out, lse = decode_attention(
+                one, self.keys, self.values, stop, starts=torch.full_like(stop, start), scale=scale, out_dtype=wide
+            )
+            outs.append(torch.cat((out, lse[..., None].to(wide)), -1))
+        partial = torch.stack(outs, 1)
+        if split.token_groups > 1:
+            (parts,) = self._mesh.sequence.all_gather(partial).wait()
+            parts = parts.flatten(1, 2)  # a token of a sequence is a row of the merge
+            merged, _ = merge_decode(parts[..., :-1], parts[..., -1])
+            return merged.unflatten(0, partial.shape[:2]).to(query.dtype)
+        return partial[..., :-1].to(query.dtype)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """See `CacheLayerMixin`."""
+        return (query_length if self.prefilling is not None else self.length + query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Return the tokens of a sequence over all ranks."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Return -1: memory grows."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget all tokens and give their memory back."""
+        self.length, self.keys, self.values, self.is_initialized = 0, None, None, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # noqa: ARG002
+        """Refuse beam search."""
+        raise _no_beams()
+
+    def _with_room(self, memory: Tensor, there: int, own: int) -> Tensor:
+        if memory.shape[1] >= max(1, there + own):
+            return memory
+        grown = memory.new_empty(len(memory), there + own + max(_ROOM, there // 8), *memory.shape[2:])
+        grown[:, :there] = memory[:, :there]
+        return grown
+
+
+class SplitCache(Cache):  # type: ignore[misc]
+    """A KV cache whose tokens are split over the ranks of a sequence group.
+
+    Args:
+        config: The model's configuration.
+        mesh: The ranks. `bmburst.Mesh.over_process_group()`.
+
+    Raises:
+        UserError: There is no mesh, or one that splits matrices.
+    """
+
+    def __init__(self, config: Any, mesh: Mesh) -> None:
+        require_mesh(mesh, "bmburst.Mesh.over_process_group(), after init_process_group", "transformers'")
+        text = config.get_text_config(decoder=True)
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        self.mesh = mesh
+        split = CacheSplit.choose("tokens", mesh.sequence.size, mesh.sequence.rank, heads, kv_heads)
+        super().__init__(layers=[SplitLayer(mesh, split) for _ in range(text.num_hidden_layers)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's memory."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+
+    @torch.no_grad()
+    def prefill(self, model: PreTrainedModel, input_ids: Tensor) -> None:
+        """Fill an empty cache with a prompt, `[batch, tokens]`, whose tokens are split over the ranks.
+
+        Raises:
+            UserError: As `SplitSequences.part`, or the model is not exact on split sequences.
+        """
+        part = SplitSequences(self.mesh, layout="striped").part(input_ids)
+
+        def decide() -> tuple[None, str]:
+            require_splittable(model, part.ends)
+            require_rows(model, part.largest)
+            return None, "SplitCache.prefill"
+
+        self.mesh.world.decided(decide)
+        for layer in self.layers:
+            layer.prefilling = input_ids.shape[1]
+        try:
+            model.base_model(
+                input_ids=part.input_ids,
+                attention_mask=part.mask,
+                position_ids=part.position_ids,
+                past_key_values=self,
+                use_cache=False,  # the model makes no cache of its own
+            )
+        finally:
+            for layer in self.layers:
+                layer.prefilling = None
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    mesh: Mesh,
+    past_key_values: SplitCache | None = None,
+    attention_mask: Tensor | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Any:
+    """Call `model.generate` with a prompt and a KV cache that are split over ranks. Every rank calls it alike.
+
+    Args:
+        model: A causal LM of transformers with attn_implementation="bmburst".
+        input_ids: The whole prompt with all turns before it, `[batch, tokens]`.
+        mesh: The ranks.
+        past_key_values: The cache of the turns before; default a new one.
+        attention_mask: Must be all ones, if given.
+        seed: Of sampling; all ranks draw the same numbers.
+        options: Further arguments of `model.generate`.
+
+    Returns:
+        What `model.generate` returns, the same on every rank.
+
+    Raises:
+        UserError: The prompt is padded, or beam search or several samples are asked for.
+    """
+    cache = SplitCache(model.config, mesh) if past_key_values is None else past_key_values
+
+    def decide() -> tuple[None, str]:
+        if not isinstance(cache, SplitCache):
+            raise UserError(f"past_key_values is a {type(cache).__name__}\nfix: SplitCache(model.config, mesh)")
+        if attention_mask is not None and not bool((attention_mask == 1).all()):
+            raise UserError("attention_mask has padding\nfix: generate from prompts of one length at a time")
+        config = options.get("generation_config") or model.generation_config
+        for name in ("num_beams", "num_return_sequences"):
+            if (options.get(name) or getattr(config, name, None) or 1) > 1:
+                raise _no_beams()
+        return None, f"generate, seed {seed}, shape {list(input_ids.shape)}"
+
+    with mesh.sequence.checking() if mesh.sequence.active else nullcontext():
+        mesh.sequence.decided(decide)
+    input_ids = input_ids.to(mesh.sequence.device)
+    most = input_ids.shape[1] - 1  # generate itself computes the last token
+    if cache.get_seq_length() == 0 and most >= mesh.sequence.size:
+        cache.prefill(model, input_ids[:, :most])
+    devices = [mesh.sequence.device] if mesh.sequence.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        return model.generate(input_ids, attention_mask=torch.ones_like(input_ids), past_key_values=cache, **options)
+
+
+def _no_beams() -> UserError:
+    return UserError("a split cache holds one sequence a prompt\nfix: num_beams=1 and num_return_sequences=1")

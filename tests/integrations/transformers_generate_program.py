@@ -1,0 +1,44 @@
+"""Generation by every rank of one job, over groups of 1 to 4 ranks. Rank 0 of each group leaves what it saw."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bmburst import Mesh
+from bmburst.integrations.transformers import register
+from bmburst.integrations.transformers_cache import SplitCache, generate
+from tests.integrations.transformers_program import FAMILIES, make_model
+
+NEW = 9
+LENGTHS = (1, 3, 8, 23)
+
+
+def prompt(length: int) -> Tensor:
+    """Return two prompts."""
+    return torch.randint(61, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+def run(output: Path) -> None:
+    """Greedy answers, two turns and samples; every rank saves its own."""
+    register()
+    mesh = Mesh.over_process_group()
+    greedy = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    found: dict[str, Any] = {}
+    for family in FAMILIES:
+        model = make_model(family, "bmburst", torch.float32).eval()
+        for length in LENGTHS:
+            cache = SplitCache(model.config, mesh)
+            first = generate(model, prompt(length), mesh=mesh, past_key_values=cache, **greedy)
+            found[f"{family} {length}"] = first
+            turn = torch.cat((first, prompt(5)), 1)
+            found[f"{family} {length} turn"] = generate(model, turn, mesh=mesh, past_key_values=cache, **greedy)
+        found[f"{family} sampled"] = generate(
+            model, prompt(8), mesh=mesh, seed=3, do_sample=True, max_new_tokens=20, min_new_tokens=20
+        )
+    long = SplitCache(model.config, mesh)
+    long.prefill(model, prompt(1000))
+    found["nbytes"] = long.nbytes
+    torch.save(found, output / f"{dist.get_rank()}.pt")
