@@ -147,7 +147,7 @@ def layer_mask(
     if not q_length == kv_length == attention_mask.shape[-1]:
         raise UserError(
             f"{NAME} attention has no KV cache, but there are {q_length} queries and {kv_length} keys a rank\n"
-            'fix: pass use_cache=False; to generate: model.set_attn_implementation("sdpa")'
+            "fix: pass use_cache=False; to generate: bmburst.integrations.transformers_cache.generate"
         )
     return attention_mask.seen(_window(mask_function))
 
@@ -219,7 +219,9 @@ def _require_exact(mask: SequenceMask, dropout: float, sliding_window: int | Non
         )
     if asked.get("use_cache"):
         raise _cannot(
-            "a KV cache", 'pass use_cache=False; to generate: model.set_attn_implementation("sdpa")', "use_cache=True"
+            "a KV cache of transformers",
+            "pass use_cache=False; to generate: bmburst.integrations.transformers_cache.generate",
+            "use_cache=True",
         )
     _require_known(asked)
 
@@ -273,7 +275,8 @@ def _not_split(got: object) -> UserError:
     return UserError(
         f"{NAME} attention needs a part of a split batch as attention_mask, got {what}\n"
         "fix: to train: SplitSequences(mesh).part(input_ids, attention_mask=..., position_ids=...).loss(model)\n"
-        'to generate, or for a whole sequence: model.set_attn_implementation("sdpa")'
+        "to generate: bmburst.integrations.transformers_cache.generate; "
+        'for a whole sequence: model.set_attn_implementation("sdpa")'
     )
 
 

@@ -1,10 +1,11 @@
 """Generation with a transformers model and a KV cache that is split over ranks by tokens.
 
 Every rank has whole weights, so position p of a sequence belongs to rank `p % ranks`, and every rank keeps as many
-tokens. The tokens of a prompt are split the same way (layout "striped"), so that each rank computes what it keeps.
+tokens. The tokens of the first prompt are split the same way (layout "striped"), so that each rank computes what it
+keeps. The tokens of further turns are computed by every rank, which attends to its part of the cache; their attention
+is merged over ranks. `bmburst.Generator` splits those too, for the models that it knows.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from bmburst.comm.checks import contents, describe
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_models import require_rows, require_splittable
@@ -64,8 +66,8 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         self.length += new
         if self.prefilling is not None:
             return key_states, value_states
-        keys = self.keys[:]
-        keys.split_layer = self
+        keys: Any = self.keys[:]
+        keys.split_layer = self  # by which `attention` finds it
         return keys, self.values
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
@@ -95,8 +97,10 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
             (parts,) = self._mesh.sequence.all_gather(partial).wait()
             parts = parts.flatten(1, 2)  # a token of a sequence is a row of the merge
             merged, _ = merge_decode(parts[..., :-1], parts[..., -1])
-            return merged.unflatten(0, partial.shape[:2]).to(query.dtype)
-        return partial[..., :-1].to(query.dtype)
+            partial = merged.unflatten(0, partial.shape[:2])
+        else:
+            partial = partial[..., :-1]
+        return partial.to(query.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """See `CacheLayerMixin`."""
@@ -112,7 +116,8 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens and give their memory back."""
-        self.length, self.keys, self.values, self.is_initialized = 0, None, None, False
+        if self.is_initialized:
+            self.length, self.keys, self.values = 0, self.keys[:, :0].clone(), self.values[:, :0].clone()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # noqa: ARG002
         """Refuse beam search."""
@@ -213,15 +218,26 @@ def generate(
     def decide() -> tuple[None, str]:
         if not isinstance(cache, SplitCache):
             raise UserError(f"past_key_values is a {type(cache).__name__}\nfix: SplitCache(model.config, mesh)")
+        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not input_ids.numel():
+            got = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise UserError(
+                f"input_ids must be a tensor [batch, tokens] with at least one token, got {got}\n"
+                'fix: tokenizer(text, return_tensors="pt").input_ids'
+            )
+        if cache.get_seq_length() >= input_ids.shape[1]:
+            raise UserError(
+                f"the cache holds {cache.get_seq_length()} tokens, but input_ids has {input_ids.shape[1]}\n"
+                "fix: pass the whole text, all turns before and the new prompt behind them, or a new cache"
+            )
         if attention_mask is not None and not bool((attention_mask == 1).all()):
             raise UserError("attention_mask has padding\nfix: generate from prompts of one length at a time")
         config = options.get("generation_config") or model.generation_config
         for name in ("num_beams", "num_return_sequences"):
             if (options.get(name) or getattr(config, name, None) or 1) > 1:
                 raise _no_beams()
-        return None, f"generate, seed {seed}, shape {list(input_ids.shape)}"
+        return None, f"generate\nseed {seed}\ninput_ids {describe(input_ids)} {contents(input_ids)}"
 
-    with mesh.sequence.checking() if mesh.sequence.active else nullcontext():
+    with mesh.sequence.checking():
         mesh.sequence.decided(decide)
     input_ids = input_ids.to(mesh.sequence.device)
     most = input_ids.shape[1] - 1  # generate itself computes the last token

@@ -21,6 +21,7 @@ def printed(run_page) -> str:
 def test_the_scripts_train_and_check(printed: str) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d: loss (\S+) nats a token, \d+ tokens on 2 ranks", printed)]
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.5, losses
+    assert "378 tokens; the first turn is what transformers generates" in printed
     assert "168 of 333 tokens a rank; the logits are the unsharded model's" in printed
 
 

@@ -22,9 +22,14 @@ from bmburst.inference.prompts import Answer
 from bmburst.mesh import Mesh
 from bmburst.schedule.mesh_shape import MeshShape
 from tests.inference.models import VOCAB, directory, greedy, logits, prompt
-from tests.refusals import refused
+from tests.refusals import refusal_of, says
 
 UNEVEN = (13, 5, 1, 30, 21)
+
+
+def refuse(call: Callable[[], object], *words: object) -> None:
+    """Call what must be refused in these words."""
+    says(refusal_of(call), *words)
 
 
 def alone(family: str = "llama", **options: Any) -> Generator:
@@ -141,19 +146,19 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
     refused_one, answered = made.generate([prompt(31), prompt(30)], max_new_tokens=10, eos_ids=(VOCAB + 1,))
     assert refused_one.finish == "refused" and "at most 40 tokens" in (refused_one.reason or "")
     assert list(answered.tokens) == greedy("llama", prompt(30), 10)
-    refused(lambda: made.generate([prompt(31)], max_new_tokens=10), "31 tokens", "at most 40", "--nproc")
-    refused(lambda: made.session(41), "41 tokens", "at most 40")
+    refuse(lambda: made.generate([prompt(31)], max_new_tokens=10), "31 tokens", "at most 40", "--nproc")
+    refuse(lambda: made.session(41), "41 tokens", "at most 40")
     session = made.session(40)
     session.prefill(prompt(30))
-    refused(lambda: session.generate(max_new_tokens=11), "11", "at most 10")
-    refused(lambda: session.prefill(prompt(11)), "11 more tokens", "at most 10")
+    refuse(lambda: session.generate(max_new_tokens=11), "11", "at most 10")
+    refuse(lambda: session.prefill(prompt(11)), "11 more tokens", "at most 10")
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda g: g.generate([]), ("no prompts", "at least one")),
-        (lambda g: g.generate("a text"), ("no prompts",)),
+        (lambda g: g.generate([]), ("no prompt", "at least one")),
+        (lambda g: g.generate("a text"), ("no prompt",)),
         (lambda g: g.generate(["a text"]), ("prompt 1", "tokenizer")),
         (lambda g: g.generate([[1], []]), ("prompt 2", "at least one")),
         (lambda g: g.generate([[1, VOCAB]]), ("prompt 1", str(VOCAB), f"0 to {VOCAB - 1}")),
@@ -167,7 +172,7 @@ def test_what_does_not_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyP
 )
 def test_bad_input(call: Callable[[Generator], object], words: tuple[str, ...]) -> None:
     made = alone()
-    refused(lambda: call(made), *words)
+    refuse(lambda: call(made), *words)
 
 
 @pytest.mark.parametrize(
@@ -179,20 +184,20 @@ def test_bad_input(call: Callable[[Generator], object], words: tuple[str, ...]) 
     ],
 )
 def test_bad_options(options: dict[str, Any], words: tuple[str, ...]) -> None:
-    refused(lambda: Generator(directory("llama"), **options), *words)
+    refuse(lambda: Generator(directory("llama"), **options), *words)
 
 
 def test_ranks_that_differ_are_told() -> None:
     def body(comm: CheckedCommunicator) -> None:
         made = over(comm)
-        refused(lambda: made.generate([prompt(5, seed=comm.rank)], max_new_tokens=2), "prompts", "rank")
-        refused(lambda: made.session(20).prefill(prompt(5, seed=comm.rank)), "ids", "rank")
+        refuse(lambda: made.generate([prompt(5, seed=comm.rank)], max_new_tokens=2), "prompts", "rank")
+        refuse(lambda: made.session(20).prefill(prompt(5, seed=comm.rank)), "ids", "rank")
 
     run_ranks(2, body)
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
-    run_ranks(3, lambda comm: refused(lambda: over(comm, cache="heads"), "2 KV heads", "3 ranks", "--cache tokens"))
+    run_ranks(3, lambda comm: refuse(lambda: over(comm, cache="heads"), "2 KV heads", "3 ranks", "--cache tokens"))
 
 
 def test_no_head_of_a_token_is_kept_twice() -> None:

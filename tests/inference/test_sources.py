@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ import torch
 from bmburst.convert.conversion import convert
 from bmburst.inference.generator import Generator, Source
 from tests.inference.models import VOCAB, directory, greedy, prompt
-from tests.refusals import refused
+from tests.refusals import refusal_of, says
+
+
+def refuse(call: Callable[[], object], *words: object) -> None:
+    """Call what must be refused in these words."""
+    says(refusal_of(call), *words)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +50,9 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     for path in directory("llama").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    refused(lambda: Source.open(tmp_path), "model.safetensors")
+    refuse(lambda: Source.open(tmp_path), "model.safetensors")
     (tmp_path / "state.json").write_text("{}")
-    refused(lambda: Source.open(tmp_path), "state.json")
+    refuse(lambda: Source.open(tmp_path), "state.json")
 
 
 @pytest.mark.parametrize("kind", ["interrupt", "lost rank"])

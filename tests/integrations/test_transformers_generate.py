@@ -9,6 +9,7 @@ import torch
 from tests.distributed.processes import run_processes
 from tests.integrations import transformers_generate_program as program
 from tests.integrations.transformers_program import FAMILIES, make_model
+from tests.refusals import says
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,14 @@ def test_tokens_equal_transformers(ranks: int, expected: dict[str, torch.Tensor]
     seen = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
     assert {n: seen[0][n].tolist() for n in expected} == {n: each.tolist() for n, each in expected.items()}
     for other in seen[1:]:
-        assert [n for n in seen[0] if n != "nbytes" and not torch.equal(other[n], seen[0][n])] == []
-    # the cache of 1000 tokens: keys and values of 2 samples, each rank's share and some room to grow
-    one = 2 * 2 * 2 * 8 * 4
-    layers_heads = seen[0]["nbytes"] / one / (-(-1000 // ranks) + 64)
-    assert layers_heads <= 4
+        assert [
+            n for n in seen[0] if isinstance(seen[0][n], torch.Tensor) and not torch.equal(other[n], seen[0][n])
+        ] == []
+    # Keys and values of 1000 tokens of two samples: each rank's own, and the room of a layer that has grown once.
+    config = make_model("llama", "eager", torch.float32).config
+    row = 2 * 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    for rank, each in enumerate(seen):
+        assert each["nbytes"] == row * (len(range(rank, 1000, ranks)) + 64)
+    assert all(each["refused"] == seen[0]["refused"] for each in seen)
+    for words, text in zip(program.REFUSED, seen[0]["refused"], strict=True):
+        assert says(text, words), text

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import DynamicCache
 
-from bmburst import Mesh
+from bmburst import Mesh, UserError
 from bmburst.integrations.transformers import register
 from bmburst.integrations.transformers_cache import SplitCache, generate
 from tests.integrations.transformers_program import FAMILIES, make_model
@@ -38,7 +39,42 @@ def run(output: Path) -> None:
         found[f"{family} sampled"] = generate(
             model, prompt(8), mesh=mesh, seed=3, do_sample=True, max_new_tokens=20, min_new_tokens=20
         )
+    model = make_model("llama", "bmburst", torch.float32).eval()
     long = SplitCache(model.config, mesh)
     long.prefill(model, prompt(1000))
     found["nbytes"] = long.nbytes
+    found["refused"] = [_refusal(model, mesh, **given) for given in BAD]
     torch.save(found, output / f"{dist.get_rank()}.pt")
+
+
+BAD: tuple[dict[str, Any], ...] = (
+    {"input_ids": [[1, 2]]},
+    {"input_ids": torch.zeros(1, 0, dtype=torch.int64)},
+    {"attention_mask": torch.tensor([[0, 1, 1]] * 2)},
+    {"num_beams": 2},
+    {"do_sample": True, "num_return_sequences": 2},
+    {"past_key_values": DynamicCache()},
+    {"past_key_values": "filled"},
+)
+REFUSED = (
+    "input_ids | list",
+    "input_ids | [1, 0]",
+    "attention_mask | padding",
+    "num_beams=1",
+    "num_return_sequences=1",
+    "DynamicCache | SplitCache",
+    "holds 3 tokens | input_ids has 3",
+)
+
+
+def _refusal(model: Any, mesh: Mesh, **given: Any) -> str:
+    """Return what `generate` says of arguments that it refuses."""
+    if given.get("past_key_values") == "filled":
+        given["past_key_values"] = SplitCache(model.config, mesh)
+        generate(model, prompt(3)[:, :2], mesh=mesh, past_key_values=given["past_key_values"], max_new_tokens=2)
+    arguments: dict[str, Any] = {"input_ids": prompt(3), "max_new_tokens": 2} | given
+    try:
+        generate(model, mesh=mesh, **arguments)
+    except UserError as error:
+        return str(error)
+    return "nothing"
