@@ -20,6 +20,7 @@ from torch.nn.functional import embedding, linear, pad
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.rope import rotary_frequencies
 from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.inference.cache import KVCache
 from bmburst.inference.weights import EMBEDDING, HEAD, NORM, LayerWeights, ModelWeights
 from bmburst.schedule.cache_split import CacheSplit
@@ -102,8 +103,13 @@ class Decoder:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether `compute` is to be captured in a CUDA graph, where nothing of it depends on the host."""
-        return self.may_capture and self._weights.is_resident and self._weights.device.type == "cuda"
+        """Whether `compute` is to be captured in a CUDA graph, where nothing of it depends on the host.
+
+        Ranks that talk over BMTrain's communicators call it directly: its collectives were not tried in a graph.
+        """
+        moves_in_graphs = self._comm.size == 1 or isinstance(self._comm.base.inner, ProcessGroupCommunicator)
+        is_resident = self._weights.is_resident and self._weights.device.type == "cuda"
+        return self.may_capture and moves_in_graphs and is_resident
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token to each sequence and return the logits of what follows, on every rank.
