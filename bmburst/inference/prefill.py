@@ -27,16 +27,16 @@ from bmburst.attention.local import local_forward
 from bmburst.blocks.rope import rotary_tables
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.inference.cache import KVCache
+from bmburst.inference.earlier import merge_earlier, striped_tiles
 from bmburst.inference.weights import EMBEDDING, LayerWeights, ModelWeights
 from bmburst.plan.inference import MLP_TOKENS
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import Contiguous, Layout, Striped, StripedGroups, real_positions
 from bmburst.schedule.mask import Causal, Full, Mask, SlidingWindow
-from bmburst.schedule.tiles import Span, Tile, make_tiles
+from bmburst.schedule.tiles import Span, Tile
 from bmburst_ops.flash import Partial, select_kernel
 from bmburst_ops.gated_mlp import gated_mlp
-from bmburst_ops.merge import accumulation_dtype, merge_partials_
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 from bmburst_ops.rotary import apply_rotary
 
@@ -364,31 +364,17 @@ class _ChunkStep:
         self, index: int, call: AttentionCall, kv_heads: Span, piece: Piece, q: Tensor, into: Partial
     ) -> None:
         """Merge attention of a piece's queries to what was cached before: they visit every token group."""
-        split = self._split
-        groups, first = split.token_groups, piece.offset // split.token_groups
-        rows = slice(first, first + piece.padded // groups)
-        keys, values = self._cache.rows(index, piece.sequence, Span(0, split.tokens(piece.start)), kv_heads)
-        visiting = q[:, rows].contiguous()
-        out = torch.zeros(visiting.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
-        lse = torch.full_like(into.lse[:, :, rows], -torch.inf, memory_format=torch.contiguous_format)
-        for hop in range(groups):
-            if hop:
-                visiting, out, lse = call.comm.ring(visiting, out, lse).wait()
-            source = (split.token_group - hop) % groups
-            tiles = self._tiles(piece, piece.start, source)
-            merge_partials_(out, lse, *local_forward(call, visiting, keys, values, tiles=tiles))
-        out, lse = call.comm.ring(out, lse).wait()
-        merged_out, merged_lse = into.out[:, rows], into.lse[:, :, rows].contiguous()
-        merge_partials_(merged_out, merged_lse, out, lse)
-        into.lse[:, :, rows] = merged_lse
+        groups = self._split.token_groups
+        rows = slice(piece.offset // groups, (piece.offset + piece.padded) // groups)
+        keys, values = self._cache.rows(index, piece.sequence, Span(0, self._split.tokens(piece.start)), kv_heads)
+        part = Partial(into.out[:, rows], into.lse[:, :, rows])
+        tiles = [self._tiles(piece, piece.start, source) for source in range(groups)]
+        merge_earlier(call, self._split.token_group, q[:, rows], keys, values, tiles, part)
 
     def _tiles(self, piece: Piece, length: int, source: int = 0) -> tuple[Tile, ...]:
         """Return the work between a piece's queries of a token group and this rank's cached tokens below `length`."""
         key = piece.offset, length, source
         if key not in self._chunk.tiles:
-            groups, window = self._split.token_groups, self._config.sliding_window
-            mask = Causal() if window is None else SlidingWindow(window)
-            queries = np.arange(piece.start + source, piece.start + piece.padded, groups)
-            keys = np.arange(self._split.token_group, length, groups)
-            self._chunk.tiles[key] = make_tiles(mask, piece.start + piece.padded, queries, keys)
+            span, window = Span(piece.start, piece.start + piece.padded), self._config.sliding_window
+            self._chunk.tiles[key] = striped_tiles(self._split, span, length, source, window)
         return self._chunk.tiles[key]

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.api import attend
+from bmburst.attention.call import decide
 from bmburst.attention.options import AttentionOptions, MaskOption
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
+from bmburst_ops.flash import Partial
 
 NAME = "bmburst"
 
@@ -63,6 +65,7 @@ class SequenceMask:
         length: Real tokens of a sequence.
         documents: Documents of all samples, one for each sample, or none.
         mask: Mask of one kind of layer; None until the model makes it by `layer_mask`.
+        window: Tokens that these layers see, also of earlier turns, their own included; None: all.
     """
 
     ndim = 4  # as a complete mask: models change masks of 2 dimensions
@@ -76,8 +79,10 @@ class SequenceMask:
         length: int,
         documents: tuple[Documents, ...] = (),
         mask: MaskOption | None = None,
+        window: int | None = None,
     ) -> None:
         batch, tokens = shape
+        self.window = window
         self.shape = (batch, 1, tokens, tokens)  # the keys of a mask are its last dimension
         self.comm, self.options, self.length, self.documents, self.mask = comm, options, length, documents, mask
 
@@ -103,14 +108,27 @@ class SequenceMask:
             length=self.length,
             documents=self.documents,
             mask=masks[0] if len(masks) == 1 else masks,
+            window=window,
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Return attention's output; all are `[batch, local_tokens, heads, head_dim]`."""
+        return attend(q, k, v, self._length, self.comm, self._options(scale))[0]
+
+    def attend_behind(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Return attention's output also to the tokens before, which a `SplitLayer` keeps."""
+        options = self._options(scale)
+        part = Partial(*attend(q, k, v, self._length, self.comm, options))
+        layer.merge_earlier(decide(self.comm, q, k, v, self._length, options), q, self.window, part)
+        return part.out
+
+    @property
+    def _length(self) -> int | None:
+        return None if self.documents else self.length  # documents know their own
+
+    def _options(self, scale: float | None) -> AttentionOptions:
         assert self.mask is not None
-        options = replace(self.options, mask=self.mask, scale=scale)
-        length = None if self.documents else self.length  # documents know their own
-        return attend(q, k, v, length, self.comm, options)[0]
+        return replace(self.options, mask=self.mask, scale=scale)
 
 
 class CachedMask:
@@ -204,7 +222,11 @@ def attention(
     width = value.shape[-1]
     if width < key.shape[-1]:  # multi-head latent attention: zeros in, zeros out
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
-    out = attention_mask.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling)
+    inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if layer is None:
+        out = attention_mask.attend(*inputs, scaling)
+    else:
+        out = attention_mask.attend_behind(layer, *inputs, scaling)
     return out[..., :width].contiguous(), None
 
 

@@ -1,9 +1,8 @@
 """Generation with a transformers model and a KV cache that is split over ranks by tokens.
 
 Every rank has whole weights, so position p of a sequence belongs to rank `p % ranks`, and every rank keeps as many
-tokens. The tokens of the first prompt are split the same way (layout "striped"), so that each rank computes what it
-keeps. The tokens of further turns are computed by every rank, which attends to its part of the cache; their attention
-is merged over ranks. `bmburst.Generator` splits those too, for the models that it knows.
+tokens. The tokens of prompts and further turns are split the same way (layout "striped"): each rank computes what it
+keeps. New tokens attend to each other as in training, and to the cache by passing queries from rank to rank.
 """
 
 from typing import Any
@@ -13,13 +12,17 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from bmburst.attention.call import AttentionCall
 from bmburst.comm.checks import contents, describe
 from bmburst.errors import UserError
+from bmburst.inference.earlier import merge_earlier, striped_tiles
 from bmburst.integrations.transformers import SplitSequences
 from bmburst.integrations.transformers_models import require_rows, require_splittable
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.schedule.cache_split import CacheSplit
+from bmburst.schedule.tiles import Span
 from bmburst_ops.decode import decode_attention, merge_decode
+from bmburst_ops.flash import Partial
 from bmburst_ops.merge import accumulation_dtype
 
 _ROOM = 64
@@ -64,11 +67,11 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
             memory[:, there : there + own] = mine
             setattr(self, name, memory)
         self.length += new
-        if self.prefilling is not None:
+        if self.prefilling is not None and self.length == new:
             return key_states, value_states
-        keys: Any = self.keys[:]
+        keys: Any = key_states[:] if self.prefilling is not None else self.keys[:]
         keys.split_layer = self  # by which `attention` finds it
-        return keys, self.values
+        return keys, value_states if self.prefilling is not None else self.values
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Return attention of the newest tokens, the same on every rank, over all ranks' tokens.
@@ -101,6 +104,22 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         else:
             partial = partial[..., :-1]
         return partial.to(query.dtype)
+
+    def merge_earlier(self, call: AttentionCall, q: Tensor, window: int | None, into: Partial) -> None:
+        """Merge attention of a split turn to the turns before it; see `bmburst.inference.earlier`.
+
+        Args:
+            call: Attention of the turn.
+            q: This rank's queries of the turn, `[batch, local_tokens, heads, head_dim]`.
+            window: How many tokens each sees, or None.
+            into: Attention to the turn itself; overwritten.
+        """
+        assert self.prefilling is not None
+        split, start = self._split, self.length - self.prefilling
+        span = Span(start, start + q.shape[1] * split.token_groups)
+        tiles = [striped_tiles(split, span, start, source, window) for source in range(split.token_groups)]
+        earlier = split.tokens(start)
+        merge_earlier(call, split.token_group, q, self.keys[:, :earlier], self.values[:, :earlier], tiles, into)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """See `CacheLayerMixin`."""
@@ -158,12 +177,23 @@ class SplitCache(Cache):  # type: ignore[misc]
 
     @torch.no_grad()
     def prefill(self, model: PreTrainedModel, input_ids: Tensor) -> None:
-        """Fill an empty cache with a prompt, `[batch, tokens]`, whose tokens are split over the ranks.
+        """Append a prompt or a further turn, `[batch, tokens]`, whose tokens are split over the ranks.
+
+        A turn begins at a multiple of the ranks: before it every rank computes the few tokens up to there.
 
         Raises:
             UserError: As `SplitSequences.part`, or the model is not exact on split sequences.
         """
-        part = SplitSequences(self.mesh, layout="striped").part(input_ids)
+        early = -self.get_seq_length() % self.mesh.sequence.size
+        if early:
+            self._run(model, input_ids[:, :early])
+        if input_ids.shape[1] - early < self.mesh.sequence.size:
+            if input_ids.shape[1] > early:
+                self._run(model, input_ids[:, early:])
+            return
+        input_ids = input_ids[:, early:]
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device) + self.get_seq_length()
+        part = SplitSequences(self.mesh, layout="striped").part(input_ids, position_ids=positions[None])
 
         def decide() -> tuple[None, str]:
             require_splittable(model, part.ends)
@@ -184,6 +214,11 @@ class SplitCache(Cache):  # type: ignore[misc]
         finally:
             for layer in self.layers:
                 layer.prefilling = None
+
+    def _run(self, model: PreTrainedModel, input_ids: Tensor) -> None:
+        """Compute tokens on every rank, against the split cache."""
+        mask = torch.ones(len(input_ids), self.get_seq_length() + input_ids.shape[1], device=input_ids.device)
+        model.base_model(input_ids=input_ids, attention_mask=mask.long(), past_key_values=self, use_cache=False)
 
 
 def generate(
@@ -241,8 +276,8 @@ def generate(
         mesh.sequence.decided(decide)
     input_ids = input_ids.to(mesh.sequence.device)
     most = input_ids.shape[1] - 1  # generate itself computes the last token
-    if cache.get_seq_length() == 0 and most >= mesh.sequence.size:
-        cache.prefill(model, input_ids[:, :most])
+    if cache.get_seq_length() < most:
+        cache.prefill(model, input_ids[:, cache.get_seq_length() : most])
     devices = [mesh.sequence.device] if mesh.sequence.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)

@@ -22,7 +22,7 @@ def expected() -> dict[str, torch.Tensor]:
         for length in program.LENGTHS:
             first = model.generate(program.prompt(length), **options)
             found[f"{family} {length}"] = first
-            turn = torch.cat((first, program.prompt(5)), 1)
+            turn = torch.cat((first, program.prompt(17)), 1)
             found[f"{family} {length} turn"] = model.generate(turn, **options)
     return found
 

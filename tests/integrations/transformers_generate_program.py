@@ -34,7 +34,7 @@ def run(output: Path) -> None:
             cache = SplitCache(model.config, mesh)
             first = generate(model, prompt(length), mesh=mesh, past_key_values=cache, **greedy)
             found[f"{family} {length}"] = first
-            turn = torch.cat((first, prompt(5)), 1)
+            turn = torch.cat((first, prompt(17)), 1)
             found[f"{family} {length} turn"] = generate(model, turn, mesh=mesh, past_key_values=cache, **greedy)
         found[f"{family} sampled"] = generate(
             model, prompt(8), mesh=mesh, seed=3, do_sample=True, max_new_tokens=20, min_new_tokens=20
