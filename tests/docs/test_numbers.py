@@ -43,8 +43,38 @@ def test_the_table_of_attention(label, record, cells):
     assert line.endswith(f"](benchmarks/results/{record}.md) |")
 
 
-def test_the_table_has_no_other_rows():
-    assert len(re.findall(r"^\| \d \|", README, re.M)) == len(TABLE)
+INFERENCE = {1: "inference_1xh200_202611", 2: "inference_2xh200_202611"}
+
+
+@pytest.mark.parametrize("gpus", INFERENCE)
+def test_the_table_of_inference(gpus):
+    found = rows(INFERENCE[gpus])
+    ours, theirs = (found.get(f"prompt/llama-3-8b/131072/causal/{name}@{gpus}") for name in ("heads", "transformers"))
+    beside = "-" if theirs is None else f"{theirs['first_token_seconds']:.1f} s, {theirs['token_milliseconds']:.0f} ms"
+    shown = [f"{ours['first_token_seconds']:.1f} s", f"{ours['token_milliseconds']:.1f} ms", beside]
+    assert f"| {gpus} | {' | '.join(shown)} | [" in README
+
+
+def test_the_tables_have_no_other_rows():
+    assert len(re.findall(r"^\| \d \|", README, re.M)) == len(TABLE) + len(INFERENCE)
+
+
+def test_the_page_on_inference_repeats_its_records():
+    page = (ROOT / "docs/inference.md").read_text()
+    lines = re.findall(r"^\| (llama-\S+) \| (\d) \| (\d+)K \| (\S+) \((\S+)\) \| (\S+) \((\S+)\) \|", page, re.M)
+    assert len(lines) == 9
+    for model, gpus, tokens, *shown in lines:
+        row = rows(INFERENCE[int(gpus)])[f"prompt/{model}/{int(tokens) << 10}/causal/heads@{gpus}"]
+        ratios = row["ratios"]
+        assert shown == [
+            f"{row['first_token_seconds']:.3f}",
+            f"{ratios['first_token_seconds']:.2f}",
+            f"{row['token_milliseconds']:.2f}",
+            f"{ratios['token_milliseconds']:.2f}",
+        ]
+    for prompts in (8, 32):
+        row = rows(INFERENCE[1])[f"batch/llama-3-8b/{prompts}x4096/causal/heads@1"]
+        assert f"{row['tokens_per_second']:,.0f}" in page
 
 
 def test_what_attention_costs():
