@@ -24,6 +24,11 @@ from benchmarks.inference.cells import CAUSAL, SUITES, InferenceCell
 from bmburst.amounts import short
 
 FIRST, TOKEN = "first_token_seconds", "token_milliseconds"
+_MEANING = (
+    "First token: from the prompt's ids on the host to the first new token on the host. In brackets: time over the "
+    "bound, which is the work at the rates of long kernels (prefill) and all weights and cache at the memory's "
+    "bandwidth (a token), spread over all GPUs. Weights are random."
+)
 
 
 def describe(cell: InferenceCell, row: Row) -> str:
@@ -35,14 +40,7 @@ def describe(cell: InferenceCell, row: Row) -> str:
 
 def tables(results: Results[InferenceCell], notes: dict[str, int]) -> list[str]:
     """Return all tables as lines of Markdown."""
-    lines = [
-        "# Inference",
-        "",
-        "First token: from the prompt's ids on the host to the first new token on the host. In brackets: time over the "
-        "bound, which is the work at the rates of long kernels (prefill) and all weights and cache at the memory's "
-        "bandwidth (a token), spread over all GPUs. Weights are random.",
-        "",
-    ]
+    lines: list[str] = []
     for title, rows in _settings(results):
         lines += [f"## {title}", ""]
         column = _column(rows[0][0])
@@ -56,7 +54,7 @@ def tables(results: Results[InferenceCell], notes: dict[str, int]) -> list[str]:
         lines += grid("peak GiB a rank (torch's allocator)", rows, column, _memory, notes)
         lines += _agreement(rows, column)
         lines += _beside_paper(rows)
-    return lines
+    return [*lines, _MEANING, ""] if lines else lines
 
 
 def paper() -> dict[str, Any]:
