@@ -1,4 +1,4 @@
-"""The Triton twin of `bmburst_ops.decode.append`: a program for each head of a token. Importing it needs Triton."""
+"""The Triton twin of `bmburst_ops.decode.attention.append_rotated`: a program a head. Importing it needs Triton."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -11,7 +11,7 @@ from torch import Tensor
 def append_rotated(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, rows: Tensor
 ) -> Tensor:
-    """See `bmburst_ops.decode.append`."""
+    """See `bmburst_ops.decode.attention.append_rotated`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     batch, heads, head_dim = q.shape
     kv_heads, pairs = k.shape[1], head_dim // 2

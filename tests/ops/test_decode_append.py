@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bmburst_ops.decode import append, append_rotated
+from bmburst_ops.decode import append_rotated, attention
 from bmburst_ops.rotary import apply_rotary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,7 +24,7 @@ def test_the_kernel_equals_plain_torch(monkeypatch, heads, kv_heads, head_dim, d
     ]
     results = []
     for cache, module in zip(caches, (None, "triton"), strict=True):
-        monkeypatch.setattr(append, "triton_twin", lambda *_, module=module: _twin(module))
+        monkeypatch.setattr(attention, "triton_twin", lambda *_, module=module: _twin(module))
         results.append(append_rotated(q, k, v, angles.cos(), angles.sin(), *cache[1], rows))
     plain, fused = results
     tables = angles.cos()[:, None], angles.sin()[:, None]
