@@ -68,10 +68,9 @@ def test_an_ended_run_ends_all_ranks(tmp_path: Path, kind: str) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        while not (tmp_path / "a.jsonl").exists():  # opened when the model has been read
+        # The file is opened when the model has been read; that it can be is tried before there are ranks.
+        while not (len(ranks := _children(run.pid)) >= 2 and (tmp_path / "a.jsonl").exists()):
             assert run.poll() is None, run.communicate()[1]
-        ranks = _children(run.pid)
-        assert len(ranks) >= 2
         if kind == "interrupt":
             run.send_signal(signal.SIGINT)
         else:
