@@ -143,6 +143,7 @@ class _Request:
         from bmburst.inference.prompts import PromptEncoder, read_prompts
         from bmburst.inference.sampling import generation_options
         from bmburst.inference.text import TextStream
+        from bmburst.plan.inference import chunk_of
         from bmburst.schedule.cache_split import CacheSplit
 
         source = Source.open(args.checkpoint)
@@ -162,8 +163,7 @@ class _Request:
                 f"--stream with {len(prompts)} prompts and {options.num_samples} answers to each\n"
                 "allowed: one prompt and one answer\nfix: --output FILE in place of --stream"
             )
-        if args.chunk_tokens is not None and args.chunk_tokens < 1:
-            raise UserError(f"--chunk-tokens {args.chunk_tokens}\nallowed: at least 1 token\nfix: for example 64K")
+        chunk_of(args.chunk_tokens, ranks, "--chunk-tokens")
         return cls(source, prompts, options)
 
 

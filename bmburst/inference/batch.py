@@ -16,7 +16,7 @@ from bmburst.inference.decode import Decoder
 from bmburst.inference.prefill import Prefill
 from bmburst.inference.sampling import Sampled
 from bmburst.inference.weights import ModelWeights
-from bmburst.plan.inference import TOKENS_OF_RANK
+from bmburst.plan.inference import chunk_of
 from bmburst.schedule.cache_split import CacheSplit
 
 MOST_SEQUENCES = 64
@@ -66,15 +66,13 @@ class Engine:
         Raises:
             UserError: The cache cannot be split so, or a chunk has no token.
         """
-        if chunk_tokens is not None and (isinstance(chunk_tokens, bool) or chunk_tokens < 1):
-            raise UserError(f"chunk_tokens {chunk_tokens}\nallowed: at least 1 token\nfix: for example 65536")
         config = weights.config
         split = CacheSplit.choose(cache, comm.size, comm.rank, config.num_heads, config.num_kv_heads)
         return cls(
             weights=weights,
             comm=comm,
             split=split,
-            chunk_tokens=chunk_tokens or TOKENS_OF_RANK * comm.size,
+            chunk_tokens=chunk_of(chunk_tokens, comm.size),
             add_up=small_sums(comm, MOST_SEQUENCES * config.hidden_size, weights.dtype),
             kernel=kernel,
         )
@@ -123,14 +121,14 @@ class Batch:
     def _aligned(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Append the first tokens by decoding, until a prefill may begin: at a multiple of the token groups."""
         groups = self.engine.split.token_groups
-        early = -self.cache.lengths[0] % groups
-        if not early:
+        if not any(length % groups for length in self.cache.lengths):
             return prompts
         if len(prompts) > 1:
             raise UserError(
                 "several sequences that are split by tokens take one prompt each\nfix: a session for each of them"
             )
         (tokens,) = prompts
+        early = -self.cache.lengths[0] % groups
         for token in tokens[:early]:
             self.logits = self._decoder.step(torch.tensor([token], device=self.engine.weights.device))
         return [tokens[early:]]

@@ -1,19 +1,19 @@
 """`Generator`: a model that answers prompts, in batches that fit the memory of its ranks."""
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from bmburst.amounts import GIB
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint.files import STATE_FILE, read_progress, verified, warn
-from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.checks import CheckedCommunicator, contents
 from bmburst.comm.protocol import gather_objects
 from bmburst.convert.weights import Weights, open_weights
 from bmburst.data.tokenizer import TOKENIZER_FILE, PromptTokenizer, load_tokenizer
@@ -26,7 +26,7 @@ from bmburst.inference.session import Ids, Session
 from bmburst.inference.text import TextStream
 from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
 from bmburst.mesh import Mesh
-from bmburst.plan.inference import TOKENS_OF_RANK, InferenceMemory, usable
+from bmburst.plan.inference import InferenceMemory, chunk_of, usable
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.train.memory_plan import available_bytes
 
@@ -71,7 +71,7 @@ class Source:
         return cls(directory, weights, None if name is None else load_tokenizer(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of inference: the named one, or for "auto" what most weights are stored in.
+        """Return the dtype of inference: the named one, or for "auto" that of the first query projection.
 
         Raises:
             UserError: The name is unknown.
@@ -261,13 +261,13 @@ def memory_of(
     """Return the memory that a model needs on this rank of a group.
 
     Raises:
-        UserError: The cache cannot be split so.
+        UserError: The cache cannot be split so, or a chunk has no token.
     """
     return InferenceMemory(
         config=config,
         split=CacheSplit.choose(cache, comm.size, comm.rank, config.num_heads, config.num_kv_heads),
         itemsize=dtype.itemsize,
-        chunk_tokens=chunk_tokens or TOKENS_OF_RANK * comm.size,
+        chunk_tokens=chunk_of(chunk_tokens, comm.size),
     )
 
 
@@ -341,7 +341,5 @@ def _too_large(memory: InferenceMemory, available: float) -> str:
 
 
 def _checksum(prompts: Sequence[Prompt]) -> str:
-    checksum = 0
-    for prompt in prompts:
-        checksum = zlib.crc32(prompt.tokens.tobytes(), zlib.crc32(len(prompt).to_bytes(8, "little"), checksum))
-    return f"{len(prompts)} #{checksum:08x}"
+    lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+    return f"{len(prompts)} {contents(torch.from_numpy(np.concatenate([lengths, *(each.tokens for each in prompts)])))}"

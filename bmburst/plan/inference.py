@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.errors import UserError
 from bmburst.plan.counts import BLOCK_NORMS, CURRENT, block_matrices, causal_pairs, table
 from bmburst.schedule.cache_split import CacheSplit
 from bmburst.schedule.hardware import Hardware
@@ -70,6 +71,24 @@ class InferenceMemory:
     def longest(self, available: float, sequences: int = 1, *, with_weights: bool = True) -> int:
         """Return the longest length for so many sequences that fits `available` bytes; 0 if none does."""
         return _largest(lambda length: self.total(sequences, length, with_weights=with_weights) <= available)
+
+
+def chunk_of(chunk_tokens: int | None, ranks: int, name: str = "chunk_tokens") -> int:
+    """Return the tokens of a chunk over all ranks: as asked, else `TOKENS_OF_RANK` a rank.
+
+    Args:
+        chunk_tokens: What was asked for; None: the default.
+        ranks: Ranks that share a prompt.
+        name: What the caller calls it, for the message.
+
+    Raises:
+        UserError: It has no token.
+    """
+    if chunk_tokens is None:
+        return TOKENS_OF_RANK * ranks
+    if isinstance(chunk_tokens, bool) or chunk_tokens < 1:
+        raise UserError(f"{name} {chunk_tokens}\nallowed: at least 1 token\nfix: for example 65536")
+    return chunk_tokens
 
 
 def usable(free: float, device: float) -> float:

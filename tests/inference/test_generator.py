@@ -16,7 +16,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.local import run_ranks
 from bmburst.inference import generator as generating
 from bmburst.inference.answering import Progress
-from bmburst.inference.batch import Engine
+from bmburst.inference.batch import Batch, Engine
 from bmburst.inference.generator import Generator
 from bmburst.inference.prompts import Answer
 from bmburst.mesh import Mesh
@@ -185,6 +185,23 @@ def test_bad_input(call: Callable[[Generator], object], words: tuple[str, ...]) 
 )
 def test_bad_options(options: dict[str, Any], words: tuple[str, ...]) -> None:
     refuse(lambda: Generator(directory("llama"), **options), *words)
+
+
+def test_a_batch_that_is_split_by_tokens_takes_one_prompt_each() -> None:
+    """Also where only the second of its sequences does not end at a multiple of the token groups."""
+
+    def body(comm: CheckedCommunicator) -> None:
+        engine = over(comm, cache="tokens")._engine
+        batch = Batch(engine, engine.new_cache(2, 20))
+        batch.prefill([prompt(4), prompt(5)])
+        refuse(lambda: batch.prefill([prompt(3), prompt(3)]), "one prompt each")
+
+    run_ranks(2, body)
+
+
+def test_a_chunk_without_tokens_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generating.ResidentWeights, "read", lambda *_: pytest.fail("weights were read"))
+    refuse(lambda: alone(chunk_tokens=0), "chunk_tokens 0", "at least 1")
 
 
 def test_ranks_that_differ_are_told() -> None:
