@@ -53,10 +53,24 @@ def rotary_tables(
         Two tensors `[batch, tokens, head_dim / 2]` on the device of `positions`.
     """
     frequencies, factor = rotary_frequencies(config, length)
-    # In fp64: at a million tokens an angle in fp32 is off by up to 0.03 radians. Once a forward pass, for all blocks.
     # The host need not wait: what it gives is staged before the call returns.
-    here = frequencies.to(positions.device, non_blocking=True)
-    angles = positions.unsqueeze(-1).double() * here.double()
+    return angle_tables(frequencies.to(positions.device, non_blocking=True), factor, positions, dtype)
+
+
+def angle_tables(frequencies: Tensor, factor: float, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of every position's angles, for frequencies on the device of `positions`.
+
+    Args:
+        frequencies: `[head_dim / 2]`, or some for each position, `[..., head_dim / 2]`.
+        factor: On cosine and sine.
+        positions: `[...]` int64.
+        dtype: The model's; the tables are fp32, or this if wider.
+
+    Returns:
+        Two tensors `[..., head_dim / 2]`.
+    """
+    # In fp64: at a million tokens an angle in fp32 is off by up to 0.03 radians. Once a forward pass, for all blocks.
+    angles = positions.unsqueeze(-1).double() * frequencies.double()
     wide = torch.promote_types(dtype, torch.float32)
     return (angles.cos() * factor).to(wide), (angles.sin() * factor).to(wide)
 

@@ -1,5 +1,7 @@
 """The KV cache of one rank: memory that is taken once, filled by prefill and by decoding."""
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -89,12 +91,8 @@ class KVCache:
 
     def copied(self, sequence: int, copies: int) -> "KVCache":
         """Return a cache of `copies` sequences, each with the tokens of one of this cache, in memory of its own."""
-        other = self._like(self._memory[:, :, sequence : sequence + 1].repeat(1, 1, copies, 1, 1, 1))
+        other = copy.copy(self)
+        other._memory = self._memory[:, :, sequence : sequence + 1].repeat(1, 1, copies, 1, 1, 1)
         other.lengths = [self.lengths[sequence]] * copies
         other.device_lengths = self.device_lengths[sequence : sequence + 1].repeat(copies)
-        return other
-
-    def _like(self, memory: Tensor) -> "KVCache":
-        other = object.__new__(KVCache)
-        other.split, other.length, other._memory = self.split, self.length, memory
         return other

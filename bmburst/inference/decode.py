@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, pad
 
 from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.rope import rotary_frequencies
+from bmburst.blocks.rope import angle_tables, rotary_frequencies
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.process_group import ProcessGroupCommunicator
 from bmburst.inference.cache import KVCache
@@ -140,7 +140,7 @@ class Decoder:
         """Do what the device does in a step; see `step`."""
         config, cache, split, weights = self._config, self._cache, self._split, self._weights
         positions = cache.device_lengths
-        cos, sin = self._angles(positions)
+        cos, sin = angle_tables(self._frequencies, self._factor, positions, weights.dtype)
         place = _Place.of(positions, split, config.sliding_window)
         stream = embedding(tokens, weights.table(EMBEDDING))[:, None]
         if config.embedding_scale != 1:
@@ -218,12 +218,6 @@ class Decoder:
         for sequence, length in enumerate(self._cache.lengths if self._is_dynamic else (None,)):
             found, self._factor = rotary_frequencies(self._config, None if length is None else length + 1)
             self._frequencies[sequence if self._is_dynamic else slice(None)] = found.to(self._frequencies.device)
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the new tokens, `[sequences, head_dim / 2]`, as `rotary_tables` has them."""
-        angles = positions[:, None].double() * self._frequencies.double()
-        wide = accumulation_dtype(self._weights.dtype)
-        return (angles.cos() * self._factor).to(wide), (angles.sin() * self._factor).to(wide)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

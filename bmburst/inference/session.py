@@ -1,11 +1,12 @@
 """Sessions: one text that grows by turns, its prompts prefilled and its answers decoded from one KV cache."""
 
-import zlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
+import torch
 
+from bmburst.comm.checks import contents
 from bmburst.data.tokenizer import TokenIds
 from bmburst.errors import UserError
 from bmburst.inference.batch import Batch, Engine
@@ -96,9 +97,8 @@ class Session:
 
     def fork(self) -> "Session":
         """Return a session with a copy of this text and its cache, which goes on by itself."""
-        other = object.__new__(Session)
-        other._batch, other._options, other._encoder = self._batch.copies(1), self._options, self._encoder
-        other._tokens = list(self._tokens)
+        other = copy.copy(self)
+        other._batch, other._tokens = self._batch.copies(1), list(self._tokens)
         return other
 
     def _checked(self, ids: Ids) -> tuple[list[int], str]:
@@ -106,5 +106,4 @@ class Session:
         new = self._encoder.ids(ids, "prefill").tokens
         pending = self._tokens[self._batch.cache.lengths[0] :]
         self._batch.cache.require_room(0, len(pending) + len(new))
-        checksum = zlib.crc32(np.ascontiguousarray(new).tobytes())
-        return [*pending, *new.tolist()], f"prefill\ntokens {len(new)}\nids #{checksum:08x}"
+        return [*pending, *new.tolist()], f"prefill\ntokens {len(new)}\nids {contents(torch.tensor(new))}"
