@@ -27,6 +27,8 @@ def burst_attention(
     mask: MaskOption = ...,
     layout: str = ...,
     length: int | None = ...,
+    key_layout: str | None = ...,
+    key_length: int | None = ...,
     group: object = ...,
     scale: float | None = ...,
     kernel: str = ...,
@@ -46,6 +48,8 @@ def burst_attention(
     mask: MaskOption = ...,
     layout: str = ...,
     length: int | None = ...,
+    key_layout: str | None = ...,
+    key_length: int | None = ...,
     group: object = ...,
     scale: float | None = ...,
     kernel: str = ...,
@@ -64,6 +68,8 @@ def burst_attention(
     mask: MaskOption = "causal",
     layout: str = "zigzag",
     length: int | None = None,
+    key_layout: str | None = None,
+    key_length: int | None = None,
     group: object = None,
     scale: float | None = None,
     kernel: str = "auto",
@@ -86,6 +92,7 @@ def burst_attention(
     Args:
         q: `[batch, local_tokens, heads, head_dim]`, any float dtype, any strides.
         k: `[batch, local_tokens, kv_heads, head_dim]`; heads is a multiple of kv_heads (GQA, MQA). Never expanded.
+            In cross-attention `[batch, local_keys, kv_heads, head_dim]`.
         v: Shaped as k.
         mask: Which keys a query sees, in global positions: "causal", "full", or one of `bmburst.Causal`, `Full`,
             `SlidingWindow`, `Documents`, `PrefixLM`, `BlockSparse`, joined with `&`. A tuple of them has one for each
@@ -94,6 +101,12 @@ def burst_attention(
             positions the local tokens are. "balanced" depends on mask and length: they must be those of `shard`.
         length: Real tokens of the whole sequence; later ones are padding: never attended to, zero output, zero
             gradient. Default: what the mask is made for, or all of them.
+        key_layout: Layout of the keys in cross-attention; default: `layout`. "balanced" is that of `shard` under the
+            same mask made for the keys: for `Documents` that of their key lengths above 0.
+        key_length: Real tokens of the keys' sequence, where it is another one than the queries'. Keys then have local
+            tokens and padding of their own. "causal" and `SlidingWindow` are aligned at the bottom right: the last
+            query sees the last key, query i is treated as key `i + key_length - length`. `Documents` take
+            `key_lengths`. Other masks are refused. Default: queries and keys are one sequence.
         group: A `torch.distributed` process group, a `bmt.nccl` communicator, or None for the current mesh's sequence
             group or else the world.
         scale: Factor on the scores, above 0; default `head_dim ** -0.5`.
@@ -127,18 +140,25 @@ def burst_attention(
     options = AttentionOptions(
         mask=mask,
         layout=layout,
+        key_layout=key_layout,
         scale=scale,
         kernel=kernel,
         strategy=strategy,
         transport=transport,
         deterministic=deterministic,
     )
-    out, lse = attend(q, k, v, length, group, options)
+    out, lse = attend(q, k, v, length, group, options, key_length)
     return (out, lse) if return_lse else out
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, length: int | None, group: object, options: AttentionOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: int | None,
+    group: object,
+    options: AttentionOptions,
+    key_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; see `burst_attention`.
 
@@ -147,34 +167,42 @@ def attend(
     if torch.compiler.is_compiling():
         from bmburst.attention.uncompiled import uncompiled
 
-        found: tuple[Tensor, Tensor] = uncompiled(attend, q, k, v, length, group, options)
+        found: tuple[Tensor, Tensor] = uncompiled(attend, q, k, v, length, group, options, key_length)
         return found
     comm = resolve_group(group)
     if isinstance(options.mask, tuple):
-        return _sample_by_sample(q, k, v, length, comm, options)
-    call = decide(comm, q, k, v, length, options)
+        return _sample_by_sample(q, k, v, length, comm, options, key_length)
+    call = decide(comm, q, k, v, length, options, key_length)
     out, lse = SequenceAttention.apply(executor_of(call), call, q, k, v)  # type: ignore[no-untyped-call]
     return out, lse
 
 
 def _sample_by_sample(
-    q: Tensor, k: Tensor, v: Tensor, length: int | None, comm: CheckedCommunicator, options: AttentionOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: int | None,
+    comm: CheckedCommunicator,
+    options: AttentionOptions,
+    key_length: int | None,
 ) -> tuple[Tensor, Tensor]:
     masks = options.mask
     assert isinstance(masks, tuple)
 
     def check() -> tuple[None, str]:
         options.validate()
-        require_tensors(q, k, v)  # whole: of a sample's own slices nobody could tell that there were others
+        require_tensors(
+            q, k, v, is_cross=options.is_cross(key_length)
+        )  # whole: of a sample's own slices nobody could tell that there were others
         if not masks or len(masks) != len(q):
             raise UserError(f"got {len(masks)} masks for a batch of {len(q)}\nfix: one mask, or one for each sample")
-        if options.layout == "balanced" and comm.size > 1 and len(set(map(make_mask, masks))) > 1:
+        if "balanced" in (options.layout, options.key_layout) and comm.size > 1 and len(set(map(make_mask, masks))) > 1:
             raise UserError("layout 'balanced' needs one mask, but each sample has its own\nfix: use layout 'zigzag'")
         return None, f"attention with {len(masks)} masks"
 
     comm.decided(check)
     parts = [
-        attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], length, comm, replace(options, mask=mask))
+        attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], length, comm, replace(options, mask=mask), key_length)
         for i, mask in enumerate(masks)
     ]
     outs, lses = zip(*parts, strict=True)

@@ -20,7 +20,7 @@ from bmburst.attention.call import DecidedCalls, Executor, SequenceCall, Strateg
 from bmburst.attention.function import SequenceAttention
 from bmburst.attention.options import gradient_signature, require_scale, require_transport, scale_of
 from bmburst.attention.ring import Tensors, carry_home, visiting_kv
-from bmburst.comm.checks import CheckedCommunicator, describe, require_numbers
+from bmburst.comm.checks import CheckedCommunicator, describe_tensors, require_numbers
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
 from bmburst.schedule.layout import Contiguous
@@ -253,8 +253,8 @@ def _signature(
 ) -> str:
     """Return what must be equal on every rank."""
     return (
-        f"biased attention\nq, k, v {describe(q, k, v)}\ntable {describe(table)}\nrelations "
-        f"{describe(sequence.relations)}\n{sequence.formula}\nscale {scale}\nkernel {kernel.name}\n"
+        f"biased attention\nq, k, v {describe_tensors(q, k, v)}\ntable {describe_tensors(table)}\nrelations "
+        f"{describe_tensors(sequence.relations)}\n{sequence.formula}\nscale {scale}\nkernel {kernel.name}\n"
         f"transport {sequence.transport}\n{gradient_signature(q, k, v, table)}\n"
         f"a call with a {'new' if sequence.is_new else 'known'} sequence"
     )

@@ -1,8 +1,8 @@
 """Decides an attention call over a group of ranks: kernel, transport and strategy, the same on all of them."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from bmburst.attention.options import (
     require_transport,
     scale_of,
 )
-from bmburst.comm.checks import CheckedCommunicator, describe
+from bmburst.comm.checks import CheckedCommunicator, describe_tensors
 from bmburst.comm.protocol import BlockMover
 from bmburst.comm.transports import (
     DoubleRingGroups,
@@ -27,9 +27,10 @@ from bmburst.comm.transports import (
 )
 from bmburst.errors import UserError
 from bmburst.schedule.cost import Placement
+from bmburst.schedule.cross import Sequence, attended
 from bmburst.schedule.hardware import Hardware, hardware_like
 from bmburst.schedule.heads_plan import HeadsPlan, Strides, make_heads_plan
-from bmburst.schedule.layout import Layout, make_layout, real_length
+from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst.schedule.ring_schedule import DoubleSchedule, Schedule, make_double_schedule, make_schedule, tiles
 from bmburst.schedule.strategy import choose_strategy
@@ -37,8 +38,7 @@ from bmburst.schedule.strategy_names import STRATEGIES, RingTensors, Strategy
 from bmburst.schedule.tiles import Tile
 from bmburst.schedule.units import HeadShapes
 from bmburst_ops.bounded_cache import bounded_cache
-from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import Kernel, Partial, ReferenceKernel, TritonKernel, select_kernel
+from bmburst_ops.flash import Kernel, Partial, ReferenceKernel, TritonKernel
 from bmburst_ops.merge import accumulation_dtype
 
 Call = TypeVar("Call", bound="SequenceCall")
@@ -101,7 +101,7 @@ class AttentionCall(SequenceCall):
         """Return the work between one rank's queries and another's keys."""
         return tiles(self.layout, self.length, self.mask, query_rank, key_rank)
 
-    def heads_plan(self, q: Tensor, k: Tensor, brought: Sequence[Tensor], *, backward: bool) -> HeadsPlan:
+    def heads_plan(self, q: Tensor, k: Tensor, brought: list[Tensor], *, backward: bool) -> HeadsPlan:
         """Return this rank's plan of a head exchange.
 
         It is found by what tensors say of themselves: to hash all that `make_heads_plan` takes cost the host of an H200
@@ -154,7 +154,7 @@ def _heads_plan(
     return make_heads_plan(
         shapes,
         rank,
-        tuple(_strides(each, shapes) for each in strides),
+        tuple(Strides.of(each, shapes) for each in strides),
         backward=backward,
         most=strategy.most_kv_heads,
         pace=strategy.pace,
@@ -207,14 +207,20 @@ _MOST_KINDS = 64
 
 @bounded_cache(maxsize=256)
 def _decided_calls(
-    comm: CheckedCommunicator, length: int | None, options: AttentionOptions
+    comm: CheckedCommunicator, lengths: tuple[int | None, int | None], options: AttentionOptions
 ) -> DecidedCalls[AttentionCall]:
-    del comm, length, options
+    del comm, lengths, options
     return DecidedCalls()
 
 
 def decide(
-    comm: CheckedCommunicator, q: Tensor, k: Tensor, v: Tensor, length: int | None, options: AttentionOptions
+    comm: CheckedCommunicator,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: int | None,
+    options: AttentionOptions,
+    key_length: int | None = None,
 ) -> AttentionCall:
     """Check the inputs and choose kernel and strategy.
 
@@ -224,35 +230,41 @@ def decide(
     Raises:
         UserError: Something cannot work; where the group compares its ranks, on all of them.
     """
-    if comm.active or not isinstance(length, int | None):
-        return _decide(comm, q, k, v, length, options)
-    require_tensors(q, k, v)
+    anew = partial(_decide, comm, q, k, v, length, options, key_length)
+    if comm.active or not isinstance(length, int | None) or not isinstance(key_length, int | None):
+        return anew()
+    require_tensors(q, k, v, is_cross=options.is_cross(key_length))
     try:
-        decided = _decided_calls(comm, length, options)
+        decided = _decided_calls(comm, (length, key_length), options)
     except TypeError:  # an option that cannot be hashed, a list, is refused
-        return _decide(comm, q, k, v, length, options)
+        return anew()
     kind = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)])
-    return decided.get(kind, lambda: _decide(comm, q, k, v, length, options))
+    return decided.get(kind, anew)
 
 
 def _decide(
-    comm: CheckedCommunicator, q: Tensor, k: Tensor, v: Tensor, length: int | None, options: AttentionOptions
+    comm: CheckedCommunicator,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: int | None,
+    options: AttentionOptions,
+    key_length: int | None,
 ) -> AttentionCall:
     request = StrategyRequest.of(comm, options.strategy, options.transport, comm.ulysses_degree)
 
     def check() -> tuple[tuple[AttentionCall, HeadShapes], str]:
         options.validate()
-        require_tensors(q, k, v)
+        require_tensors(q, k, v, is_cross=(is_cross := options.is_cross(key_length)))
         require_transport(comm, q, options.transport)
         assert not isinstance(options.mask, tuple)  # one call for each sample
-        mask = make_mask(options.mask)
-        real = real_length(comm.size, q.shape[1], mask.length if length is None else length)
-        mask.require(real)
-        layout = make_layout(options.layout, comm.size, q.shape[1], mask, real)
+        queries = Sequence(options.layout, q.shape[1], length)
+        keys = Sequence(options.key_layout or options.layout, k.shape[1], key_length) if is_cross else None
+        layout, real, mask = attended(comm.size, queries, keys, make_mask(options.mask))
         shapes = head_shapes(layout, q, k)
         call = AttentionCall(
             comm=comm,
-            kernel=_kernel(options, mask, q, k),
+            kernel=options.kernel_for(mask, q, k),
             layout=layout,
             length=real,
             mask=mask,
@@ -341,13 +353,14 @@ class StrategyRequest:
 
 def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """Return what must be equal on every rank, in names that a user knows: a pace follows from the rest."""
+    keys = "" if call.layout.keys is call.layout else f", key_layout {call.layout.keys.name}"
     facts = {
-        "q": describe(q),
-        "k": describe(k),
-        "v": describe(v),
+        "q": describe_tensors(q),
+        "k": describe_tensors(k),
+        "v": describe_tensors(v),
         "length": call.length,
         "mask": call.mask,
-        "layout": call.layout.name,
+        "layout": call.layout.queries.name + keys,
         "scale": call.scale,
         "kernel": call.kernel.name,
         "transport": options.transport,
@@ -355,22 +368,6 @@ def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: At
     }
     named = (f"{name} {value}" for name, value in facts.items())
     return "\n".join(["burst_attention", *named, gradient_signature(q, k, v)])
-
-
-def _kernel(options: AttentionOptions, mask: Mask, q: Tensor, k: Tensor) -> Kernel:
-    try:
-        return select_kernel(options.kernel, q, k, options.deterministic, mask.needs)
-    except KernelError as error:
-        raise UserError(str(error)) from None
-
-
-def _strides(elements: tuple[int, ...], shapes: HeadShapes) -> Strides:
-    """Return the strides in bytes of a tensor, or of a statistic `[batch, heads, tokens]`."""
-    if len(elements) == 4:
-        batch, token, head = (stride * shapes.itemsize for stride in elements[:3])
-    else:
-        batch, head, token = (stride * shapes.statistics_itemsize for stride in elements)
-    return Strides(batch, token, head)
 
 
 def head_shapes(layout: Layout, q: Tensor, k: Tensor) -> HeadShapes:

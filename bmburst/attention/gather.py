@@ -30,7 +30,7 @@ from bmburst.attention.call import AttentionCall
 from bmburst.attention.local import local_backward, local_forward, tile_backward, tile_forward
 from bmburst.comm.memory import tensor_in
 from bmburst.comm.protocol import Transfer
-from bmburst.schedule.gather_plan import GatherPlan, GatherShapes, GradientSums, Visibility, make_gather_plan
+from bmburst.schedule.gather_plan import GatherPlan, GatherShapes, GradientSumPlan, Visibility, make_gather_plan
 from bmburst_ops.flash import BackwardInputs, Gradients, Partial
 from bmburst_ops.merge import merge_partials_, sum_parts
 
@@ -67,8 +67,8 @@ def gather_backward(call: AttentionCall, given: BackwardInputs, into: Gradients 
     plan = _plan(call, q, k)
     if into is None:
         into = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)))
-    for gradient in into:
-        gradient[:, plan.real :] = 0
+    for gradient, real in zip(into, (plan.real, plan.real_keys, plan.real_keys), strict=True):
+        gradient[:, real:] = 0
 
     arriving, returning = _KeyValuePrefetch(call, plan, k, v), _GradientExchange(call, plan, k, into)
     for i, unit in enumerate(plan.units):
@@ -79,7 +79,7 @@ def gather_backward(call: AttentionCall, given: BackwardInputs, into: Gradients 
         kv = unit.kv_heads.slice
         own = BackwardInputs(
             *(t[:, : plan.real, heads] for t in (grad_out, q)),
-            *(t[:, : plan.real, kv] for t in (k, v)),
+            *(t[:, : plan.real_keys, kv] for t in (k, v)),
             *(t[:, heads, : plan.real] for t in (lse, delta)),
         )
         local_backward(call, own, Gradients(q_parts[0], *returning.own_parts(i)), tiles=plan.own)
@@ -163,12 +163,12 @@ class _GradientExchange:
 
     def __init__(self, call: AttentionCall, plan: GatherPlan, k: Tensor, into: Gradients) -> None:
         self._comm, self._plan, self._like, self._into = call.comm, plan, k, into
-        self._staging = _DoubleBuffer(plan, k, plan.most_key_parts * call.layout.tokens)
+        self._staging = _DoubleBuffer(plan, k, plan.most_key_parts * call.layout.keys.tokens)
         self._outbox = k.new_empty(0)
         self._under_way: list[Transfer] = []
 
     def own_parts(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return where dK and dV of own keys by own queries go, `[batch, real, kv_heads, head_dim]` each."""
+        """Return where dK and dV of own keys by own queries go, `[batch, real_keys, kv_heads, head_dim]` each."""
         k, v = self._parts(i)
         return k[0], v[0]
 
@@ -204,7 +204,7 @@ class _GradientExchange:
     def _parts(self, i: int) -> tuple[Tensor, Tensor]:
         batch, _, _, head_dim = self._like.shape
         kv_heads = len(self._plan.units[i].kv_heads)
-        return self._staging.shaped(i, self._plan.key_parts, batch, self._plan.real, kv_heads, head_dim)
+        return self._staging.shaped(i, self._plan.key_parts, batch, self._plan.real_keys, kv_heads, head_dim)
 
 
 def _plan(call: AttentionCall, q: Tensor, k: Tensor) -> GatherPlan:
@@ -219,7 +219,7 @@ def _plan(call: AttentionCall, q: Tensor, k: Tensor) -> GatherPlan:
     return make_gather_plan(shapes, call.comm.rank, call.strategy.most_kv_heads)
 
 
-def _add_up(sums: GradientSums, parts: Tensor, out: Tensor) -> None:
+def _add_up(sums: GradientSumPlan, parts: Tensor, out: Tensor) -> None:
     for rows in sums.rows:
         sum_parts(parts[: rows.parts, :, rows.tokens.slice], out[:, rows.tokens.slice])
 

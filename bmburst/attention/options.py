@@ -16,7 +16,8 @@ from bmburst.errors import UserError, require_known
 from bmburst.schedule.layout import LAYOUTS
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst.schedule.strategy_names import STRATEGIES
-from bmburst_ops.flash import NAMES
+from bmburst_ops.errors import KernelError
+from bmburst_ops.flash import NAMES, Kernel, select_kernel
 
 MaskOption = Mask | str | tuple[Mask | str, ...]
 """A mask or its name, or one for each sample of a batch."""
@@ -28,11 +29,27 @@ class AttentionOptions:
 
     mask: MaskOption = "causal"
     layout: str = "zigzag"
+    key_layout: str | None = None
     scale: float | None = None
     kernel: str = "auto"
     strategy: str = "auto"
     transport: str = "auto"
     deterministic: bool = False
+
+    def is_cross(self, key_length: int | None) -> bool:
+        """Return whether a call with so many real keys (None: not given) says that they are another sequence."""
+        return key_length is not None or self.key_layout is not None
+
+    def kernel_for(self, mask: Mask, q: Tensor, k: Tensor) -> Kernel:
+        """Return the kernel for such queries and keys.
+
+        Raises:
+            UserError: None of that name computes them.
+        """
+        try:
+            return select_kernel(self.kernel, q, k, self.deterministic, mask.needs)
+        except KernelError as error:
+            raise UserError(str(error)) from None
 
     def validate(self) -> None:
         """Check what can be known without tensors and ranks.
@@ -48,6 +65,8 @@ class AttentionOptions:
         for mask in self.mask if isinstance(self.mask, tuple) else (self.mask,):
             make_mask(mask)
         require_known("layout", self.layout, LAYOUTS)
+        if self.key_layout is not None:
+            require_known("key_layout", self.key_layout, LAYOUTS)
         require_known("kernel", self.kernel, NAMES)
         require_known("strategy", self.strategy, STRATEGIES)
         require_known("transport", self.transport, TRANSPORTS)
@@ -75,8 +94,14 @@ def scale_of(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
-def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def require_tensors(q: Tensor, k: Tensor, v: Tensor, *, is_cross: bool = False) -> None:
     """Check types, shapes, dtypes and devices of one rank's inputs.
+
+    Args:
+        q: This rank's queries.
+        k: Its keys.
+        v: Its values.
+        is_cross: Whether the keys are another sequence, of any number of tokens.
 
     Raises:
         UserError: They cannot be attended with.
@@ -112,10 +137,10 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             "fix: as many tokens and heads of both; pad a smaller head_dim of v with zeros, and cut the output"
         )
     batch, tokens, heads, head_dim = q.shape
-    if (k.shape[0], k.shape[1], k.shape[3]) != (batch, tokens, head_dim):
+    if (k.shape[0], k.shape[3]) != (batch, head_dim) or (k.shape[1] != tokens and not is_cross):
         raise UserError(
             f"k is {list(k.shape)} but q is {list(q.shape)}: batch, local_tokens and head_dim must be equal\n"
-            "fix: give each rank the same local tokens of q, k and v"
+            "fix: give each rank the same local tokens of q, k and v, or key_length= for keys of another sequence"
         )
     if heads % k.shape[2]:
         raise UserError(

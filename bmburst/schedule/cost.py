@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from bmburst.schedule.gather_plan import Visibility, most_seen
+from bmburst.schedule.gather_plan import Visibility, most_seen, sums_own_tiles
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
-from bmburst.schedule.layout import most_keys, rank_areas
+from bmburst.schedule.layout import most_keys, narrowed_queries, rank_areas
 from bmburst.schedule.mask import Mask
 from bmburst.schedule.ring_schedule import distances, layout_ring_order
 from bmburst.schedule.strategy_names import Strategy
@@ -26,13 +26,23 @@ from bmburst.schedule.units import (
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 # Bytes read and written per element of a rank's queries (Q) and keys (K): merges, sums and copies of the executors.
+# RING_TILE counts only those queries and keys of a step that its tiles have.
 GATHER_FORWARD_Q, GATHER_FORWARD_K = 22.0, 8.0
 GATHER_BACKWARD_Q, GATHER_BACKWARD_K, GATHER_KEY_PART = 8.0, 8.0, 2.0
-RING_FORWARD_Q, RING_FORWARD_K = 10.0, 8.0
-BURST_BACKWARD_Q, BURST_BACKWARD_K = 42.0, 20.0
-KV_BACKWARD_Q, KV_BACKWARD_K = 10.0, 68.0
+TILE_SUMS = 20.0  # in a gather, if own keys have several tiles: sums in fp32, zeroed, added to and rounded
+RING_TILE_FORWARD_Q, RING_FORWARD_K = 10.0, 8.0
+RING_TILE_BACKWARD_Q, RING_TILE_BACKWARD_K = 10.0, 20.0
+BURST_BACKWARD_Q, KV_BACKWARD_K = 32.0, 48.0
 RING_SUMS = 4.0
+KERNEL_BACKWARD_Q = 16.0  # before and after the kernel: delta from O and dO, dQ's sums in fp32, zeroed and rounded
+KERNEL_BACKWARD_K = 20.0  # the same of dK and dV, if several query heads share a KV head
+HEADS_OWN = 2.0  # in a head exchange, for each byte that a rank keeps
+REPLICA_SUMS, REPLICA_PARTS = 20.0, 4.0  # dK and dV of a KV head of several ranks: sums in fp32, and the ranks' parts
 KERNEL_TILE = 128.0  # queries in a tile of the kernel
+EDGE_KEYS = 256.0
+"""Keys by which a query costs more than its visible ones if it does not see the first key of the sequence: its tile has
+hidden pairs at both ends, and start and end of the tile's work weigh more. Fitted to forward on one GPU under windows
+and documents, attention_masks_2xh200_202611.json: 1.04 to 1.07 times the time of as many FLOPs of a causal mask."""
 HOST_HIDDEN = 0.75
 """Fraction of a pass's GPU time in which the host can launch its work. Fitted on 2 H200s: a gather of 8 query
 heads and one KV head, 64K tokens, in a window of 4,096 takes 4.37 ms forward and backward."""
@@ -42,7 +52,7 @@ class Pass(NamedTuple):
     """Seconds of a forward or a backward pass.
 
     Attributes:
-        kernel: The attention kernel, for the rank with the most FLOPs.
+        kernel: The attention kernel with what runs before and after it, for the rank with the most FLOPs.
         joining: Overhead of smaller tiles and more calls, and merges, sums and copies.
         exposed: Exposed communication.
     """
@@ -162,9 +172,10 @@ class Problem:
         return AttentionCost(forward, backward, sum(waits))
 
     def head_seconds(self, shapes: HeadShapes) -> float:
-        """Return the forward seconds of one head on the rank with the most visible pairs; `shapes` has the degree."""
-        flops = 4.0 * shapes.batch * max(rank_areas(shapes.outer, self.length, self.mask)) * shapes.head_dim
-        return flops / self.hardware.attention_forward
+        """Return the forward seconds of one head on the rank with the most work; `shapes` has the degree."""
+        sequence = shapes.outer, self.length, self.mask
+        most = max(map(lambda area, cut: area + EDGE_KEYS * cut, rank_areas(*sequence), narrowed_queries(*sequence)))
+        return 4.0 * shapes.batch * most * shapes.head_dim / self.hardware.attention_forward
 
     def link(self, transport: str) -> Link:
         """Return the link between two ranks of a node; transports on CPUs use the numbers of the host."""
@@ -194,8 +205,8 @@ def most_kv_heads(shapes: HeadShapes, length: int, mask: Mask, transport: str) -
     work = 4 * shapes.batch * sum(rank_areas(shapes.layout, length, mask)) * shapes.head_dim
     hides, vector = hides_transfers(transport, work), shapes.batch * shapes.head_dim * shapes.itemsize
     if shapes.degree == 1:
-        return most_gathered(shapes.kv_heads, vector * shapes.layout.size * shapes.layout.tokens, hides=hides)
-    return most_exchanged(shapes.own_heads, shapes.own_kv_heads, vector * shapes.tokens, hides=hides)
+        return most_gathered(shapes.kv_heads, vector * shapes.layout.size * shapes.layout.keys.tokens, hides=hides)
+    return most_exchanged(shapes.own_heads, shapes.own_kv_heads, vector * shapes.most_tokens, hides=hides)
 
 
 def _mover(hardware: Hardware, transport: str) -> Hardware:
@@ -217,6 +228,9 @@ class _StrategyCost:
         whole = self.problem.head_seconds(shapes) * shapes.own_heads * hardware.attention_forward / rate
         whole *= ATTENTION_BACKWARD if backward else 1.0
         kernel = whole * (1 + hardware.attention_half_rows / shapes.tokens) + hardware.attention_call
+        if backward:
+            (q, k), grouped = self._numbers, shapes.own_heads > shapes.own_kv_heads
+            kernel += hardware.memory_seconds(KERNEL_BACKWARD_Q * q + grouped * KERNEL_BACKWARD_K * k)
         more_calls = self.sizes.calls(self.stops, backward=backward) - 1
         joining = more_calls * hardware.attention_call
         if self.shapes.groups == 1:
@@ -226,7 +240,8 @@ class _StrategyCost:
             joining += more_calls * min(hardware.attention_tail * tile * hardware.multiprocessors / rate, whole)
         exposed = 0.0
         if shapes.degree > 1:
-            exposed += self._exchange(kernel, backward=backward)
+            more_joining, exposed = self._exchange(kernel, backward=backward)
+            joining += more_joining
         if self.stops > 1:
             outer = self._gather if self.strategy.outer == "gather" else self._ring
             more_joining, more_exposed = outer(kernel, backward=backward)
@@ -267,40 +282,51 @@ class _StrategyCost:
         return max(1, self.places // self.shapes.degree)
 
     @cached_property
+    def _numbers(self) -> tuple[float, float]:
+        """Elements of a rank's queries and of its keys."""
+        return self.shapes.q_bytes / self.shapes.itemsize, self.shapes.k_bytes / self.shapes.itemsize
+
+    @cached_property
+    def _visibility(self) -> Visibility:
+        return Visibility(self.shapes.outer, self.problem.length, self.problem.mask)
+
+    @cached_property
     def stops(self) -> int:
         """Number of steps with attention; 1: no rank sees keys of another group. A gather has two."""
-        outer, length, mask = self.shapes.outer, self.problem.length, self.problem.mask
-        if outer.size == 1:
+        if (outer := self.shapes.outer).size == 1:
             return 1
         if self.strategy.outer == "gather":
-            return 2 if most_seen(Visibility(outer, length, mask)) else 1
-        return len(distances(outer, length, mask, self.strategy.ring_tensors))
+            return 2 if most_seen(self._visibility) else 1
+        return len(distances(outer, self.problem.length, self.problem.mask, self.strategy.ring_tensors))
 
-    def _exchange(self, kernel: float, *, backward: bool) -> float:
-        """Return exposed seconds: the first unit's inputs and the last unit's results; the rest overlaps."""
-        degree = self.shapes.degree
+    def _exchange(self, kernel: float, *, backward: bool) -> tuple[float, float]:
+        """Return seconds of copies and sums, and exposed seconds: the first unit's inputs and the last one's results.
+
+        The other transfers overlap with kernels.
+        """
+        shapes, degree = self.shapes, self.shapes.degree
         fits = degree <= self.places and self.places % degree == 0
         link = self._mixed(degree, degree if fits else self.places if degree % self.places == 0 else 1)
-        away = (degree - 1) / degree
-        inward, outward = (away * nbytes for nbytes in self.sizes.head_bytes(backward=backward))
-        units = self.sizes.unit_shares(backward=backward)
-        if len(units) == 1:
-            return link.seconds(inward) + link.seconds(outward)
-        first, last = units[0], units[-1]
-        beside = inward * (1 - first) + outward * (1 - last)
-        return (
-            link.seconds(inward * first)
-            + link.seconds(outward * last)
-            + link.exposed(beside, kernel)
-            + (len(units) - 2) * link.latency * link.share
-        )
+        inward, outward = self.sizes.head_bytes(backward=backward)
+        units, first = self.sizes.unit_shares(backward=backward), self.sizes.first_bytes(backward=backward)
+        # Kernels copy own blocks; those of the first unit are copied beside its transfer.
+        nbytes = HEADS_OWN * (inward - first + outward) / degree
+        if backward and shapes.replicas > 1:
+            nbytes += (REPLICA_SUMS / shapes.replicas + REPLICA_PARTS) * self._numbers[1]
+        away, last = (degree - 1) / degree, outward * units[-1]
+        exposed = link.seconds(away * first) + link.seconds(away * last)
+        if len(units) > 1:
+            exposed += link.exposed(away * (inward - first + outward - last), kernel)
+            exposed += (len(units) - 2) * link.latency * link.share
+        return self.problem.hardware.memory_seconds(nbytes), exposed
 
     def _gather(self, kernel: float, *, backward: bool) -> tuple[float, float]:
         groups, sizes, hardware = self.shapes.groups, self.sizes, self.problem.hardware
-        seen = most_seen(Visibility(self.shapes.outer, self.problem.length, self.problem.mask)) / self.shapes.tokens
+        seen = most_seen(self._visibility) / self.shapes.key_tokens
         link = self._mixed(groups, self.near)
         moved, units = sizes.gather_bytes * seen / (groups - 1), sizes.gather_units
-        q, k = self.shapes.q_bytes / self.shapes.itemsize, self.shapes.k_bytes / self.shapes.itemsize  # numbers
+        q, k = self._numbers
+        sums = TILE_SUMS * (q + 2 * k) if sums_own_tiles(self._visibility) else 0.0
         alone = kernel / groups  # attention to own keys, which overlaps with the first unit's transfer
         exposed = link.exposed(moved, kernel - (kernel - alone) / units) + 2 * link.latency
         q *= min(1.0, seen)  # about as many queries see other ranks' keys as keys are pulled
@@ -308,22 +334,24 @@ class _StrategyCost:
             return hardware.memory_seconds(GATHER_FORWARD_Q * q + GATHER_FORWARD_K * k), exposed
         exposed += link.exposed(moved, kernel * (1 - 1 / units)) + (moved / units / link.bandwidth if units > 1 else 0)
         key_parts = 2 * (min((groups + 1) / 2, 1 + seen) + 1)  # of K and V: on average half of the groups see a key
-        nbytes = q * GATHER_BACKWARD_Q + k * (GATHER_BACKWARD_K + GATHER_KEY_PART * key_parts)
+        nbytes = q * GATHER_BACKWARD_Q + k * (GATHER_BACKWARD_K + GATHER_KEY_PART * key_parts) + sums
         return hardware.memory_seconds(nbytes), exposed
 
     def _ring(self, kernel: float, *, backward: bool) -> tuple[float, float]:
-        shapes, itemsize = self.shapes, self.shapes.itemsize
-        q, k = shapes.q_bytes / itemsize, shapes.k_bytes / itemsize  # numbers
+        shapes, (q, k) = self.shapes, self._numbers
+        others = self.stops - 1
+        # As many queries see other ranks' keys as a gather would pull keys; stripes of queries see some of all.
+        seen = others if shapes.outer.is_striped else most_seen(self._visibility) / shapes.key_tokens
+        tiles = 1 + min(others, seen)
         if not backward:
-            step, sums = RING_FORWARD_K * k + RING_FORWARD_Q * q, 0.0
+            nbytes = self.stops * RING_FORWARD_K * k + tiles * RING_TILE_FORWARD_Q * q
             visiting, returning = 2 * shapes.k_bytes, 0
         else:
-            is_q = self.strategy.ring_tensors == "q"
-            of_q, of_k = (BURST_BACKWARD_Q, BURST_BACKWARD_K) if is_q else (KV_BACKWARD_Q, KV_BACKWARD_K)
-            step, sums = of_q * q + of_k * k, RING_SUMS * (q + 2 * k)
+            step = BURST_BACKWARD_Q * q if self.strategy.ring_tensors == "q" else KV_BACKWARD_K * k
+            nbytes = self.stops * step + tiles * (RING_TILE_BACKWARD_Q * q + RING_TILE_BACKWARD_K * k)
+            nbytes += RING_SUMS * (q + 2 * k)
             visiting, returning = shapes.ring_bytes(self.strategy.ring_tensors)
-        joining = self.problem.hardware.memory_seconds(self.stops * step + sums)
-        return joining, self._hops(visiting, returning, kernel / self.stops)
+        return self.problem.hardware.memory_seconds(nbytes), self._hops(visiting, returning, kernel / self.stops)
 
     def _hops(self, visiting: float, returning: float, behind: float) -> float:
         """Return the exposed seconds of all hops. Hops overlap with kernels, except the last hop of the gradients.

@@ -20,17 +20,30 @@ class Documents(Mask):
     Args:
         lengths: Tokens of each document, 1 or more: any sequence of numbers, or a tensor `[documents]`.
         causal: Whether a query sees only itself and earlier tokens.
+        key_lengths: In cross-attention the keys of each document, 0 for none; queries of document i see keys of
+            document i. If causal, the last query of a document sees its last key. Default: self-attention.
 
     Raises:
-        UserError: There is no document, a document has no token, or `causal` is not a bool.
+        UserError: There is no document, a document has no token, `causal` is not a bool, or the numbers of documents
+            among queries and keys differ.
     """
 
     lengths: tuple[int, ...]
     causal: bool = True
+    key_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", document_lengths(self.lengths))
         require_flag("causal", self.causal)
+        if self.key_lengths is None:
+            return
+        keys = tuple(whole_number("keys of a document", n, 0) for n in whole_numbers("key_lengths", self.key_lengths))
+        if len(keys) != len(self.lengths):
+            raise UserError(
+                f"got key lengths of {len(keys)} documents for {len(self.lengths)} documents of queries\n"
+                "fix: give one key length to each document, 0 for a document without keys"
+            )
+        object.__setattr__(self, "key_lengths", keys)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, causal: bool = True) -> "Documents":
@@ -64,7 +77,8 @@ class Documents(Mask):
         return VisibleRanges(start, positions + 1 if self.causal else stop)
 
     def __str__(self) -> str:
-        return f"{_described(self.lengths)}{', causal' if self.causal else ''}"
+        keys = "" if self.key_lengths is None else f", keys {digest(np.asarray(self.key_lengths))}"
+        return f"{_described(self.lengths)}{', causal' if self.causal else ''}{keys}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from bmburst.schedule.documents import Documents
 from bmburst.schedule.exchange import Block, Exchange, Move, make_exchange, placed
 from bmburst.schedule.layout import Layout, Run, real_positions, real_tokens
-from bmburst.schedule.mask import Full, Mask
+from bmburst.schedule.mask import Causal, Full, Mask
 from bmburst.schedule.tiles import Span, Tile, make_tiles, seen_by
 from bmburst.schedule.units import Unit, even_units
 from bmburst_ops.bounded_cache import bounded_cache
@@ -27,6 +28,11 @@ class Visibility:
     layout: Layout
     length: int
     mask: Mask
+
+    @property
+    def key_length(self) -> int:
+        """Real keys; as many as queries, except in cross-attention."""
+        return self.mask.key_length(self.length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +62,7 @@ class SummedTokens(NamedTuple):
     parts: int
 
 
-class GradientSums(NamedTuple):
+class GradientSumPlan(NamedTuple):
     """How partial gradients are added."""
 
     rows: tuple[SummedTokens, ...]
@@ -70,7 +76,8 @@ class GatherPlan:
 
     Attributes:
         units: The units of heads.
-        real: Local tokens of this rank without padding.
+        real: Local queries of this rank without padding.
+        real_keys: Local keys of this rank without padding; as many as queries, except in cross-attention.
         seen: Tokens pulled from other ranks.
         most_seen: The maximum of `seen` over the ranks: 0 if nothing is pulled.
         own: Tiles of own queries and own keys.
@@ -84,19 +91,20 @@ class GatherPlan:
         inbound: For each unit, the exchange of K and V: from the halves of an outbox, `[batch, local tokens, kv_heads,
             head_dim]` each, to targets 0 and 1, `[batch, seen, kv_heads, head_dim]`.
         outbound: For each unit, the exchange of dK and dV: from the halves of an outbox, shaped as those targets, to
-            targets 0 and 1, `[key_parts, batch, real, kv_heads, head_dim]`.
+            targets 0 and 1, `[key_parts, batch, real_keys, kv_heads, head_dim]`.
     """
 
     units: tuple[Unit, ...]
     real: int
+    real_keys: int
     seen: int
     most_seen: int
     own: tuple[Tile, ...]
     forward: tuple[Tile, ...]
     backward: tuple[Tile, ...]
     apart: bool
-    query_sums: GradientSums
-    key_sums: GradientSums
+    query_sums: GradientSumPlan
+    key_sums: GradientSumPlan
     key_parts: int
     most_key_parts: int
     inbound: tuple[Exchange, ...]
@@ -118,20 +126,22 @@ def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
     inbound = {heads: _inbound(shapes, rank, heads) for heads in set(sizes)}
     outbound = {heads: _outbound(shapes, rank, heads) for heads in set(sizes)}
     mine, others = real_positions(visible.layout, rank, visible.length), _pulled_positions(visible, rank)
+    held = real_positions(visible.layout.keys, rank, visible.key_length)
     backward = _tiles(visible, mine, others, by="keys")
     spans = sorted(tile.keys for tile in backward)
     return GatherPlan(
         units=units,
         real=_real(visible, rank),
+        real_keys=_real_keys(visible, rank),
         seen=_seen(visible, rank),
         most_seen=most_seen(visible),
-        own=make_tiles(visible.mask, visible.length, mine, mine),
+        own=make_tiles(visible.mask, visible.length, mine, held),
         forward=_tiles(visible, mine, others, by="queries"),
         backward=backward,
         apart=[span.start for span in spans] + [_seen(visible, rank)] == [0, *(span.stop for span in spans)],
         query_sums=_sums(_real(visible, rank), [[tile.queries] for tile in backward]),
         key_sums=_sums(
-            _real(visible, rank),
+            _real_keys(visible, rank),
             [[piece.tokens for piece in _from(visible, rank, p)] for p in _slots(visible, rank)],
         ),
         key_parts=1 + len(_slots(visible, rank)),
@@ -144,7 +154,7 @@ def make_gather_plan(shapes: GatherShapes, rank: int, most: int) -> GatherPlan:
 @bounded_cache(maxsize=4096)
 def pulled(visible: Visibility, rank: int) -> tuple[PulledTokens, ...]:
     """Return the tokens that a rank pulls from other ranks, in the order of its buffer."""
-    wanted = _everybody(visible, rank) if visible.mask == Full() else _visible(visible, rank)
+    wanted = _everybody(visible, rank) if visible.mask.sees_all else _visible(visible, rank)
     pieces, start = [], 0
     for owner, tokens in wanted:
         pieces.append(PulledTokens(owner, tokens, start))
@@ -158,22 +168,33 @@ def most_seen(visible: Visibility) -> int:
     return max(_seen(visible, rank) for rank in range(visible.layout.size))
 
 
+@bounded_cache(maxsize=256)
+def sums_own_tiles(visible: Visibility) -> bool:
+    """Return whether some rank has several tiles in `GatherPlan.own`, whose gradients are added up."""
+    if isinstance(visible.mask, Causal | Full | Documents) or visible.mask.blocks is not None:
+        return False
+    length, key_length = visible.length, visible.key_length
+    held = (
+        (real_positions(visible.layout, rank, length), real_positions(visible.layout.keys, rank, key_length))
+        for rank in range(visible.layout.size)
+    )
+    return any(len(make_tiles(visible.mask, length, *mine)) > 1 for mine in held)
+
+
 def _everybody(visible: Visibility, rank: int) -> list[tuple[int, Span]]:
     if not _real(visible, rank):
         return []
-    others = ((p, Span(0, _real(visible, p))) for p in range(visible.layout.size) if p != rank)
+    others = ((p, Span(0, _real_keys(visible, p))) for p in range(visible.layout.size) if p != rank)
     return [(p, span) for p, span in others if len(span)]
 
 
 def _visible(visible: Visibility, rank: int) -> list[tuple[int, Span]]:
     """Return the tokens of other ranks that a rank's queries see, in global order."""
-    seen = [
-        span for run in _runs(visible, rank) for span in seen_by(visible.mask, visible.length, *_ends(visible, run))
-    ]
+    seen = _seen_spans(visible, rank)
     found = []
     for p in range(visible.layout.size):
-        for run in () if p == rank else _runs(visible, p):
-            end = run.start + run.real(visible.length)
+        for run in () if p == rank else _key_runs(visible, p):
+            end = run.start + run.real(visible.key_length)
             parts = (Span(max(span.start, run.start), min(span.stop, end)) for span in seen)
             found += [(part.start, p, part.stop, run.offset - run.start) for part in _united(parts)]
     return [(p, Span(start + shift, stop + shift)) for start, p, stop, shift in sorted(found)]
@@ -192,12 +213,13 @@ def _united(spans: Iterable[Span]) -> list[Span]:
 
 def _pulled_positions(visible: Visibility, rank: int) -> IntArray:
     """Return the global positions of the tokens in a rank's buffer."""
-    parts = [real_positions(visible.layout, p.owner, visible.length)[p.tokens.slice] for p in pulled(visible, rank)]
+    layout, length = visible.layout.keys, visible.key_length
+    parts = [real_positions(layout, p.owner, length)[p.tokens.slice] for p in pulled(visible, rank)]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def _tiles(visible: Visibility, queries: IntArray, keys: IntArray, by: Literal["queries", "keys"]) -> tuple[Tile, ...]:
-    if visible.mask == Full() and len(queries) and len(keys):
+    if visible.mask.sees_all and len(queries) and len(keys):
         return (Tile(Span(0, len(queries)), Span(0, len(keys)), FULL, len(queries) * len(keys)),)
     return make_tiles(visible.mask, visible.length, queries, keys, by)
 
@@ -226,7 +248,7 @@ def _by_owner(visible: Visibility, puller: int) -> dict[int, list[PulledTokens]]
     return found
 
 
-def _sums(tokens: int, parts: Sequence[Sequence[Span]]) -> GradientSums:
+def _sums(tokens: int, parts: Sequence[Sequence[Span]]) -> GradientSumPlan:
     """Return how parts are added: part 0 has all tokens, each further part the tokens in its spans.
 
     If the parts of every token are the first ones, as under a causal mask, only those are read.
@@ -237,16 +259,16 @@ def _sums(tokens: int, parts: Sequence[Sequence[Span]]) -> GradientSums:
         has = [any(span.start <= start < span.stop for span in spans) for spans in parts]
         count = 1 + sum(has)
         if not all(has[: count - 1]):
-            return GradientSums((SummedTokens(Span(0, tokens), 1 + len(parts)),), zeroed=True)
+            return GradientSumPlan((SummedTokens(Span(0, tokens), 1 + len(parts)),), zeroed=True)
         if rows and rows[-1].parts == count:
             rows[-1] = SummedTokens(Span(rows[-1].tokens.start, stop), count)
         else:
             rows.append(SummedTokens(Span(start, stop), count))
-    return GradientSums(tuple(rows), zeroed=False)
+    return GradientSumPlan(tuple(rows), zeroed=False)
 
 
 def _inbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
-    layout = shapes.visibility.layout
+    layout = shapes.visibility.layout.keys
     row = kv_heads * shapes.head_dim * shapes.itemsize
     starts, nbytes = placed([shapes.batch * layout.tokens * row] * 2)
 
@@ -268,7 +290,7 @@ def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
     starts, nbytes = placed([shapes.batch * most * row] * 2)
 
     def route(source: int, target: int) -> Iterator[Move]:
-        pitch, real = _seen(visible, source) * row, _real(visible, target)
+        pitch, real = _seen(visible, source) * row, _real_keys(visible, target)
         for buffer in (0, 1):
             for piece in _from(visible, target, source):
                 size = (len(piece.tokens) * row, shapes.batch)
@@ -279,28 +301,34 @@ def _outbound(shapes: GatherShapes, rank: int, kv_heads: int) -> Exchange:
     return make_exchange(rank, layout.size, nbytes, route)
 
 
-def _runs(visible: Visibility, rank: int) -> list[Run]:
-    """Return the runs of a rank that have real tokens."""
-    runs = [run for run in visible.layout.runs(rank) if run.real(visible.length)]
+def _key_runs(visible: Visibility, rank: int) -> list[Run]:
+    """Return the runs of a rank's keys that have real tokens."""
+    runs = [run for run in visible.layout.keys.runs(rank) if run.real(visible.key_length)]
     assert all(run.stride == 1 for run in runs)  # `gather_refusal` refuses striped where runs matter
     return runs
 
 
-def _ends(visible: Visibility, run: Run) -> tuple[int, int]:
-    return run.start, run.start + run.real(visible.length) - 1
+def _seen_spans(visible: Visibility, rank: int) -> list[Span]:
+    """Return the positions of the keys that runs of a rank's queries see."""
+    length = visible.length
+    runs = [run for run in visible.layout.runs(rank) if run.real(length)]
+    ends = ((run.start, run.start + run.stride * (run.real(length) - 1)) for run in runs)
+    return [span for first, last in ends for span in seen_by(visible.mask, length, first, last)]
 
 
 def _real(visible: Visibility, rank: int) -> int:
     return real_tokens(visible.layout, rank, visible.length)
 
 
+def _real_keys(visible: Visibility, rank: int) -> int:
+    return real_tokens(visible.layout.keys, rank, visible.key_length)
+
+
 def _seen(visible: Visibility, rank: int) -> int:
     """Return how many tokens a rank pulls, without the list of their owners."""
-    own = _real(visible, rank)
-    if visible.mask == Full():
-        return visible.length - own if own else 0
-    runs = _runs(visible, rank)
-    seen = _united(span for run in runs for span in seen_by(visible.mask, visible.length, *_ends(visible, run)))
-    ends = [(first, last + 1) for first, last in (_ends(visible, run) for run in runs)]
+    if visible.mask.sees_all:
+        return visible.key_length - _real_keys(visible, rank) if _real(visible, rank) else 0
+    seen = _united(_seen_spans(visible, rank))
+    ends = [(run.start, run.start + run.real(visible.key_length)) for run in _key_runs(visible, rank)]
     held = sum(max(0, min(span.stop, end) - max(span.start, start)) for span in seen for start, end in ends)
     return sum(map(len, seen)) - held

@@ -45,6 +45,15 @@ class Strides(NamedTuple):
     token: int
     head: int
 
+    @classmethod
+    def of(cls, elements: tuple[int, ...], shapes: HeadShapes) -> "Strides":
+        """Return the strides of a tensor, or of a statistic `[batch, heads, tokens]`, from those in elements."""
+        if len(elements) == 4:
+            batch, token, head = (stride * shapes.itemsize for stride in elements[:3])
+        else:
+            batch, head, token = (stride * shapes.statistics_itemsize for stride in elements)
+        return cls(batch, token, head)
+
 
 class Place(NamedTuple):
     """The place of a tensor: buffer, byte offset and strides."""
@@ -133,9 +142,8 @@ def make_heads_plan(
     """
     own, own_kv = shapes.own_heads, shapes.own_kv_heads
     counts = (own, own_kv, own_kv, own, own, own) if backward else (own, own_kv, own_kv)
-    rows = shapes.batch * shapes.tokens
-    items = [_item(shapes, operand) for operand, _ in zip(Operand, counts, strict=False)]
-    starts, nbytes = placed([rows * count * item for count, item in zip(counts, items, strict=True)])
+    sizes = zip(Operand, counts, strict=False)
+    starts, nbytes = placed([_rows(shapes, operand) * count * _item(shapes, operand) for operand, count in sizes])
     units = make_units(own, own_kv, most=most, pace=pace, backward=backward)
     views = (
         tuple(
@@ -198,8 +206,8 @@ def _unit_moves(
         first = member * (shapes.kv_heads if operand.is_kv else shapes.heads) // shapes.degree
         item = _item(shapes, operand)
         here = Place(operand, 0, strides).at(first + span.start)
-        there = Place(0, start, _strides(operand, shapes.tokens, count, item)).at(span.start)
-        for run in _landing(shapes, source):
+        there = Place(0, start, _strides(operand, _tokens(shapes, operand), count, item)).at(span.start)
+        for run in _landing(shapes, operand, source):
             yield from _moves(shapes.batch, len(span), item, run.tokens, (here, run.offset, 1), (there, *run[1:3]))
 
 
@@ -208,8 +216,8 @@ def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> U
     operands = (Operand.Q, Operand.K, Operand.V) if backward else (Operand.Q, Operand.LSE)
     spans = [unit.kv_heads if operand.is_kv else unit.heads for operand in operands]
     items = [_item(shapes, operand) for operand in operands]
-    rows = shapes.batch * shapes.tokens
-    starts, nbytes = placed([rows * len(span) * item for span, item in zip(spans, items, strict=True)])
+    rows = [_rows(shapes, operand) for operand in operands]
+    starts, nbytes = placed([n * len(span) * item for n, span, item in zip(rows, spans, items, strict=True)])
 
     def route(source: int, target: int) -> Iterator[Move]:
         if source // shapes.degree != target // shapes.degree:
@@ -218,11 +226,13 @@ def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> U
         for buffer, (operand, span, item, start) in enumerate(zip(operands, spans, items, starts, strict=True)):
             heads = shapes.kv_heads if operand.is_kv else shapes.heads
             replica = member % shapes.replicas if operand.is_kv else 0
-            offset = replica * shapes.batch * shapes.layout.tokens * heads * item
-            here = Place(0, start, _strides(operand, shapes.tokens, len(span), item))
-            there = Place(buffer, offset, _strides(operand, shapes.layout.tokens, heads, item))
+            tokens = _tokens(shapes, operand)
+            local = tokens // shapes.degree
+            offset = replica * shapes.batch * local * heads * item
+            here = Place(0, start, _strides(operand, tokens, len(span), item))
+            there = Place(buffer, offset, _strides(operand, local, heads, item))
             there = there.at(member * heads // shapes.degree + span.start)
-            for run in _landing(shapes, target):
+            for run in _landing(shapes, operand, target):
                 yield from _moves(shapes.batch, len(span), item, run.tokens, (here, *run[1:3]), (there, run.offset, 1))
 
     views = (
@@ -235,12 +245,22 @@ def _outbound(shapes: HeadShapes, rank: int, unit: Unit, *, backward: bool) -> U
 def _view(shapes: HeadShapes, operand: Operand, start: int, heads: int, span: Span) -> StridedView:
     """Return the view of some heads of a tensor of `heads` heads at byte `start` of a buffer."""
     itemsize = shapes.statistics_itemsize if operand.is_statistic else shapes.itemsize
-    strides = _strides(operand, shapes.tokens, heads, _item(shapes, operand))
+    tokens = _tokens(shapes, operand)
+    strides = _strides(operand, tokens, heads, _item(shapes, operand))
     first = Place(0, start, strides).at(span.start).start // itemsize
     batch, token, head = (stride // itemsize for stride in strides)
     if operand.is_statistic:
-        return StridedView((shapes.batch, len(span), shapes.tokens), (batch, head, token), first)
-    return StridedView((shapes.batch, shapes.tokens, len(span), shapes.head_dim), (batch, token, head, 1), first)
+        return StridedView((shapes.batch, len(span), tokens), (batch, head, token), first)
+    return StridedView((shapes.batch, tokens, len(span), shapes.head_dim), (batch, token, head, 1), first)
+
+
+def _tokens(shapes: HeadShapes, operand: Operand) -> int:
+    """Return the tokens of a rank after the exchange: of its queries, or of its keys."""
+    return shapes.key_tokens if operand.is_kv else shapes.tokens
+
+
+def _rows(shapes: HeadShapes, operand: Operand) -> int:
+    return shapes.batch * _tokens(shapes, operand)
 
 
 def _item(shapes: HeadShapes, operand: Operand) -> int:
@@ -286,11 +306,14 @@ def _moves(batches: int, heads: int, item: int, tokens: int, source: _TokenRun, 
             )
 
 
-def _landing(shapes: HeadShapes, rank: int) -> list[Run]:
+def _landing(shapes: HeadShapes, operand: Operand, rank: int) -> list[Run]:
     """Return the positions of a rank's tokens in the token order of its group, as runs."""
-    group = shapes.outer.runs(rank // shapes.degree)
+    layout, outer = shapes.layout, shapes.outer
+    if operand.is_kv:
+        layout, outer = layout.keys, outer.keys
+    group = outer.runs(rank // shapes.degree)
     found = []
-    for run in shapes.layout.runs(rank):
+    for run in layout.runs(rank):
         into = next(each for each in group if 0 <= run.start - each.start < each.tokens * each.stride)
         start = into.offset + (run.start - into.start) // into.stride
         found.append(Run(run.offset, start, run.stride // into.stride, run.tokens))

@@ -64,6 +64,21 @@ class Layout(ABC):
                 f"fix: pad the sequence to a multiple of {self.chunks * self.size} tokens (bmburst.shard does)"
             )
 
+    @property
+    def queries(self) -> "Layout":
+        """The layout of the queries, without that of their keys."""
+        return self
+
+    @property
+    def keys(self) -> "Layout":
+        """The layout of the keys: this one, except in cross-attention."""
+        return self
+
+    @property
+    def is_striped(self) -> bool:
+        """Whether neighbouring queries, or neighbouring keys, are on different ranks."""
+        return "striped" in (self.queries.name, self.keys.name)
+
     def over_groups(self, degree: int) -> "Layout":
         """Return the layout over groups of `degree` neighbouring ranks, each group with the tokens of its ranks."""
         return type(self)(self.size // degree, self.tokens * degree)
@@ -275,13 +290,14 @@ def padded_layout(name: str, size: int, length: int, mask: Mask | None = None) -
     return make_layout(name, size, chunks * -(-length // (chunks * size)), mask, length)
 
 
-def real_length(size: int, tokens: int, length: int | None) -> int:
+def real_length(size: int, tokens: int, length: int | None, name: str = "length") -> int:
     """Return the number of real tokens of a whole sequence: `length`, or all tokens if it is None.
 
     Args:
         size: Ranks.
         tokens: Local tokens of each rank.
         length: The requested number of real tokens.
+        name: What messages call it.
 
     Raises:
         UserError: It is not an integer, or the ranks hold fewer tokens.
@@ -295,12 +311,12 @@ def real_length(size: int, tokens: int, length: int | None) -> int:
         number = None
     if number is None or isinstance(length, bool):
         raise UserError(
-            f"length must be a whole number, got {length!r}\nallowed: 1 to {most}\n"
+            f"{name} must be a whole number, got {length!r}\nallowed: 1 to {most}\n"
             "fix: pass the number of tokens in the whole sequence as an int"
         )
     if not 1 <= number <= most:
         raise UserError(
-            f"length is {number}, but {size} ranks x {tokens} local tokens hold 1 to {most}\n"
+            f"{name} is {number}, but {size} ranks x {tokens} local tokens hold 1 to {most}\n"
             "fix: the number of real tokens of the whole sequence, over all ranks"
         )
     return number
@@ -325,6 +341,17 @@ def rank_areas(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]:
     return tuple(sum(_run_area(mask, length, run) for run in layout.runs(rank)) for rank in range(layout.size))
 
 
+@bounded_cache(maxsize=128)
+def narrowed_queries(layout: Layout, length: int, mask: Mask) -> tuple[int, ...]:
+    """Return how many of each rank's queries do not see the first key of the sequence, regardless of block maps."""
+    if isinstance(mask, Causal | Full):
+        return (0,) * layout.size
+    if isinstance(mask, SlidingWindow):
+        return tuple(sum(_queries_from(run, mask.tokens, length) for run in layout.runs(r)) for r in range(layout.size))
+    starts = (mask.rows(real_positions(layout, rank, length), length).start for rank in range(layout.size))
+    return tuple(int(np.count_nonzero(start)) for start in starts)
+
+
 @bounded_cache(maxsize=64)
 def most_keys(mask: Mask, length: int) -> int:
     """Return the maximum over queries of the number of keys from the first to the last visible one."""
@@ -332,6 +359,11 @@ def most_keys(mask: Mask, length: int) -> int:
         return length
     rows = mask.rows(np.arange(length), length)
     return int((rows.stop - rows.start).max())
+
+
+def _queries_from(run: Run, position: int, length: int) -> int:
+    """Return how many tokens of a run have global positions from `position` to `length`, exclusive."""
+    return run.real(length) - run.real(min(position, length))
 
 
 def _run_area(mask: Mask, length: int, run: Run) -> int:

@@ -56,9 +56,23 @@ class Mask(ABC):
         return ()
 
     @property
+    def key_starts(self) -> tuple[int, ...]:
+        """First positions of the documents among the keys; they differ from `starts` in cross-attention."""
+        return self.starts
+
+    @property
     def needs(self) -> frozenset[Need]:
         """The features that a kernel must support for it."""
         return frozenset()
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every query sees every key."""
+        return False
+
+    def key_length(self, length: int) -> int:
+        """Return the number of real keys for `length` real queries; they differ in cross-attention."""
+        return length
 
     def require(self, length: int) -> None:
         """Check that the mask fits a sequence.
@@ -88,6 +102,11 @@ class Mask(ABC):
 @dataclass(frozen=True, slots=True)
 class Full(Mask):
     """Every query sees every key."""
+
+    @property
+    def sees_all(self) -> bool:
+        """See `Mask.sees_all`."""
+        return True
 
     def rows(self, positions: IntArray, length: int) -> VisibleRanges:
         """See `Mask.rows`."""

@@ -89,9 +89,8 @@ def make_step(layout: Layout, length: int, mask: Mask, rank: int, owner: int, ri
 @bounded_cache(maxsize=256)
 def tiles(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
     """Return the tiles of one rank's queries and another rank's keys, in local coordinates of each."""
-    return make_tiles(
-        mask, length, real_positions(layout, query_rank, length), real_positions(layout, key_rank, length)
-    )
+    keys = real_positions(layout.keys, key_rank, mask.key_length(length))
+    return make_tiles(mask, length, real_positions(layout, query_rank, length), keys)
 
 
 @bounded_cache(maxsize=256)
@@ -114,9 +113,10 @@ def meet(layout: Layout, length: int, mask: Mask, query_rank: int, key_rank: int
 def _meetings(layout: Layout, length: int, mask: Mask) -> NDArray[np.bool_]:
     """Return `meet` of all pairs, `[query ranks, key ranks]`."""
     found = np.zeros((layout.size, layout.size), bool)
-    keys = [(rank, run) for rank in range(layout.size) for run in layout.runs(rank)]
+    keys = [(rank, run) for rank in range(layout.size) for run in layout.keys.runs(rank)]
+    key_length = mask.key_length(length)
     owner, start, stride, end = np.array(
-        [(rank, run.start, run.stride, run.start + run.stride * run.real(length)) for rank, run in keys]
+        [(rank, run.start, run.stride, run.start + run.stride * run.real(key_length)) for rank, run in keys]
     ).T
     for rank in range(layout.size):
         for seen in _seen_from(layout, length, mask, rank):

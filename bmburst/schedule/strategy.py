@@ -7,7 +7,7 @@ from bmburst.errors import UserError
 from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.layout import Layout
-from bmburst.schedule.mask import Full, Mask
+from bmburst.schedule.mask import Mask
 from bmburst.schedule.strategy_names import STRATEGIES, Outer, Strategy, StrategySpec
 from bmburst.schedule.units import HeadShapes, choose_ring_tensors
 from bmburst_ops.bounded_cache import bounded_cache
@@ -96,7 +96,7 @@ def _can_double(spec: StrategySpec, size: int, degree: int, placement: Placement
 
 def gather_refusal(layout: Layout, mask: Mask) -> str | None:
     """Return why keys cannot be gathered in global order under this layout, or None."""
-    if layout.name == "striped" and mask != Full():
+    if layout.keys.name == "striped" and not mask.sees_all:
         return "layout 'striped' has no run of neighbouring tokens; 'zigzag' has"
     return None
 

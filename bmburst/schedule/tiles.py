@@ -49,7 +49,7 @@ def visible_rows(mask: Mask, length: int, queries: IntArray, keys: IntArray) -> 
         mask: The mask.
         length: Real tokens of the sequence.
         queries: Global positions of the queries, ascending, below `length`.
-        keys: Global positions of the keys, ascending, below `length`.
+        keys: Global positions of the real keys, ascending.
     """
     start, stop = mask.rows(queries, length)
     return VisibleRanges(_index_of(keys, start), _index_of(keys, stop))
@@ -64,7 +64,7 @@ def make_tiles(
         mask: The mask.
         length: Real tokens of the sequence.
         queries: Global positions of the queries, ascending, below `length`.
-        keys: Global positions of the keys, ascending, below `length`.
+        keys: Global positions of the real keys, ascending.
         by: "queries": each query is in at most one rectangle, so its result is complete. "keys": each key is, so its
             gradient is complete. A block-sparse mask gives one rectangle in both cases.
     """
@@ -73,13 +73,11 @@ def make_tiles(
     rows = visible_rows(mask, length, queries, keys)
     if mask.blocks is not None:
         return _cells(mask.blocks, rows, queries, keys)
-    starts = np.asarray(mask.starts, dtype=np.int64)
     if by == "keys":
-        rectangles = [
-            _turned(rectangle) for rectangle in _rectangles(transposed(rows, len(keys)), np.searchsorted(keys, starts))
-        ]
+        cuts = np.searchsorted(keys, np.asarray(mask.key_starts, dtype=np.int64))
+        rectangles = [_turned(rectangle) for rectangle in _rectangles(transposed(rows, len(keys)), cuts)]
     else:
-        rectangles = list(_rectangles(rows, np.searchsorted(queries, starts)))
+        rectangles = list(_rectangles(rows, np.searchsorted(queries, np.asarray(mask.starts, dtype=np.int64))))
     if mask.starts:
         return tuple(_tile(group) for group in _grouped(rectangles))
     return tuple(Tile(rectangle.queries, rectangle.keys, rectangle.band, rectangle.area) for rectangle in rectangles)
@@ -91,14 +89,15 @@ def visible_area(mask: Mask, length: int, queries: IntArray) -> int:
     if mask.blocks is None or not len(queries):
         return int((rows.stop - rows.start).sum())
     edges, blocks = _runs(queries // mask.blocks.size)
-    columns = np.minimum(np.arange(len(mask.blocks.cells) + 1) * mask.blocks.size, length)
+    columns = np.minimum(np.arange(len(mask.blocks.cells) + 1) * mask.blocks.size, mask.key_length(length))
     return int(_counts(rows, edges, columns, mask.blocks.cells[blocks]).sum())
 
 
 def seen_by(mask: Mask, length: int, first: int, last: int) -> list[Span]:
     """Return the global positions of the keys that any of the consecutive queries `first` to `last` sees.
 
-    There are no gaps, since each query sees itself; under a block-sparse mask the result is exact to blocks.
+    In self-attention there are no gaps, since each query sees itself; in cross-attention the result may have keys that
+    none of them sees. Under a block-sparse mask it is exact to blocks.
     """
     start, stop = mask.rows(np.array([first, last]), length)
     whole = Span(int(start[0]), int(stop[1]))

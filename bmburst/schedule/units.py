@@ -64,6 +64,16 @@ class HeadShapes:
         return self.layout.tokens * self.degree
 
     @property
+    def key_tokens(self) -> int:
+        """Keys of a rank after the exchange; as many as `tokens`, except in cross-attention."""
+        return self.layout.keys.tokens * self.degree
+
+    @property
+    def most_tokens(self) -> int:
+        """The larger of `tokens` and `key_tokens`."""
+        return max(self.tokens, self.key_tokens)
+
+    @property
     def outer(self) -> Layout:
         """The layout of those tokens over the groups."""
         return self.layout.over_groups(self.degree)
@@ -81,7 +91,7 @@ class HeadShapes:
     @property
     def k_bytes(self) -> int:
         """Bytes of a rank's keys, or of its values, after the exchange."""
-        return self.batch * self.layout.tokens * self.kv_heads * self.head_dim * self.itemsize * self.replicas
+        return self.batch * self.layout.keys.tokens * self.kv_heads * self.head_dim * self.itemsize * self.replicas
 
     @property
     def statistics_bytes(self) -> int:
@@ -107,7 +117,7 @@ class HeadShapes:
             return f"{self.heads} query heads cannot be dealt to {self.degree} ranks"
         if self.kv_heads % self.degree and self.degree % self.kv_heads:
             return f"{self.kv_heads} key/value heads can be neither dealt to {self.degree} ranks nor shared by them"
-        if self.layout.name == "striped" and 1 < self.degree < self.layout.size:
+        if self.layout.is_striped and 1 < self.degree < self.layout.size:
             return "the tokens of neighbouring ranks in layout 'striped' are no stripe together"
         return None
 
@@ -291,9 +301,18 @@ class Sizes:
 
     def unit_shares(self, *, backward: bool) -> list[float]:
         """Return the fraction of the query heads in each unit of a head exchange."""
+        return [len(unit.heads) / self.shapes.own_heads for unit in self._units(backward=backward)]
+
+    def _units(self, *, backward: bool) -> tuple[Unit, ...]:
         own, most, pace = self.shapes.own_heads, self.strategy.most_kv_heads, self.strategy.pace
-        units = make_units(own, self.shapes.own_kv_heads, most=most, pace=pace, backward=backward)
-        return [len(unit.heads) / own for unit in units]
+        return make_units(own, self.shapes.own_kv_heads, most=most, pace=pace, backward=backward)
+
+    def first_bytes(self, *, backward: bool) -> float:
+        """Return the bytes of the inputs of the first unit in a head exchange; own parts included."""
+        unit, (inward, _) = self._units(backward=backward)[0], self.head_bytes(backward=backward)
+        of_keys = 2 * self.shapes.k_bytes
+        heads, kv_heads = len(unit.heads) / self.shapes.own_heads, len(unit.new_kv_heads) / self.shapes.own_kv_heads
+        return (inward - of_keys) * heads + of_keys * kv_heads
 
     def head_bytes(self, *, backward: bool) -> tuple[int, int]:
         """Return the bytes of a rank's inputs in a head exchange, and of its results; own parts included."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bmburst.amounts import brief
 from bmburst.attention.options import no_autocast
-from bmburst.comm.checks import contents, describe, require_numbers, require_own_memory
+from bmburst.comm.checks import contents, describe_tensors, require_numbers, require_own_memory
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Layout
 from bmburst.schedule.mask import Mask, make_mask
@@ -111,7 +111,7 @@ def without_padding(labels: Tensor, lengths: list[int]) -> Tensor:
 def batch_facts(tokens: Tensor, labels: Tensor | None, documents: object) -> str:
     """Return, as text, what must be equal for a batch on all ranks of a group."""
     given = [("tokens", tokens), *([] if labels is None else [("labels", labels)])]
-    facts = [f"{name} {told}" for name, tensor in given for told in (describe(tensor), contents(tensor))]
+    facts = [f"{name} {told}" for name, tensor in given for told in (describe_tensors(tensor), contents(tensor))]
     return "\n".join(["SequenceShard.batch", *facts, f"documents {documents}"])
 
 

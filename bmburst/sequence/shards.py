@@ -13,7 +13,7 @@ from torch import Tensor
 from bmburst.amounts import whole_number
 from bmburst.attention.api import resolve_group
 from bmburst.attention.options import no_autocast
-from bmburst.comm.checks import CheckedCommunicator, contents, describe, is_exact
+from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors, is_exact
 from bmburst.errors import UserError
 from bmburst.schedule.layout import Balanced, Layout, make_layout, padded_layout, real_length, real_tokens
 from bmburst.schedule.mask import Mask
@@ -318,7 +318,7 @@ def shard(
         cut = SequenceShard.cut(x.shape[along], layout=layout, size=comm.size, rank=comm.rank, mask=mask)
         require_value(x, pad_value)
         told = f"\ncontents {contents(x)}" if comm.active and comm.size > 1 and is_exact(x) else ""
-        return (cut, along), f"shard\n{describe(x)}\ndim={along}\nlayout={layout}\nmask={mask}{told}"
+        return (cut, along), f"shard\n{describe_tensors(x)}\ndim={along}\nlayout={layout}\nmask={mask}{told}"
 
     with comm.first_calls("shard"):
         cut, along = comm.decided(decide)
@@ -364,7 +364,8 @@ def unshard(
         size, tokens = comm.size, x_local.shape[along]
         real = real_length(size, tokens, length)
         cut = SequenceShard(real, make_layout(layout, size, tokens, fitting(mask, real), real), comm.rank)
-        return (cut, along), f"unshard\n{describe(x_local)}\ndim={along}\nlayout={layout}\nmask={mask}\nlength={real}"
+        facts = f"unshard\n{describe_tensors(x_local)}\ndim={along}\nlayout={layout}\nmask={mask}\nlength={real}"
+        return (cut, along), facts
 
     cut, along = comm.decided(decide)
     joined: Tensor = _Unshard.apply(x_local, cut, along, comm)  # type: ignore[no-untyped-call]

@@ -244,6 +244,8 @@ def test_the_signatures_are_the_documented_ones():
         "mask": "causal",
         "layout": "zigzag",
         "length": None,
+        "key_layout": None,
+        "key_length": None,
         "group": None,
         "scale": None,
         "kernel": "auto",

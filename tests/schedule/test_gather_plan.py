@@ -10,12 +10,13 @@ import torch
 from bmburst.schedule.documents import Documents, PrefixLM
 from bmburst.schedule.gather_plan import (
     GatherShapes,
-    GradientSums,
+    GradientSumPlan,
     SummedTokens,
     Visibility,
     make_gather_plan,
     most_seen,
     pulled,
+    sums_own_tiles,
 )
 from bmburst.schedule.layout import make_layout, padded_layout, real_tokens
 from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
@@ -144,6 +145,7 @@ def test_brings_every_key_that_is_seen_and_no_other(at):
             order = [positions(at, owner)[token] for owner, token in held[rank]]
             assert order == sorted(order)
         assert plan.most_seen == most_seen(at) == max(map(len, held))
+    assert sums_own_tiles(at) == (max(len(plan.own) for plan in plans) > 1)
     for unit in range(2):
         row = len(plans[0].units[unit].kv_heads) * 2 * 4
         exchanges = [plan.inbound[unit] for plan in plans]
@@ -323,7 +325,7 @@ def test_what_several_runs_see_is_pulled_once(early, late):
 def test_parts_of_those_who_see_most_come_first():
     """So nothing need be zero: rank 1 sees all keys of the last rank, and rank 0 the first three."""
     plan = plans_of(visibility("contiguous", SlidingWindow(20, causal=False), 3, 16))[2]
-    assert plan.key_sums == GradientSums((SummedTokens(Span(0, 3), 3), SummedTokens(Span(3, 16), 2)), zeroed=False)
+    assert plan.key_sums == GradientSumPlan((SummedTokens(Span(0, 3), 3), SummedTokens(Span(3, 16), 2)), zeroed=False)
 
 
 def test_documents_are_a_call_of_segments():

@@ -17,6 +17,7 @@ from bmburst.schedule.layout import (
     deal,
     make_layout,
     most_keys,
+    narrowed_queries,
     padded_layout,
     rank_areas,
     real_length,
@@ -85,6 +86,8 @@ def test_rank_areas_are_what_ranks_see(seed):
     layout, seen = padded_layout(name, size, length, mask), visible(mask, length)
     held = [[p for p in positions(layout, rank) if p < length] for rank in range(size)]
     assert list(rank_areas(layout, length, mask)) == [seen[part].sum() for part in held]
+    if mask.blocks is None:
+        assert list(narrowed_queries(layout, length, mask)) == [(~seen[part, 0]).sum() for part in held]
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "balanced"])

@@ -5,11 +5,11 @@ from itertools import product
 
 import pytest
 
-from bmburst.schedule.cost import AttentionCost, Placement, Problem
+from bmburst.schedule.cost import EDGE_KEYS, KERNEL_BACKWARD_Q, AttentionCost, Placement, Problem
 from bmburst.schedule.documents import Documents
 from bmburst.schedule.hardware import HOST, load_hardware
 from bmburst.schedule.heads_plan import Strides, make_heads_plan
-from bmburst.schedule.layout import LAYOUTS, make_layout, rank_areas
+from bmburst.schedule.layout import LAYOUTS, make_layout, narrowed_queries, rank_areas
 from bmburst.schedule.mask import BlockSparse, Causal, Full, SlidingWindow
 from bmburst.schedule.strategy import choose_strategy, gather_refusal
 from bmburst.schedule.strategy_names import STRATEGIES, Strategy
@@ -151,12 +151,14 @@ def test_nothing_moves_where_no_rank_sees_a_key_of_another(transport, layout):
     mask = Documents([1024] * 256)
     sizes = shapes(8, 1 << 18, layout=layout, mask=mask)
     assert choose("auto", sizes, transport, mask).ulysses_degree == 1
-    flops = 4.0 * max(rank_areas(sizes.layout, 1 << 18, mask)) * 32 * 128
+    ranks = zip(*(of(sizes.layout, 1 << 18, mask) for of in (rank_areas, narrowed_queries)), strict=True)
+    flops = 4.0 * max(area + EDGE_KEYS * queries for area, queries in ranks) * 32 * 128
     half = 1 + H200.attention_half_rows / sizes.layout.tokens
     for strategy in (Strategy(1, "ring", "kv"), Strategy(1, "ring", "q"), Strategy(1, "gather", "kv")):
         taken = cost(strategy, sizes, mask, transport)
         assert taken.forward == pytest.approx((flops / H200.attention_forward * half + H200.attention_call, 0, 0))
-        kernel = 2.5 * flops / H200.attention_backward * half + H200.attention_call
+        sums = KERNEL_BACKWARD_Q * sizes.q_bytes / 2 / H200.memory_bandwidth
+        kernel = 2.5 * flops / H200.attention_backward * half + H200.attention_call + sums
         assert taken.backward == pytest.approx((kernel, 0, 0))
 
 

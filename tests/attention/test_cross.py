@@ -1,0 +1,225 @@
+"""Attention whose keys are another sequence gives what its definition gives, by every strategy and layout."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+import bmburst
+from bmburst.attention import call as decided
+from bmburst.attention.call import decide
+from bmburst.attention.options import AttentionOptions
+from bmburst.comm.local import run_ranks
+from bmburst.comm.transports import double_ring_groups
+from bmburst.errors import UserError
+from bmburst.schedule.cross import CrossMask
+from bmburst.schedule.tiles import make_tiles
+from tests.attention.cross_oracle import compare, problem
+from tests.attention.oracle import reference
+from tests.distributed.processes import run_processes
+from tests.refusals import refused
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+MASKS = ("full", "causal", bmburst.SlidingWindow(4), bmburst.SlidingWindow(3, causal=False))
+LENGTHS = ((13, 29), (29, 13), (17, 17), (2, 11), (11, 2))  # fewer tokens than ranks among them
+
+
+def documents(queries, keys, causal):
+    """Return documents of queries, the second of them without keys and the third with most."""
+    if queries < 3:
+        return bmburst.Documents((queries,), causal, (keys,))
+    first = (keys + 3) // 4
+    return bmburst.Documents((1, queries // 2, queries - 1 - queries // 2), causal, (first, 0, keys - first))
+
+
+def masks(lengths):
+    return (*MASKS, documents(*lengths, causal=False), documents(*lengths, causal=True))
+
+
+CASES = [
+    (layouts, lengths, mask)
+    for layouts, lengths in product(product(LAYOUTS, LAYOUTS), LENGTHS)
+    for mask in masks(lengths)
+]
+
+
+def attend(comm, strategy, cases):
+    size = comm.size
+    heads = ((2, 2), (4, 2), (3, 1))
+    if strategy == "heads":
+        heads = (size, size), (2 * size, size), (2 * size, 1)
+    if strategy.startswith("heads+"):
+        heads = (4, 4), (4, 2), (8, 1)
+    for i, (layouts, lengths, mask) in enumerate(cases):
+        is_striped = "striped" in layouts
+        if strategy.endswith("gather") and layouts[1] == "striped" and mask != "full":
+            continue
+        if strategy.startswith("heads+") and is_striped:
+            continue
+        compare(comm, mask, layouts, lengths, *heads[i % 3], strategy=strategy)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("strategy", ["heads", "gather", "kv", "burst", "auto"])
+def test_equals_its_definition(size, strategy):
+    """Each size and strategy with its own part of the cases."""
+    run_ranks(size, attend, strategy, CASES[size + len(strategy) :: 13])
+
+
+@pytest.mark.parametrize("strategy", ["heads+ring", "heads+gather"])
+def test_equals_its_definition_beside_an_exchange_of_heads(strategy):
+    run_ranks(4, attend, strategy, CASES[::7])
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("most", [1, 2])
+def test_equals_its_definition_in_units_of_heads(monkeypatch, size, most):
+    real = decided.choose_strategy
+    monkeypatch.setattr(decided, "choose_strategy", lambda *a: replace(real(*a), most_kv_heads=most))
+    run_ranks(size, attend, "gather", CASES[::11])
+    run_ranks(size, attend, "heads", CASES[::23])
+
+
+@pytest.mark.parametrize("strategy", ["kv", "burst"])
+def test_equals_its_definition_in_a_double_ring(monkeypatch, strategy):
+    real = decided.StrategyRequest.place
+
+    def place(request, call, shapes):
+        groups = double_ring_groups(request.comm, 2, "auto")
+        return replace(real(request, call, shapes), double_ring=groups)
+
+    monkeypatch.setattr(decided.StrategyRequest, "place", place)
+    run_ranks(4, attend, strategy, CASES[::7])
+
+
+@pytest.mark.parametrize("mask", [bmburst.Documents((9, 21), True, (33, 8)), "full", "causal"])
+def test_balanced_sequences_are_cut_as_shard_cuts_them(mask):
+    lengths = 30, 41
+    whole, expected = problem(*lengths, 4, 2, mask)
+    of_keys = bmburst.Documents((33, 8)) if isinstance(mask, bmburst.Documents) else mask
+
+    def body(comm):
+        q = bmburst.shard(whole[0], layout="balanced", mask=mask, group=comm)
+        k, v = (bmburst.shard(t, layout="balanced", mask=of_keys, group=comm) for t in whole[1:3])
+        cut = {"layout": "balanced", "mask": mask, "length": 30, "group": comm}
+        out = bmburst.burst_attention(q, k, v, key_length=41, **cut)
+        torch.testing.assert_close(bmburst.unshard(out, **cut), expected[0], rtol=1e-10, atol=1e-10)
+
+    run_ranks(3, body)
+
+
+def test_a_mask_for_each_sample():
+    masks = bmburst.Documents((9, 4), False, (0, 29)), "causal"
+
+    def body(comm):
+        found = []
+        for i, mask in enumerate(masks):
+            whole, expected = problem(13, 29, 2, 1, mask)
+            q = bmburst.shard(whole[0], group=comm)
+            k, v = (bmburst.shard(t, group=comm) for t in whole[1:3])
+            options = {"length": 13, "key_length": 29, "group": comm}
+            out = bmburst.burst_attention(q, k, v, mask=masks, **options)
+            found.append((bmburst.unshard(out, group=comm, length=13)[i], expected[0][i]))
+        for got, wanted in found:
+            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body)
+
+
+def test_equal_sequences_are_self_attention():
+    """And keys that have a layout of their own may lie otherwise than the queries."""
+    whole, _ = problem(24, 24, 2, 1, "causal")
+    out, _, *_ = reference(*whole[:4], "causal")
+
+    def body(comm):
+        q, k, v = (bmburst.shard(t, group=comm) for t in whole[:3])
+        call = decide(comm, q, k, v, 24, AttentionOptions(key_layout="zigzag"), 24)
+        assert call.layout.keys is call.layout and str(call.mask) == "causal"
+        k, v = (bmburst.shard(t, layout="contiguous", group=comm) for t in whole[1:3])
+        got = bmburst.burst_attention(q, k, v, key_layout="contiguous", length=24, group=comm)
+        torch.testing.assert_close(bmburst.unshard(got, group=comm), out, rtol=1e-10, atol=1e-10)
+
+    run_ranks(3, body)
+
+
+def test_over_processes():
+    run_processes(2, _over_processes)
+
+
+def _over_processes():
+    from bmburst.comm.groups import communicator
+
+    for strategy in ("auto", "heads", "gather", "burst"):
+        attend(communicator(None), strategy, CASES[::29])
+
+
+PAIRED = bmburst.Documents((3, 5), True, (6, 6))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"key_layout": "contiguous"}, "6 | 4 | key_length | fix: "),
+        ({"key_layout": "stripe", "key_length": 12}, "key_layout | 'stripe' | 'striped' | zigzag"),
+        ({}, "k is [1, 6, 2, 8] | q is [1, 4, 2, 8] | key_length="),
+        ({"key_length": 13}, "key_length | 13 | 2 ranks | 6 local tokens | 1 to 12"),
+        ({"key_length": 1.0}, "key_length | whole number | 1.0"),
+        ({"key_length": 12, "mask": bmburst.PrefixLM(3)}, "mask | another sequence | key_length=12 | SlidingWindow"),
+        ({"key_length": 12, "mask": bmburst.Documents((3, 5))}, "2 documents | keys | key_lengths | fix: "),
+        ({"key_length": 11, "mask": PAIRED}, "12 keys | key_length | 11 | fix: "),
+        ({"key_length": 12, "mask": PAIRED, "length": 7}, "8 tokens | 7 | fix: "),
+        ({"key_length": 12, "key_layout": "striped", "kernel": "cpu"}, "cpu | kernel='auto'"),
+        (
+            {"key_length": 12, "key_layout": "striped", "strategy": "gather", "layout": "contiguous"},
+            "'gather' | striped | zigzag | strategy='auto'",
+        ),
+    ],
+)
+def test_what_has_no_meaning_is_refused_on_every_rank(options, words):
+    def body(comm):
+        q, k = torch.zeros(1, 4, 2, 8), torch.zeros(1, 6, 2, 8)
+        with refused(words):
+            bmburst.burst_attention(q, k, k, group=comm, **options)
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_disagree_on_keys_are_refused():
+    def body(comm):
+        q, k = torch.zeros(1, 4, 2, 8), torch.zeros(1, 6, 2, 8)
+        with refused("key"):
+            bmburst.burst_attention(q, k, k, mask="full", key_length=11 + comm.rank, group=comm)
+
+    run_ranks(2, body)
+
+
+def test_documents_of_other_numbers_are_refused():
+    with refused("3 documents | 2 documents | key | fix: "):
+        bmburst.Documents((3, 5), key_lengths=(1, 2, 3))
+    with refused("keys of a document | -1"):
+        bmburst.Documents((3, 5), key_lengths=(1, -1))
+
+
+def test_paired_documents_of_one_sequence_are_refused():
+    q = torch.zeros(1, 8, 2, 8)
+    with pytest.raises(UserError, match="key_length="):
+        bmburst.burst_attention(q, q, q, mask=PAIRED)
+
+
+def test_a_staircase_is_one_kernel_call():
+    """Of striped queries and contiguous keys; without it every query would be a call of its own."""
+
+    def body(comm):
+        q, k = torch.zeros(1, 40, 2, 8), torch.zeros(1, 60, 2, 8)
+        options = AttentionOptions(layout="striped", key_layout="contiguous")
+        call = decide(comm, q, k, k, None, options, 120)
+        assert [len(call.tiles(comm.rank, other)) for other in range(2)] == [1, 1]
+
+    run_ranks(2, body)
+
+
+def test_tiles_that_keep_keys_whole_are_cut_where_documents_of_keys_begin():
+    mask = CrossMask(bmburst.Documents((3, 4), True, (0, 4)), 7, 4)
+    assert len(make_tiles(mask, 7, np.arange(7), np.arange(4), "keys")) == 1
