@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.bmtrain_nccl import FlatStorage, launched_together
+from bmburst.comm.host_shards import host_shard
 
 
 class ShardData(Enum):
@@ -60,6 +61,12 @@ class NamedShard:
     """Tensor ranks that share it."""
 
     @property
+    def device(self) -> torch.device:
+        """Where BMTrain gathers it: the GPU, also if the storage is in host memory."""
+        kept = host_shard(self.storage)
+        return self.storage.device if kept is None else kept.device
+
+    @property
     def begin(self) -> int:
         """First of this rank's numbers, in shard order."""
         return self.ranges[self.rank][0]
@@ -84,6 +91,8 @@ class NamedShard:
             ValueError: It is laid out as neither.
         """
         if isinstance(like, ShardData):
+            if kept := host_shard(self.storage):
+                kept.settle()
             like = self.storage.data
         if like.dim() == 1 and like.numel() == self.storage.numel():
             return like[self.offset : self.offset + self.count]
@@ -170,6 +179,13 @@ def named_shards(model: torch.nn.Module) -> list[NamedShard]:
     return shards
 
 
+def gradient_of(shard: NamedShard) -> Tensor | None:
+    """Return the gradient of a parameter's storage, if there is one; in host memory it is whole."""
+    if kept := host_shard(shard.storage):
+        kept.wait_for_gradient()
+    return shard.storage.grad
+
+
 def gather(
     shard: NamedShard,
     like: Tensor | ShardData | None = ShardData.WEIGHTS,
@@ -187,18 +203,18 @@ def gather(
         root: The only rank to receive the result; None for all.
 
     Returns:
-        The full tensor in the parameter's shape, on the device of the weights; None on ranks other than `root`.
+        The full tensor in the parameter's shape, on the GPU; None on ranks other than `root`.
 
     Raises:
         ValueError: `like` is of another dtype or layout, or None on a rank with a piece.
     """
     dtype, empty = dtype or shard.dtype, shard.count == 0
     if empty:
-        piece = torch.empty(0, dtype=dtype, device=shard.storage.device)
+        piece = torch.empty(0, dtype=dtype, device=shard.device)
     elif like is None:
         raise ValueError(f"{shard.name}: this rank has {shard.count} numbers, but there is no tensor to gather from")
     else:
-        piece = shard.local(like).detach().to(shard.storage.device)
+        piece = shard.local(like).detach().to(shard.device)
     if piece.dtype != dtype:
         raise ValueError(f"{shard.name}: gathering {dtype} on all ranks, but this one holds {piece.dtype}")
     receivers = range(len(shard.ranges)) if root is None else (root,)
@@ -243,6 +259,8 @@ def scatter_piece(shard: NamedShard, piece: Tensor, into: Tensor | ShardData = S
     """Write this rank's piece, given as exactly its own numbers: `scatter` where the full tensor is nowhere held."""
     if shard.count:
         shard.local(into).copy_(piece)
+        if into is ShardData.WEIGHTS and (kept := host_shard(shard.storage)):
+            kept.version += 1
         # BMTrain gathers on its own stream, which must not start before the weights are written.
         bmt.config["load_stream"].wait_stream(torch.cuda.current_stream())
 

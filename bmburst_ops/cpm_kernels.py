@@ -14,7 +14,7 @@ signatures, which does what its published CUDA sources do.
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash.limits import is_there, load
+from bmburst_ops.flash.limits import import_package, is_there
 
 NAME = "cpm-kernels"
 _MODULE = "cpm_kernels"
@@ -44,7 +44,7 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, None]:
     Raises:
         KernelError: The package cannot be imported.
     """
-    package = load(_MODULE, NAME)
+    package = import_package(_MODULE, NAME)
     features = x.shape[-1]
     rows = x.reshape(-1, features).contiguous()
     result = torch.empty_like(rows)

@@ -9,7 +9,9 @@ Inside of a checkpoint this costs no product: a recomputation needs what backwar
 caller has it leave the forward out (`is_needed`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,76 +20,133 @@ from torch.nn.functional import linear
 
 from bmburst_ops.errors import KernelError
 from bmburst_ops.first_order import first_order
-from bmburst_ops.linears import add_product, product
+from bmburst_ops.linears import GradientSum, add_product, product
+from bmburst_ops.low_rank import LowRank, low_rank_backward, low_rank_product
 from bmburst_ops.swiglu import swiglu
+
+Adapter = tuple[LowRank, tuple[GradientSum | None, GradientSum | None]]
+"""A low-rank term, and the sums of the gradients of its two matrices."""
 
 
 class _GatedMLP(torch.autograd.Function):
     """Keeps the parameters themselves, as ZeRO-3 needs it: their numbers may be gone until backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chunk: int, is_needed: bool) -> Tensor:
-        ctx.save_for_backward(x, gate, up, down)
-        ctx.chunk = chunk
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        chunk: int,
+        is_needed: bool,
+        terms: Sequence[LowRank | None],
+        *adapters: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, gate, up, down, *adapters)
+        ctx.chunk, ctx.terms = chunk, terms
         out = x.new_empty((*x.shape[:-1], len(down)))
         if is_needed:
             for states, result in zip(_chunks(x, chunk), _chunks(out, chunk), strict=True):
-                inner = swiglu(linear(states, gate), linear(states, up))
+                pair = (
+                    _with_term(linear(states, each), states, term)
+                    for each, term in zip((gate, up), terms, strict=False)
+                )
+                inner = swiglu(*pair)
                 torch.mm(inner, down.t(), out=result)
+                _with_term(result, inner, terms[2])
                 del inner  # nothing of a chunk lives while the next one is at work
         return out
 
     @staticmethod
     @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, down = ctx.saved_tensors
+        x, gate, up, down, *adapters = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad[:4]
         wide = torch.promote_types(x.dtype, torch.float32)
-        sums = [
-            torch.zeros(weight.shape, dtype=wide, device=weight.device) if wanted else None
-            for weight, wanted in zip((gate, up, down), wants, strict=True)
-        ]
+        sums = [GradientSum(wide) if wanted else None for wanted in wants]
+        rest = iter(zip(adapters, ctx.needs_input_grad[7:], strict=True))
+        terms = [term and _numbered(term, rest, wide) for term in ctx.terms]
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wants_x else None
         results = [None] * -(-x[..., 0].numel() // ctx.chunk) if grad_x is None else _chunks(grad_x, ctx.chunk)
         parts = zip(_chunks(x, ctx.chunk), _chunks(grad_output, ctx.chunk), results, strict=True)
         for part in parts:
-            _add_chunk(sums, *part, gate, up, down)
-        weights = [None if total is None else total.to(gate.dtype) for total in sums]
-        return grad_x, *weights, None, None
+            chunk_backward(*part, gate, up, down, sums, terms)
+        sums += [each for term in terms if term for each in term[1]]
+        weights = [None if each is None or each.total is None else each.total.to(gate.dtype) for each in sums]
+        return grad_x, *weights[:3], None, None, None, *weights[3:]
 
 
-def _add_chunk(
-    sums: Sequence[Tensor | None],
+def _numbered(term: LowRank, rest: Iterator[tuple[Tensor, bool]], wide: torch.dtype) -> Adapter:
+    """Return a term with its matrices as they were saved, the next two, and with sums of their gradients."""
+    (a, of_a), (b, of_b) = ((each, GradientSum(wide) if wanted else None) for each, wanted in islice(rest, 2))
+    return replace(term, a=a, b=b), (of_a, of_b)
+
+
+def _with_term(result: Tensor, states: Tensor, term: LowRank | None) -> Tensor:
+    """Return a product, with a low-rank term of the same input added in place."""
+    return result if term is None else result.add_(low_rank_product(states, term))
+
+
+def chunk_backward(
     states: Tensor,
     grads: Tensor,
     result: Tensor | None,
     gate: Tensor,
     up: Tensor,
     down: Tensor,
+    sums: Sequence[GradientSum | None],
+    adapters: Sequence[Adapter | None] = (None, None, None),
 ) -> None:
     """Add a chunk's share to the sums of the weights' gradients, and write its input's gradient.
 
     A function of its own: nothing of a chunk may live while the next one is at work.
+
+    Args:
+        states: The chunk of the MLP's input, `[rows, features]`.
+        grads: The gradient of its result, likewise.
+        result: Where the gradient of `states` goes; None: it is not needed.
+        gate: See `gated_mlp`.
+        up: See `gated_mlp`.
+        down: See `gated_mlp`.
+        sums: Of the gradients of gate, up and down; None for a weight that needs none.
+        adapters: The low-rank terms of gate, up and down with the sums of their gradients; None where there is none.
     """
-    grad_gate, grad_up, inner = _of_activation(states, grads, gate, up, down)
+    grad_gate, grad_up, inner = _of_activation(states, grads, gate, up, down, adapters)
     for total, rows, columns in zip(sums, (grad_gate, grad_up, grads), (states, states, inner), strict=True):
         if total is not None:
-            add_product(total, rows.t(), columns)
+            total.add_product(rows.t(), columns)
     if result is not None:
         del inner, columns
         both = product(grad_gate, gate, torch.promote_types(states.dtype, torch.float32))
         add_product(both, grad_up, up)
         result.copy_(both)
+    for adapter, rows in zip(adapters, (grad_gate, grad_up), strict=False):
+        if adapter is not None:
+            part = low_rank_backward(states, rows, *adapter)
+            if result is not None:
+                result.add_(part)
 
 
 def _of_activation(
-    states: Tensor, grads: Tensor, gate: Tensor, up: Tensor, down: Tensor
+    states: Tensor,
+    grads: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    adapters: Sequence[Adapter | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of what gate and up gave for a chunk, and the activation."""
+    pair = [
+        _with_term(linear(states, weight.detach()), states, adapter and adapter[0])
+        for weight, adapter in zip((gate, up), adapters, strict=False)
+    ]
     with torch.enable_grad():
-        pair = [linear(states, weight.detach()).requires_grad_() for weight in (gate.detach(), up.detach())]
-        inner = swiglu(*pair, overwrite_grad=True)
-    grad_gate, grad_up = torch.autograd.grad(inner, pair, grads @ down)
+        inner = swiglu(*(given.requires_grad_() for given in pair), overwrite_grad=True)
+    of_inner = grads @ down
+    if adapters[2] is not None:
+        of_inner += low_rank_backward(inner.detach(), grads, *adapters[2])
+    grad_gate, grad_up = torch.autograd.grad(inner, pair, of_inner)
     return grad_gate, grad_up, inner.detach()
 
 
@@ -96,7 +155,16 @@ def _chunks(x: Tensor, chunk: int) -> tuple[Tensor, ...]:
     return tuple(x.reshape(-1, x.shape[-1]).split(chunk))
 
 
-def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, chunk: int, is_needed: bool = True) -> Tensor:
+def gated_mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    chunk: int,
+    is_needed: bool = True,
+    adapters: Sequence[LowRank | None] = (None, None, None),
+) -> Tensor:
     """Return silu(x @ gate.T) * (x @ up.T) @ down.T.
 
     Args:
@@ -106,6 +174,7 @@ def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, chunk: int, 
         down: `[features, width]`.
         chunk: Rows whose width exists at one time.
         is_needed: False leaves the result undefined, for a recomputation that goes no further; gradients are the same.
+        adapters: The low-rank terms of gate, up and down; None where there is none.
 
     Returns:
         `[..., features]` in x's dtype. Gradients of the weights are summed over chunks in fp32, or x's dtype if wider,
@@ -121,5 +190,8 @@ def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, chunk: int, 
             f"gated_mlp needs x [..., features], gate and up [width, features], down [features, width] of one dtype "
             f"and a positive chunk; got {shapes} and {chunk}"
         )
-    result: Tensor = _GatedMLP.apply(x, gate, up, down, chunk, is_needed)  # type: ignore[no-untyped-call]
+    matrices = [each for term in adapters if term for each in (term.a, term.b)]
+    result: Tensor = _GatedMLP.apply(  # type: ignore[no-untyped-call]
+        *(x, gate, up, down, chunk, is_needed, adapters), *matrices
+    )
     return result

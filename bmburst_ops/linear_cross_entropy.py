@@ -79,31 +79,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gathered: int | None,
         with_grad: bool,
     ) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        narrow = hidden.dtype if hidden.is_cuda else wide  # for the tensor cores; a CPU multiplies in fp32
-        if gathered is None:
-            gathered = 1 if narrow == wide else GATHERED_CHUNKS
         wants_hidden, wants_weight = (with_grad and wanted for wanted in ctx.needs_input_grad[:2])
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
-        rows = min(chunk * gathered, len(hidden))
-        place = hidden.new_empty((rows, len(weight)), dtype=narrow) if wants_hidden or wants_weight else None
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        for start in range(0, len(hidden), max(1, rows)):
-            group = slice(start, start + rows)
-            # What an ignored token holds must not matter, not even if it is NaN: 0 x NaN would spoil the weight.
-            states = hidden[group].masked_fill((labels[group] == ignore_index).unsqueeze(-1), 0)
-            grad_logits = None if place is None else place[: len(states)]
-            for part in _slices(len(states), chunk):
-                gradient = None if grad_logits is None else grad_logits[part]
-                total += _chunk_loss(states[part], weight, labels[group][part], ignore_index, gradient)
-            if grad_logits is not None and grad_hidden is not None:
-                grad_hidden[group] = product(grad_logits, weight, wide)
-            if grad_logits is not None and grad_weight is not None:
-                add_product(grad_weight, grad_logits.t(), states)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        losses, *grads = _in_chunks(
+            hidden, weight, labels, ignore_index, chunk, gathered, of_hidden=wants_hidden, of_weight=wants_weight
+        )
+        ctx.save_for_backward(*grads)
         ctx.dtypes = hidden.dtype, weight.dtype
-        return total
+        return losses.sum()
 
     @staticmethod
     @first_order(KernelError)
@@ -115,15 +97,103 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
-def _chunk_loss(states: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, gradient: Tensor | None) -> Tensor:
-    """Return the sum of a chunk's losses, and write the gradient of its logits.
+class _TokenCrossEntropy(torch.autograd.Function):
+    """The losses of the tokens one by one. Their factors are known in the backward pass, which makes the logits again.
+
+    Forming the gradients in the forward pass, as for the sum, would need those of every token: all logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, chunk: int, gathered: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.options = ignore_index, chunk, gathered
+        losses, _, _ = _in_chunks(hidden, weight, labels, *ctx.options)
+        return losses
+
+    @staticmethod
+    @first_order(KernelError)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        factors = grad_output.masked_fill(labels == ctx.options[0], 0)
+        _, grad_hidden, grad_weight = _in_chunks(
+            hidden, weight, labels, *ctx.options, of_hidden=wants_hidden, of_weight=wants_weight, factors=factors
+        )
+        narrow = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, narrow, None, None, None, None
+
+
+def _in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    chunk: int,
+    gathered: int | None,
+    *,
+    of_hidden: bool = False,
+    of_weight: bool = False,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss of each token, and the gradients of the sum of the losses times their factors.
+
+    Args:
+        hidden: `[tokens, features]`; for the other arguments see `linear_cross_entropy`.
+        weight: See there.
+        labels: `[tokens]`.
+        ignore_index: See there.
+        chunk: See there.
+        gathered: See there.
+        of_hidden: Whether the gradient of `hidden` is formed.
+        of_weight: Whether the gradient of `weight` is formed.
+        factors: `[tokens]`, 0 for ignored tokens. Default: 1.
+
+    Returns:
+        `[tokens]` in fp32 or wider, the gradient of hidden in its dtype, and that of the weight in fp32 or wider.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    narrow = hidden.dtype if hidden.is_cuda else wide  # for the tensor cores; a CPU multiplies in fp32
+    if gathered is None:
+        gathered = 1 if narrow == wide else GATHERED_CHUNKS
+    grad_hidden = torch.empty_like(hidden) if of_hidden else None
+    grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if of_weight else None
+    rows = min(chunk * gathered, len(hidden))
+    place = hidden.new_empty((rows, len(weight)), dtype=narrow) if of_hidden or of_weight else None
+    losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+    # States times factors are in 16 bits on a GPU: only what is at most 1 keeps fp16 in its range.
+    largest = factors.abs().max().clamp(min=torch.finfo(wide).tiny) if factors is not None and len(hidden) else None
+    for start in range(0, len(hidden), max(1, rows)):
+        group = slice(start, start + rows)
+        # What an ignored token holds must not matter, not even if it is NaN: 0 x NaN would spoil the weight.
+        states = hidden[group].masked_fill((labels[group] == ignore_index).unsqueeze(-1), 0)
+        grad_logits = None if place is None else place[: len(states)]
+        for part in _slices(len(states), chunk):
+            gradient = None if grad_logits is None else grad_logits[part]
+            own = losses[group][part]
+            own.copy_(_chunk_losses(states[part], weight, labels[group][part], ignore_index, gradient))
+        if grad_logits is not None and grad_hidden is not None:
+            of_states = product(grad_logits, weight, wide)
+            grad_hidden[group] = of_states if factors is None else of_states.mul_(factors[group].unsqueeze(-1))
+        if grad_logits is not None and grad_weight is not None:
+            if factors is not None and largest is not None:
+                states = states.to(narrow).mul((factors[group] / largest).unsqueeze(-1).to(narrow))
+            add_product(grad_weight, grad_logits.t(), states)
+    if grad_weight is not None and largest is not None:
+        grad_weight.mul_(largest)
+    return losses, grad_hidden, grad_weight
+
+
+def _chunk_losses(states: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, gradient: Tensor | None) -> Tensor:
+    """Return the losses of a chunk's tokens, and write the gradient of its logits.
 
     A function of its own: the logits of a chunk may not live while those of the next one are made.
     """
     wide = torch.promote_types(states.dtype, torch.float32)
     place = gradient if gradient is not None and gradient.dtype == wide else None
     logits = product(states, weight.t(), wide, out=place)
-    return cross_entropy_(logits, labels, ignore_index, gradient).sum()
+    return cross_entropy_(logits, labels, ignore_index, gradient)
 
 
 def _slices(rows: int, chunk: int) -> Iterator[slice]:
@@ -158,6 +228,49 @@ def linear_cross_entropy(
     Raises:
         ValueError: Shapes or dtypes do not fit, or `chunk` is not positive.
     """
+    _require_fitting(hidden, weight, labels, chunk, gathered)
+    total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden.flatten(0, -2), weight, labels.flatten(), ignore_index, chunk, gathered, torch.is_grad_enabled()
+    )
+    return total
+
+
+def token_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    chunk: int = DEFAULT_CHUNK,
+    gathered: int | None = None,
+) -> Tensor:
+    """Return -log softmax(hidden @ weight.T)[label] of each token, in nats.
+
+    Unlike `linear_cross_entropy` it makes the logits of each chunk again in the backward pass, because the factors of
+    the tokens are known only there: four products with the weight in place of three.
+
+    Args:
+        hidden: See `linear_cross_entropy`, as the other arguments.
+        weight: See there.
+        labels: See there.
+        ignore_index: See there.
+        chunk: See there.
+        gathered: See there.
+
+    Returns:
+        The shape of `labels`, in fp32, or the inputs' dtype if wider; 0 where the label is ignored.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit, or `chunk` is not positive.
+    """
+    _require_fitting(hidden, weight, labels, chunk, gathered)
+    losses: Tensor = _TokenCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden.flatten(0, -2), weight, labels.flatten(), ignore_index, chunk, gathered
+    )
+    return losses.view(labels.shape)
+
+
+def _require_fitting(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, gathered: int | None = None) -> None:
     if hidden.shape[:-1] != labels.shape or weight.dim() != 2 or weight.shape[-1] != hidden.shape[-1]:
         raise ValueError(
             "linear_cross_entropy needs hidden [..., features], weight [vocabulary, features], labels [...]; "
@@ -170,7 +283,3 @@ def linear_cross_entropy(
         )
     if chunk < 1 or (gathered is not None and gathered < 1):
         raise ValueError(f"a chunk has at least one token, and at least one is gathered; got {chunk}, {gathered}")
-    total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden.flatten(0, -2), weight, labels.flatten(), ignore_index, chunk, gathered, torch.is_grad_enabled()
-    )
-    return total

@@ -33,6 +33,32 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
+class GradientSum:
+    """The gradient of a weight, added up over chunks of tokens.
+
+    Args:
+        dtype: Of the sum: that of the chunks' numbers, or wider.
+
+    Attributes:
+        total: The sum so far; None before the first chunk.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.total: Tensor | None = None
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """Add a @ b, accumulated in fp32 or wider."""
+        if self.total is not None:
+            add_product(self.total, a, b)
+        else:
+            self.total = a @ b if a.dtype == self.dtype else product(a, b, self.dtype)
+
+    def add(self, share: Tensor) -> None:
+        """Add a chunk's gradient."""
+        self.total = share.to(self.dtype) if self.total is None else self.total.add_(share)
+
+
 class _Linears(torch.autograd.Function):
     """`F.linear` with some rows of each weight, that keeps the parameters themselves for its backward.
 
@@ -42,8 +68,9 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Sequence[slice], is_needed: bool, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
-        ctx.rows = rows
+        reads_x = any(ctx.needs_input_grad[3:])  # frozen weights have no gradient
+        ctx.save_for_backward(*((x,) if reads_x else ()), *weights)
+        ctx.rows, ctx.shape, ctx.reads_x = rows, x.shape, reads_x
         parts = [weight[own] for weight, own in zip(weights, rows, strict=True)]
         if not is_needed:
             return tuple(x.new_empty((*x.shape[:-1], len(part))) for part in parts)
@@ -52,10 +79,12 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     @first_order(KernelError)
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        grads, states = [grad.flatten(0, -2) for grad in grad_outputs], x.flatten(0, -2)
+        saved = ctx.saved_tensors  # read once: torch's checkpoint refuses the second time
+        weights = saved[ctx.reads_x :]
+        states: Any = saved[0].flatten(0, -2) if ctx.reads_x else None
+        grads = [grad.flatten(0, -2) for grad in grad_outputs]
         parts = [weight[own] for weight, own in zip(weights, ctx.rows, strict=True)]
-        grad_x = _sum_of_products(grads, parts).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_x = sum_of_products(grads, parts).view(ctx.shape) if ctx.needs_input_grad[0] else None
         of_weights = (
             _in_rows(grad.t() @ states, weight, own) if wanted else None
             for grad, weight, own, wanted in zip(grads, weights, ctx.rows, ctx.needs_input_grad[3:], strict=True)
@@ -63,7 +92,8 @@ class _Linears(torch.autograd.Function):
         return grad_x, None, None, *of_weights
 
 
-def _sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return the sum of grad @ weight, in their dtype: the gradient of the input that linear layers share."""
     total = grads[0] @ weights[0]
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
         total.addmm_(grad, weight)

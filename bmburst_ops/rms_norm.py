@@ -32,7 +32,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @first_order(KernelError)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = _gradients(ctx, grad_output)
+        grad_x, grad_weight = _gradients(ctx, grad_output, wants_weight=ctx.needs_input_grad[1])
         return grad_x, grad_weight, None, None
 
 
@@ -57,19 +57,21 @@ class _StreamNorm(torch.autograd.Function):
     @staticmethod
     @first_order(KernelError)
     def backward(ctx: Any, grad_stream: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = _gradients(ctx, grad_normed, grad_stream)
+        grad_x, grad_weight = _gradients(ctx, grad_normed, grad_stream, wants_weight=ctx.needs_input_grad[3])
         grad_added = grad_x if ctx.factor in (None, 1) else grad_x * ctx.factor
         return grad_x, None if ctx.factor is None else grad_added, None, grad_weight, None, None
 
 
-def _gradients(ctx: Any, grad_output: Tensor, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the norm's input, plus `beside`, and of the weight."""
+def _gradients(
+    ctx: Any, grad_output: Tensor, beside: Tensor | None = None, *, wants_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the norm's input, plus `beside`, and of the weight; None if it needs none."""
     x, weight, inverse_rms = ctx.saved_tensors
     if inverse_rms is None:
         inverse_rms = _inverse_rms(x.to(torch.promote_types(x.dtype, torch.float32)), ctx.eps)
     fused = None if ctx.is_plain else _fused(x, weight)
-    result: tuple[Tensor, Tensor] = (fused.backward if fused else _backward)(
-        grad_output, x, weight, inverse_rms, beside
+    result: tuple[Tensor, Tensor | None] = (fused.backward if fused else _backward)(
+        *(grad_output, x, weight, inverse_rms, beside), wants_weight=wants_weight
     )
     return result
 
@@ -86,8 +88,8 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    grad_output: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, beside: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    grad_output: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, beside: Tensor | None, *, wants_weight: bool
+) -> tuple[Tensor, Tensor | None]:
     grad = grad_output.to(inverse_rms.dtype)
     normed = x.to(inverse_rms.dtype) * inverse_rms
     grad_normed = grad * weight.to(grad.dtype)
@@ -95,7 +97,8 @@ def _backward(
     grad_x = inverse_rms * (grad_normed - normed * along)
     if beside is not None:
         grad_x += beside
-    return grad_x.to(x.dtype), (grad * normed).flatten(0, -2).sum(dim=0).to(weight.dtype)
+    grad_weight = (grad * normed).flatten(0, -2).sum(dim=0).to(weight.dtype) if wants_weight else None
+    return grad_x.to(x.dtype), grad_weight
 
 
 def _fused(x: Tensor, weight: Tensor) -> Any | None:
@@ -119,7 +122,7 @@ def choose_norm(kernel: str, x: Tensor, weight: Tensor) -> Any | None:
     if kernel == "triton" and module is None:
         reason = "needs Triton, and rows in fp32 or 16 bits on an NVIDIA GPU from Ampere on"
     if reason:
-        raise KernelError(f"norm kernel '{kernel}' {reason}\nuse 'auto', or one of {', '.join(KERNELS[1:])}")
+        raise KernelError(f"norm kernel '{kernel}' {reason}\nfix: use 'auto', or one of {', '.join(KERNELS[1:])}")
     return module
 
 

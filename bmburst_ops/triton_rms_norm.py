@@ -47,19 +47,25 @@ def _run_forward(
 
 
 def backward(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, beside: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x, contiguous, plus `beside`, and of the weight, each in its dtype."""
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    inverse_rms: Tensor,
+    beside: Tensor | None = None,
+    *,
+    wants_weight: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x, contiguous, plus `beside`, and of the weight if wanted, each in its dtype."""
     rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
     more = rows if beside is None else beside.reshape(-1, x.shape[-1])
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tile = _tile(rows)
     programs = min(_PROGRAMS, triton.cdiv(len(rows), tile["ROWS"]))
-    shares = torch.empty(programs, rows.shape[1], dtype=torch.float32, device=x.device)
+    shares = torch.empty(programs * wants_weight, rows.shape[1], dtype=torch.float32, device=x.device)
     strides = (*grad_rows.stride(), *rows.stride(), *more.stride(), weight.stride(0))
     arguments = (grad_rows, rows, more, weight, inverse_rms.view(-1), grad_x, shares, *strides, len(rows))
-    _launch(_backward_kernel, programs, arguments, tile | {"ADDS": beside is not None})
-    return grad_x, shares.sum(0).to(weight.dtype)
+    _launch(_backward_kernel, programs, arguments, tile | {"ADDS": beside is not None, "SHARES": wants_weight})
+    return grad_x, shares.sum(0).to(weight.dtype) if wants_weight else None
 
 
 def _tile(rows: Tensor) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def _forward_kernel(
 def _backward_kernel(
     grad, x, beside, weight, inverse_rms, grad_x, shares,
     grad_row, grad_column, x_row, x_column, beside_row, beside_column, weight_step, count,
-    FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     step = tl.num_programs(0) * ROWS
@@ -123,8 +129,10 @@ def _backward_kernel(
         if ADDS:
             result += _load(beside, own, columns, beside_row, beside_column, count, FEATURES).to(tl.float32)
         _store(grad_x, result, own, columns, count, FEATURES)
-        share += grads * normed
-    tl.store(shares + program.to(tl.int64) * FEATURES + columns, tl.sum(share, 0), mask=columns < FEATURES)
+        if SHARES:
+            share += grads * normed
+    if SHARES:
+        tl.store(shares + program.to(tl.int64) * FEATURES + columns, tl.sum(share, 0), mask=columns < FEATURES)
 
 
 @triton.jit

@@ -48,8 +48,8 @@ def _the_first_layers_are_computed_again_and_no_bit_changes():
 def step(policy):
     """Return the loss, the gradients of this rank's parts and the counts of one step."""
     from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.layers import Linear
     from bmburst.blocks.model import Llama
-    from bmburst.blocks.transformer import TransformerBlock
     from bmburst.mesh import Mesh
     from bmburst.zero import named_shards
 
@@ -58,14 +58,16 @@ def step(policy):
     shard = bmburst.SequenceShard.cut(TOKENS, layout="zigzag", size=mesh.shape.sequence, rank=mesh.sequence_rank)
     ids = torch.randint(MODEL.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     batch, layers, attention = shard.batch(ids), Counter(), []
-    blocks = [id(block._module) for block in model.model.layers]
-    run = TransformerBlock._forward
+    blocks = [id(block.self_attn.o_proj) for block in model.model.layers]
+    run = Linear.forward
+
+    def forward(self, *args, **options):
+        if id(self) in blocks:
+            layers.update([blocks.index(id(self))])
+        return run(self, *args, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            TransformerBlock,
-            "_forward",
-            lambda self, *args: layers.update([blocks.index(id(self))]) or run(self, *args),
-        )
+        patch.setattr(Linear, "forward", forward)
         count_forward(patch, attention.append)
         loss = model.loss(batch.tokens, batch.positions, batch.labels, TOKENS)
         loss.backward()

@@ -10,7 +10,7 @@ import torch
 import bmburst
 from bmburst.attention.biased import BiasedSequence, biased_attention
 from bmburst.comm.local import run_ranks
-from bmburst.loss import token_loss_sum
+from bmburst.loss import token_logprobs, token_loss_sum
 from bmburst_ops.gated_mlp import gated_mlp
 from bmburst_ops.linears import linears
 from bmburst_ops.rms_norm import rms_norm, stream_norm
@@ -20,7 +20,8 @@ from tests.ops.biased_oracle import draw, draw_ant
 from tests.ops.test_biased import ours
 from tests.refusals import refused
 
-DIFFERENTIABLE = {"_Shard"}  # whose backward is differentiable itself: tests/attention/test_sequence.py
+# Of the first backward is differentiable itself (tests/attention/test_sequence.py), the other's is the identity.
+DIFFERENTIABLE = {"_Shard", "_ShownInBackward"}
 ROOT = Path(bmburst.__file__).parents[1]
 
 
@@ -47,6 +48,7 @@ CALLS = {
     "linears": lambda q, _: linears(q, [random(3, 8)])[0],
     "gated_mlp": lambda q, _: gated_mlp(q, random(3, 8), random(3, 8), random(8, 3), chunk=4),
     "loss": lambda q, _: token_loss_sum(q.flatten(1, 2), random(5, 8), torch.ones(1, 12, dtype=torch.int64)),
+    "logprobs": lambda q, _: token_logprobs(q, random(5, 8), torch.ones(1, 6, 2, dtype=torch.int64)),
 }
 
 

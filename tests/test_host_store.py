@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bmburst.comm.host_memory import HostMemory
 from bmburst.recompute import checkpoint, host_store
 from bmburst.recompute.host_store import HostStore
 from tests.live_bytes import LiveBytes
@@ -63,17 +64,22 @@ def test_memory_of_the_host_is_used_again():
 
 def test_memory_that_copies_may_still_read_is_not_a_cpu_tensors(monkeypatch):
     """A piece of a GPU's tensor is given back when the host is done with it: its copies may not be."""
-    store, made, real = HostStore(), [], torch.empty
+    memory = HostMemory()
+    store, made, real = HostStore(memory), [], torch.empty
 
     def spy(*size, pin_memory, **more):
         made.append(pin_memory)
         return real(*size, **more)
 
     monkeypatch.setattr(torch, "empty", spy)
-    for pinned in (False, True):
-        store.give_back([store.take(4096, pinned=pinned)], pinned=pinned)
-    again = [store.take(4096, pinned=pinned) for pinned in (True, False)]
-    assert made == [False, True] and store.nbytes == 2 * 4096 == sum(map(len, again))
+    for size in (1024, 4096):
+        for pinned in (False, True):
+            store.give_back([store.take(size, pinned=pinned)], pinned=pinned)
+    assert made == [False, True, False]  # pinned pieces of the full size come from the host memory
+    allocated = 2 * 1024 + (1 + host_store.AT_ONCE) * 4096
+    assert memory.nbytes == host_store.AT_ONCE * 4096 and store.nbytes == allocated
+    taken = [store.take(size, pinned=pinned) for size in (1024, 4096) for pinned in (True, False)]
+    assert sum(map(len, taken)) == 2 * (1024 + 4096) and store.nbytes == allocated
 
 
 def test_another_order_drops_what_was_sent_for_in_vain():

@@ -61,6 +61,8 @@ BMTRAIN_AT_TOP = {
     "bmburst/attention/module.py",
     "bmburst/blocks/layers.py",
     "bmburst/blocks/model.py",
+    "bmburst/blocks/recomputed.py",
+    "bmburst/blocks/streamed.py",
     "benchmarks/training/tensor_v1.py",
     "bmburst/blocks/transformer.py",
     "bmburst/integrations/cpm_live.py",

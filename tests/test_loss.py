@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from bmburst.loss import IGNORE_INDEX, count_valid, global_mean, token_loss_sum
+from bmburst.loss import IGNORE_INDEX, count_valid, global_mean, token_logprobs, token_loss_sum
+from tests.live_bytes import LiveBytes
 from tests.refusals import refused
 
 
@@ -56,3 +57,92 @@ def test_an_empty_vocabulary_allows_no_label() -> None:
     with refused("label 0", "vocabulary is empty", "fix: ") as refusal:
         token_loss_sum(torch.zeros(1, 1, 2), torch.zeros(0, 2), torch.tensor([[0]]))
     assert "0 to -1" not in str(refusal.value)
+
+
+def _problem(dtype: torch.dtype, words: int = 19) -> tuple[torch.Tensor, ...]:
+    """Return hidden, weight, labels, and how much each token counts in an objective."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(2, 7, 6, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(words, 6, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(words, (2, 7), generator=generator)
+    labels[1, 2:5] = IGNORE_INDEX
+    return hidden, weight, labels, torch.randn(2, 7, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_logprobs_equal_log_softmax(dtype: torch.dtype, chunk: int) -> None:
+    hidden, weight, labels, factors = _problem(dtype)
+    found = token_logprobs(hidden, weight, labels, chunk=chunk)
+    assert found.shape == labels.shape
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    (found.exp() * found.detach().cos() * factors).sum().backward()  # no factor is known in the forward pass
+
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    real = labels != IGNORE_INDEX
+    every = torch.log_softmax(wide[0] @ wide[1].t(), -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    wanted = every.masked_fill(~real, 0)
+    (wanted.exp() * wanted.detach().cos() * factors).sum().backward()
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    torch.testing.assert_close(found.double(), wanted, rtol=min(tolerance, 1e-5), atol=1e-12)
+    assert (found[~real] == 0).all()
+    for ours, theirs in zip((hidden, weight), wide, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert ours.grad.dtype == dtype
+        scale = float(theirs.grad.abs().max())
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=tolerance, atol=tolerance * scale)
+
+
+def test_what_an_ignored_token_holds_does_not_reach_the_gradients() -> None:
+    hidden, weight, labels, factors = _problem(torch.float64)
+    token_logprobs(hidden, weight, labels).mul(factors).sum().backward()
+    spoilt = hidden.detach().clone()
+    spoilt[1, 2:5] = torch.nan
+    spoilt.requires_grad_()
+    own = weight.detach().clone().requires_grad_()
+    found = token_logprobs(spoilt, own, labels)
+    found.backward(factors.masked_fill(labels == IGNORE_INDEX, torch.inf))
+    torch.testing.assert_close(spoilt.grad, hidden.grad)
+    torch.testing.assert_close(own.grad, weight.grad)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_logprobs_of_frozen_inputs(frozen: str) -> None:
+    hidden, weight, labels, factors = _problem(torch.float64)
+    token_logprobs(hidden, weight, labels).mul(factors).sum().backward()
+    ours = {"hidden": hidden.detach().clone(), "weight": weight.detach().clone()}
+    moving = "weight" if frozen == "hidden" else "hidden"
+    ours[moving].requires_grad_()
+    token_logprobs(ours["hidden"], ours["weight"], labels).mul(factors).sum().backward()
+    assert ours[frozen].grad is None
+    torch.testing.assert_close(ours[moving].grad, {"hidden": hidden, "weight": weight}[moving].grad)
+
+
+def test_no_token_and_no_factor() -> None:
+    hidden, weight, labels, _ = _problem(torch.float32)
+    assert token_logprobs(hidden[:, :0], weight, labels[:, :0]).shape == (2, 0)
+    token_logprobs(hidden, weight, labels).mul(0).sum().backward()
+    for each in (hidden, weight):
+        assert each.grad is not None
+        assert (each.grad == 0).all()
+
+
+def test_logprobs_never_hold_more_than_a_chunk_of_logits() -> None:
+    tokens, words, chunk = 64, 5000, 8
+    hidden = torch.randn(1, tokens, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(words, 4, dtype=torch.float64, requires_grad=True)
+    labels, logits = torch.randint(words, (1, tokens)), 8 * chunk * words
+    with LiveBytes() as seen:
+        found = token_logprobs(hidden, weight, labels, chunk=chunk, check=False)
+        assert seen.now < 0.05 * logits  # nothing of the vocabulary's size waits for the backward pass
+        assert seen.peak == pytest.approx(logits, rel=0.05)
+        seen.peak = seen.now
+        found.square().sum().backward()
+    gradients = weight.nbytes + hidden.nbytes
+    assert seen.peak == pytest.approx(logits + gradients, rel=0.05)
+
+
+def test_a_logprob_of_no_word_is_refused() -> None:
+    with refused("label 7", "0 to 6", "fix: "):
+        token_logprobs(torch.zeros(1, 1, 2), torch.zeros(7, 2), torch.tensor([[7]]))

@@ -159,7 +159,7 @@ def test_keeps_what_it_says_and_no_more():
         assert block.rest > 3 * attention
         for name in POLICIES:
             policy = Policy.parse(name)
-            assert 0 <= kept[name] - policy.kept(block) - policy.visiting(block, 1, backward=False) <= 2 * EMPTY, name
+            assert 0 <= kept[name] - policy.kept(block) - policy.hosted(block) <= 2 * EMPTY, name
         assert kept["block"] <= EMPTY < attention
 
     run_ranks(1, body)

@@ -1,7 +1,9 @@
 """Names of recompute policies, and their formulas."""
 
 import pytest
+import torch
 
+from bmburst.recompute import checkpoint
 from bmburst.recompute.policy import AUTO, POLICIES, BlockBytes, Policy
 from bmburst.train.config import ParallelConfig, TrainConfig
 from tests.refusals import refused
@@ -68,6 +70,63 @@ def test_more_first_layers_than_the_model_has_are_refused(count):
     Policy.parse("block").require_layers(1)
 
 
+def test_policies_by_segments():
+    policy = Policy.parse("block+every-4+keep-attention-last-3+offload-first-5")
+    assert policy.name == "block+every-4+keep-attention-last-3+offload-first-5" and policy.is_of_model
+    layers = policy.of_layers(10)
+    assert [i for i, each in enumerate(layers) if each.is_stored] == [0, 4, 8]
+    assert [i for i, each in enumerate(layers) if not each.feeds_next] == [3, 7, 9]
+    assert [each.attention for each in layers] == [0.0] * 7 + [1.0] * 3
+    assert [each.offload for each in layers] == ["inputs", *["nothing"] * 3, "inputs", *["nothing"] * 5]
+    per_layer = [(each.kept(BLOCK), each.hosted(BLOCK)) for each in layers]
+    inputs, attended = BLOCK.input, BLOCK.attended
+    assert per_layer == [
+        *[(0, inputs), (0, 0), (0, 0), (0, 0)] * 1,
+        *[(0, inputs), (0, 0), (0, 0), (attended, 0)],
+        *[(inputs + attended, 0), (attended, 0)],
+    ]
+    assert sum(count for _, count in policy.kinds(10)) == 10
+    assert all(each.is_stored and not each.feeds_next for each in Policy.parse("block+every-1").of_layers(3))
+    assert layers[0].waiting(BLOCK, 10.0, 100.0, 100.0) == inputs / 10  # nothing fetched it ahead
+    offloading = Policy.parse("block+offload+every-2").of_layers(3)
+    assert [each.hosted(BLOCK) for each in offloading] == [inputs, 0, inputs]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("block+every-0", ("'0' layers", "every")),
+        ("block+every-x", ("'x' layers",)),
+        ("none+every-3", ("keeps everything", "block+every-3")),
+        ("block+every-2+first-3", ("+first-", "+every-")),
+        ("block-keep-attention+keep-attention-last-2", ("keeps attention in all",)),
+        ("block+offload+offload-first-2", ("offloads all",)),
+        ("block-keep-attention:0.5+every-2", ("again", "block+every-2")),
+        ("block-keep-attention+offload-all+every-2", ("again",)),
+        ("block+every-2+every-3", ("twice",)),
+        ("block+evry-3", ("unknown", "known: block")),
+    ],
+)
+def test_options_that_cannot_be(name, words):
+    with refused(name, *words, "fix: "):
+        Policy.parse(name)
+
+
+def test_tensor_ranks_compute_no_inputs_again():
+    Policy.parse("block+every-2").require_tensor(1)
+    Policy.parse("block+keep-attention-last-2").require_tensor(2)
+    with refused("block+every-2", "tensor parallelism 2", "fix: block,"):
+        Policy.parse("block+every-2").require_tensor(2)
+    config = TrainConfig(recompute="block+every-2", parallel=ParallelConfig(tensor_parallel=2))
+    with refused("tensor parallelism 2", "fix: "):
+        config.validate(2)
+
+
+def test_a_call_alone_takes_no_policy_of_a_model():
+    with refused("block+every-2", "fix: block"):
+        checkpoint("block+every-2", lambda x: x, torch.ones(2, requires_grad=True))
+
+
 def test_each_layer_has_its_policy():
     policy = Policy.parse("block-keep-attention:0.5+offload+first-2")
     first, last = Policy.parse("block-keep-attention:0.5+offload"), Policy.parse("none")
@@ -119,7 +178,5 @@ def test_each_policy_costs_what_its_table_says():
         policy = Policy.parse(name)
         assert policy.kept(BLOCK) == kept and policy.hosted(BLOCK) == hosted, name
         assert policy.again(5.0, 10.0, 2.0) == again, name
-        assert policy.visiting(BLOCK, 9, backward=False) == hosted == policy.visiting(BLOCK, 1, backward=True)
-        assert policy.visiting(BLOCK, 9, backward=True) == 2 * hosted
         assert policy.waiting(BLOCK, 10.0, 100.0, 100.0) == 0
         assert policy.waiting(BLOCK, 10.0, 3.0, 8.0) == max(0, hosted / 10 - 3) + max(0, hosted / 10 - 8)

@@ -78,9 +78,9 @@ def family_of(*, qkv_bias: bool, qk_norm: bool, sliding_window: int | None, scal
     if scaled:
         raise UserError(
             f"{', '.join(SCALES)} (MiniCPM) cannot be combined with qkv_bias, qk_norm or sliding_window\n"
-            "allowed: a model without these three"
+            "fix: a model without these three"
         )
-    raise UserError("no family of Hugging Face has both qkv_bias (Qwen2) and qk_norm (Qwen3)\nallowed: one of them")
+    raise UserError("no family of Hugging Face has both qkv_bias (Qwen2) and qk_norm (Qwen3)\nfix: one of them")
 
 
 def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"config.json of a {name} model lacks {', '.join(missing)}\nfix: add the keys")
     for key in family.foreign:
         if values.get(key):
-            raise UserError(f"{key} of a {name} model is not supported\nallowed: a model without it")
+            raise UserError(f"{key} of a {name} model is not supported\nfix: a model without it")
     window = {"never": _never, "all": _everywhere, "layer": _by_layer}[family.windows](values)
     scales = {key: values[key] for key in SCALES} if family.scaled else {}
     return {
@@ -174,6 +174,6 @@ def _by_layer(values: Mapping[str, Any]) -> int | None:
     if len(kinds) > 1:
         raise UserError(
             f"layers of type {' and '.join(sorted(kinds))} in one model are not supported\n"
-            "allowed: one type for all; for both, train it in transformers: docs/hugging_face.md"
+            "fix: one type for all; for both, train it in transformers: docs/hugging_face.md"
         )
     return values.get("sliding_window", 4096) if "sliding_attention" in kinds else None

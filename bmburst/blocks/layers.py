@@ -14,6 +14,8 @@ as would gate and up, in forward and again in backward. Where the layer does not
 the same loss on all ranks and sums the input's gradient itself.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import bmtrain as bmt
@@ -21,11 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bmburst.blocks.lora import LoRAConfig
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
 from bmburst_ops.first_order import first_order
 from bmburst_ops.linears import linears
+from bmburst_ops.low_rank import LowRank, low_rank_terms
 from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import rms_norm, stream_norm
 
@@ -76,7 +80,25 @@ class Linear(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no typ
         self.weight = parameter(out_features, in_features, dtype=dtype, split=split)
         if bias:
             self.bias = parameter(out_features, dtype=dtype)
-        self.has_bias, self.rows = bias, rows
+        self.has_bias, self.rows, self.split, self.adapter_scale = bias, rows, split, 0.0
+        self._features = in_features, out_features
+
+    def add_adapter(self, rank: int, scale: float) -> None:
+        """Add a trained low-rank term, `lora_A` `[rank, in]` and `lora_B` `[out, rank]`; before BMTrain makes a block.
+
+        Of a rank's inputs it has its part of A, of a rank's outputs its part of B. The rest is on every rank, and
+        BMTrain's sum over ranks is its gradient.
+        """
+        inward, outward = self._features
+        dtype = self.weight.dtype
+        self.lora_A = parameter(rank, inward, dtype=dtype, split=1 if self.split == 1 else None)
+        self.lora_B = parameter(outward, rank, dtype=dtype, split=0 if self.split == 0 else None)
+        self.adapter_scale = scale
+
+    @property
+    def adapter(self) -> LowRank | None:
+        """The low-rank term, with the parameters' present numbers."""
+        return LowRank(self.lora_A, self.lora_B, self.adapter_scale, self.rows) if self.adapter_scale else None
 
     def forward(self, x: Tensor, *, is_needed: bool = True) -> Tensor:
         """Return x @ weight[rows].T + bias; undefined where a recomputation does not need the result."""
@@ -88,7 +110,43 @@ def project(x: Tensor, *matrices: Linear, is_needed: bool = True) -> tuple[Tenso
     """Return what each of some matrices makes of one input; its gradient is added up inside of their products."""
     products = linears(x, [each.weight for each in matrices], [each.rows for each in matrices], is_needed=is_needed)
     pairs = zip(products, matrices, strict=True)
-    return tuple(product + each.bias if each.has_bias else product for product, each in pairs)
+    results = [product + each.bias if each.has_bias else product for product, each in pairs]
+    adapters = {number: each.adapter for number, each in enumerate(matrices) if each.adapter}
+    if adapters:
+        terms = low_rank_terms(x, list(adapters.values()), is_needed=is_needed)
+        for number, term in zip(adapters, terms, strict=True):
+            results[number] = results[number] + term
+    return tuple(results)
+
+
+def freeze(module: torch.nn.Module) -> None:
+    """Let all parameters need no gradient; before BMTrain makes a block of the module."""
+    for each in module._parameters.values():
+        if each is not None:
+            each.requires_grad_(False)
+    for child in module.children():
+        freeze(child)
+
+
+@contextmanager
+def without_adapters(module: torch.nn.Module) -> Iterator[None]:
+    """Compute without the adapters of a module in the block: the model that they were added to."""
+    scales = {each: each.adapter_scale for each in module.modules() if isinstance(each, Linear)}
+    try:
+        for each in scales:
+            each.adapter_scale = 0.0
+        yield
+    finally:
+        for each, scale in scales.items():
+            each.adapter_scale = scale
+
+
+def add_adapters(module: torch.nn.Module, lora: LoRAConfig) -> None:
+    """Freeze a block's module, and add adapters to its matrices."""
+    freeze(module)
+    for name, child in module.named_modules():
+        if name.rpartition(".")[2] in lora.matrices:
+            child.add_adapter(lora.rank, lora.scale)
 
 
 class RMSNorm(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types

@@ -11,9 +11,14 @@ from torch import Tensor
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.layers import RMSNorm, Table, TensorGroup
+from bmburst.blocks.layers import RMSNorm, Table, TensorGroup, freeze
+from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
+from bmburst.blocks.streamed import StreamedBlock
 from bmburst.blocks.transformer import AttentionFactory, NormFactory, TransformerBlock
+from bmburst.comm.host_memory import HostMemory
+from bmburst.comm.host_shards import ShardCopies
 from bmburst.errors import UserError
 from bmburst.loss import DEFAULT_CHUNK, IGNORE_INDEX, require_ids, token_loss_sum
 from bmburst.mesh import current_mesh
@@ -42,7 +47,10 @@ def initialize(model: torch.nn.Module, config: LlamaConfig, seed: int) -> None:
     for shard in named_shards(model):
         if not shard.count:
             continue
-        device = shard.storage.device
+        device = shard.device
+        if shard.name.endswith((".lora_A", ".lora_B")):
+            scatter(shard, _adapter(shard.shape, f"{seed} {shard.name}", device, is_zero=shard.name.endswith("B")))
+            continue
         if len(shard.shape) == 1:
             scatter(shard, torch.full(shard.shape, 0.0 if shard.name.endswith("bias") else 1.0, device=device))
             continue
@@ -52,11 +60,23 @@ def initialize(model: torch.nn.Module, config: LlamaConfig, seed: int) -> None:
         scatter(shard, _normal(shard.shape, std, f"{seed} {shard.name}", device))
 
 
+def _adapter(shape: tuple[int, ...], key: str, device: torch.device, *, is_zero: bool) -> Tensor:
+    """Return zeros for B, and for A what PEFT draws: kaiming_uniform_ with a = sqrt(5), from 1 / sqrt(in) each way."""
+    made = torch.zeros(shape, dtype=torch.float32, device=device)
+    bound = 1 / math.sqrt(shape[1])
+    return made if is_zero else made.uniform_(-bound, bound, generator=_generator(key, device))
+
+
 def _normal(shape: tuple[int, ...], std: float, key: str, device: torch.device) -> Tensor:
+    made = torch.empty(shape, dtype=torch.float32, device=device)
+    return made.normal_(0.0, std, generator=_generator(key, device))
+
+
+def _generator(key: str, device: torch.device) -> torch.Generator:
     generator = torch.Generator(device)
     # 63 bits of a hash: neighbouring seeds must not give related numbers, and Python's own hash differs by process.
     generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
-    return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)
+    return generator
 
 
 class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
@@ -72,24 +92,38 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         tensor: TensorGroup,
         mlp_chunk: int | None,
         norm: NormFactory,
+        offload_weights: bool,
+        host_memory: HostMemory,
+        lora: LoRAConfig | None,
     ) -> None:
         super().__init__()
         self.config, self.tensor = config, tensor
-        store = HostStore()
+        store, segments, copies = HostStore(host_memory), BlockSegments(), ShardCopies(host_memory)
+
+        def wrapped(block: TransformerBlock, number: int) -> bmt.Block:
+            if offload_weights:
+                made = StreamedBlock(block, copies, number)
+                if number == 0:  # for the weights of the other blocks, and for all gradients
+                    host_memory.prepare(made.shard_bytes() * (config.num_layers - 1))
+                    host_memory.prepare(made.shard_bytes(trained=True) * config.num_layers)
+                return made
+            # Recomputation is ours (bmburst.recompute): BMTrain's would run the ring a second time.
+            return bmt.Block(block, use_checkpoint=False, zero_level=zero_level)
+
+        shared = tensor, store, segments, mlp_chunk, norm, lora
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = bmt.TransformerBlockList(
             [
-                # Recomputation is ours (bmburst.recompute): BMTrain's would run the ring a second time.
-                bmt.Block(
-                    TransformerBlock(config, attention, dtype, policy, tensor, store, mlp_chunk, norm),
-                    use_checkpoint=False,
-                    zero_level=zero_level,
-                )
-                for policy in recompute.of_layers(config.num_layers)
+                wrapped(TransformerBlock(config, attention, dtype, policy, *shared), number)
+                for number, policy in enumerate(recompute.of_layers(config.num_layers))
             ]
         )
+        segments.wrap(self.layers)
         # The factor on logits is here, before anything reads the hidden states: every head gives the right logits.
         self.norm = norm(config.hidden_size, factor=config.logit_scale)
+        if lora is not None:
+            freeze(self.embed_tokens)
+            freeze(self.norm)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, length: int | None, embedding: Tensor, mask: MaskOption | None = None
@@ -100,6 +134,8 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         """
         cos, sin = rotary_tables(self.config, positions, length, embedding.dtype)
         hidden = _embed(self.tensor.own(tokens), embedding, self.config.embedding_scale)
+        if torch.is_grad_enabled() and not hidden.requires_grad:  # else BMTrain runs the first block twice
+            hidden = hidden.detach().requires_grad_()
         hidden = self.layers(hidden, cos, sin, length, within(self.config.sliding_window, mask))
         normed: Tensor = self.norm(hidden)
         return normed
@@ -127,6 +163,10 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         mlp_chunk: Tokens of a rank that an MLP computes at once. None: 16384 where blocks are recomputed, else all;
             0: all.
         norm_kernel: "auto", or another of `bmburst_ops.rms_norm.KERNELS`.
+        offload_weights: Whether weights and gradients of the blocks live in host memory, and visit the GPU block by
+            block. Needs `zero_level` 3, and `bmburst.optim.AdamW(offload=True)` to be trained.
+        host_memory: Where pinned memory comes from, for weights and for what recompute policies offload.
+        lora: Low-rank adapters to train in place of the weights, which are frozen. Default: the weights are trained.
 
     Raises:
         UserError: An option has an unknown value, the ranks of a tensor group cannot share the model, or with tensor
@@ -145,18 +185,24 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         loss_chunk: int = DEFAULT_CHUNK,
         mlp_chunk: int | None = None,
         norm_kernel: str = "auto",
+        offload_weights: bool = False,
+        host_memory: HostMemory | None = None,
+        lora: LoRAConfig | None = None,
     ) -> None:
         super().__init__()
         policy = Policy.parse(recompute)
         policy.require_layers(config.num_layers)
         if zero_level not in (2, 3):
-            raise UserError(f"zero_level {zero_level}\nallowed: 2 or 3")
+            raise UserError(f"zero_level {zero_level}\nfix: 2 or 3")
+        if offload_weights and zero_level != 3:
+            raise UserError(f"offload_weights with zero_level {zero_level}\nfix: zero_level 3")
         if loss_chunk < 1:
-            raise UserError(f"loss_chunk {loss_chunk}\nallowed: at least 1 token, for example 1024")
+            raise UserError(f"loss_chunk {loss_chunk}\nfix: at least 1 token, for example 1024")
         if mlp_chunk is not None and mlp_chunk < 0:
-            raise UserError(f"mlp_chunk {mlp_chunk}\nallowed: at least 1 token, 0 for all tokens, or None")
+            raise UserError(f"mlp_chunk {mlp_chunk}\nfix: at least 1 token, 0 for all tokens, or None")
         _require_norm(norm_kernel, config, dtype)
         tensor = TensorGroup.of_bmtrain()
+        policy.require_tensor(tensor.size)
         config.require_mesh(MeshShape(1, 1, tensor.size))
         if tensor.size > 1 and attention is None and current_mesh() is None:
             raise UserError(
@@ -164,12 +210,15 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
                 "fix: with mesh.current(): Llama(...), or attention=functools.partial(BurstAttention, "
                 "group=mesh.sequence)"
             )
-        self.config, self.tensor = config, tensor
+        self.config, self.tensor, self.lora = config, tensor, lora
         self.loss_chunk = loss_chunk
         self._checked_on_device = False
         attention = attention or partial(BurstAttention, mask="causal")
         norm = partial(RMSNorm, eps=config.norm_eps, dtype=dtype, kernel=norm_kernel)
-        self.model = LlamaModel(config, attention, dtype, policy, zero_level, tensor, mlp_chunk, norm)
+        memory = host_memory or HostMemory()
+        self.model = LlamaModel(
+            *(config, attention, dtype, policy, zero_level, tensor, mlp_chunk, norm, offload_weights, memory, lora)
+        )
         layout = getattr(getattr(self.model.layers[0].self_attn.attention, "options", None), "layout", None)
         if config.sliding_window is not None and layout == "balanced":
             raise UserError(
@@ -178,6 +227,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             )
         if not config.tie_embeddings:
             self.lm_head = Table(config.vocab_size, config.hidden_size, dtype=dtype)
+            if lora is not None:
+                freeze(self.lm_head)
         if seed is not None:
             initialize(self, config, seed)
 
@@ -222,6 +273,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         labels: Tensor,
         length: int | None = None,
         mask: MaskOption | None = None,
+        *,
+        per_token: bool = False,
     ) -> Tensor:
         """Return the sum of this rank's token losses in nats, a scalar in fp32 or wider.
 
@@ -234,6 +287,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
             labels: `[batch, tokens]` int64, the token that follows each; `bmburst.loss.IGNORE_INDEX` for no loss.
             length: See `forward`.
             mask: See `forward`.
+            per_token: Whether losses are returned for each of this rank's tokens. The backward pass then computes the
+                logits again.
 
         Raises:
             UserError: A token id or label is out of range.
@@ -244,7 +299,8 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         head = self._head(embedding)
         del embedding  # memory can be the fullest in the loss, which reads the head alone
         own = self.tensor.own(labels, pad_value=IGNORE_INDEX)
-        return token_loss_sum(hidden, head, own, chunk=self.loss_chunk, check=first or not labels.is_cuda)
+        check = first or not labels.is_cuda
+        return token_loss_sum(hidden, head, own, chunk=self.loss_chunk, check=check, per_token=per_token)
 
     def _hidden(
         self, tokens: Tensor, positions: Tensor, length: int | None, embedding: Tensor, mask: MaskOption | None
@@ -252,7 +308,7 @@ class Llama(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         if tokens.shape != positions.shape or tokens.dim() != 2:
             raise UserError(
                 f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)} differ in shape\n"
-                "allowed: both [batch, tokens]"
+                "fix: both [batch, tokens]"
             )
         if not (tokens.is_cuda and self._checked_on_device):
             require_ids("token id", tokens, self.config.vocab_size)

@@ -14,7 +14,10 @@ from bmburst import recompute
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.config import mlp_chunk as choose_chunk
-from bmburst.blocks.layers import Linear, RMSNorm, TensorGroup, project
+from bmburst.blocks.layers import Linear, RMSNorm, TensorGroup, add_adapters, project
+from bmburst.blocks.lean import Batch
+from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.recomputed import BlockSegments, recomputed_block
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
 from bmburst_ops.gated_mlp import gated_mlp
@@ -96,6 +99,10 @@ class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, dtype=dtype, split=0)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, dtype=dtype, split=1)
 
+    def rows_at_once(self, rows: int) -> int:
+        """Return how many of a number of rows are computed at once."""
+        return rows if self.chunk is None else self.chunk(rows)
+
     def forward(self, hidden: Tensor, tokens: int, *, is_needed: bool = True) -> Tensor:
         """Return `[batch, own tokens, hidden_size]`.
 
@@ -106,10 +113,12 @@ class MLP(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
         """
         gathered = self.tensor.gather(hidden, tokens)
         rows = gathered.shape[0] * gathered.shape[1]
-        chunk = rows if self.chunk is None else self.chunk(rows)
+        chunk = self.rows_at_once(rows)
         if chunk < rows:
-            weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-            return self.tensor.add_up(gated_mlp(gathered, *weights, chunk=chunk, is_needed=is_needed))
+            matrices = self.gate_proj, self.up_proj, self.down_proj
+            weights, adapters = [each.weight for each in matrices], [each.adapter for each in matrices]
+            result = gated_mlp(gathered, *weights, chunk=chunk, is_needed=is_needed, adapters=adapters)
+            return self.tensor.add_up(result)
         # Only down_proj reads the activation, and its backward makes a new gradient for it.
         inner = swiglu(*project(gathered, self.gate_proj, self.up_proj), overwrite_grad=True)
         return self.tensor.add_up(self.down_proj(inner, is_needed=is_needed))
@@ -125,8 +134,10 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         policy: Recompute policy of this layer.
         tensor: The tensor group.
         store: Host memory of all blocks, where `policy` offloads to.
+        segments: Of the model, for blocks whose input is not stored.
         mlp_chunk: See `Llama`.
         norm: Returns a norm.
+        lora: Adapters; None trains the weights.
     """
 
     def __init__(
@@ -137,15 +148,19 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         policy: Policy,
         tensor: TensorGroup,
         store: HostStore,
+        segments: BlockSegments,
         mlp_chunk: int | None,
         norm: NormFactory,
+        lora: LoRAConfig | None = None,
     ) -> None:
         super().__init__()
         self.input_layernorm = norm(config.hidden_size)
         self.self_attn = SelfAttention(config, attention, dtype, tensor, norm)
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = MLP(config, dtype, tensor, partial(choose_chunk, wanted=mlp_chunk, recomputes=policy.recomputes))
-        self.recompute, self.store, self.factor = policy, store, config.residual_scale
+        if lora is not None:
+            add_adapters(self, lora)
+        self.recompute, self.store, self.segments, self.factor = policy, store, segments, config.residual_scale
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, length: int | None, mask: MaskOption | None = None
@@ -159,6 +174,10 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
             length: Real tokens of the whole sequence over all ranks; None if all are.
             mask: Mask of the batch in place of the attention module's.
         """
+        if self.recompute.offload == "nothing" and torch.is_grad_enabled():
+            self.store.settle()
+        if self.recompute.recomputes and self.mlp.tensor.size == 1:
+            return recomputed_block(self, hidden, Batch(cos, sin, length, mask))
         result: Tensor = recompute.checkpoint(
             self.recompute, self._forward, hidden, cos, sin, length, mask, store=self.store
         )

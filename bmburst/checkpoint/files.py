@@ -155,9 +155,10 @@ def warn(text: str) -> None:
 
 
 def nbytes(config: TrainConfig) -> int:
-    """Return the bytes of a checkpoint's weights and optimizer state."""
+    """Return the bytes of a checkpoint's weights and optimizer state: of adapters alone where they are trained."""
     itemsize = ITEMSIZE[config.dtype]
-    return config.model.num_parameters * (itemsize + adam_bytes(itemsize))
+    trained = config.lora.parameters(config.model) if config.lora.is_on else config.model.num_parameters
+    return trained * (itemsize + adam_bytes(itemsize))
 
 
 def bytes_to_come(config: TrainConfig, run_folder: Path) -> int:

@@ -100,7 +100,7 @@ def require_layers(source: Path, config: LlamaConfig, tensors: int) -> None:
         )
 
 
-def check(directory: str | Path, config: LlamaConfig) -> Mapping[str, TensorFile]:
+def check_weights(directory: str | Path, config: LlamaConfig) -> Mapping[str, TensorFile]:
     """Check that a directory's weights fit a model, without reading them; usable before ranks start.
 
     Returns:
@@ -145,7 +145,7 @@ def load(model: "Llama", directory: str | Path) -> None:
     Every rank calls it, and each reads only its own part, so the directory must be visible on every host.
 
     Raises:
-        UserError: On all ranks, if `check` fails on any.
+        UserError: On all ranks, if `check_weights` fails on any.
     """
     from bmburst.zero import named_shards, scatter_piece
 
@@ -153,11 +153,11 @@ def load(model: "Llama", directory: str | Path) -> None:
 
     def open_files() -> None:
         nonlocal files
-        files = check(directory, model.config)
+        files = check_weights(directory, model.config)
 
     together(open_files)
     for shard in named_shards(model):
-        if shard.count:
+        if shard.count and shard.name in files:  # adapters have files of their own
             scatter_piece(shard, shard.read(partial(files[shard.name].read, shard.name)))
 
 
@@ -211,7 +211,10 @@ def _open(directory: Path) -> dict[str, TensorFile]:
         parts = sorted(parts_of(path)) if name in _INDEXED else [name]
         files = [open_tensors(directory / part) for part in parts]
         return {tensor: file for file in files for tensor in file.shapes}
-    raise UserError(f"no weights in {directory}\nallowed: {', '.join((*_WHOLE, *_INDEXED))}")
+    raise UserError(
+        f"no weights in {directory}\nallowed: {', '.join((*_WHOLE, *_INDEXED))}\n"
+        "fix: give the directory that has one of them"
+    )
 
 
 def _redundant(name: str, config: LlamaConfig) -> bool:

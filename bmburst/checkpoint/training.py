@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bmburst.blocks.model import Llama
+    from bmburst.checkpoint.adapter import Base
     from bmburst.optim import AdamW
     from bmburst.zero import NamedShard
 
@@ -52,10 +53,14 @@ def save(
     *,
     keep: int,
     part_bytes: int | None = None,
+    base: "Base | None" = None,
 ) -> Path:
     """Write a checkpoint, and remove all but the newest `keep` up to it. Every rank calls it.
 
     `bmburst.checkpoint.sharded_files` says which ranks write.
+
+    Of a model with adapters only their weights are written, as PEFT keeps them; `base` is the model, which they
+    name.
 
     The folder appears under its name when everything in it is on disk: a run killed at any point leaves the checkpoint
     before, and at most folders whose names begin with a dot, which the next call removes. What could not be written is
@@ -66,7 +71,7 @@ def save(
     """
     import bmtrain as bmt
 
-    from bmburst.checkpoint import hugging_face
+    from bmburst.checkpoint import adapter, hugging_face
     from bmburst.checkpoint.sharded_files import together
 
     target = run_folder / FOLDER / f"step-{progress.step:06d}"
@@ -98,7 +103,10 @@ def save(
 
     try:
         together(prepare)
-        checksums |= hugging_face.save(model, partial, part_bytes=part_bytes)
+        if model.lora is not None:
+            checksums |= adapter.save(model, partial, base)
+        else:
+            checksums |= hugging_face.save(model, partial, part_bytes=part_bytes)
         checksums |= _save_optimizer(partial, model, optimizer, part_bytes)
         together(finish)
     except (UserError, OSError) as error:  # on all ranks
@@ -116,16 +124,21 @@ def save(
     return target
 
 
-def load(checkpoint: Path, model: "Llama", optimizer: "AdamW") -> RunProgress:
+def load(checkpoint: Path, model: "Llama", optimizer: "AdamW", *, base: "Base | None" = None) -> RunProgress:
     """Restore model, optimizer and random state, on any number of ranks. Every rank calls it and reads its own part.
+
+    Of a model with adapters these are restored, and its other weights must be there already, read from `base`.
 
     Raises:
         UserError: The checkpoint is truncated, no checkpoint of bmburst, or of another model.
     """
-    from bmburst.checkpoint import hugging_face
+    from bmburst.checkpoint import adapter, hugging_face
 
     progress = read_progress(checkpoint)
-    hugging_face.load(model, checkpoint)
+    if model.lora is not None:
+        adapter.load(model, checkpoint, base)
+    else:
+        hugging_face.load(model, checkpoint)
     _load_optimizer(checkpoint, model, optimizer, progress.step)
     _load_random(checkpoint / RANDOM_FILE)
     return progress
@@ -147,7 +160,8 @@ def _room(run_folder: Path, model: "Llama") -> str:
     from bmburst.optim import state_names
     from bmburst.zero import named_shards
 
-    needed = sum(prod(s.shape) * (s.dtype.itemsize + 4 * len(state_names(s))) for s in named_shards(model))
+    written = (each for each in named_shards(model) if each.storage.requires_grad)
+    needed = sum(prod(s.shape) * (s.dtype.itemsize + 4 * len(state_names(s))) for s in written)
     return f"make room: a checkpoint needs {amount(needed)}, and {amount(free_bytes(run_folder))} are free"
 
 
@@ -168,16 +182,16 @@ def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes
     import torch
 
     from bmburst.checkpoint.sharded_files import Gathered, save_parts
-    from bmburst.optim import initial_state, state_names
+    from bmburst.optim import state_names
     from bmburst.zero import gather, named_shards
 
     def gathered(shard: "NamedShard", name: str, root: int) -> "Tensor | None":
-        state = optimizer.state.get(shard.storage) or initial_state(shard, optimizer.state_device(shard.storage))
-        return gather(shard, state.get(name), dtype=torch.float32, root=root)
+        return gather(shard, optimizer.state_of(shard, name), dtype=torch.float32, root=root)
 
     tensors = [
         Gathered(f"{shard.name}.{name}", shard.shape, torch.float32, partial(gathered, shard, name))
         for shard in named_shards(model)
+        if shard.storage.requires_grad
         for name in state_names(shard)
     ]
     return save_parts(folder, OPTIMIZER, tensors, part_bytes=part_bytes)
@@ -185,11 +199,11 @@ def _save_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", part_bytes
 
 def _load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int) -> None:
     from bmburst.checkpoint.sharded_files import open_parts
-    from bmburst.optim import initial_state, state_names
-    from bmburst.zero import named_shards, scatter_piece
+    from bmburst.optim import state_names
+    from bmburst.zero import named_shards
 
     file = open_parts(folder, OPTIMIZER)
-    shards = named_shards(model)
+    shards = [each for each in named_shards(model) if each.storage.requires_grad]
     expected = {f"{shard.name}.{name}": shard.shape for shard in shards for name in state_names(shard)}
     different = sorted(key for key in {*expected, *file.shapes} if expected.get(key) != file.shapes.get(key))
     if different:
@@ -199,12 +213,9 @@ def _load_optimizer(folder: Path, model: "Llama", optimizer: "AdamW", step: int)
             "fix: resume with the dtype the run had, or take the weights alone: --init-from"
         )
     for shard in shards:
-        state = optimizer.state[shard.storage]
-        if not state:
-            state.update(initial_state(shard, optimizer.state_device(shard.storage)))
-        state["step"] = step
         for name in state_names(shard):
-            scatter_piece(shard, shard.read(partial(file.read, f"{shard.name}.{name}")), state[name])
+            piece = shard.read(partial(file.read, f"{shard.name}.{name}"))
+            optimizer.load_state_of(shard, name, piece, step)
 
 
 def _said(shape: tuple[int, ...] | None) -> str:

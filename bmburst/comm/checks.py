@@ -31,7 +31,7 @@ class Mismatch(UserError):
     """The ranks of a group call different operations, or the same one with different arguments."""
 
 
-def describe(*tensors: Tensor) -> str:
+def describe_tensors(*tensors: Tensor) -> str:
     """Return shapes and dtypes as a short text: `float32[2, 8], int64[4]`."""
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
 
@@ -309,7 +309,7 @@ class CheckedCommunicator:
                     f"{call}: the group moves {self.device.type} tensors by {self.transport}, not {tensor.device} ones"
                 )
         if self.active:
-            self.agree(f"{call}\n{describe(*tensors)}")
+            self.agree(f"{call}\n{describe_tensors(*tensors)}")
 
     def _exchange(self, text: str) -> list[str]:
         """Return every rank's text while active, else an empty list."""

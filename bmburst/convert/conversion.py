@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.checkpoint.adapter import is_adapter_directory
 from bmburst.checkpoint.files import require_whole
 from bmburst.checkpoint.sharded_files import index_name
 from bmburst.checkpoint.tensor_files import SafetensorsWriter, write_text
@@ -24,6 +25,7 @@ from bmburst.convert.weights import (
     MODEL_CENTER_FILE,
     TorchFileWriter,
     Weights,
+    open_merged,
     open_weights,
 )
 from bmburst.data.tokenizer import require_tokenizer
@@ -86,6 +88,8 @@ def convert(
     on_total: Callable[[int], object] = lambda _: None,
     on_bytes: Callable[[int], object] = lambda _: None,
     is_verified: bool = False,
+    merge: bool = False,
+    base: Path | None = None,
 ) -> Converted:
     """Write a model's weights, configuration and tokenizer as another family keeps them.
 
@@ -105,6 +109,8 @@ def convert(
         on_total: Called once, with all bytes that will be written.
         on_bytes: Called with the bytes written since the last call.
         is_verified: Whether the checksums of a checkpoint of bmburst were compared already.
+        merge: Whether the source is an adapter, to be merged into the weights of `base`.
+        base: Directory of the model; by default the one that the adapter names.
 
     Raises:
         UserError: The source is a damaged checkpoint (`require_whole`) or no whole model (`open_weights`), the target
@@ -116,7 +122,11 @@ def convert(
         require_known("dtype", dtype, DTYPES)
     if not is_verified:
         require_whole(source)
-    weights = open_weights(source)
+    if not merge and is_adapter_directory(source):
+        raise UserError(f"{source} is a LoRA adapter\nfix: --merge --base DIR writes the model with the adapter in it")
+    if base is not None and not merge:
+        raise UserError(f"--base {base} is for adapters\nfix: --merge too, or leave --base out")
+    weights = open_merged(source, base) if merge else open_weights(source)
     target = MODEL_CENTER if to == MODEL_CENTER else HUGGING_FACE
     plan = _plan(weights, target, None if dtype is None else getattr(torch, dtype))
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -212,7 +222,8 @@ def _parts(plan: Sequence[_Tensor], part_bytes: int) -> Iterator[list[_Tensor]]:
 def _pieces(weights: Weights, tensor: _Tensor) -> Iterator[torch.Tensor]:
     total, step = prod(tensor.shape), max(PIECE_BYTES // tensor.dtype.itemsize, 1)
     for begin in range(0, total, step):
-        read = weights.read(tensor.name, begin, min(begin + step, total))
+        wide = torch.promote_types(tensor.dtype, torch.float32)  # of an adapter's sum, which is rounded once
+        read = weights.read(tensor.name, begin, min(begin + step, total), wide)
         piece = read.to(tensor.dtype)
         if tensor.dtype == torch.float16 and _is_beyond(read, piece):
             raise UserError(
@@ -292,7 +303,7 @@ def _to_carry(weights: Weights, target: str, tokenizer: Path | None) -> tuple[di
         if not tokenizer.exists():
             raise UserError(
                 f"--tokenizer {tokenizer}: no such file or directory\n"
-                "allowed: a tokenizer.json, or a directory with one"
+                "allowed: a tokenizer.json, or a directory with one\nfix: correct the path, or leave it out"
             )
         found |= _files_of(tokenizer)
     elif state.is_file():  # a checkpoint of bmburst, which names its tokenizer

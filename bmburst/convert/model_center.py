@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from bmburst.blocks.config import LlamaConfig, RopeScaling
 from bmburst.blocks.families import SCALES
-from bmburst.config import build, check_fields, field, read_layer, to_dict
+from bmburst.config import build_config, check_fields, field, read_layer, to_dict
 from bmburst.errors import UserError
 
 # Parts of a block by Hugging Face's names, and where ModelCenter has them.
@@ -128,7 +128,8 @@ class ModelCenterConfig:
         for name, allowed in _ONLY.items():
             if getattr(self, name) != allowed:
                 raise UserError(
-                    f"{name} {getattr(self, name)!r} of a ModelCenter model is not supported\nallowed: {allowed!r}"
+                    f"{name} {getattr(self, name)!r} of a ModelCenter model is not supported\n"
+                    f"allowed: {allowed!r}\nfix: give a model that was trained so"
                 )
         self.shape()
 
@@ -151,7 +152,7 @@ class ModelCenterConfig:
                 "fix: give the directory of a ModelCenter LLaMA; other models of ModelCenter are not supported"
             )
         plain = {key: value for key, value in values.items() if key not in _WITHOUT_MEANING}
-        return build(cls, read_layer(cls, plain, source))
+        return build_config(cls, read_layer(cls, plain, source))
 
     @classmethod
     def of(cls: type[Config], shape: LlamaConfig, dtype: Literal["float32", "float16", "bfloat16"]) -> Config:
@@ -159,7 +160,8 @@ class ModelCenterConfig:
         if shape.qkv_bias or shape.qk_norm or shape.sliding_window is not None:
             raise UserError(
                 "ModelCenter's LLaMA has no sliding_window, qkv_bias or qk_norm\n"
-                "allowed: LLaMA and MiniCPM; not Mistral, Qwen2 and Qwen3"
+                "allowed: LLaMA and MiniCPM; not Mistral, Qwen2 and Qwen3\n"
+                "fix: convert it to Hugging Face, --to huggingface"
             )
         return cls(
             **{name: getattr(shape, same) for name, same in _SAME.items()},
@@ -222,5 +224,6 @@ def model_center_name(name: str) -> str:
         if place is not None and inside is not None and (inner is None) == (part not in _INNER):
             return ".".join(filter(None, ("encoder.layers", layer, place, inside, "weight")))
     raise UserError(
-        f"{name} has no place in ModelCenter's LLaMA\nallowed: a plain LLaMA, without biases and further norms"
+        f"{name} has no place in ModelCenter's LLaMA\nallowed: a plain LLaMA, without biases and further norms\n"
+        "fix: convert it to Hugging Face, --to huggingface"
     )

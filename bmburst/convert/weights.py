@@ -12,7 +12,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch._utils import _rebuild_tensor_v2
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.checkpoint import hugging_face
+from bmburst.checkpoint.adapter import Adapter, Base, adapter_shapes, open_adapter, peft_name
 from bmburst.checkpoint.tensor_files import Announced, TensorFile, TensorWriter, open_tensors
 from bmburst.config import read_json
 from bmburst.convert.model_center import ModelCenterConfig, is_model_center, model_center_name
@@ -44,6 +45,7 @@ class Weights:
         values: What its config.json holds.
         config: The model.
         places: For every weight, by Hugging Face's name, the open file and the name in it.
+        adapter: What is added to the weights as they are read.
     """
 
     directory: Path
@@ -51,11 +53,31 @@ class Weights:
     values: Mapping[str, Any]
     config: LlamaConfig
     places: Mapping[str, tuple[TensorFile, str]] = field(repr=False)
+    adapter: Adapter | None = None
 
-    def read(self, name: str, begin: int, end: int) -> Tensor:
-        """Return the numbers [begin, end) of the flattened weight, in the file's dtype."""
+    def read(self, name: str, begin: int, end: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the numbers [begin, end) of the flattened weight, in the file's dtype.
+
+        With an adapter, its product is added in fp32 or wider, and rounded once to `dtype`, by default the file's.
+        """
         file, inside = self.places[name]
-        return file.read(inside, begin, end)
+        numbers = file.read(inside, begin, end)
+        stem = name.removesuffix(".weight")
+        if self.adapter is None or peft_name(f"{stem}.lora_A") not in self.adapter.file.shapes or begin == end:
+            return numbers
+        return self._merged(stem, numbers, begin, end, file.shapes[inside][1]).to(dtype or numbers.dtype)
+
+    def _merged(self, stem: str, numbers: Tensor, begin: int, end: int, width: int) -> Tensor:
+        """Return W + scale * B A of some numbers, in fp32 or wider."""
+        assert self.adapter is not None
+        file, rank = self.adapter.file, self.adapter.lora.rank
+        names = [peft_name(f"{stem}.lora_{letter}") for letter in "AB"]
+        first, last = begin // width, -(-end // width)
+        a = file.read(names[0], 0, rank * width).view(rank, width)
+        b = file.read(names[1], first * rank, last * rank).view(-1, rank)
+        wide = torch.promote_types(numbers.dtype, torch.float32)
+        term = (b.to(wide) @ a.to(wide)).view(-1)[begin - first * width :][: end - begin]
+        return numbers.to(wide) + self.adapter.lora.scale * term
 
 
 def open_weights(directory: str | Path) -> Weights:
@@ -72,7 +94,7 @@ def open_weights(directory: str | Path) -> Weights:
     if is_model_center(values):
         return _open_model_center(directory, values)
     config = hugging_face.read_config(directory)
-    files = hugging_face.check(directory, config)
+    files = hugging_face.check_weights(directory, config)
     places = {name: (file, name) for name, file in files.items()}
     return Weights(directory=directory, family=HUGGING_FACE, values=values, config=config, places=places)
 
@@ -101,6 +123,25 @@ def _open_model_center(directory: Path, values: Mapping[str, Any]) -> Weights:
         )
     places = {name: (file, inside) for name, (inside, _) in expected.items()}
     return Weights(directory=directory, family=MODEL_CENTER, values=values, config=config, places=places)
+
+
+def open_merged(adapter: Path, base: Path | None, option: str = "--base DIR") -> Weights:
+    """Open a model's weights with an adapter merged into them.
+
+    Args:
+        adapter: Directory of the adapter.
+        base: Directory of the model; by default the one that the adapter names.
+        option: How the user gives it, for messages.
+
+    Raises:
+        UserError: As `open_weights` and `open_adapter`; or nobody says which model, or it is another one.
+    """
+    found = open_adapter(adapter)
+    weights = open_weights(found.find_base(base, option))
+    shapes = {name: file.shapes[inside] for name, (file, inside) in weights.places.items()}
+    found.require_shapes(adapter_shapes(found.lora, shapes))
+    found.require_base(Base.of(weights.directory, shapes, weights.read))
+    return replace(weights, adapter=found)
 
 
 _STORAGES = {

@@ -1,6 +1,7 @@
 """AdamW on BMTrain's shards."""
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
@@ -8,12 +9,16 @@ import bmtrain as bmt
 import torch
 from torch.optim.adamw import adamw
 
+from bmburst.comm.host_shards import host_shard
 from bmburst.errors import UserError, unknown
+from bmburst.optim import host_shard_adam
 from bmburst.optim.host_adam import MASTER, MEAN, SQUARE, STEP, HostAdam, Update
+from bmburst.optim.host_shard_adam import REMAINDER, LateUpdates, ShardUpdate
 from bmburst.train.config import OptimizerConfig
-from bmburst.zero import NamedShard, named_shards
+from bmburst.zero import NamedShard, named_shards, scatter_piece
 from bmburst_ops.fused import triton_twin
 
+_EPS = 1e-6
 KERNELS = ("auto", "bmtrain")
 """What can be asked for; auto is Triton for bf16 weights on NVIDIA GPUs that have it, else BMTrain's."""
 
@@ -32,6 +37,11 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     multiplies in another order. Moments agree within one last bit. 16-bit weights are the nearest to their master in
     both cases. `state` and checkpoints have the same content, except for fp16 weights: BMTrain keeps their moments in
     fp16, multiplied by the loss scale, so neither optimizer can load the other's state.
+
+    Weights of a `bmburst.blocks.streamed.StreamedBlock` need `offload`. They are updated behind `step`, in another
+    thread (`bmburst.optim.host_shard_adam`): who reads them or their state by `bmburst.zero` or a method of this class
+    waits for it. Each bf16 weight keeps 2 bytes of its master in place of 4, and a master weight exactly between two
+    bf16 numbers may lose its last bit.
 
     Args:
         params: As of any torch optimizer; fp32, bf16 or fp16.
@@ -64,10 +74,110 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._kernel = kernel
         self._host = HostAdam() if offload else None
+        self._late = LateUpdates()
+        self._coming: dict[torch.Tensor, Future[dict[str, Any]]] = {}
+        self._factor: float | None = None
+        if self._host is None and any(host_shard(each) for each in self._parameters()):
+            raise UserError("weights are in host memory, and the optimizer is not\nfix: AdamW(..., offload=True)")
 
-    def state_device(self, parameter: torch.Tensor) -> torch.device:
-        """Return where the state of a parameter lives."""
-        return parameter.device if self._host is None else torch.device("cpu")
+    def prepare(self) -> None:
+        """Begin to make the state in host memory, in another thread; weights must not change until the first step.
+
+        A first step would else wait for it: to touch 90 GiB takes 4 seconds on 16 cores, to copy weights as many.
+        """
+        missing = [p for p in self._parameters() if p.requires_grad and not self.state.get(p)]
+        if self._host is None or not missing:
+            return
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        device = torch.cuda.current_device()
+
+        def make(parameter: torch.Tensor) -> dict[str, Any]:
+            torch.cuda.set_device(device)
+            with torch.no_grad(), torch.cuda.stream(side):
+                return self._initial_state(parameter)
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer-state")
+        self._coming = {parameter: thread.submit(make, parameter) for parameter in missing}
+        thread.shutdown(wait=False)
+
+    def state_of(self, shard: NamedShard, name: str) -> torch.Tensor:
+        """Return this rank's numbers of a state of a parameter, flat, in fp32; the initial ones before its first step.
+
+        Args:
+            shard: Which parameter.
+            name: One of `state_names(shard)`.
+        """
+        kept = host_shard(shard.storage)
+        if kept is not None:
+            kept.settle()
+        state = self.state.get(shard.storage) or self._initial_state(shard.storage)
+        if name == MASTER and REMAINDER in state:
+            return _joined(shard.local(), shard.local(state[REMAINDER]))
+        return shard.local(state[name])
+
+    @torch.no_grad()
+    def load_state_of(self, shard: NamedShard, name: str, piece: torch.Tensor, step: int) -> None:
+        """Set what `state_of` returns, and the number of steps taken. Master weights set the weights too.
+
+        Args:
+            shard: Which parameter.
+            name: One of `state_names(shard)`.
+            piece: fp32, this rank's numbers.
+            step: Steps taken.
+        """
+        state = self._state(shard.storage)
+        state[STEP] = step
+        if name == MASTER and REMAINDER in state:
+            weights, remainder = shard.local(), shard.local(state[REMAINDER])
+            host_shard_adam.split(piece.cpu(), weights, remainder, torch.empty(len(piece), dtype=torch.int32))
+        else:
+            scatter_piece(shard, piece, state[name])
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return this rank's ZeRO shards of the gradient; some may be on their way to host memory."""
+        return [p.grad for p in self._parameters() if p.grad is not None]
+
+    @torch.no_grad()
+    def square_sum(self, device: torch.device) -> torch.Tensor:
+        """Return the sum of squares of this rank's gradient, an fp64 scalar; norms of tensors are fp32 or wider."""
+        norms = []
+        for parameter in self._parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if kept := host_shard(parameter):
+                norms.append(kept.norm_on(torch.cuda.current_stream()))
+            else:
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                norms.append(torch.linalg.vector_norm(gradient, dtype=wide))
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([norm.double() for norm in norms]).square().sum()
+
+    @torch.no_grad()
+    def clip(self, norm: float, most: float | None) -> None:
+        """Scale the gradient so that its norm is at most `most`, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Gradients on the GPU are scaled in place, those in host memory by the next `step`.
+
+        Args:
+            norm: Norm of the whole gradient, over all ranks.
+            most: The largest norm; None does not clip.
+        """
+        if most is None or most >= norm + _EPS:
+            return
+        self._factor = most / (norm + _EPS)
+        for parameter in self._parameters():
+            if parameter.grad is not None and host_shard(parameter) is None:
+                parameter.grad.mul_(self._factor)  # _foreach_mul_ rounds the factor to 16 bits on CPUs
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """See `torch.optim.Optimizer.zero_grad`. Gradients in host memory are always dropped."""
+        for parameter in self._parameters():
+            if host_shard(parameter) is not None:
+                parameter.grad = None
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, scale: float = 1) -> Any:
@@ -78,6 +188,8 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
                 loss = closure()
         groups = self.param_groups
         if self._host is not None:
+            self._late.start([update for group in groups for update in self._shard_updates(group, scale)])
+            self._factor = None
             self._host.step([update for group in groups for update in self._updates(group)], scale)
             return loss
         others = []
@@ -133,22 +245,33 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _updates(self, group: dict[str, Any]) -> list[Update]:
-        parameters = [p for p in group["params"] if p.grad is not None and p.requires_grad]
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter].update(_initial_state(parameter, self.state_device(parameter)))
         return [
-            Update(
-                weights=parameter.data,
-                gradient=parameter.grad,
-                state=self.state[parameter],
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-            )
-            for parameter in parameters
+            Update(weights=p.data, gradient=p.grad, state=self._state(p), **_rates(group))
+            for p in group["params"]
+            if p.grad is not None and p.requires_grad and host_shard(p) is None
         ]
+
+    def _shard_updates(self, group: dict[str, Any], scale: float) -> list[ShardUpdate]:
+        return [
+            ShardUpdate(
+                shard=shard, gradient=p.grad, factor=self._factor, state=self._state(p), **_rates(group), scale=scale
+            )
+            for p in group["params"]
+            if p.grad is not None and p.requires_grad and (shard := host_shard(p))
+        ]
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the state of a parameter, made if need be."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            coming = self._coming.pop(parameter, None)
+            state.update(coming.result() if coming else self._initial_state(parameter))
+        return state
+
+    def _initial_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        if kept := host_shard(parameter):
+            return host_shard_adam.initial_state(kept.weights)
+        return _initial_state(parameter, parameter.device if self._host is None else torch.device("cpu"))
 
     def _fused(self, group: dict[str, Any]) -> Any | None:
         """Return `triton_adam` if it is to update a group here."""
@@ -207,7 +330,7 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> AdamW:
         model: Of BMTrain modules; vectors are in the parameter group "no_decay".
         config: Rates; the learning rate is set anew before each step.
     """
-    storages = {id(shard.storage): shard for shard in named_shards(model)}.values()
+    storages = {id(shard.storage): shard for shard in named_shards(model) if shard.storage.requires_grad}.values()
     groups = [
         {"params": [shard.storage for shard in storages if (shard.group == "no_decay") is flat], "weight_decay": decay}
         for flat, decay in ((False, config.weight_decay), (True, 0.0))
@@ -227,9 +350,14 @@ def state_names(shard: NamedShard) -> tuple[str, ...]:
     return _names(shard.dtype)
 
 
-def initial_state(shard: NamedShard, device: torch.device) -> dict[str, Any]:
-    """Return what AdamW keeps of a parameter's storage before its first step, on `device`: `AdamW.state_device`."""
-    return _initial_state(shard.storage, device)
+def _rates(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+
+
+def _joined(weights: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    master, bits = (torch.empty(len(weights), dtype=dtype) for dtype in (torch.float32, torch.int32))
+    host_shard_adam.join(weights, remainder, master, bits)
+    return master
 
 
 def _names(dtype: torch.dtype) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ next ones are on their way in and the weights of those before on their way out.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class HostAdam:
             updates: Each parameter once. State and gradients must not change meanwhile.
             scale: Gradients are divided by it, in fp32.
         """
-        jobs = [(update, run) for update in updates for run in _runs(update.weights.numel(), self._piece)]
+        jobs = [(update, run) for update in updates for run in runs(update.weights.numel(), self._piece)]
         for update in updates:
             update.state[STEP] += 1
         if not jobs:
@@ -160,26 +160,54 @@ def _arithmetic(update: Update, run: slice, slot: _Slot, wide: Tensor, scale: fl
     else:
         master = state[MASTER].view(-1)[run]
         gradient = wide[: len(gradient)].copy_(gradient)
-    torch._fused_adamw_(
-        [master],
-        [gradient],  # divided by the scale in place
-        [state[MEAN].view(-1)[run]],
-        [state[SQUARE].view(-1)[run]],
-        [],
-        [_number(state[STEP])],
-        lr=update.lr,
-        beta1=update.betas[0],
-        beta2=update.betas[1],
-        weight_decay=update.weight_decay,
-        eps=update.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None if scale == 1 else _number(scale),
-    )
+    moments = state[MEAN].view(-1)[run], state[SQUARE].view(-1)[run]
+    adamw_(master, gradient, *moments, update, step=state[STEP], scale=scale)
     if master is not weights:
         slot.gone.synchronize()  # the weights of the piece before have left this memory
         weights.copy_(master)
     return weights
+
+
+class Rates(Protocol):
+    """The rates of a step; see `Update`."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate."""
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Decay of the moments."""
+
+    @property
+    def eps(self) -> float:
+        """Added to the root of the second moment."""
+
+    @property
+    def weight_decay(self) -> float:
+        """Per unit of `lr`."""
+
+
+def adamw_(
+    master: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, rates: Rates, *, step: int, scale: float
+) -> None:
+    """Do one AdamW step on fp32 tensors in host memory; the gradient is divided by `scale`, in place."""
+    torch._fused_adamw_(
+        [master],
+        [gradient],
+        [mean],
+        [square],
+        [],
+        [_number(step)],
+        lr=rates.lr,
+        beta1=rates.betas[0],
+        beta2=rates.betas[1],
+        weight_decay=rates.weight_decay,
+        eps=rates.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None if scale == 1 else _number(scale),
+    )
 
 
 def _number(value: float) -> Tensor:
@@ -191,5 +219,6 @@ def _is_master(update: Update) -> bool:
     return update.weights.dtype == torch.float32
 
 
-def _runs(numbers: int, piece: int) -> Iterator[slice]:
+def runs(numbers: int, piece: int) -> Iterator[slice]:
+    """Yield the slices of `piece` numbers, and the last one of the rest."""
     return (slice(*ends) for ends in pairwise((*range(0, numbers, piece), numbers)))

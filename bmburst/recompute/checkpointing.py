@@ -8,7 +8,7 @@ exception, or by a forward without a backward. Under no_grad nothing is saved.
 `bmburst.recompute.policy` defines the policies and their cost in memory and time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -22,9 +22,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from bmburst.errors import UserError
 from bmburst.mesh import current_mesh, using_mesh
 from bmburst.recompute.host_store import HostStore, OffloadGroup
-from bmburst.recompute.policy import POLICIES, Policy
+from bmburst.recompute.policy import Policy
 
-__all__ = ["POLICIES", "PrefixRecompute", "checkpoint", "is_recomputing", "keep"]
+__all__ = [
+    *("POLICIES", "PrefixRecompute", "Recomputation", "Tape"),
+    *("checkpoint", "is_keeping", "is_recomputing", "keep", "recording"),
+]
 
 Results = tuple[Tensor, ...]
 
@@ -65,8 +68,8 @@ def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, s
             mask does not allow that.
     """
     chosen = policy if isinstance(policy, Policy) else Policy.parse(policy)
-    if chosen.layers is not None:
-        whole = replace(chosen, layers=None).name
+    if chosen.is_of_model:
+        whole = replace(chosen, layers=None, every=1, keeps_last=0, offloads_first=0).name
         raise UserError(
             f"recompute policy '{chosen.name}' is for the layers of a model, and one call does not know which it is\n"
             f"fix: {whole}, or for layer i Policy.parse('{chosen.name}').of_layers(number of layers)[i]"
@@ -78,7 +81,7 @@ def checkpoint(policy: str | Policy, function: Callable[..., Any], *args: Any, s
         group = (HostStore() if store is None else store).new_group()
         call = _FromHost(function, args, group)
         given = call.placeholders
-    tape = partial(_Tape, chosen, group) if chosen.attention else None
+    tape = partial(Tape, chosen, group) if chosen.attention else None
     contexts = partial(_contexts, function, tape)
     return torch_checkpoint(call, *given, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
@@ -95,6 +98,11 @@ def keep(compute: Callable[[], Results], part: MakePrefix = None) -> Results:
     """
     tape = _tape.get()
     return compute() if tape is None else tape.next(compute, part)
+
+
+def is_keeping() -> bool:
+    """Return whether `keep` saves or returns saved results here: they must not be changed in place then."""
+    return _tape.get() is not None
 
 
 def is_recomputing(function: Callable[..., Any]) -> bool:
@@ -134,15 +142,30 @@ class _SavedResults:
             held = tuple(t.detach() for t in results)
         else:
             held = part(self._fraction).end(results)
+        self._held: Results | None = None
         if self._group is None:
             self._held, self._versions = held, [t._version for t in held]
         else:
             self._numbers = [self._group.put(t) for t in held]
 
+    def give_up(self) -> Results:
+        """See `Tape.give_up`."""
+        if self._group is not None:
+            return ()
+        held, self._held = self._held, None
+        assert held is not None
+        return held
+
+    def hold(self, tensors: Iterator[Tensor]) -> None:
+        """See `Tape.hold`."""
+        if self._group is None:
+            self._held = tuple(next(tensors) for _ in self._versions)
+
     def again(self, part: MakePrefix) -> Results:
         """Return the results of the first call."""
         if self._group is None:
             held = self._held
+            assert held is not None
             if [t._version for t in held] != self._versions:
                 raise RuntimeError(
                     "attention's output was changed in place, but recompute policy 'block-keep-attention' keeps it\n"
@@ -156,13 +179,30 @@ class _SavedResults:
         return tuple(t.detach() for t in held)
 
 
-class _Tape:
-    """Saved results of one checkpointed call, in order. A nested checkpoint takes what the outer one has saved."""
+class Tape:
+    """Saved results of one checkpointed call, in order. A nested checkpoint takes what the outer one has saved.
 
-    def __init__(self, policy: Policy, group: OffloadGroup | None) -> None:
-        self._policy, self._group, self._outer = policy, group, _tape.get()
-        self._results: list[_SavedResults] = []
+    Args:
+        policy: Says which are saved, and where.
+        group: The host memory of the call, where the policy offloads.
+        replays_once: Whether results are let go of as they are replayed.
+    """
+
+    def __init__(self, policy: Policy, group: OffloadGroup | None, *, replays_once: bool = False) -> None:
+        self._policy, self._group, self._outer, self._once = policy, group, _tape.get(), replays_once
+        self._results: list[_SavedResults | None] = []
         self._position: int | None = None  # None while results are recorded
+
+    def give_up(self) -> Results:
+        """Return the saved tensors that are on the device, and hold them no longer; `hold` brings them back."""
+        return tuple(tensor for saved in self._results if saved is not None for tensor in saved.give_up())
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Hold the tensors that `give_up` returned, until it is called again."""
+        rest = iter(tensors)
+        for saved in self._results:
+            if saved is not None:
+                saved.hold(rest)
 
     def rewind(self) -> None:
         """Replay the results, beginning with the first."""
@@ -175,16 +215,20 @@ class _Tape:
             self._results.append(_SavedResults(results, self._policy, part, self._group))
             return results
         self._position += 1
-        return self._results[self._position - 1].again(part)
+        saved = self._results[self._position - 1]
+        assert saved is not None, "a tape that replays once is replayed again"
+        if self._once:
+            self._results[self._position - 1] = None
+        return saved.again(part)
 
 
-class _Recomputation(AbstractContextManager[None]):
+class Recomputation(AbstractContextManager[None]):
     """The context of a recomputation: the forward's mesh is current and its tape is replayed. Each backward enters it.
 
     Backward may run in one of autograd's threads, or after the `with` block that made the mesh current.
     """
 
-    def __init__(self, function: Callable[..., Any], tape: _Tape | None) -> None:
+    def __init__(self, function: Callable[..., Any], tape: Tape | None) -> None:
         self._function, self._tape, self._mesh, self._entered = function, tape, current_mesh(), ExitStack()
 
     def __enter__(self) -> None:
@@ -198,16 +242,21 @@ class _Recomputation(AbstractContextManager[None]):
 
 
 def _contexts(
-    function: Callable[..., Any], make_tape: Callable[[], _Tape] | None
+    function: Callable[..., Any], make_tape: Callable[[], Tape] | None
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the context managers of a call and of its recomputation."""
     tape = None if make_tape is None else make_tape()
     first = _running(_tape.get() if tape is None else tape, None)
-    return first, _Recomputation(function, tape)
+    return first, Recomputation(function, tape)
+
+
+def recording(tape: Tape) -> AbstractContextManager[None]:
+    """Return a context in which `keep` records its results on a tape, or replays them once the tape is rewound."""
+    return _running(tape, _again.get())
 
 
 @contextmanager
-def _running(tape: _Tape | None, again: Callable[..., Any] | None) -> Iterator[None]:
+def _running(tape: Tape | None, again: Callable[..., Any] | None) -> Iterator[None]:
     tokens = _tape.set(tape), _again.set(again)
     try:
         yield
@@ -216,5 +265,5 @@ def _running(tape: _Tape | None, again: Callable[..., Any] | None) -> Iterator[N
         _again.reset(tokens[1])
 
 
-_tape: ContextVar[_Tape | None] = ContextVar("bmburst_tape", default=None)
+_tape: ContextVar[Tape | None] = ContextVar("bmburst_tape", default=None)
 _again: ContextVar[Callable[..., Any] | None] = ContextVar("bmburst_again", default=None)

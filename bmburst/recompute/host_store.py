@@ -16,22 +16,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.memory import bytes_of
 
 PIECE = 1 << 26
 """Bytes of a piece of pinned memory: its copy takes 1.3 ms, far longer than its launch."""
+AT_ONCE = 4
+"""Pieces of pinned memory that are allocated at once."""
 _LEAST = 1 << 12
 
 
 class HostStore:
     """Host memory for offloaded tensors. The blocks of a model share one, so that a block prefetches the next one's.
 
+    Args:
+        memory: Where pinned memory comes from.
+
     Attributes:
         nbytes: Bytes of host memory that it has allocated.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: HostMemory | None = None) -> None:
         self.nbytes = 0
+        self._memory = memory or HostMemory()
         self._free: dict[tuple[int, bool], list[Tensor]] = {}
         self._latest: weakref.ref[OffloadGroup] | None = None
         self._ahead: weakref.ref[OffloadGroup] | None = None
@@ -47,13 +54,19 @@ class HostStore:
         self._latest = weakref.ref(made)
         return made
 
-    def fetch(self, group: "OffloadGroup") -> None:
-        """Copy a group's tensors to the GPU, and start to copy those of the group made before it."""
-        ahead = self._ahead() if self._ahead is not None else None
-        if ahead is not None and ahead is not group:
-            ahead.release()  # the group in use is not the one that was prefetched
+    def settle(self) -> None:
+        """Free the GPU memory of the latest group, behind its copies, where no other group follows it."""
+        latest = self._latest() if self._latest is not None else None
+        if latest is not None:
+            latest.release()
+
+    def fetch(self, group: "OffloadGroup", *, ahead: bool) -> None:
+        """Copy a group's tensors to the GPU; `ahead`: and start to copy those of the group made before it."""
+        fetched = self._ahead() if self._ahead is not None else None
+        if fetched is not None and fetched is not group:
+            fetched.release()  # the group in use is not the one that was prefetched
         group.start_fetch()
-        before = group.before
+        before = group.before if ahead else None
         if before is not None:
             before.start_fetch()
         self._ahead = None if before is None else weakref.ref(before)
@@ -73,6 +86,9 @@ class HostStore:
         They are not mixed: a copy on the CPU does not wait for what the copy stream still does with a pinned piece.
         """
         free = self._free.setdefault((size, pinned), [])
+        if not free and pinned and size == PIECE:
+            self.nbytes += AT_ONCE * PIECE
+            free.extend(self._memory.take(AT_ONCE * PIECE).split(PIECE))
         if free:
             return free.pop()
         self.nbytes += size
@@ -102,9 +118,9 @@ class OffloadGroup:
         self._tensors.append(_HostTensor(self._store, tensor.detach()))
         return len(self._tensors) - 1
 
-    def begin(self) -> None:
-        """Start to copy the tensors to the GPU, and those of the group made before."""
-        self._store.fetch(self)
+    def begin(self, *, ahead: bool = True) -> None:
+        """Start to copy the tensors to the GPU; `ahead`: and those of the group made before."""
+        self._store.fetch(self, ahead=ahead)
 
     def get(self, number: int) -> Tensor:
         """Return a tensor on its device, once after each `begin`. The group no longer holds it."""

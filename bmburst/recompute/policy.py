@@ -18,18 +18,27 @@ This is the only place of the formulas; `bmburst.plan` and `--recompute auto` us
 | ... +offload | less I | I | plus C beyond the block's forward, plus C beyond its backward |
 | block-keep-attention... +offload-all | 0 | I + A (f A) | the same |
 | any of these but none, +first-N | the first N blocks as above, the others as none | likewise | likewise |
+| block..., +every-K | I for every K-th block, else 0 | likewise | plus a forward without attention for K - 1 of K |
+| block, +keep-attention-last-N | A more for the last N blocks | 0 | T less for each of them |
+| block..., +offload-first-N | I less for the first N blocks | I for these | as +offload |
 
 With +first-N the last blocks save everything, because backward reaches them first. GPU memory is highest when the
 forward of all blocks is done. From there a block that saves everything only frees memory, but a recomputed block first
 allocates `R`. If the last block were recomputed, `R` would be added to what all others save; in this order those blocks
 are freed before `R` is allocated.
 
++keep-attention-last-N names the last blocks for the same reason. With +every-K, K consecutive blocks are a segment.
+When backward reaches it, the inputs of its blocks and their attention are computed again from the input of the first
+one, and kept until their own backward. So each attention runs again once.
+
 With offload, the tensors in host memory are also on the GPU for one block from its forward until the loss is computed,
 and for two blocks in backward: the current one and the next, which is being copied.
 """
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from bmburst.errors import UserError, unknown
@@ -45,6 +54,9 @@ POLICIES = (
 )
 """The policies that the planner and "auto" compare. Users may ask for other fractions."""
 FIRST = "+first-"
+EVERY, KEEP_LAST, OFFLOAD_FIRST = "every", "keep-attention-last", "offload-first"
+"""Options of a whole model, each with the number of layers: "+every-4"."""
+_OPTION = re.compile(rf"\+({EVERY}|{KEEP_LAST}|{OFFLOAD_FIRST})-([^+]*)")
 MIXED = (
     ("block-keep-attention", "block-keep-attention+offload", "block-keep-attention+offload-all"),
     ("block", "block+offload"),
@@ -76,21 +88,35 @@ class Policy:
             causal mask the first tokens are cheaper to recompute.
         offload: Which saved tensors are in host memory until backward.
         layers: The number of first layers of a model to which it applies; the others save everything. None: all layers.
+        every: Of how many layers of a model one saves its input.
+        keeps_last: How many last layers of a model save all of attention's results.
+        offloads_first: How many first layers of a model have what they save of inputs in host memory.
+        is_stored: Of one layer: whether its input is saved. Otherwise the layers before it compute it again.
+        feeds_next: Of one layer: whether its result is computed again, as the input of the next one.
     """
 
     recomputes: bool = True
     attention: float = 0.0
     offload: Literal["nothing", "inputs", "all"] = "nothing"
     layers: int | None = None
+    every: int = 1
+    keeps_last: int = 0
+    offloads_first: int = 0
+    is_stored: bool = True
+    feeds_next: bool = False
 
     @classmethod
     def parse(cls, name: str) -> "Policy":
         """Return the policy of a name: one of `NAMES`, "block-keep-attention:0.5", each but "none" with "+offload",
-        and behind that with "+first-20" for the first 20 layers.
+        and behind that with "+first-20" for the first 20 layers, or with "+every-4", "+keep-attention-last-5" and
+        "+offload-first-8".
 
         Raises:
-            UserError: The name is unknown, its fraction is not between 0 and 1, or its layers are not an integer >= 1.
+            UserError: The name is unknown, its fraction is not between 0 and 1, its layers are not an integer >= 1, or
+                its options exclude each other.
         """
+        if isinstance(name, str) and (options := _OPTION.findall(name)):
+            return cls.parse(_OPTION.sub("", name))._with_options(name, options)
         if isinstance(name, str) and FIRST in name:
             whole, _, count = name.partition(FIRST)
             return replace(cls.parse(whole), layers=_layers(name, whole, count))
@@ -114,6 +140,11 @@ class Policy:
         return cls(recomputes=base != "none", attention=attention, offload=OFFLOADS[plus + rest])  # type: ignore[arg-type]
 
     @property
+    def is_of_model(self) -> bool:
+        """Whether it differs by layer: `of_layers` has the policy of each."""
+        return self.layers is not None or self.every > 1 or self.keeps_last > 0 or self.offloads_first > 0
+
+    @property
     def name(self) -> str:
         """The name that `parse` takes."""
         if not self.recomputes:
@@ -121,20 +152,17 @@ class Policy:
         part = f":{self.attention:g}" if 0 < self.attention < 1 else ""
         base = f"block-keep-attention{part}" if self.attention else "block"
         suffix = next(suffix for suffix, what in OFFLOADS.items() if what == self.offload)
-        return base + suffix + ("" if self.layers is None else f"{FIRST}{self.layers}")
+        counts = ((EVERY, self.every, 1), (KEEP_LAST, self.keeps_last, 0), (OFFLOAD_FIRST, self.offloads_first, 0))
+        options = "".join(f"+{option}-{count}" for option, count, least in counts if count > least)
+        return base + suffix + options + ("" if self.layers is None else f"{FIRST}{self.layers}")
 
     def kinds(self, layers: int) -> tuple[tuple["Policy", int], ...]:
-        """Return the policies of the blocks of a model of so many layers: one, or the first ones' and the last ones'.
-
-        Each comes with the number of its layers.
+        """Return the different policies of the blocks of a model of so many layers, each with how many have it.
 
         Raises:
             UserError: See `require_layers`.
         """
-        if self.layers is None:
-            return ((self, layers),)
-        self.require_layers(layers)
-        return (replace(self, layers=None), self.layers), (Policy(recomputes=False), layers - self.layers)
+        return tuple(Counter(self.of_layers(layers)).items())
 
     def require_layers(self, layers: int) -> None:
         """Check that "+first-N" names fewer layers than the model has.
@@ -151,9 +179,81 @@ class Policy:
             f"fix: {everywhere}, which holds for all of them{fewer}"
         )
 
+    def require_tensor(self, ranks: int) -> None:
+        """Check that ranks that share matrices can follow this policy.
+
+        Raises:
+            UserError: It computes inputs again, which blocks of a tensor group do not.
+        """
+        if ranks > 1 and self.every > 1:
+            raise UserError(
+                f"recompute policy '{self.name}' with tensor parallelism {ranks}\n"
+                f"fix: {replace(self, every=1).name}, or tensor parallelism 1"
+            )
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the policy names no numbers of layers but those of the first ones that it holds for."""
+        return self.every == 1 and not self.keeps_last and not self.offloads_first
+
+    @property
+    def offloads(self) -> bool:
+        """Whether blocks keep anything in host memory."""
+        return self.offload != "nothing" or self.offloads_first > 0
+
     def of_layers(self, layers: int) -> tuple["Policy", ...]:
-        """Return the policy of each block of a model with `layers` layers; see `kinds`."""
-        return tuple(policy for policy, count in self.kinds(layers) for _ in range(count))
+        """Return the policy of each block of a model with `layers` layers.
+
+        Raises:
+            UserError: See `require_layers`.
+        """
+        return _of_layers(self, layers)
+
+    def of_layer(self, i: int, layers: int) -> "Policy":
+        """Return the policy of one block; see `of_layers`."""
+        if self.layers is not None and i >= self.layers:
+            return Policy(recomputes=False)
+        is_stored = i % self.every == 0
+        return Policy(
+            recomputes=self.recomputes,
+            attention=1.0 if i >= layers - self.keeps_last else self.attention,
+            offload=("inputs" if i < self.offloads_first else self.offload) if is_stored else "nothing",
+            is_stored=is_stored,
+            feeds_next=(i + 1) % self.every != 0 and i + 1 < layers,
+        )
+
+    def _with_options(self, name: str, options: list[tuple[str, str]]) -> "Policy":
+        """Return this policy with counts of layers that `name` has behind it."""
+        plain = self.name
+        if len(dict(options)) < len(options):
+            raise UserError(f"recompute policy '{name}' has an option twice\nfix: each once")
+        for option, text in options:
+            if not re.fullmatch("[1-9][0-9]{0,5}", text):
+                raise UserError(
+                    f"recompute policy '{name}' has '{text}' layers behind {option}\nfix: {plain}+{option}-4"
+                )
+        given = {option: int(text) for option, text in options}
+        if not self.recomputes:
+            raise UserError(
+                f"recompute policy '{name}' keeps everything\nfix: block{name.removeprefix('none')}, or none"
+            )
+        if self.layers is not None:
+            raise UserError(f"recompute policy '{name}' has +first- beside +{options[0][0]}-\nfix: one of them alone")
+        if KEEP_LAST in given and self.attention:
+            raise UserError(f"recompute policy '{name}' keeps attention in all layers\nfix: block, with +{KEEP_LAST}-")
+        if OFFLOAD_FIRST in given and self.offload != "nothing":
+            raise UserError(f"recompute policy '{name}' offloads all layers\nfix: one offload alone")
+        if EVERY in given and (0 < self.attention < 1 or self.offload == "all"):
+            raise UserError(
+                f"recompute policy '{name}' cannot compute inputs again\n"
+                f"fix: block+{EVERY}-{given[EVERY]}, or block-keep-attention+{EVERY}-{given[EVERY]}"
+            )
+        return replace(
+            self,
+            every=given.get(EVERY, 1),
+            keeps_last=given.get(KEEP_LAST, 0),
+            offloads_first=given.get(OFFLOAD_FIRST, 0),
+        )
 
     def kept(self, block: BlockBytes) -> float:
         """Return the bytes that each block saves on the GPU from its forward to its backward."""
@@ -163,12 +263,9 @@ class Policy:
 
     def hosted(self, block: BlockBytes) -> float:
         """Return the bytes that each block saves in host memory."""
-        held = {"nothing": 0.0, "inputs": block.input, "all": self._held(block)}
+        saved = block.input if self.is_stored else 0.0
+        held = {"nothing": 0.0, "inputs": saved, "all": self._held(block)}
         return held[self.offload]
-
-    def visiting(self, block: BlockBytes, layers: int, *, backward: bool) -> float:
-        """Return the bytes of offloaded tensors that are on the GPU: after the last block's forward, or in backward."""
-        return self.hosted(block) * (min(2, layers) if backward else 1)
 
     def again(self, forward: float, attention: float, attention_of_beginning: float) -> float:
         """Return the seconds that a block's recomputation takes.
@@ -185,7 +282,7 @@ class Policy:
         return forward + (attention if self.attention == 0 else attention_of_beginning)
 
     def waiting(self, block: BlockBytes, bandwidth: float, forward: float, backward: float) -> float:
-        """Return the seconds of a block's copies that its kernels do not hide.
+        """Return the seconds of a block's copies that its kernels do not hide; a segment's input is not fetched ahead.
 
         Args:
             block: The tensors.
@@ -194,10 +291,16 @@ class Policy:
             backward: Seconds of its backward, recomputation included.
         """
         copy = self.hosted(block) / bandwidth
-        return max(0.0, copy - forward) + max(0.0, copy - backward)
+        return max(0.0, copy - forward) + (copy if self.feeds_next else max(0.0, copy - backward))
 
     def _held(self, block: BlockBytes) -> float:
-        return block.input + self.attention * block.attended
+        return (block.input if self.is_stored else 0.0) + self.attention * block.attended
+
+
+@lru_cache(maxsize=1024)  # the planner asks for the same ones at every length that it tries
+def _of_layers(policy: Policy, layers: int) -> tuple[Policy, ...]:
+    policy.require_layers(layers)
+    return tuple(policy.of_layer(i, layers) for i in range(layers))
 
 
 def _layers(name: str, whole: str, count: str) -> int:

@@ -45,11 +45,13 @@ def select_biased_kernel(name: str, q: Tensor) -> BiasedKernel:
         KernelError: The name is unknown, or the kernel asked for cannot take these inputs.
     """
     if name not in BIASED_NAMES:
-        raise KernelError(f"unknown kernel '{name}' of biased attention\nknown: {', '.join(BIASED_NAMES)}")
+        raise KernelError(
+            f"unknown kernel '{name}' of biased attention\nknown: {', '.join(BIASED_NAMES)}\nfix: kernel='auto'"
+        )
     if name == "auto":
         able = (kernel for kernel in _KERNELS if kernel.refusal(q) is None)
         return next(kernel for kernel in able if q.is_cuda or kernel.name == "reference")
     kernel = next(kernel for kernel in _KERNELS if kernel.name == name)
     if (reason := kernel.refusal(q)) is not None:
-        raise KernelError(f"kernel '{name}' {reason}\nuse kernel='auto', or 'reference'")
+        raise KernelError(f"kernel '{name}' {reason}\nfix: use kernel='auto', or 'reference'")
     return kernel

@@ -47,16 +47,21 @@ class RelativeBias:
         for name in ("num_buckets", "num_relations", "max_distance"):
             _require_int(name, getattr(self, name))
         if not isinstance(self.bidirectional, bool):
-            raise KernelError(f"bidirectional must be a bool, got {self.bidirectional!r}\nallowed: True or False")
+            raise KernelError(
+                f"bidirectional must be a bool, got {self.bidirectional!r}\nallowed: True or False\n"
+                "fix: pass one of them"
+            )
         if self.num_buckets < (4 if self.bidirectional else 2) or self.num_relations < 1:
             raise KernelError(
                 f"num_buckets {self.num_buckets} and {self.num_relations} relations are too few\n"
-                "allowed: 4 buckets (2 if not bidirectional) and 1 relation, or more"
+                "allowed: 4 buckets (2 if not bidirectional) and 1 relation, or more\n"
+                "fix: pass what the model was made with"
             )
         if self.max_distance <= self.max_exact:
             raise KernelError(
                 f"max_distance {self.max_distance} must be above {self.max_exact}, of {self.num_buckets} buckets those "
-                f"that hold one distance each\nallowed: {self.max_exact + 1} and more, or fewer buckets"
+                f"that hold one distance each\nallowed: {self.max_exact + 1} and more, or fewer buckets\n"
+                "fix: pass what the model was made with"
             )
 
     @property
@@ -135,7 +140,9 @@ def ant_relations(num_segments: int, device: torch.device) -> Tensor:
 
 def _require_int(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise KernelError(f"{name} must be a whole number, got {value!r}\nallowed: what the model was made with")
+        raise KernelError(
+            f"{name} must be a whole number, got {value!r}\nallowed: what the model was made with\nfix: pass an int"
+        )
 
 
 @lru_cache(maxsize=64)

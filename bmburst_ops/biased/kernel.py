@@ -90,7 +90,9 @@ def require_inputs(q: Tensor, k: Tensor, v: Tensor, table: Tensor, pairs: Pairs)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("the bias table", table)):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             got = f"one of layout {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise KernelError(f"{name} must be a dense tensor, got {got}\nallowed: torch tensors of torch.strided")
+            raise KernelError(
+                f"{name} must be a dense tensor, got {got}\nallowed: torch tensors of torch.strided\nfix: pass one"
+            )
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise KernelError(
             f"q, k and v must be [batch, tokens, heads, head_dim] with as many heads each, got {list(q.shape)}, "
@@ -99,7 +101,7 @@ def require_inputs(q: Tensor, k: Tensor, v: Tensor, table: Tensor, pairs: Pairs)
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point() or q.element_size() < 2:
         raise KernelError(
             f"q, k and v must share one floating-point dtype, got {q.dtype}, {k.dtype} and {v.dtype}\n"
-            "allowed: float16, bfloat16, float32 and float64"
+            "allowed: float16, bfloat16, float32 and float64\nfix: convert them to one of these"
         )
     for name, tokens, matrix in (("queries", pairs.queries, q), ("keys", pairs.keys, k)):
         if tokens.shape != matrix.shape[:2]:

@@ -62,7 +62,10 @@ class Pairs:
     def __post_init__(self) -> None:
         relations, batch = self.relations, self.queries.shape[0]
         if not isinstance(relations, Tensor) or relations.layout != torch.strided:
-            raise KernelError(f"relations must be a dense tensor, got {type(relations).__name__}\nallowed: int32")
+            raise KernelError(
+                f"relations must be a dense tensor, got {type(relations).__name__}\nallowed: int32\n"
+                "fix: pass a dense tensor"
+            )
         if relations.dtype != torch.int32 or relations.dim() != 2 or relations.shape[0] not in (1, batch):
             raise KernelError(
                 f"relations must be int32 [{batch} or 1, entries], got {relations.dtype} {list(relations.shape)}\n"
@@ -113,14 +116,19 @@ def require_relations(pairs: Pairs) -> None:
     bad = (relations < 0) | (relations > pairs.formula.num_relations)
     if bool(bad.any()):
         raise KernelError(
-            f"relation {int(relations[bad][0])} is none of the table's\nallowed: 0 to {pairs.formula.num_relations}"
+            f"relation {int(relations[bad][0])} is none of the table's\n"
+            f"allowed: 0 to {pairs.formula.num_relations}\nfix: pass relations of the model whose table it is"
         )
     first = torch.where(queries.span >= 0, queries.row, 0)
     if bool((first < 0).any()) or bool((first >= relations.shape[1]).any()):
         raise KernelError(
             f"rows of relations begin from {int(first.min())} to {int(first.max())}, but there are "
-            f"{relations.shape[1]} entries\nallowed: rows that the relations have"
+            f"{relations.shape[1]} entries\n"
+            "allowed: rows that the relations have\nfix: pass the rows of these relations"
         )
     segment = torch.where(keys.span >= 0, keys.segment, 0)
     if bool((segment < 0).any()):
-        raise KernelError(f"segment {int(segment.min())} is below 0\nallowed: 0 and more, but for padding")
+        raise KernelError(
+            f"segment {int(segment.min())} is below 0\nallowed: 0 and more, but for padding\n"
+            "fix: number segments from 0"
+        )

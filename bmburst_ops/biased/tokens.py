@@ -41,7 +41,8 @@ class Tokens:
             vector = getattr(self, field.name)
             if not isinstance(vector, Tensor):
                 raise KernelError(
-                    f"{field.name} must be a tensor, got {type(vector).__name__}\nallowed: int32 {_SHAPE}"
+                    f"{field.name} must be a tensor, got {type(vector).__name__}\nallowed: int32 {_SHAPE}\n"
+                    "fix: pass a tensor"
                 )
             if vector.dtype != torch.int32 or vector.dim() != 2 or vector.shape != self.position.shape:
                 raise KernelError(

@@ -12,7 +12,7 @@ from bmburst_ops.biased.pairs import Pairs
 from bmburst_ops.biased.runs import diagonal_runs, line_runs
 from bmburst_ops.flash.kernel import Partial
 from bmburst_ops.flash.triton import TritonKernel, near_rows, strides_of
-from bmburst_ops.flash.triton_launch import BlockSizes, Table, block_sizes_for, blocks_of, launch, padded
+from bmburst_ops.flash.triton_launch import BlockSizes, Table, block_sizes_for, blocks_of, launch_grid, padded_head_dim
 
 
 class BiasedBlockSizes(NamedTuple):
@@ -101,7 +101,7 @@ class BiasedTritonKernel:
         strides, numbers = map(strides_of, (q, k, v, out)), (q.shape[1], k.shape[1], scale / math.log(2))
         biases = _biases(table, pairs)
         arguments = (q, k, v, out, lse, *strides, *numbers, *pairs.packed(), *runs, biases, *looked_up)
-        launch(_kernels().forward, q, blocks_of(q, sizes.queries), arguments, sizes, RUNS=runs.most)
+        launch_grid(_kernels().forward, q, blocks_of(q, sizes.queries), arguments, sizes, RUNS=runs.most)
         return Partial(out, lse)
 
     def backward(
@@ -140,17 +140,17 @@ class BiasedTritonKernel:
         runs = line_runs(pairs, sizes.keys.over_queries).runs
         written = (strides_of(grad_k), strides_of(grad_v))
         arguments = (*inputs, grad_k, grad_v, *read, *written, *lengths, *scales, *packed, *runs, *found)
-        launch(kernels.keys, k, blocks_of(k, sizes.keys.keys), arguments, sizes.keys, RUNS=runs.most)
+        launch_grid(kernels.keys, k, blocks_of(k, sizes.keys.keys), arguments, sizes.keys, RUNS=runs.most)
 
         lines = line_runs(pairs, sizes.queries.over_keys)
         runs = lines.runs
         arguments = (*inputs, grad_q, sums, bits, *read, strides_of(grad_q), *lengths, *scales, *packed, *runs, *found)
-        launch(kernels.queries, q, blocks_of(q, sizes.queries.queries), arguments, sizes.queries, RUNS=runs.most)
+        launch_grid(kernels.queries, q, blocks_of(q, sizes.queries.queries), arguments, sizes.queries, RUNS=runs.most)
 
         runs = diagonal_runs(pairs, sizes.table.over_keys)
         runs_and_lines = (*runs, *lines[1:], *lines.runs)
         arguments = (*inputs, sums, bits, *read, *lengths, scales[1], *packed, *runs_and_lines, *found)
-        launch(kernels.table, q, runs.counts.shape[1], arguments, sizes.table, RUNS=runs.most)
+        launch_grid(kernels.table, q, runs.counts.shape[1], arguments, sizes.table, RUNS=runs.most)
         as_numbers(sums, bits, grad_table)
         return grads
 
@@ -210,7 +210,7 @@ def no_sums(grad_out: Tensor, v: Tensor, delta: Tensor, rows: int) -> tuple[Tens
     from bmburst_ops.biased.triton_table import FREE_BITS, PEAKS, peaks_kernel
 
     batch, queries, heads, head_dim = grad_out.shape
-    dim, keys = padded(head_dim), v.shape[1]
+    dim, keys = padded_head_dim(head_dim), v.shape[1]
     sums = torch.zeros(heads * rows + PEAKS, dtype=torch.int64, device=v.device)
     tokens = _NUMBERS // dim
     strides = map(strides_of, (grad_out, v, delta.transpose(1, 2)))

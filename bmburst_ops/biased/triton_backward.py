@@ -16,12 +16,12 @@ from bmburst_ops.biased.triton_runs import line_of, load_run
 from bmburst_ops.biased.triton_table import add_integers, unit_of
 from bmburst_ops.flash.triton_backward import load_queries, queries_of
 from bmburst_ops.flash.triton_forward import (
-    add_product,
-    add_seen_product,
+    add_dot,
+    add_visible_dot,
+    dot,
     has_nan,
     load_rows,
     matrix_of,
-    product,
     store_rows,
 )
 
@@ -102,20 +102,20 @@ def _over_queries(
         for block in tl.range(start, stop_of(start, stop, kind, KIND)):
             first = block * QUERIES
             query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, MASKED)
-            scores = product(key, tl.trans(query), PRECISION) * bits_scale - level[None, :]
+            scores = dot(key, tl.trans(query), PRECISION) * bits_scale - level[None, :]
             others = as_columns(load_others(query_tokens, batch, first, batches, queries, QUERIES, KIND))
             scores = with_bias(scores, others, own, bias, table_row, lookup, KIND, PRECISION)
             weights = tl.exp2(scores)
-            inner = product(value, tl.trans(grad_out), PRECISION)
+            inner = dot(value, tl.trans(grad_out), PRECISION)
             grad_scores = weights * (inner - row_delta[None, :])
             if KIND == "general" and HAS_NAN:
                 seen = is_seen(scores)
                 grad_scores = tl.where(seen, grad_scores, 0.0)
-                value_acc = add_seen_product(value_acc, weights.to(grad_out.dtype), grad_out, seen, PRECISION)
-                key_acc = add_seen_product(key_acc, grad_scores.to(query.dtype), query, seen, PRECISION)
+                value_acc = add_visible_dot(value_acc, weights.to(grad_out.dtype), grad_out, seen, PRECISION)
+                key_acc = add_visible_dot(key_acc, grad_scores.to(query.dtype), query, seen, PRECISION)
             else:
-                value_acc = add_product(value_acc, weights.to(grad_out.dtype), grad_out, PRECISION)
-                key_acc = add_product(key_acc, grad_scores.to(query.dtype), query, PRECISION)
+                value_acc = add_dot(value_acc, weights.to(grad_out.dtype), grad_out, PRECISION)
+                key_acc = add_dot(key_acc, grad_scores.to(query.dtype), query, PRECISION)
     return key_acc, value_acc
 
 
@@ -199,20 +199,20 @@ def _over_keys(
             first = block * KEYS
             key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
             value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-            scores = product(query, tl.trans(key), PRECISION) * bits_scale - level[:, None]
+            scores = dot(query, tl.trans(key), PRECISION) * bits_scale - level[:, None]
             others = as_columns(load_others(key_tokens, batch, first, batches, keys, KEYS, KIND))
             scores = with_bias(scores, own, others, bias, table_row, lookup, KIND, PRECISION)
             weights = tl.exp2(scores)
-            inner = product(grad_out, tl.trans(value), PRECISION)
+            inner = dot(grad_out, tl.trans(value), PRECISION)
             grad_scores = weights * (inner - row_delta[:, None])
             if KIND == "common":
                 of_bias += tl.sum(grad_scores, 1)
             if KIND == "general" and HAS_NAN:
                 seen = is_seen(scores)
                 grad_scores = tl.where(seen, grad_scores, 0.0)
-                acc = add_seen_product(acc, grad_scores.to(key.dtype), key, seen, PRECISION)
+                acc = add_visible_dot(acc, grad_scores.to(key.dtype), key, seen, PRECISION)
             else:
-                acc = add_product(acc, grad_scores.to(key.dtype), key, PRECISION)
+                acc = add_dot(acc, grad_scores.to(key.dtype), key, PRECISION)
         if KIND == "common" and not HAS_NAN:
             add_integers(sum_row + kind, tl.sum(of_bias), unit_of(peaks, bits), kind >= 0)
     return acc

@@ -21,8 +21,8 @@ _SOME = tl.constexpr(
 
 
 @triton.jit
-def gather(vector, index, PRECISION: tl.constexpr):
-    """Return int32 or fp32 `vector[index]`, all of which is there; for PRECISION see `flash.triton_forward.product`."""
+def load_at(vector, index, PRECISION: tl.constexpr):
+    """Return int32 or fp32 `vector[index]`, all of which is there; for PRECISION see `flash.triton_forward.dot`."""
     if PRECISION == "interpreter":
         found = tl.load(vector + index)
     else:
@@ -32,7 +32,7 @@ def gather(vector, index, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def gather_some(vector, index, is_there, other, PRECISION: tl.constexpr):
+def load_masked_at(vector, index, is_there, other, PRECISION: tl.constexpr):
     """Return int32 or fp32 `vector[index]`, `other` where it is not there."""
     if PRECISION == "interpreter":
         found = tl.load(vector + index, mask=is_there, other=other)
@@ -124,8 +124,8 @@ def bucket_of(query, key, visible, lookup, PRECISION: tl.constexpr):
     is_same = query[3] == key[3]
     place = query[2] + key[1]
     is_there = (place >= 0) & (place < entries)
-    relation = gather_some(relations, place, visible & is_same & is_there, IN_CONTEXT, PRECISION)
-    near = gather_some(distances, distance_of(key[0], query[0], max_distance), visible, 0, PRECISION)
+    relation = load_masked_at(relations, place, visible & is_same & is_there, IN_CONTEXT, PRECISION)
+    near = load_masked_at(distances, distance_of(key[0], query[0], max_distance), visible, 0, PRECISION)
     bucket = tl.where(relation == 0, near, relation - 1 + buckets)
     is_row = visible & (is_there | (is_same == 0)) & (bucket >= 0) & (bucket < rows)
     return tl.where(is_row, bucket, rows)
@@ -134,13 +134,13 @@ def bucket_of(query, key, visible, lookup, PRECISION: tl.constexpr):
 @triton.jit
 def bias_of(table_row, bucket, rows, PRECISION: tl.constexpr):
     """Return the biases of a head, in the table's units; of a row that it does not have, NaN."""
-    return gather_some(table_row, bucket, bucket < rows, float("nan"), PRECISION)
+    return load_masked_at(table_row, bucket, bucket < rows, float("nan"), PRECISION)
 
 
 @triton.jit
 def near_bias(table_row, query_position, key_position, lookup, PRECISION: tl.constexpr):
     """Return the biases of a head of pairs where distance decides."""
-    return gather(table_row + lookup[5], distance_of(key_position, query_position, lookup[3]), PRECISION)
+    return load_at(table_row + lookup[5], distance_of(key_position, query_position, lookup[3]), PRECISION)
 
 
 @triton.jit

@@ -25,12 +25,12 @@ from bmburst_ops.biased.triton_formula import (
 from bmburst_ops.biased.triton_runs import GENERAL, NEAR, line_of, load_run
 from bmburst_ops.flash.triton_forward import (
     LN_2,
-    add_product,
-    add_seen_product,
+    add_dot,
+    add_visible_dot,
+    dot,
     has_nan,
     load_rows,
     matrix_of,
-    product,
     store_rows,
 )
 
@@ -173,7 +173,7 @@ def _over_runs(
         for block in tl.range(start, stop_of(start, stop, kind, KIND)):
             first = block * KEYS
             key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-            scores = product(query, tl.trans(key), PRECISION) * bits_scale
+            scores = dot(query, tl.trans(key), PRECISION) * bits_scale
             of_keys = as_columns(load_others(key_tokens, batch, first, batches, keys, KEYS, KIND))
             scores = with_bias(scores, of_queries, of_keys, bias, table_row, lookup, KIND, PRECISION)
             higher = tl.maximum(peak, tl.max(scores, 1))
@@ -183,8 +183,8 @@ def _over_runs(
             total = total * fade + tl.sum(weights, 1)
             value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
             if KIND == "general" and HAS_NAN:
-                acc = add_seen_product(acc * fade[:, None], weights.to(value.dtype), value, is_seen(scores), PRECISION)
+                acc = add_visible_dot(acc * fade[:, None], weights.to(value.dtype), value, is_seen(scores), PRECISION)
             else:
-                acc = add_product(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
+                acc = add_dot(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
             peak = higher
     return acc, total, peak

@@ -40,7 +40,7 @@ from bmburst_ops.biased.triton_runs import (
     load_run,
 )
 from bmburst_ops.flash.triton_backward import load_numbers, load_queries, queries_of
-from bmburst_ops.flash.triton_forward import load_rows, matrix_of, product
+from bmburst_ops.flash.triton_forward import dot, load_rows, matrix_of
 
 FREE_BITS = 61
 """Of a signed 64-bit integer, less one for rounding errors in the bound."""
@@ -192,10 +192,10 @@ def _grad_scores(
     """Return the gradients of a block's scores, `[QUERIES, KEYS]`, from their bias, -inf where nothing is seen."""
     query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, MASKED)
     key = load_rows(k_matrix, first_key, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-    scores = product(query, tl.trans(key), PRECISION) * bits_scale + bias
+    scores = dot(query, tl.trans(key), PRECISION) * bits_scale + bias
     weights = tl.exp2(scores - level[:, None])
     value = load_rows(v_matrix, first_key, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-    return weights * (product(grad_out, tl.trans(value), PRECISION) - row_delta[:, None])
+    return weights * (dot(grad_out, tl.trans(value), PRECISION) - row_delta[:, None])
 
 
 @triton.jit

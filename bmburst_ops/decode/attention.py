@@ -62,8 +62,8 @@ def decode_attention(
     if _runs_triton(kernel, q):
         from bmburst_ops.decode import triton_decode
 
-        return triton_decode.attend(q, keys, values, lengths, starts, scale, out_dtype or q.dtype, num_splits)
-    out, lse = reference.attend(q, keys, values, lengths, starts, scale)
+        return triton_decode.decode_attention(q, keys, values, lengths, starts, scale, out_dtype or q.dtype, num_splits)
+    out, lse = reference.decode_attention(q, keys, values, lengths, starts, scale)
     return out.to(out_dtype or q.dtype), lse
 
 
@@ -97,8 +97,8 @@ def merge_decode(
     if _runs_triton(kernel, outs):
         from bmburst_ops.decode import triton_decode
 
-        return triton_decode.merge(outs, lses, out_dtype or outs.dtype)
-    out, lse = reference.merge(outs, lses)
+        return triton_decode.merge_decode(outs, lses, out_dtype or outs.dtype)
+    out, lse = reference.merge_decode(outs, lses)
     return out.to(out_dtype or outs.dtype), lse
 
 

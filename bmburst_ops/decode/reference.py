@@ -6,7 +6,7 @@ from torch import Tensor
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
 
-def attend(
+def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` in fp32 or wider; see `decode_attention`.
@@ -59,7 +59,7 @@ def attend_visible(
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
-def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+def merge_decode(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` in fp32 or wider; see `merge_decode`."""
     out = outs.new_zeros(outs.shape[1:], dtype=accumulation_dtype(outs.dtype))
     lse = lses.new_full(lses.shape[1:], -torch.inf, dtype=out.dtype)

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmburst_ops.flash.triton_forward import LN_2, add_product, load_rows, product
-from bmburst_ops.flash.triton_launch import Table, block_sizes_for, is_interpreted, padded
+from bmburst_ops.flash.triton_forward import LN_2, add_dot, dot, load_rows
+from bmburst_ops.flash.triton_launch import Table, block_sizes_for, is_interpreted, padded_head_dim
 from bmburst_ops.merge import accumulation_dtype, dense_rows
 
 
@@ -54,7 +54,7 @@ _MERGE_COLUMNS = 32  # of the head dim: several programs share a head, for there
 _NOT_SPECIALIZED = ("capacity", "group", "tiles", "splits", "heads")  # one compilation serves all
 
 
-def attend(
+def decode_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -76,7 +76,7 @@ def attend(
         q[:, None], split_kernel, hopper=_HOPPER, small=_SMALL, fp32=_FP32, interpreted=_INTERPRETED
     )
     group = heads // kv_heads
-    rows = min(padded(group), tuning.heads)  # tensor cores take no fewer than 16
+    rows = min(padded_head_dim(group), tuning.heads)  # tensor cores take no fewer than 16
     tiles = triton.cdiv(group, rows)
     splits = num_splits or splits_for(keys, batch * kv_heads * tiles, tuning)
     parts, part_lse = out[None], lse[None]
@@ -88,8 +88,8 @@ def attend(
         split_kernel[(kv_heads * tiles, splits, batch)](  # heads first: neighbours in memory run together
             q, keys, values, lengths, starts, parts, part_lse, q.stride()[:2], keys.stride()[:3], values.stride()[:3],
             keys.shape[1], group, tiles, splits, heads, scale,
-            HEAD_DIM=head_dim, DIM=padded(head_dim), ROWS=rows, TOKENS=tuning.tokens, WINDOWED=starts is not None,
-            PRECISION=precision, num_warps=tuning.warps, num_stages=tuning.stages,
+            HEAD_DIM=head_dim, DIM=padded_head_dim(head_dim), ROWS=rows, TOKENS=tuning.tokens,
+            WINDOWED=starts is not None, PRECISION=precision, num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
     return (out, lse) if splits == 1 else _merge_into(parts, part_lse, out, lse)
 
@@ -110,7 +110,7 @@ def splits_for(keys: Tensor, rows: int, tuning: Tuning) -> int:
     return max(1, min(wanted, blocks, _MAX_SPLITS))
 
 
-def merge(outs: Tensor, lses: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def merge_decode(outs: Tensor, lses: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `merge_decode`."""
     out = torch.empty(outs.shape[1:], dtype=out_dtype, device=outs.device)
     lse = torch.empty(lses.shape[1:], dtype=accumulation_dtype(outs.dtype), device=outs.device)
@@ -121,7 +121,7 @@ def merge(outs: Tensor, lses: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, T
 
 def _merge_into(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     count, batch, heads, head_dim = parts.shape
-    all_parts, columns = triton.next_power_of_2(count), min(padded(head_dim), _MERGE_COLUMNS)
+    all_parts, columns = triton.next_power_of_2(count), min(padded_head_dim(head_dim), _MERGE_COLUMNS)
     with torch.cuda.device_of(out):
         merge_kernel[(triton.cdiv(head_dim, columns), heads, batch)](
             parts, part_lse, out, lse, parts.stride()[:3], part_lse.stride(), out.stride()[:2], lse.stride(), count,
@@ -166,14 +166,14 @@ def split_kernel(
     for first in tl.range(start, stop, TOKENS):
         # Rows beyond the stop are zero and not read: memory there may hold NaN, and 0 times NaN is NaN.
         key = load_rows(key_matrix, first, key_stride, stop, HEAD_DIM, TOKENS, DIM, True)
-        scores = product(query, tl.trans(key), PRECISION) * bits_scale
+        scores = dot(query, tl.trans(key), PRECISION) * bits_scale
         scores = tl.where((first + tl.arange(0, TOKENS) < stop)[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(peak - higher)
         total = total * fade + tl.sum(weights, 1)
         value = load_rows(value_matrix, first, value_stride, stop, HEAD_DIM, TOKENS, DIM, True)
-        acc = add_product(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
+        acc = add_dot(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
         peak = higher
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -16,8 +16,8 @@ from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
     PACKED,
+    import_package,
     is_there,
-    load,
     unless_able,
     unless_ampere,
     unless_half_on_gpu,
@@ -59,7 +59,7 @@ class FlashAttention2Kernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
     ) -> Partial:
         """See `Kernel.forward`. The package cannot write into given memory: `into` gets copies."""
-        package = load(_MODULE_2, self.name)
+        package = import_package(_MODULE_2, self.name)
 
         def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
             call = fa2_arguments(seen, q, k)
@@ -81,7 +81,7 @@ class FlashAttention2Kernel:
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
-        package = load(_MODULE_2, self.name)
+        package = import_package(_MODULE_2, self.name)
 
         def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
             call = fa2_arguments(seen, given.q, given.k)
@@ -155,7 +155,7 @@ class FlashAttention3Kernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
     ) -> Partial:
         """See `Kernel.forward`. `into` gets copies: newer releases are functional operations, which must not alias."""
-        function = load(_MODULE_3, self.name)._flash_attn_forward
+        function = import_package(_MODULE_3, self.name)._flash_attn_forward
 
         def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
             call = package_arguments(seen, q, k)
@@ -185,7 +185,7 @@ class FlashAttention3Kernel:
     ) -> Gradients:
         """See `Kernel.backward`."""
         unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
-        function = load(_MODULE_3, self.name)._flash_attn_backward
+        function = import_package(_MODULE_3, self.name)._flash_attn_backward
 
         def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
             call = package_arguments(seen, given.q, given.k)

@@ -11,7 +11,7 @@ from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
     PACKED,
-    load,
+    import_package,
     unless_able,
     unless_half_on_gpu,
     unless_head_dim,
@@ -61,7 +61,7 @@ class FlashAttention4Kernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
     ) -> Partial:
         """See `Kernel.forward`."""
-        function = load(_MODULE, self.name)._flash_attn_fwd
+        function = import_package(_MODULE, self.name)._flash_attn_fwd
 
         def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
             call = package_arguments(seen, q, k)
@@ -98,7 +98,7 @@ class FlashAttention4Kernel:
         is delta, bit for bit, also where dO is zero; the surrogate output would read and write a tensor of dO's size
         to say it in 16 bits. O is one row of zeros for every token and head, so that reading it moves no memory.
         """
-        function = load(_MODULE, self.name)._flash_attn_bwd
+        function = import_package(_MODULE, self.name)._flash_attn_bwd
 
         def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
             call = package_arguments(seen, given.q, given.k)

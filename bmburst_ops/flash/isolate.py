@@ -11,7 +11,7 @@ from torch import Tensor
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import is_there
 from bmburst_ops.flash.triton import near_rows, strides_of
-from bmburst_ops.flash.triton_launch import BlockSizes, Kernels, launch
+from bmburst_ops.flash.triton_launch import BlockSizes, Kernels, launch_grid
 from bmburst_ops.flash.varlen import package_arguments
 from bmburst_ops.pattern import Pattern, Segments
 
@@ -65,7 +65,7 @@ def _run(
     size = 64 if head_dim <= 128 else 32
     behind = 256 if head_dim <= _WIDE_TILES else 128
     arguments = (*tensors, *map(strides_of, tensors), call.queries, call.keys, *numbers)
-    launch(kernel, k, documents * parts, arguments, BlockSizes(size, size, 4, 1), BEHIND=behind)
+    launch_grid(kernel, k, documents * parts, arguments, BlockSizes(size, size, 4, 1), BEHIND=behind)
 
 
 @cache

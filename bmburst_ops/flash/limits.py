@@ -37,7 +37,7 @@ def is_there(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def load(module: str, kernel: str) -> ModuleType:
+def import_package(module: str, kernel: str) -> ModuleType:
     """Import a package's module, which costs seconds the first time.
 
     Raises:
@@ -49,7 +49,7 @@ def load(module: str, kernel: str) -> ModuleType:
         reason = " ".join(str(error).split())
         raise KernelError(
             f"kernel '{kernel}' is installed but {module} cannot be imported\n{reason}\n"
-            "reinstall the package, or choose another kernel"
+            "fix: reinstall the package, or choose another kernel"
         ) from error
 
 
@@ -133,4 +133,4 @@ def unless_repeating(deterministic: bool, kernel: str, reason: str) -> None:
 
 
 def _unable(kernel: str, reason: str | None) -> KernelError:
-    return KernelError(f"kernel '{kernel}' {reason}\nchoose another kernel")
+    return KernelError(f"kernel '{kernel}' {reason}\nfix: choose another kernel")

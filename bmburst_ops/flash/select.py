@@ -57,7 +57,7 @@ def select_kernel(
             reason = _refusal(kernel, q, k, deterministic, needs)
             if reason:
                 able = ", ".join(able_kernels(q, k, deterministic, needs))
-                raise KernelError(f"kernel '{name}' {reason}\nuse kernel='auto', or one of {able}")
+                raise KernelError(f"kernel '{name}' {reason}\nfix: use kernel='auto', or one of {able}")
             return kernel
     raise unknown_kernel(name, NAMES)
 

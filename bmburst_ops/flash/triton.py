@@ -16,7 +16,7 @@ from bmburst_ops.flash.triton_launch import (
     block_sizes_for,
     blocks_of,
     is_interpreted,
-    launch,
+    launch_grid,
     mask_arguments,
 )
 from bmburst_ops.pattern import Need, Pattern
@@ -87,7 +87,7 @@ class TritonKernel:
         numbers = (*_lengths(q, k), scale / math.log(2))
         strides = (*map(strides_of, (q, k, v, out)), *lse.stride()[:2])
         arguments = (q, k, v, out, lse, *strides, *numbers, *mask[1:])
-        launch(kernels.forward, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind)
+        launch_grid(kernels.forward, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind)
         return Partial(out, lse)
 
     def backward(
@@ -110,11 +110,11 @@ class TritonKernel:
         blocks = sizes.keys
         mask = mask_arguments(pattern, q, k, *blocks.over_queries)
         arguments = (*inputs, *grads[1:], *strides, *map(strides_of, grads[1:]), *numbers, *mask[1:])
-        launch(kernels.keys, k, blocks_of(k, blocks.keys), arguments, blocks, MASK=mask.kind)
+        launch_grid(kernels.keys, k, blocks_of(k, blocks.keys), arguments, blocks, MASK=mask.kind)
         blocks = sizes.queries
         mask = mask_arguments(pattern, q, k, *blocks.over_keys)
         arguments = (*inputs, grads.q, *strides, strides_of(grads.q), *numbers, *mask[1:])
-        launch(kernels.queries, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind)
+        launch_grid(kernels.queries, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind)
         return grads
 
 

@@ -13,8 +13,9 @@ import triton.language as tl
 
 from bmburst_ops.flash.triton_forward import (
     NOT_SPECIALIZED,
-    add_product,
-    add_seen_product,
+    add_dot,
+    add_visible_dot,
+    dot,
     first_of_block,
     has_nan,
     is_visible,
@@ -22,7 +23,6 @@ from bmburst_ops.flash.triton_forward import (
     load_limits,
     load_rows,
     matrix_of,
-    product,
     ranges,
     store_rows,
 )
@@ -160,7 +160,7 @@ def _over_queries(
         else:
             first = at
         query, grad, level, delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, MASKED)
-        scores = product(key, tl.trans(query), PRECISION)
+        scores = dot(key, tl.trans(query), PRECISION)
         weights = tl.exp2(scores * bits_scale - level[None, :])
         if MASKED and MASK != "full":
             visible = _sees(
@@ -168,15 +168,15 @@ def _over_queries(
                 QUERIES, KEYS, MASK,
             )  # fmt: skip
             weights = tl.where(visible, weights, 0.0)
-        inner = product(value, tl.trans(grad), PRECISION)
+        inner = dot(value, tl.trans(grad), PRECISION)
         grad_scores = weights * (inner - delta[None, :])
         if MASKED and HAS_NAN:
             grad_scores = tl.where(visible, grad_scores, 0.0)
-            value_acc = add_seen_product(value_acc, weights.to(grad.dtype), grad, visible, PRECISION)
-            key_acc = add_seen_product(key_acc, grad_scores.to(query.dtype), query, visible, PRECISION)
+            value_acc = add_visible_dot(value_acc, weights.to(grad.dtype), grad, visible, PRECISION)
+            key_acc = add_visible_dot(key_acc, grad_scores.to(query.dtype), query, visible, PRECISION)
         else:
-            value_acc = add_product(value_acc, weights.to(grad.dtype), grad, PRECISION)
-            key_acc = add_product(key_acc, grad_scores.to(query.dtype), query, PRECISION)
+            value_acc = add_dot(value_acc, weights.to(grad.dtype), grad, PRECISION)
+            key_acc = add_dot(key_acc, grad_scores.to(query.dtype), query, PRECISION)
     return key_acc, value_acc
 
 
@@ -255,7 +255,7 @@ def _over_keys(
         first = first_of_block(at, gap, gap_keys, tiles, MASKED, MASK)
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
         value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-        scores = product(query, tl.trans(key), PRECISION)
+        scores = dot(query, tl.trans(key), PRECISION)
         weights = tl.exp2(scores * bits_scale - level[:, None])
         if MASKED:
             visible = is_visible(
@@ -263,13 +263,13 @@ def _over_keys(
                 QUERIES, KEYS, MASK,
             )  # fmt: skip
             weights = tl.where(visible, weights, 0.0)
-        inner = product(grad_out, tl.trans(value), PRECISION)
+        inner = dot(grad_out, tl.trans(value), PRECISION)
         grad_scores = weights * (inner - row_delta[:, None])
         if MASKED and HAS_NAN:
             grad_scores = tl.where(visible, grad_scores, 0.0)
-            acc = add_seen_product(acc, grad_scores.to(key.dtype), key, visible, PRECISION)
+            acc = add_visible_dot(acc, grad_scores.to(key.dtype), key, visible, PRECISION)
         else:
-            acc = add_product(acc, grad_scores.to(key.dtype), key, PRECISION)
+            acc = add_dot(acc, grad_scores.to(key.dtype), key, PRECISION)
     return acc
 
 

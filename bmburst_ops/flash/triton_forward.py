@@ -43,7 +43,7 @@ def store_rows(matrix, block, first, stride, length, HEAD_DIM: tl.constexpr, ROW
 
 
 @triton.jit
-def add_product(acc, a, b, PRECISION: tl.constexpr):
+def add_dot(acc, a, b, PRECISION: tl.constexpr):
     """Return `acc + a b` in fp32. PRECISION: "ieee", "tf32", or "interpreter", which multiplies bf16 as integers."""
     if PRECISION == "interpreter":
         result = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
@@ -53,8 +53,8 @@ def add_product(acc, a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr):
-    """Return `a b` in fp32; see `add_product`."""
+def dot(a, b, PRECISION: tl.constexpr):
+    """Return `a b` in fp32; see `add_dot`."""
     if PRECISION == "interpreter":
         result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -69,7 +69,7 @@ def has_nan(block):
 
 
 @triton.jit
-def add_seen_product(acc, a, b, visible, PRECISION: tl.constexpr):
+def add_visible_dot(acc, a, b, visible, PRECISION: tl.constexpr):
     """Return `acc + a b`, where a row of b that is not finite counts only for the rows of a that see it.
 
     A weight of 0 times NaN is NaN, and a row that is hidden may be of another document. A row of the sum whose row of
@@ -80,13 +80,13 @@ def add_seen_product(acc, a, b, visible, PRECISION: tl.constexpr):
         a: `[ROWS, COLUMNS]`, 0 where hidden.
         b: `[COLUMNS, DIM]`.
         visible: Which rows see which, `[ROWS, COLUMNS]`.
-        PRECISION: See `add_product`.
+        PRECISION: See `add_dot`.
     """
     is_finite = tl.abs(b.to(tl.float32)) < float("inf")
     is_lost = tl.max(tl.where(is_finite, 0, 1), 1)
     sees_lost = tl.max(tl.where(visible, is_lost[None, :], 0), 1)
     acc = tl.where(sees_lost[:, None] > 0, float("nan"), acc)
-    return add_product(acc, a, tl.where(is_finite, b, 0.0).to(b.dtype), PRECISION)
+    return add_dot(acc, a, tl.where(is_finite, b, 0.0).to(b.dtype), PRECISION)
 
 
 @triton.jit
@@ -261,7 +261,7 @@ def _over_keys(
     for at in tl.range(start, stop, 1 if MASK == "cells" else KEYS):
         first = first_of_block(at, gap, gap_keys, tiles, MASKED, MASK)
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
-        scores = product(query, tl.trans(key), PRECISION)
+        scores = dot(query, tl.trans(key), PRECISION)
         if MASKED:
             visible = is_visible(
                 first_query, first, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,
@@ -281,8 +281,8 @@ def _over_keys(
         total = total * fade + tl.sum(weights, 1)
         value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
         if MASKED and HAS_NAN:
-            acc = add_seen_product(acc * fade[:, None], weights.to(value.dtype), value, visible, PRECISION)
+            acc = add_visible_dot(acc * fade[:, None], weights.to(value.dtype), value, visible, PRECISION)
         else:
-            acc = add_product(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
+            acc = add_dot(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
         peak = higher
     return acc, total, peak

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bmburst_ops.flash.triton_backward import LOG2_E, load_queries, queries_of
-from bmburst_ops.flash.triton_forward import add_product, load_rows, matrix_of, product, store_rows
+from bmburst_ops.flash.triton_forward import add_dot, dot, load_rows, matrix_of, store_rows
 
 NOT_SPECIALIZED = ("parts", "tokens", "left", "right")
 
@@ -81,13 +81,13 @@ def forward_kernel(
                     visible = is_inside(
                         rows, other + tl.arange(0, KEYS), first_key, query_end, key_end, left, right
                     )  # fmt: skip
-                    scores = product(query, tl.trans(key), PRECISION) * (scale * LOG2_E)
+                    scores = dot(query, tl.trans(key), PRECISION) * (scale * LOG2_E)
                     scores = tl.where(visible, scores, float("-inf"))
                     higher = tl.maximum(peak, tl.max(scores, 1))
                     base = tl.where(higher == float("-inf"), 0.0, higher)
                     weights, fade = tl.exp2(scores - base[:, None]), tl.exp2(peak - base)
                     total = total * fade + tl.sum(weights, 1)
-                    acc = add_product(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
+                    acc = add_dot(acc * fade[:, None], weights.to(value.dtype), value, PRECISION)
                     peak = higher
                 acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
                 store_rows(out_matrix, acc, first, out_strides[1], query_end, HEAD_DIM, QUERIES, DIM)
@@ -129,12 +129,12 @@ def keys_kernel(
                     )  # fmt: skip
                     rows = other + tl.arange(0, QUERIES)
                     visible = tl.trans(is_inside(rows, columns, first_key, query_end, key_end, left, right))
-                    weights = tl.exp2(product(key, tl.trans(query), PRECISION) * (scale * LOG2_E) - level[None, :])
+                    weights = tl.exp2(dot(key, tl.trans(query), PRECISION) * (scale * LOG2_E) - level[None, :])
                     weights = tl.where(visible, weights, 0.0)
-                    value_acc = add_product(value_acc, weights.to(grad_out.dtype), grad_out, PRECISION)
-                    inner = product(value, tl.trans(grad_out), PRECISION)
+                    value_acc = add_dot(value_acc, weights.to(grad_out.dtype), grad_out, PRECISION)
+                    inner = dot(value, tl.trans(grad_out), PRECISION)
                     grad_scores = weights * (inner - row_delta[None, :])
-                    key_acc = add_product(key_acc, grad_scores.to(query.dtype), query, PRECISION)
+                    key_acc = add_dot(key_acc, grad_scores.to(query.dtype), query, PRECISION)
             grad_k_matrix = matrix_of(grad_k, grad_k_strides, batch, kv_head)
             grad_v_matrix = matrix_of(grad_v, grad_v_strides, batch, kv_head)
             store_rows(grad_k_matrix, key_acc * scale, first, grad_k_strides[1], key_end, HEAD_DIM, KEYS, DIM)
@@ -173,8 +173,8 @@ def queries_kernel(
                     visible = is_inside(
                         rows, other + tl.arange(0, KEYS), first_key, query_end, key_end, left, right
                     )  # fmt: skip
-                    weights = tl.exp2(product(query, tl.trans(key), PRECISION) * (scale * LOG2_E) - level[:, None])
+                    weights = tl.exp2(dot(query, tl.trans(key), PRECISION) * (scale * LOG2_E) - level[:, None])
                     weights = tl.where(visible, weights, 0.0)
-                    inner = product(grad_out, tl.trans(value), PRECISION)
-                    acc = add_product(acc, (weights * (inner - row_delta[:, None])).to(key.dtype), key, PRECISION)
+                    inner = dot(grad_out, tl.trans(value), PRECISION)
+                    acc = add_dot(acc, (weights * (inner - row_delta[:, None])).to(key.dtype), key, PRECISION)
                 store_rows(grad_q_matrix, acc * scale, first, grad_q_strides[1], query_end, HEAD_DIM, QUERIES, DIM)

@@ -168,7 +168,7 @@ def block_sizes_for(
     if not is_interpreted(kernel):
         has_much = torch.cuda.get_device_capability(q.device)[0] in (9, 10)  # and 12 has little again
         table = fp32 if q.dtype == torch.float32 else hopper if has_much else small
-    return next(sizes for largest, sizes in table if padded(q.shape[-1]) <= largest)
+    return next(sizes for largest, sizes in table if padded_head_dim(q.shape[-1]) <= largest)
 
 
 class Kernels(NamedTuple):
@@ -179,7 +179,7 @@ class Kernels(NamedTuple):
     queries: Any
 
 
-def launch(
+def launch_grid(
     kernel: Any, side: Tensor, programs: int, arguments: tuple[Any, ...], blocks: BlockSizes, **constants: Any
 ) -> None:
     """Run so many programs for each head and batch of a side, the queries or the keys.
@@ -200,7 +200,7 @@ def launch(
         kernel[(programs, heads, batch)](
             *arguments,
             HEAD_DIM=head_dim,
-            DIM=padded(head_dim),
+            DIM=padded_head_dim(head_dim),
             QUERIES=blocks.queries,
             KEYS=blocks.keys,
             PRECISION=precision,
@@ -222,6 +222,6 @@ def blocks_of(side: Tensor, rows: int) -> int:
     return -(-side.shape[1] // rows)
 
 
-def padded(head_dim: int) -> int:
+def padded_head_dim(head_dim: int) -> int:
     """The power of two that a head dim is padded to; Triton's products take no fewer than 16."""
     return max(16, 1 << (head_dim - 1).bit_length())

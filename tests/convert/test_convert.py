@@ -103,7 +103,7 @@ def test_model_center_to_hugging_face_and_back(tmp_path: Path) -> None:
     values |= {"tied": True, "norm_eps": 1e-5, "emb_init_std": 0.7, "pos_bias_type": "rotary", "cls_head": None}
     source = model_center_directory(tmp_path / "source", PLAIN, values)
     convert(source, tmp_path / "theirs", to="bmburst")
-    assert hugging_face.check(tmp_path / "theirs", PLAIN)  # --init-from takes it
+    assert hugging_face.check_weights(tmp_path / "theirs", PLAIN)  # --init-from takes it
     assert json.loads((tmp_path / "theirs" / "config.json").read_text())["torch_dtype"] == "float16"
     convert(tmp_path / "theirs", tmp_path / "back", to="model-center")
     expected = torch.load(source / "pytorch_model.pt")

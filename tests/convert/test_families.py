@@ -15,6 +15,7 @@ from bmburst.blocks.families import FAMILIES
 from bmburst.blocks.presets import PRESETS
 from bmburst.checkpoint import hugging_face
 from bmburst.convert.conversion import convert
+from model_center_ext import config_files
 from tests.convert.test_convert import TOKENIZER, assert_same, hugging_face_directory, tensors, weights_of
 from tests.refusals import refusal_of, says
 
@@ -31,7 +32,7 @@ def _family(**settings: Any) -> LlamaConfig:
     return replace(_tiny(PRESETS["llama-3-8b"]), **settings)
 
 
-THERE = {name: _tiny(shape) for name, shape in PRESETS.items()}
+THERE = {name: _tiny(PRESETS[name]) for name in config_files()}
 NOT_THERE = {
     "mistral": _family(sliding_window=7),
     "qwen2": _family(qkv_bias=True, tie_embeddings=True),

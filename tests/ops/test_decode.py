@@ -312,8 +312,8 @@ def test_shares_of_splits(monkeypatch, length, splits, shares):
 def test_auto_is_triton_on_gpus_only(monkeypatch):
     """In the interpreter Triton runs where it is asked for by name."""
     asked = []
-    monkeypatch.setattr(triton_decode, "attend", lambda *_: asked.append("triton") or (None, None))
-    monkeypatch.setattr(triton_decode, "merge", lambda *_: asked.append("merge") or (None, None))
+    monkeypatch.setattr(triton_decode, "decode_attention", lambda *_: asked.append("triton") or (None, None))
+    monkeypatch.setattr(triton_decode, "merge_decode", lambda *_: asked.append("merge") or (None, None))
     case = Case(2, 1, 8, torch.float32, lengths=(3,))
     case.check(*case.run("auto"))
     case.check(*merge_decode(case.out.float()[None], case.lse.float()[None]))

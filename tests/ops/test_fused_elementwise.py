@@ -161,6 +161,16 @@ def test_many_rows_for_a_program(triton, monkeypatch):
     assert torch.equal(first, second)
 
 
+def test_a_frozen_weight_of_a_norm_changes_nothing_else(triton):
+    x, weight, grad = (random(shape, torch.float32, seed) for seed, shape in enumerate(((37, 24), (24,), (37, 24))))
+    normed = triton_rms_norm.forward(x, weight, 1e-3)[1]
+    for beside in (None, grad):
+        trained = triton_rms_norm.backward(grad, x, weight, normed, beside)
+        frozen = triton_rms_norm.backward(grad, x, weight, normed, beside, wants_weight=False)
+        assert torch.equal(trained[0], frozen[0])
+        assert trained[1] is not None and frozen[1] is None
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's
 def test_extremes(triton):
     """A row of zeros, numbers whose exponential overflows, nothing at all."""

@@ -6,6 +6,7 @@ from torch.nn.functional import linear, silu
 
 from bmburst.blocks.config import AUTOMATIC_CHUNK, mlp_chunk
 from bmburst_ops.gated_mlp import gated_mlp
+from bmburst_ops.low_rank import LowRank
 from tests.live_bytes import LiveBytes
 from tests.refusals import refused
 
@@ -46,6 +47,25 @@ def test_what_needs_no_gradient_gets_none(frozen):
     expected = torch.autograd.grad(plain(*tensors).sin().sum(), grads)
     got = torch.autograd.grad(gated_mlp(*tensors, chunk=4).sin().sum(), grads)
     for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("chunk", [4, 22, 100])
+@pytest.mark.parametrize("left_out", [None, 0, 2])
+def test_adapters_are_added_to_frozen_matrices(chunk, left_out):
+    x, *matrices = (each.detach() for each in draw(22, 6, 10))
+    x = x.view(2, 11, 6).requires_grad_()
+    rng, terms = torch.Generator().manual_seed(5), []
+    for number, each in enumerate(matrices):
+        sides = (3, each.shape[1]), (each.shape[0], 3)
+        a, b = (torch.randn(s, generator=rng, dtype=torch.float64).requires_grad_() for s in sides)
+        terms.append(None if number == left_out else LowRank(a, b, 0.7, slice(None)))
+    leaves = [x, *(each for term in terms if term for each in (term.a, term.b))]
+    dense = [each + 0.7 * term.b @ term.a if term else each for each, term in zip(matrices, terms, strict=True)]
+    wanted, got = plain(x, *dense), gated_mlp(x, *matrices, chunk=chunk, adapters=terms)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    expected, found = (torch.autograd.grad(each.sin().sum(), leaves) for each in (wanted, got))
+    for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 

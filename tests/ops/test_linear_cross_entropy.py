@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bmburst_ops.linear_cross_entropy import linear_cross_entropy, num_chunks
+from bmburst_ops.linear_cross_entropy import linear_cross_entropy, num_chunks, token_cross_entropy
 from tests.live_bytes import LiveBytes
 from tests.refusals import refused
 
@@ -188,3 +188,19 @@ def test_misfits_are_refused() -> None:
         linear_cross_entropy(hidden, weight, labels, chunk=0)
     with refused("one is gathered | 0", error=ValueError):
         linear_cross_entropy(hidden, weight, labels, gathered=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_losses_of_each_token_equal_those_of_all_logits(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(2, 7, 5, dtype=torch.float64, generator=generator)
+    weight = torch.randn(11, 5, dtype=torch.float64, generator=generator).requires_grad_()
+    labels = torch.randint(0, 11, (2, 7), generator=generator)
+    labels[1, 3] = -100
+    with torch.no_grad():
+        found = token_cross_entropy(hidden, weight, labels, chunk=chunk)
+    expected = torch.nn.functional.cross_entropy((hidden @ weight.t()).transpose(1, 2), labels, reduction="none")
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=0)
+    assert found[1, 3] == 0
+    assert not found.requires_grad
+    assert token_cross_entropy(hidden[:, :0], weight, labels[:, :0]).shape == (2, 0)

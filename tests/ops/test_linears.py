@@ -57,6 +57,18 @@ def test_frozen_ones_get_no_gradient(frozen):
         torch.testing.assert_close(ours, wanted[number], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_frozen_ones_are_given_is_not_kept(is_frozen):
+    x, *weights = problem(torch.float64)
+    for weight in weights:
+        weight.requires_grad_(not is_frozen)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        linears(x, weights)
+    assert (x.shape in kept) != is_frozen
+    assert set(kept) >= {weight.shape for weight in weights}
+
+
 class _Names(TorchDispatchMode):
     def __init__(self):
         super().__init__()

@@ -126,7 +126,9 @@ def test_documents_computed_again(pattern, name):
         assert (x[1, EDGES[4] :] == -7).all()
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("q", marks=pytest.mark.long), pytest.param("k", marks=pytest.mark.long), "v", "grad"]
+)
 @pytest.mark.parametrize("kernel", [BiasedReferenceKernel(), BiasedTritonKernel()], ids=lambda kernel: kernel.name)
 def test_stays_in_its_packed_instance(kernel, name):
     """Of CPM-Bee: several instances in a sequence, told apart by `span`."""

@@ -1,0 +1,349 @@
+"""The work of a recomputed transformer block in little memory: chunk by chunk of tokens, and head by head.
+
+Only the stream, attention's output and its statistics are ever as long as the sequence, with queries, keys and values
+of a few heads. What is computed token by token (norms, projections, rotary embedding, MLP) is computed for a chunk of
+tokens. Backward goes in this order:
+
+1. Attention's output is taken from what the recompute policy kept, or computed again.
+2. A chunk at a time, output projection and MLP are computed again and differentiated. The gradient of the stream in
+   between takes the memory of the gradient of the block's output.
+3. For some KV heads and their query heads at a time, queries, keys and values are projected again, and attention is
+   differentiated.
+4. A chunk at a time, the projections and the first norm are differentiated.
+
+Gradients of weights are added up over chunks in fp32 and rounded once. Results are those of the block as
+`bmburst.blocks.transformer` has it, up to the order of sums.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bmburst.attention.api import resolve_group
+from bmburst.attention.module import BurstAttention
+from bmburst.attention.options import MaskOption
+from bmburst.blocks.config import head_parts
+from bmburst.blocks.layers import Linear, RMSNorm
+from bmburst.recompute.checkpointing import Tape, is_keeping, recording
+from bmburst.recompute.policy import Policy
+from bmburst.schedule.tiles import Span
+from bmburst_ops.gated_mlp import Adapter, chunk_backward
+from bmburst_ops.linears import GradientSum, sum_of_products
+from bmburst_ops.low_rank import low_rank_backward, low_rank_product
+from bmburst_ops.merge import accumulation_dtype
+from bmburst_ops.rms_norm import rms_norm, stream_norm
+from bmburst_ops.rotary import apply_rotary
+
+if TYPE_CHECKING:
+    from bmburst.blocks.transformer import TransformerBlock
+
+_EVERYTHING = Policy(attention=1.0)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """What all blocks are given beside the stream; see `TransformerBlock.forward`."""
+
+    cos: Tensor
+    sin: Tensor
+    length: int | None
+    mask: MaskOption | None
+
+
+class GradientSums:
+    """The gradients of a block's parameters, added up over chunks of tokens.
+
+    Args:
+        parameters: Of the block; those that need no gradient get none.
+        is_wide: Whether 16-bit gradients are added up in fp32. The gradient of a single chunk is not added to anything.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], *, is_wide: bool) -> None:
+        self._sums = {
+            id(each): GradientSum(accumulation_dtype(each.dtype) if is_wide else each.dtype)
+            for each in parameters
+            if each.requires_grad
+        }
+
+    def of(self, parameter: Tensor) -> GradientSum | None:
+        """Return the sum of a parameter's gradient; None if it needs none."""
+        return self._sums.get(id(parameter))
+
+    def of_adapter(self, linear: Linear) -> Adapter | None:
+        """Return the low-rank term of a matrix with the sums of its gradients; None if it has none."""
+        term = linear.adapter
+        return None if term is None else (term, (self.of(term.a), self.of(term.b)))
+
+    def result(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's gradient, in its dtype."""
+        found = self.of(parameter)
+        return None if found is None or found.total is None else found.total.to(parameter.dtype)
+
+
+class BlockWork:
+    """The computation of one block over one batch. Rows are the tokens of all sequences of the batch.
+
+    Args:
+        block: The block.
+        hidden: The stream, `[batch, tokens, hidden_size]`.
+        batch: Angles, length and mask.
+    """
+
+    def __init__(self, block: "TransformerBlock", hidden: Tensor, batch: Batch) -> None:
+        self._block, self._attention, self._batch, self._shape = block, block.self_attn, batch, hidden.shape
+        self._stream = hidden.reshape(-1, hidden.shape[-1])
+        count = len(self._stream)
+        self._cos, self._sin = (table.reshape(count, -1) for table in (batch.cos, batch.sin))
+        size = block.mlp.rows_at_once(count)
+        self._chunks = [slice(at, min(at + size, count)) for at in range(0, count, size)]
+        head_dim, q, k = self._attention.head_dim, self._attention.q_proj, self._attention.k_proj
+        self._heads, self._kv_heads = (len(each.weight) // head_dim for each in (q, k))
+        # Of a class made from it nobody knows what it reads.
+        self._is_ours = type(self._attention.attention) is BurstAttention
+        self._groups = self._split_heads(count)
+
+    def forward(self) -> Tensor:
+        """Return the stream after the block; where nobody keeps attention's output, in its memory."""
+        block = self._block
+        is_new = self._is_ours and not is_keeping()  # what another module returns may be its own
+        overwrites = is_new and self._stream.shape[1] == self._heads * self._attention.head_dim
+        if overwrites and len(self._groups) > 1:
+            whole = torch.empty_like(self._stream)
+            for group in self._groups:
+                whole[:, self._columns(group)] = self._attended(group)
+            outputs = [whole]
+        else:
+            outputs = [self._attended(group) for group in self._groups]
+        result = outputs[0] if overwrites else torch.empty_like(self._stream)
+        for at in self._chunks:
+            added = self._attention.o_proj(_columns_of(outputs, at))
+            stream, normed = block.post_attention_layernorm.of_stream(self._stream[at], added, block.factor)
+            torch.add(stream, block.mlp(normed[None], len(normed))[0], alpha=block.factor, out=result[at])
+        return result.view(self._shape)
+
+    def backward(self, grad: Tensor, tape: Tape | None = None) -> tuple[Tensor, GradientSums]:
+        """Return the gradient of the stream before the block, in the memory of `grad`, and those of its parameters.
+
+        `tape`: attention's results, where the block's forward was just computed again; it is rewound.
+        """
+        sums = GradientSums(list(self._block.parameters()), is_wide=len(self._chunks) > 1)
+        grads = grad.view(self._stream.shape)
+        is_kept, ready = self._is_ours and (tape is not None or self._block.recompute.attention == 1), None
+        if len(self._groups) == 1 and not is_kept:
+            ready = self._graph(self._groups[0])
+            outputs = [ready[1].detach().reshape(len(grads), -1)]
+        else:
+            with recording(tape) if tape else nullcontext():
+                again = whole_tape()
+                with recording(again):
+                    outputs = [self._attended(group, is_kept=is_kept) for group in self._groups]
+            again.rewind()
+        for at in self._chunks:
+            self._feed_forward_backward(grads[at], self._stream[at], _columns_of(outputs, at), sums)
+        of_heads = []
+        for group in self._groups:
+            outputs.pop(0)
+            if ready is None:
+                with recording(again):
+                    ready = self._graph(group)
+            of_heads.append(self._attention_backward(group, grads, *ready))
+            ready = None
+        for at in self._chunks:
+            gradients = [_columns_of([each[i] for each in of_heads], at) for i in range(3)]
+            self._projections_backward(at, grads[at], gradients, sums)
+        return grad, sums
+
+    def _split_heads(self, count: int) -> tuple[Span, ...]:
+        """Return the KV heads that attention is given at a time; all, where it is spread over ranks or not ours."""
+        if self._is_ours and resolve_group(self._attention.attention.group).size == 1:
+            parts = head_parts(self._kv_heads, count * self._heads)
+            edges = [i * self._kv_heads // parts for i in range(parts + 1)]
+            return tuple(Span(a, b) for a, b in pairwise(edges))
+        return (Span(0, self._kv_heads),)
+
+    def _columns(self, group: Span, *, kv: bool = False) -> slice:
+        """Return the columns of some KV heads among all of keys, or of their query heads among all of queries."""
+        width = self._attention.head_dim * (1 if kv else self._heads // self._kv_heads)
+        return slice(group.start * width, group.stop * width)
+
+    def _attended(self, group: Span, *, is_kept: bool = False) -> Tensor:
+        """Return attention's output for some heads, `[rows, heads * head_dim]`.
+
+        `is_kept`: whether it is only replayed, for which inputs need their shapes alone.
+        """
+        inputs = self._empty_heads(group) if is_kept else self._projected(group)
+        return self._attend(inputs).reshape(len(self._stream), -1)
+
+    def _attend(self, inputs: Sequence[Tensor]) -> Tensor:
+        out: Tensor = self._attention.attention(
+            *(each.view(*self._shape[:2], -1, self._attention.head_dim) for each in inputs),
+            *(self._batch.length, self._batch.mask),
+        )
+        return out
+
+    def _empty_heads(self, group: Span) -> list[Tensor]:
+        columns = self._columns(group), self._columns(group, kv=True), self._columns(group, kv=True)
+        return [self._stream.new_empty((len(self._stream), each.stop - each.start)) for each in columns]
+
+    def _projected(self, group: Span) -> list[Tensor]:
+        """Return queries, keys and values of some heads, `[rows, heads * head_dim]` each."""
+        if len(self._chunks) == 1:
+            return self._projected_chunk(group, self._chunks[0])
+        whole = self._empty_heads(group)
+        for at in self._chunks:
+            for each, part in zip(whole, self._projected_chunk(group, at), strict=True):
+                each[at] = part
+        return whole
+
+    def _projected_chunk(self, group: Span, at: slice) -> list[Tensor]:
+        normed = self._block.input_layernorm(self._stream[at])
+        q, k, v = self._products(normed, group)
+        if self._attention.has_norms:
+            norms = self._attention.q_norm, self._attention.k_norm
+            q, k = (
+                norm(each.unflatten(1, (-1, self._attention.head_dim)))
+                for norm, each in zip(norms, (q, k), strict=True)
+            )
+        return [self._rotated(q, at), self._rotated(k, at), v]
+
+    def _products(self, normed: Tensor, group: Span) -> list[Tensor]:
+        found = []
+        for linear, is_kv in zip(self._linears(), (False, True, True), strict=True):
+            rows = self._columns(group, kv=is_kv)
+            product = torch.nn.functional.linear(normed, linear.weight[rows])
+            if term := linear.adapter:
+                product += low_rank_product(normed, term, rows)
+            found.append(product + linear.bias[rows] if linear.has_bias else product)
+        return found
+
+    def _linears(self) -> tuple[Linear, Linear, Linear]:
+        return self._attention.q_proj, self._attention.k_proj, self._attention.v_proj
+
+    def _rotated(self, x: Tensor, at: slice, *, back: bool = False) -> Tensor:
+        """Return heads of some rows turned by the angles of their positions, or back: `[rows, heads * head_dim]`."""
+        cos, sin = self._cos[None, at], self._sin[None, at]
+        heads = x.reshape(1, len(x), -1, self._attention.head_dim)
+        return apply_rotary(heads, cos, -sin if back else sin).view(len(x), -1)
+
+    def _feed_forward_backward(self, grads: Tensor, stream: Tensor, attended: Tensor, sums: GradientSums) -> None:
+        """Replace the gradient of a chunk of the block's output by that of the stream between attention and MLP."""
+        block, norm, mlp = self._block, self._block.post_attention_layernorm, self._block.mlp
+        projection = self._attention.o_proj
+        added, scale = projection(attended), _leaf(norm, sums)
+        with torch.enable_grad():
+            before = stream.detach().requires_grad_()  # its gradient is that of the sum
+            pair = stream_norm(before, added, scale, norm.eps, factor=block.factor, kernel=norm.kernel)
+        del added
+        gate, up, down = (each.weight for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        of_mlp, of_normed = _scaled(grads, block.factor), torch.empty_like(stream)
+        wanted = [sums.of(each) for each in (gate, up, down)]
+        adapters = [sums.of_adapter(each) for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+        chunk_backward(pair[1].detach(), of_mlp, of_normed, gate, up, down, wanted, adapters)
+        of_stream = _norm_backward(norm, scale, before, pair, (grads, of_normed), sums)
+        grads.copy_(of_stream)
+        if total := sums.of(projection.weight):
+            total.add_product(_scaled(of_stream, block.factor).t(), attended)
+        if adapter := sums.of_adapter(projection):
+            low_rank_backward(attended, _scaled(of_stream, block.factor), *adapter)
+
+    def _graph(self, group: Span) -> tuple[list[Tensor], Tensor]:
+        """Return queries, keys and values of some heads, and attention's output with their graph."""
+        inputs = self._projected(group)
+        with torch.enable_grad():
+            for each in inputs:
+                each.requires_grad_()
+            return inputs, self._attend(inputs)
+
+    def _attention_backward(self, group: Span, grads: Tensor, inputs: Sequence[Tensor], out: Tensor) -> list[Tensor]:
+        """Return the gradients of queries, keys and values of some heads, `[rows, heads * head_dim]` each."""
+        projection = self._attention.o_proj
+        columns, term = projection.weight[:, self._columns(group)], projection.adapter
+        of_output = grads.new_empty((len(grads), columns.shape[1]))
+        for at in self._chunks:
+            of_result = _scaled(grads[at], self._block.factor)
+            torch.mm(of_result, columns, out=of_output[at])
+            if term is not None:
+                of_output[at].addmm_((of_result @ term.b) * term.scale, term.a[:, self._columns(group)])
+        return list(torch.autograd.grad(out, inputs, of_output.view(out.shape)))
+
+    def _projections_backward(self, at: slice, grads: Tensor, of_heads: Sequence[Tensor], sums: GradientSums) -> None:
+        """Replace the gradient of a chunk of the stream after attention by that of the stream before the block."""
+        norm, linears = self._block.input_layernorm, self._linears()
+        scale = _leaf(norm, sums)
+        with torch.enable_grad():
+            stream = self._stream[at].detach().requires_grad_()
+            pair = stream_norm(stream, None, scale, norm.eps, kernel=norm.kernel)
+        normed = pair[1].detach()
+        *turned, of_values = of_heads
+        of_products = [*self._before_rotary(at, normed, turned, sums), of_values]
+        for linear, of_product in zip(linears, of_products, strict=True):
+            if total := sums.of(linear.weight):
+                total.add_product(of_product.t(), normed)
+            if linear.has_bias and (total := sums.of(linear.bias)):
+                total.add(of_product.sum(0, dtype=accumulation_dtype(of_product.dtype)))
+        of_normed = sum_of_products(of_products, [each.weight for each in linears])
+        for linear, of_product in zip(linears, of_products, strict=True):
+            if adapter := sums.of_adapter(linear):
+                of_normed += low_rank_backward(normed, of_product, *adapter)
+        grads.copy_(_norm_backward(norm, scale, stream, pair, (grads, of_normed), sums))
+
+    def _before_rotary(self, at: slice, normed: Tensor, of_heads: Sequence[Tensor], sums: GradientSums) -> list[Tensor]:
+        """Return the gradients of what projections gave for queries and keys, of those of attention's inputs."""
+        turned = [self._rotated(each, at, back=True) for each in of_heads]
+        if not self._attention.has_norms:
+            return turned
+        found = []
+        products = self._products(normed, Span(0, self._kv_heads))[:2]
+        norms = self._attention.q_norm, self._attention.k_norm
+        for norm, product, grads in zip(norms, products, turned, strict=True):
+            scale = _leaf(norm, sums)
+            with torch.enable_grad():
+                heads = product.unflatten(1, (-1, self._attention.head_dim)).requires_grad_()
+                result = rms_norm(heads, scale, norm.eps, norm.kernel)
+            found.append(_norm_backward(norm, scale, heads, (result,), (grads.view(result.shape),), sums).flatten(1))
+        return found
+
+
+def whole_tape() -> Tape:
+    """Return a tape for all of attention's results, which are let go of as they are replayed."""
+    return Tape(_EVERYTHING, None, replays_once=True)
+
+
+def _columns_of(outputs: Sequence[Tensor], at: slice) -> Tensor:
+    """Return some rows of a tensor for all heads, of its parts by heads."""
+    return outputs[0][at] if len(outputs) == 1 else torch.cat([each[at] for each in outputs], 1)
+
+
+def _scaled(grads: Tensor, factor: float) -> Tensor:
+    return grads if factor == 1 else grads * factor
+
+
+def _leaf(norm: RMSNorm, sums: GradientSums) -> Tensor:
+    """Return a norm's weight as torch differentiates it, as wide as its gradient is added up; frozen if it has none."""
+    total = sums.of(norm.weight)
+    weight: Tensor = norm.weight.detach()
+    return weight if total is None else weight.to(total.dtype).requires_grad_()
+
+
+def _norm_backward(
+    norm: RMSNorm, scale: Tensor, x: Tensor, results: Sequence[Tensor], grads: Sequence[Tensor], sums: GradientSums
+) -> Tensor:
+    """Return the gradient of a norm's input, and add a chunk's share to that of its weight if it needs one.
+
+    Args:
+        norm: The norm.
+        scale: What `_leaf` made of its weight.
+        x: The input.
+        results: What was computed of both.
+        grads: Of the results.
+        sums: Of the block's parameters.
+    """
+    of_x, *of_scale = torch.autograd.grad(results, (x, scale) if scale.requires_grad else (x,), grads)
+    if total := sums.of(norm.weight):
+        total.add(*of_scale)
+    return of_x

@@ -1,0 +1,201 @@
+"""A transformer block whose activations backward computes again, alone or in a segment: `recomputed_block`.
+
+A block saves its input, on the GPU or in host memory, and what its recompute policy keeps of attention. With "+every-4"
+only the first of 4 consecutive blocks saves its input. When backward reaches the last of them, the segment computes the
+inputs of all its blocks again, with attention's results, and each is let go of behind the backward of its block.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from bmtrain.zero_context import ZeroContext
+from torch import Tensor
+
+from bmburst.blocks.lean import Batch, BlockWork, whole_tape
+from bmburst.blocks.streamed import StreamedBlock
+from bmburst.errors import UserError
+from bmburst.recompute.checkpointing import Recomputation, Tape, recording
+from bmburst_ops.first_order import first_order
+
+if TYPE_CHECKING:
+    from bmburst.blocks.transformer import TransformerBlock
+
+
+def recomputed_block(block: "TransformerBlock", hidden: Tensor, batch: Batch) -> Tensor:
+    """Return the stream after a block, `[batch, tokens, hidden_size]`; backward computes its activations again.
+
+    Backward writes to the gradient that it is given. Tensor parallelism is not supported.
+
+    Args:
+        block: Its recompute policy, host store and segments say what is kept for backward, and where.
+        hidden: The stream, `[batch, tokens, hidden_size]`.
+        batch: Angles, length and mask.
+    """
+    if not torch.is_grad_enabled():
+        return BlockWork(block, hidden, batch).forward()
+    result: Tensor = _RecomputedBlock.apply(block, batch, hidden, *block.parameters())  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RecomputedBlock(torch.autograd.Function):
+    """Keeps the parameters themselves, as ZeRO-3 needs it: their numbers may be gone until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, block: "TransformerBlock", batch: Batch, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.done = _Pass(block, batch)
+        ctx.segment = block.segments.join(ctx.done, hidden)
+        saved = () if ctx.segment or ctx.done.offload(hidden) else (hidden,)
+        tape: Tape | None = ctx.done.tape
+        with recording(tape) if tape else nullcontext():
+            result = BlockWork(block, hidden, batch).forward()
+        # What autograd saves is freed behind this block's backward; an attribute lives as long as the graph.
+        ctx.counts = len(parameters), len(saved)
+        ctx.save_for_backward(*parameters, *saved, *(tape.give_up() if tape and not ctx.segment else ()))
+        return result
+
+    @staticmethod
+    @first_order(UserError)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        done: _Pass = ctx.done
+        rest = iter(ctx.saved_tensors)
+        parameters, saved = (tuple(islice(rest, count)) for count in ctx.counts)
+        if ctx.segment:
+            saved = (ctx.segment.take_input(done),)
+        hidden = saved[0] if saved else done.fetch(ahead=True)
+        if done.tape and not ctx.segment:
+            done.tape.hold(rest)
+        tape, done.again = done.again, None
+        with done.recomputation:
+            grad_hidden, sums = BlockWork(done.block, hidden, done.batch).backward(grad.contiguous(), tape)
+        if done.tape:
+            done.tape.give_up()
+        return None, None, grad_hidden, *(sums.result(each) for each in parameters)
+
+
+class _Pass:
+    """One forward pass of a block that has a backward to come.
+
+    Attributes:
+        block: The block.
+        batch: What it was given beside the stream.
+        tape: What its policy keeps of attention, if anything.
+        recomputation: The context in which it is computed again.
+        again: All results of attention, from when its segment was computed again until its backward.
+    """
+
+    def __init__(self, block: "TransformerBlock", batch: Batch) -> None:
+        self.block, self.batch, policy = block, batch, block.recompute
+        self._group = None if policy.offload == "nothing" else block.store.new_group()
+        self.tape = Tape(policy, self._group) if policy.attention else None
+        self.recomputation = Recomputation(block.forward, self.tape)
+        self.again: Tape | None = None
+
+    def offload(self, hidden: Tensor) -> bool:
+        """Copy the input to host memory, if the policy says so; return whether it did."""
+        if self._group is None:
+            return False
+        self._number = self._group.put(hidden)
+        return True
+
+    def fetch(self, *, ahead: bool) -> Tensor:
+        """Return the input from host memory; `ahead`: and start to copy that of the block before."""
+        assert self._group is not None
+        self._group.begin(ahead=ahead)
+        return self._group.get(self._number)
+
+    def forward_again(self, hidden: Tensor) -> Tensor:
+        """Return the stream after the block, and keep all of attention's results until its backward."""
+        with self.recomputation:
+            self.again = whole_tape()
+            with recording(self.again):
+                result = BlockWork(self.block, hidden, self.batch).forward()
+        self.again.rewind()
+        return result
+
+
+class BlockSegments:
+    """The segments of a model: consecutive blocks of which only the first one saves its input."""
+
+    def __init__(self) -> None:
+        self._wrappers: dict[int, Any] = {}
+        self._open: _Segment | None = None
+
+    def wrap(self, blocks: Iterable[Any]) -> None:
+        """Make the `bmtrain.Block`s known that gather the weights of the model's blocks."""
+        self._wrappers = {id(each._module): each for each in blocks}
+
+    def join(self, done: _Pass, hidden: Tensor) -> "_Segment | None":
+        """Return the segment of a pass of a block, or None where each block saves its input."""
+        policy = done.block.recompute
+        if policy.is_stored and not policy.feeds_next:
+            return None
+        if policy.is_stored:
+            self._open = _Segment(self, done, hidden)
+            return self._open
+        segment = self._open
+        if segment is None:
+            raise UserError(
+                "a block whose input is not stored ran without the blocks before it\n"
+                "fix: run the whole model, or take a recompute policy without +every-"
+            )
+        segment.passes.append(done)
+        if not policy.feeds_next:
+            self._open = None
+        return segment
+
+    @contextmanager
+    def gathered(self, block: "TransformerBlock") -> Iterator[None]:
+        """Return a context in which ZeRO has gathered a block's weights, as in its forward pass."""
+        wrapper = self._wrappers[id(block)]
+        if isinstance(wrapper, StreamedBlock):
+            with wrapper.gathered():
+                yield
+            return
+        flag = 2 if wrapper._zero_level == 2 else 0  # 2: the weights that its forward pass has left there
+        context = ZeroContext(wrapper, wrapper._layer_dict)
+        context.enter(flag)
+        try:
+            yield
+        finally:
+            context.exit(flag)
+
+
+class _Segment:
+    """The passes of one segment, in order.
+
+    Args:
+        segments: Of the model.
+        first: The pass of its first block.
+        hidden: The input of that.
+    """
+
+    def __init__(self, segments: BlockSegments, first: _Pass, hidden: Tensor) -> None:
+        self._segments, self.passes = segments, [first]
+        self._inputs: dict[int, Tensor] = {} if first.offload(hidden) else {0: hidden.detach()}
+        self._version = hidden._version  # the number of changes in place
+        self._is_spent = False
+
+    def take_input(self, done: _Pass) -> Tensor:
+        """Return the input of a pass, once: the last pass comes first, and all are computed again for it."""
+        if self._is_spent:
+            raise UserError(
+                f"backward went twice through blocks with recompute policy +every-{len(self.passes)}\n"
+                "fix: a policy without +every-, which allows retain_graph=True"
+            )
+        number = self.passes.index(done)
+        if number == len(self.passes) - 1:
+            self._compute(number)
+        self._is_spent = number == 0
+        return self._inputs.pop(number)
+
+    def _compute(self, last: int) -> None:
+        if 0 not in self._inputs:
+            self._inputs[0] = self.passes[0].fetch(ahead=False)
+        elif self._inputs[0]._version != self._version:
+            raise RuntimeError("the input of a block was changed in place before its backward\nchange a copy")
+        for number, done in enumerate(self.passes[:last]):
+            with self._segments.gathered(done.block):
+                self._inputs[number + 1] = done.forward_again(self._inputs[number])

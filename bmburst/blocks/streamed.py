@@ -1,0 +1,167 @@
+"""A `bmtrain.Block` whose weights and gradients live in host memory and visit the GPU when the block runs.
+
+BMTrain gathers a block's weights before its forward and its backward pass, and reduces its gradient after it. Around
+these three moments the shards are on the GPU, else in host memory. Names, hooks, `bmtrain.save` and `bmtrain.load` are
+BMTrain's; its numbers are those of a resident block, bit for bit.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import bmtrain as bmt
+import torch
+from bmtrain.zero_context import ZeroContext
+from torch import Tensor
+
+from bmburst.comm.host_shards import HostShard, ShardCopies
+
+
+class StreamedBlock(bmt.Block):  # type: ignore[misc]  # BMTrain has no types
+    """A block under ZeRO 3 whose shards live in host memory. Put blocks into a `bmtrain.TransformerBlockList`.
+
+    `bmburst.optim.AdamW(offload=True)` updates them there; BMTrain's optimizers expect weights on the GPU.
+
+    Args:
+        module: As of `bmtrain.Block`.
+        copies: Buffers and streams, one object for all blocks of a model.
+        order: Number of the block in the model.
+    """
+
+    def __init__(self, module: torch.nn.Module, copies: ShardCopies, order: int) -> None:
+        super().__init__(module, use_checkpoint=False, zero_level=3)
+        self._copies, self._visible = copies, False
+        self._shards = [HostShard(each, order, copies.memory) for each in self._storage_params.values()]
+        self._point_to_shards()
+
+    def shard_bytes(self, *, trained: bool = False) -> list[int]:
+        """Return the bytes of each shard of its weights, or of those that are trained."""
+        return [each.weights.nbytes for each in self._shards if each.parameter.requires_grad or not trained]
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, and prefetch the weights of the next one behind its launches."""
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()  # else BMTrain runs the whole block again in backward
+        found = super().forward(hidden, *args, **kwargs)
+        if not self._is_last_layer:
+            self._next_module.prefetch()
+        return found
+
+    def pre_hook(self, *args: Any) -> list[Any]:
+        """Gather the weights before the forward pass."""
+        self._show()
+        found: list[Any] = super().pre_hook(*args)
+        self._hide()
+        return found
+
+    def post_hook(self, out: Any) -> Any:
+        """Release the weights after the forward pass."""
+        found = super().post_hook(out)
+        if isinstance(found, Tensor):
+            return _ShownInBackward.apply(self, found)[0]  # type: ignore[no-untyped-call]
+        return _ShownInBackward.apply(self, *found)  # type: ignore[no-untyped-call]
+
+    def prefetch(self) -> None:
+        """Start to copy the weights to the GPU."""
+        if not self._ready:
+            self._copies.prefetch(self._shards)
+
+    def release_next_module(self, flag: int) -> None:
+        """Reduce the gradient of the next block: BMTrain calls this once it has gathered this block's weights."""
+        self._hide()
+        super().release_next_module(flag)
+        if not self._is_first_layer:
+            self._pre_module.prefetch()
+
+    def release(self, flag: int) -> None:
+        """Reduce the gradient, if a backward pass has just made it, and send it to host memory."""
+        context = self._backward_block_ctx
+        if context is None or not context._need_release:
+            super().release(flag)
+            return
+        self._copies.bring_gradients(self._shards)
+        super().release(flag)
+        self._copies.send_gradients(self._shards, bmt.config["load_stream"])
+        self._point_to_shards()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Return a context in which the weights are gathered, outside of the block's own passes."""
+        self._show()
+        context = ZeroContext(self, self._layer_dict)
+        context.enter()
+        self._hide()
+        if not self._is_last_layer:
+            self._next_module.prefetch()
+        try:
+            yield
+        finally:
+            context.exit()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `bmtrain.Block`."""
+        with self._on_gpu():
+            return super().state_dict(*args, **kwargs)
+
+    def init_parameters(self) -> None:
+        """See `bmtrain.Block`."""
+        with self._on_gpu():
+            super().init_parameters()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._on_gpu():
+            super()._load_from_state_dict(*args, **kwargs)
+
+    @contextmanager
+    def _on_gpu(self) -> Iterator[None]:
+        """Return a context in which the shards are on the GPU, for BMTrain to read and write."""
+        for each in self._shards:
+            each.settle()
+            each.parameter.data = each.weights.to(each.device, copy=True)
+        self._point_to_shards()
+        try:
+            yield
+        finally:
+            for each in self._shards:
+                each.weights.copy_(each.parameter.data)
+                each.parameter.data = each.weights
+                each.version += 1
+            self._point_to_shards()
+
+    def _show(self) -> None:
+        if not self._ready:
+            self._visible = True
+            self._copies.show(self._shards, bmt.config["load_stream"])
+
+    def _hide(self) -> None:
+        if self._visible:
+            self._visible = False
+            self._copies.hide(self._shards, bmt.config["load_stream"])
+
+    def _point_to_shards(self) -> None:
+        """Let the block's parameters be views of its shards, as BMTrain leaves them after each pass."""
+        for info in self._param_info:
+            storage = self._storage_params[info["kw_name"]]
+            parameter = info["parameter"]
+            parameter.grad = None
+            if "begin" not in info:
+                parameter.data = storage.data.new_empty(0)
+                continue
+            run = slice(info["begin"], info["begin"] + info["end"][0])
+            parameter.data = storage.data[run]
+            if storage.grad is not None and parameter.requires_grad:
+                parameter.grad = storage.grad[run]
+
+
+class _ShownInBackward(torch.autograd.Function):
+    """Copies a block's weights to the GPU before BMTrain's hook gathers them for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, block: StreamedBlock, *out: Tensor) -> tuple[Tensor, ...]:
+        ctx.block = block
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.block._show()
+        return None, *grads

@@ -1,0 +1,327 @@
+"""LoRA adapters as PEFT keeps them: `adapter_config.json` and `adapter_model.safetensors`."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod, sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.lora import TARGETS, LoRAConfig
+from bmburst.checkpoint import hugging_face
+from bmburst.checkpoint.files import newest_complete
+from bmburst.checkpoint.sharded_files import Gathered, save_parts, together
+from bmburst.checkpoint.tensor_files import TensorFile, open_tensors, write_text
+from bmburst.config import read_json
+from bmburst.errors import UserError
+
+if TYPE_CHECKING:
+    from bmburst.blocks.model import Llama
+    from bmburst.zero import NamedShard
+
+CONFIG_FILE, STEM = "adapter_config.json", "adapter_model"
+WEIGHTS_FILE = f"{STEM}.safetensors"
+_PREFIX = "base_model.model."
+_SUFFIXES = (".lora_A", ".lora_B")
+_ONE_FILE = 1 << 62  # bytes of a part: PEFT reads no index
+_UNSUPPORTED = ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "bias")
+_NOTHING: tuple[Any, ...] = (None, False, "none", {}, [])
+_SAMPLE = "base_sample"  # in the metadata of our files, which PEFT passes over
+_MATRICES, _NUMBERS = 16, 4  # of a sample, and of each of its matrices
+_ROUNDING = 0.01  # a model's numbers in another dtype differ by less, those of another model by more
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of a model is of an adapter."""
+    return name.endswith(_SUFFIXES)
+
+
+def is_adapter_directory(directory: Path) -> bool:
+    """Return whether a directory holds an adapter."""
+    return (directory / CONFIG_FILE).is_file()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """An adapter in a directory.
+
+    Attributes:
+        directory: Where it is.
+        lora: Its rank, alpha and targets.
+        base: The directory or name of the model that it belongs to; None where it does not say.
+        file: Its numbers, by PEFT's names.
+    """
+
+    directory: Path
+    lora: LoRAConfig
+    base: str | None
+    file: TensorFile = field(repr=False)
+    sample: tuple[float, ...] | None = None
+
+    def find_base(self, given: Path | None, option: str) -> Path:
+        """Return the directory of its model.
+
+        Args:
+            given: Which the user gives; None takes the one that the adapter names.
+            option: How it is given, for the message.
+
+        Raises:
+            UserError: The adapter names none, or one that is not here; or what is given is an adapter too.
+        """
+        if given is not None and is_adapter_directory(given):
+            raise UserError(f"{given} is a LoRA adapter, not a model\nfix: {option}, the model it was trained on")
+        if given is None and (self.base is None or not Path(self.base).is_dir()):
+            named = "names no model" if self.base is None else f"names the model {self.base}, which is not here"
+            raise UserError(f"{self.directory} {named}\nfix: {option}, the model it was trained on")
+        return given or Path(self.base or "")
+
+    def require_base(self, base: "Base") -> None:
+        """Check that it was trained on a model, as far as it says on which: PEFT's do not.
+
+        Raises:
+            UserError: It was not.
+        """
+        if self.sample is None:
+            return
+        size = sqrt(sum(number**2 for number in self.sample) / max(len(self.sample), 1))
+        pairs = zip(self.sample, base.sample, strict=False)
+        near = all(abs(a - b) <= _ROUNDING * max(abs(a), abs(b), _ROUNDING * size) for a, b in pairs)
+        if len(self.sample) != len(base.sample) or not near:
+            named = "" if self.base is None else f", {self.base}"
+            raise UserError(
+                f"{self.directory} is an adapter of another model than {base.directory}: their weights differ\n"
+                f"fix: the model that the adapter was trained on{named}"
+            )
+
+    def require_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that it is of a model.
+
+        Args:
+            shapes: Of each parameter of the model's adapters, by our names.
+
+        Raises:
+            UserError: A tensor is missing, extra or of a wrong shape.
+        """
+        wanted = {peft_name(name): shape for name, shape in shapes.items()}
+        found = self.file.shapes
+        different = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+        if different:
+            name = different[0]
+            said = [list(shape) if (shape := each.get(name)) else "not there" for each in (found, wanted)]
+            raise UserError(
+                f"{self.directory} is an adapter of another model: {name} is {said[0]}, for this model {said[1]}\n"
+                "fix: the model that the adapter was trained on, with the same lora.rank and lora.targets"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """The model that adapters belong to.
+
+    Attributes:
+        directory: Of its weights.
+        sample: Some of their numbers, by which models of one shape are told apart.
+    """
+
+    directory: Path
+    sample: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls, directory: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str, int, int], Tensor]
+    ) -> "Base":
+        """Take the sample.
+
+        Args:
+            directory: Of the weights.
+            shapes: Of each weight, by Hugging Face's names.
+            read: Returns the numbers [begin, end) of a flattened weight.
+        """
+        names = sorted(name for name, shape in shapes.items() if len(shape) == 2)
+        places = ((name, prod(shapes[name])) for name in names[:: -(-len(names) // _MATRICES)])
+        runs = ((name, total * part // _NUMBERS) for name, total in places for part in range(_NUMBERS))
+        return cls(directory=directory, sample=tuple(read(name, at, at + 1).item() for name, at in runs))
+
+    @classmethod
+    def open(cls, directory: Path, config: LlamaConfig) -> "Base":
+        """Take the sample of a Hugging Face directory's weights.
+
+        Raises:
+            UserError: They do not fit the model; see `bmburst.checkpoint.hugging_face.check_weights`.
+        """
+        files = hugging_face.check_weights(directory, config)
+        shapes = hugging_face.expected_shapes(config)
+        return cls.of(directory, shapes, lambda name, begin, end: files[name].read(name, begin, end))
+
+
+def open_adapter(directory: Path) -> Adapter:
+    """Open an adapter of PEFT or of a LoRA run.
+
+    Raises:
+        UserError: There is none, a file is damaged, or it does what LoRA here does not.
+    """
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise UserError(f"no adapter in {directory}: it has no {CONFIG_FILE}\nfix: give the directory that has one")
+    values = read_json(path)
+    for key in _UNSUPPORTED:
+        if values.get(key) not in _NOTHING:
+            raise UserError(f"{path}: {key} {values[key]} is not supported\nfix: an adapter of plain LoRA")
+    given: list[Any] = [values.get(key) for key in ("r", "lora_alpha", "target_modules")]
+    rank, alpha, targets = given
+    names = (targets,) if isinstance(targets, str) else targets
+    if values.get("peft_type") != "LORA" or not isinstance(names, list | tuple) or rank == 0:
+        raise UserError(f"{path} is no LoRA adapter\nfix: an adapter of PEFT's LoraConfig with target_modules")
+    try:
+        lora = LoRAConfig(rank=rank, alpha=alpha, targets=tuple(sorted(names)))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    file = open_tensors(directory / WEIGHTS_FILE)
+    base = values.get("base_model_name_or_path")
+    if not isinstance(base, str | None):
+        raise UserError(f"{path}: base_model_name_or_path {base} is no text\nfix: the directory of the model, or null")
+    return Adapter(directory=directory, lora=lora, base=base, file=file, sample=_sample_in(directory / WEIGHTS_FILE))
+
+
+def _sample_in(path: Path) -> tuple[float, ...] | None:
+    """Return the sample of the model that a file of ours holds; None in a file of others."""
+    file: Any = safe_open(str(path), framework="pt", device="cpu")  # Any: its stub lacks most methods
+    text = (file.metadata() or {}).get(_SAMPLE)
+    try:
+        return None if text is None else tuple(float(word) for word in text.split())
+    except ValueError:
+        raise UserError(f"{path}: its metadata is damaged\nfix: copy the file again") from None
+
+
+def check_resumed(folder: Path, base: Base) -> None:
+    """Check, before ranks start, that a run's newest checkpoint is of the model that it is to go on with.
+
+    Raises:
+        UserError: It is of another one.
+    """
+    newest = newest_complete(folder)
+    if newest is not None and is_adapter_directory(newest):
+        open_adapter(newest).require_base(base)
+
+
+def save(model: "Llama", directory: Path, base: Base | None) -> dict[str, int]:
+    """Write a model's adapter. Every rank calls it.
+
+    Args:
+        model: With adapters.
+        directory: It is made.
+        base: The model, which the adapter names; None where its weights are random.
+
+    Returns:
+        On every rank the CRC-32 of each file by its name.
+
+    Raises:
+        UserError: On all ranks, if one cannot write.
+    """
+    from bmburst.zero import gather, named_shards
+
+    lora = model.lora
+    assert lora is not None
+    shards = [each for each in named_shards(model) if is_adapter(each.name)]
+    tensors = [Gathered(peft_name(s.name), s.shape, s.dtype, partial(_gathered, gather, s)) for s in shards]
+    is_main = shards[0].rank == 0
+
+    def describe() -> int:
+        if not is_main:
+            return 0
+        directory.mkdir(parents=True, exist_ok=True)
+        return write_text(directory / CONFIG_FILE, json.dumps(_config(lora, base), indent=2) + "\n")
+
+    found = {CONFIG_FILE: together(describe)[0]}
+    metadata = {"format": "pt"}
+    if base is not None:
+        metadata[_SAMPLE] = " ".join(f"{number:.6g}" for number in base.sample)
+    return found | save_parts(directory, STEM, tensors, metadata=metadata, part_bytes=_ONE_FILE)
+
+
+def load(model: "Llama", directory: Path, base: Base | None = None) -> None:
+    """Fill a model's adapters. Every rank calls it and reads its own part.
+
+    Args:
+        model: With adapters.
+        directory: Of the adapter.
+        base: What the model's weights were read from, to be compared with what the adapter was trained on.
+
+    Raises:
+        UserError: On all ranks, if the adapter is of another model or has another rank, alpha or targets.
+    """
+    from bmburst.zero import named_shards, scatter_piece
+
+    shards = [each for each in named_shards(model) if is_adapter(each.name)]
+    adapter: Adapter | None = None
+
+    def check() -> None:
+        nonlocal adapter
+        adapter = open_adapter(directory)
+        ours, theirs = model.lora, adapter.lora
+        for name in ("rank", "alpha", "matrices"):
+            here, there = (_words(getattr(each, name)) for each in (ours, theirs))
+            if here != there:
+                option = "targets" if name == "matrices" else name
+                raise UserError(
+                    f"lora.{option} is {here}, but {there} in {directory}\nfix: --lora.{option} {there}, as it was"
+                )
+        adapter.require_shapes({each.name: each.shape for each in shards})
+        if base is not None:
+            adapter.require_base(base)
+
+    together(check)
+    assert adapter is not None
+    for shard in shards:
+        if shard.count:
+            scatter_piece(shard, shard.read(partial(adapter.file.read, peft_name(shard.name))))
+
+
+def _words(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else f"{value:g}"
+
+
+def peft_name(name: str) -> str:
+    """Return PEFT's name of a parameter of an adapter: "model.layers.0.self_attn.q_proj.lora_A" and so on."""
+    return f"{_PREFIX}{name}.weight"
+
+
+def _config(lora: LoRAConfig, base: Base | None) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base is None else str(base.directory.absolute()),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.matrices),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def _gathered(gather: Any, shard: "NamedShard", root: int) -> Tensor | None:
+    found: Tensor | None = gather(shard, root=root)
+    return found
+
+
+def adapter_shapes(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's adapters by our names.
+
+    Args:
+        lora: Rank and targets.
+        shapes: Of the model's weights, by Hugging Face's names.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        stem = name.removesuffix(".weight")
+        if stem.rpartition(".")[2] in TARGETS and stem.rpartition(".")[2] in lora.matrices:
+            found[f"{stem}.lora_A"], found[f"{stem}.lora_B"] = (lora.rank, shape[1]), (shape[0], lora.rank)
+    return found

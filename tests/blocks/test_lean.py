@@ -1,0 +1,222 @@
+"""Blocks that are recomputed in little memory have the gradients of blocks that keep everything."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import bmburst
+from bmburst.blocks import config as block_config
+from bmburst.blocks.config import head_parts
+from bmburst.schedule.documents import Documents
+from tests import tiny
+from tests.attention.counting import count_forward
+from tests.distributed.programs import run_program
+from tests.refusals import refused
+
+TOKENS = 45
+POLICIES = (
+    *("block", "block-keep-attention", "block-keep-attention:0.5"),
+    *("block+offload", "block-keep-attention+offload", "block-keep-attention+offload-all"),
+)
+CASES = [*((policy, 7) for policy in POLICIES), ("block", 1), ("block", 0), ("block-keep-attention", 0)]
+MODELS = {
+    "llama": {"num_heads": 6, "num_kv_heads": 3},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"num_heads": 4, "num_kv_heads": 4},
+    "minicpm": {"num_heads": 4, "num_kv_heads": 1},
+}
+EXACT = {torch.float64: (1e-12, 1e-13), torch.float32: (1e-5, 1e-6)}
+
+
+def models():
+    for family, sizes in MODELS.items():
+        yield tiny.config(family, vocab_size=53, hidden_size=24, **sizes)
+
+
+def step(config, policy, dtype, *, batch=2, mask=None, chunk=None, attention=None, zero=3):
+    """Return the loss, the gradients of this rank's parts, and the loss without gradients."""
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.model import Llama
+    from bmburst.mesh import Mesh
+    from bmburst.zero import named_shards
+
+    mesh = Mesh.over_bmtrain()
+    attention = attention or partial(BurstAttention, group=mesh.sequence)
+    model = Llama(config, attention=attention, dtype=dtype, recompute=policy, mlp_chunk=chunk, zero_level=zero)
+    shard = bmburst.SequenceShard.cut(TOKENS, layout="zigzag", size=mesh.shape.sequence, rank=mesh.sequence_rank)
+    ids = torch.randint(config.vocab_size, (batch, TOKENS), generator=torch.Generator().manual_seed(1))
+    given = shard.batch(ids)
+    inputs = given.tokens, given.positions, given.labels, TOKENS, mask
+    with torch.no_grad():
+        again = model.loss(*inputs)
+    loss = model.loss(*inputs)
+    loss.backward()
+    torch.cuda.current_stream().synchronize()
+    return loss.detach(), {shard.name: shard.local(shard.storage.grad).clone() for shard in named_shards(model)}, again
+
+
+def require_equal(got, wanted, dtype, what):
+    rtol, atol = EXACT[dtype]
+    for name, value in {"loss": got[0], "loss without gradients": got[2], **got[1]}.items():
+        expected = wanted[0] if name.startswith("loss") else wanted[1][name]
+        torch.testing.assert_close(
+            value, expected, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{what} {name}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"), [(1, 1), (1, 1 << 19), (2, 1), (3, 1), pytest.param(4, 1, marks=pytest.mark.long)]
+)
+def test_gradients_are_those_of_blocks_that_keep_everything(size, rows):
+    run_program(size, _gradients_are_those_of_blocks_that_keep_everything, rows)
+
+
+def _gradients_are_those_of_blocks_that_keep_everything(rows):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_config, "GROUP_ROWS", rows)
+        for config in models():
+            for dtype in EXACT:
+                wanted = step(config, "none", dtype)
+                for policy, chunk in CASES if dtype == torch.float64 else CASES[:1]:
+                    if ":0.5" not in policy or not config.sliding_window:  # 0.5 of a window has tests of its own
+                        got = step(config, policy, dtype, chunk=chunk)
+                        require_equal(got, wanted, dtype, f"{config} {policy} {chunk}")
+
+
+SEGMENTS = (
+    *("block+every-2", "block+every-3", "block+every-4", "block+every-8", "block-keep-attention+every-2"),
+    *("block+offload+every-2", "block+every-4+offload-first-1", "block+keep-attention-last-2+offload-first-3"),
+    "block+every-3+keep-attention-last-3+offload-first-4",
+)
+
+
+@pytest.mark.parametrize(("size", "zero"), [(1, 3), (2, 2), (2, 3), (3, 3)])
+def test_segments_of_blocks_store_one_input(size, zero):
+    run_program(size, _segments_of_blocks_store_one_input, zero)
+
+
+def _segments_of_blocks_store_one_input(zero):
+    config = tiny.config("qwen3", num_layers=5, num_heads=6, num_kv_heads=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_config, "GROUP_ROWS", 1)
+        wanted = step(config, "none", torch.float64)
+        for policy in SEGMENTS:
+            got = step(config, policy, torch.float64, chunk=11, zero=zero)
+            require_equal(got, wanted, torch.float64, policy)
+
+
+def test_attention_of_a_segment_runs_again_once():
+    run_program(1, _attention_of_a_segment_runs_again_once)
+
+
+def _attention_of_a_segment_runs_again_once():
+    config, seen = tiny.config(num_layers=5, num_heads=6, num_kv_heads=3), []
+    with pytest.MonkeyPatch.context() as patch:
+        count_forward(patch, seen.append)
+        for policy, again in {
+            "none": 0,
+            "block": 5,
+            "block+every-2": 5,
+            "block+every-8": 5,
+            "block+every-3+keep-attention-last-2": 3,
+            "block-keep-attention+every-2": 0,
+        }.items():
+            seen.clear()
+            step(config, policy, torch.float32)
+            assert len(seen) == 5 + 5 + again, policy  # also without gradients
+
+
+def test_a_segment_has_one_backward():
+    run_program(1, _a_segment_has_one_backward)
+
+
+def _a_segment_has_one_backward():
+    from bmburst.blocks.model import Llama
+
+    model = Llama(tiny.config(num_layers=3), recompute="block+every-2")
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    loss = model.loss(ids, torch.arange(8)[None], ids)
+    loss.backward(retain_graph=True)
+    with refused("twice", "every-2", "fix"):
+        loss.backward()
+
+
+MASKS = {
+    "documents": Documents((17, 12, 16)),
+    "one for each sample": (Documents((17, 28)), Documents((3, 40, 2))),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_masks_of_a_batch(size, mask):
+    run_program(size, _masks_of_a_batch, MASKS[mask])
+
+
+def _masks_of_a_batch(mask):
+    config = tiny.config(num_heads=6, num_kv_heads=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_config, "GROUP_ROWS", 1)
+        wanted = step(config, "none", torch.float64, mask=mask)
+        for policy in POLICIES:
+            if ":0.5" not in policy:
+                require_equal(step(config, policy, torch.float64, mask=mask, chunk=11), wanted, torch.float64, policy)
+
+
+class TorchAttention(torch.nn.Module):
+    """Attention that knows nothing of recomputation."""
+
+    def forward(self, q, k, v, _length, _mask):
+        heads = (t.transpose(1, 2) for t in (q, k, v))
+        return scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def test_attention_of_a_module_that_is_not_ours():
+    run_program(1, _attention_of_a_module_that_is_not_ours)
+
+
+def _attention_of_a_module_that_is_not_ours():
+    config = tiny.config(num_heads=6, num_kv_heads=3)
+    wanted = step(config, "none", torch.float64, attention=TorchAttention)
+    for policy in ("block", "block-keep-attention"):
+        got = step(config, policy, torch.float64, attention=TorchAttention, chunk=7)
+        require_equal(got, wanted, torch.float64, policy)
+
+
+def test_what_a_module_returns_is_not_overwritten():
+    run_program(1, _what_a_module_returns_is_not_overwritten)
+
+
+def _what_a_module_returns_is_not_overwritten():
+    returned = []
+
+    class Remembering(TorchAttention):
+        def forward(self, *given):
+            out = super().forward(*given).contiguous()
+            returned.append((out.detach(), out.detach().clone()))
+            return out
+
+    step(tiny.config(num_heads=6, num_kv_heads=3), "block", torch.float64, attention=Remembering)
+    assert len(returned) == 2 * 3 and all(torch.equal(out, as_it_was) for out, as_it_was in returned)
+
+
+def test_16_bits_add_gradients_of_chunks_up_in_fp32():
+    run_program(1, _16_bits_add_gradients_of_chunks_up_in_fp32)
+
+
+def _16_bits_add_gradients_of_chunks_up_in_fp32():
+    """Tokens one by one: sums in bf16 would be off by several percent."""
+    config = tiny.config("qwen2")
+    exact = step(config, "none", torch.float32)[1]
+    whole, chunked = (step(config, "block", torch.bfloat16, chunk=chunk)[1] for chunk in (0, 1))
+    for name, wanted in exact.items():
+        off = [(each[name].float() - wanted).norm() / wanted.norm() for each in (whole, chunked)]
+        assert off[1] < 1.1 * off[0] + 1e-3, (name, off)
+
+
+def test_heads_are_cut_into_parts_that_keep_a_gpu_busy():
+    assert [head_parts(8, 32 << shift) for shift in (10, 15, 16, 17, 18, 20)] == [1, 1, 1, 2, 4, 8]
+    assert head_parts(3, 2 << 21) == 2

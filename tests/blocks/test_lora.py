@@ -1,0 +1,290 @@
+"""Adapters on frozen weights are PEFT's: losses, gradients, files and merged weights."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bmburst
+from bmburst.blocks import config as block_config
+from bmburst.blocks.lora import TARGETS, LoRAConfig
+from tests import tiny
+from tests.distributed.programs import run_program
+from tests.refusals import refused, says
+
+TOKENS = 45
+SIZES = {"vocab_size": 53, "hidden_size": 24, "num_heads": 6, "num_kv_heads": 3}
+LORAS = (LoRAConfig(rank=3, alpha=5), LoRAConfig(rank=2, alpha=4, targets=("all-linear",)))
+POLICIES = ("none", "block", "block-keep-attention", "block+every-2", "block-keep-attention:0.5+offload")
+
+
+def write(folder, family="llama", lora=LORAS[0], **changes):
+    """Write a base and an adapter by PEFT, with numbers in B too; return ids and PEFT's loss and gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    config = tiny.config(family, **{**SIZES, **changes})
+    tiny.save(folder / "base", config)
+    model = tiny.load(folder / "base")
+    settings = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.matrices), lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(model, settings)
+    generator = torch.Generator().manual_seed(5)
+    for name, each in model.named_parameters():
+        if "lora_B" in name:
+            each.data.normal_(0, 0.1, generator=generator)
+    model.save_pretrained(folder / "adapter")
+    ids = torch.randint(config.vocab_size, (2, TOKENS), generator=generator)
+    logits = model(ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    grads = {name.replace(".default", ""): each.grad for name, each in model.named_parameters() if each.requires_grad}
+    torch.save((ids, loss.item(), grads), folder / "peft.pt")
+    return config
+
+
+def ours(folder, config, lora, policy, dtype, strategy="auto", **more):
+    """Return the loss of all ranks and the gradients by PEFT's names; check that no other weight has one."""
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.model import Llama
+    from bmburst.checkpoint import adapter, hugging_face
+    from bmburst.mesh import Mesh
+    from bmburst.zero import gather, gradient_of, named_shards
+
+    mesh = Mesh.over_bmtrain()
+    attention = partial(BurstAttention, group=mesh.sequence, strategy=strategy)
+    model = Llama(config, attention=attention, recompute=policy, lora=lora, dtype=dtype, **more)
+    hugging_face.load(model, folder / "base")
+    adapter.load(model, folder / "adapter")
+    ids, *_ = torch.load(folder / "peft.pt")
+    shard = bmburst.SequenceShard.cut(TOKENS, layout="zigzag", size=mesh.shape.sequence, rank=mesh.sequence_rank)
+    given = shard.batch(ids)
+    loss = model.loss(given.tokens, given.positions, given.labels, TOKENS) / (2 * (TOKENS - 1))
+    loss.backward()
+    torch.cuda.current_stream().synchronize()
+    shards = named_shards(model)
+    frozen = [each for each in shards if not adapter.is_adapter(each.name)]
+    assert all(each.storage.grad is None and not each.storage.requires_grad for each in frozen)
+    trained = [each for each in shards if adapter.is_adapter(each.name)]
+    grads = {adapter.peft_name(each.name): gather(each, gradient_of(each)) for each in trained}
+    return mesh.sum(loss.item()), grads
+
+
+def require_equal(folder, config, lora, policy, **more):
+    """Check fp32 against PEFT, and fp64 against blocks that keep everything; transformers' norms are always fp32."""
+    _, *wanted = torch.load(folder / "peft.pt")
+    whole = ours(folder, config, lora, "none", torch.float64)
+    for expected, dtype, rel in ((wanted, torch.float32, 1e-6), (whole, torch.float64, 1e-12)):
+        loss, grads = ours(folder, config, lora, policy, dtype, **more)
+        assert loss == pytest.approx(expected[0], rel=rel, abs=0)
+        assert grads.keys() == expected[1].keys()
+        norm = torch.stack([each.norm() for each in expected[1].values()]).norm()
+        for name, grad in grads.items():
+            off = (grad - expected[1][name]).norm()
+            assert off <= rel * norm, (name, dtype, policy, off / norm)
+
+
+@pytest.mark.parametrize(
+    ("size", "lora"),
+    [(1, LORAS[0]), (1, LORAS[1]), (2, LORAS[1]), (3, LORAS[0])]
+    + [pytest.param(size, lora, marks=pytest.mark.long) for size, lora in ((2, LORAS[0]), (3, LORAS[1]))],
+)
+def test_losses_and_gradients_are_pefts(tmp_path, size, lora):
+    config = write(tmp_path, lora=lora)
+    run_program(size, _losses_and_gradients_are_pefts, tmp_path, config, lora)
+
+
+def _losses_and_gradients_are_pefts(folder, config, lora):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_config, "GROUP_ROWS", 1)  # head by head
+        for policy in POLICIES:
+            for chunk in (None, 7) if policy != "none" else (None,):
+                require_equal(folder, config, lora, policy, mlp_chunk=chunk)
+        require_equal(folder, config, lora, "block", offload_weights=True)
+        require_equal(folder, config, lora, "none", zero_level=2)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_of_other_families_too(tmp_path, family):
+    config = write(tmp_path, family, LORAS[1], num_heads=4, num_kv_heads=2)
+    run_program(2, _of_other_families_too, tmp_path, config)
+
+
+def _of_other_families_too(folder, config):
+    for policy in ("none", "block"):
+        require_equal(folder, config, LORAS[1], policy, mlp_chunk=7 if policy == "block" else None)
+
+
+def test_tensor_ranks_share_adapters(tmp_path):
+    config = write(tmp_path, lora=LORAS[1], num_heads=4, num_kv_heads=2)
+    run_program(2, _tensor_ranks_share_adapters, tmp_path, config, tensor=2)
+
+
+def _tensor_ranks_share_adapters(folder, config):
+    for policy in ("none", "block", "block-keep-attention+offload"):
+        for chunk in (None, 7):
+            require_equal(folder, config, LORAS[1], policy, mlp_chunk=chunk)
+
+
+def test_tensor_ranks_share_kv_heads_and_their_adapters(tmp_path):
+    config = write(tmp_path, lora=LORAS[1], num_heads=4, num_kv_heads=1)
+    run_program(2, _tensor_ranks_share_kv_heads, tmp_path, config, tensor=2)
+
+
+def _tensor_ranks_share_kv_heads(folder, config):
+    require_equal(folder, config, LORAS[1], "none")
+
+
+@pytest.mark.parametrize("strategy", ["heads", "ring", "gather"])
+def test_each_strategy_splits_their_sequences(tmp_path, strategy):
+    config = write(tmp_path, lora=LORAS[1], num_heads=4, num_kv_heads=2)
+    run_program(2, _each_strategy, tmp_path, config, strategy)
+
+
+def _each_strategy(folder, config, strategy):
+    require_equal(folder, config, LORAS[1], "block", strategy=strategy)
+
+
+class Products(TorchDispatchMode):
+    """Collects the shapes of what products and sums gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket._qualified_op_name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::sum"):
+            self.shapes.add(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # with biases, with norms of heads
+def test_no_gradient_of_a_frozen_weight_is_computed(family):
+    # Sizes that nothing else has: no weight is as large as a gradient of something else.
+    config = tiny.config(
+        family, vocab_size=53, hidden_size=36, intermediate_size=58, num_heads=6, num_kv_heads=3, head_dim=14
+    )
+    run_program(1, _no_gradient_of_a_frozen_weight_is_computed, config)
+
+
+def _no_gradient_of_a_frozen_weight_is_computed(config):
+    from bmburst.blocks.model import Llama
+    from bmburst.checkpoint.hugging_face import expected_shapes
+
+    ids = torch.arange(52).view(2, 26)
+    for lora, is_frozen in ((None, False), (LORAS[0], True), (LORAS[1], True)):
+        for policy, chunk in (("none", None), ("none", 7), ("block", None), ("block-keep-attention", 7)):
+            model = Llama(config, recompute=policy, lora=lora, mlp_chunk=chunk)
+            shapes = set(expected_shapes(config).values())
+            with Products() as seen:
+                model.loss(ids, ids, ids).backward()
+            found = seen.shapes & (shapes | {shape[::-1] for shape in shapes})
+            if is_frozen:
+                assert not found, (lora, policy, chunk)
+            else:  # the test sees what it looks for
+                assert (36,) in found and (58, 36) in found and (84, 36) in found
+
+
+def test_a_new_adapter_changes_nothing_and_begins_as_pefts_do():
+    run_program(1, _a_new_adapter_changes_nothing_and_begins_as_pefts_do)
+
+
+def _a_new_adapter_changes_nothing_and_begins_as_pefts_do():
+    from bmburst.blocks.model import Llama
+    from bmburst.zero import gather, named_shards
+
+    config = tiny.config(**SIZES)
+    plain, adapted = Llama(config), Llama(config, lora=LORAS[1])
+    ids = torch.arange(40).view(1, -1)
+    assert torch.equal(plain.logits(ids, ids), adapted.logits(ids, ids))
+    for shard in named_shards(adapted):
+        numbers = gather(shard)
+        if shard.name.endswith("lora_A"):
+            bound = shard.shape[1] ** -0.5
+            assert 0.8 * bound < numbers.abs().max() <= bound
+            assert abs(numbers.mean()) < 0.3 * bound
+        elif shard.name.endswith("lora_B"):
+            assert not numbers.any()
+
+
+def test_a_new_adapter_does_not_hang_on_the_ranks(tmp_path):
+    for size, tensor in ((1, 1), (2, 1), (2, 2)):
+        run_program(size, _write_new_adapter, tmp_path / f"{size}-{tensor}.pt", tensor=tensor)
+    found = [torch.load(path) for path in tmp_path.iterdir()]
+    assert len(found) == 3 and found[0].keys() == found[1].keys() == found[2].keys()
+    for name, numbers in found[0].items():
+        assert torch.equal(numbers, found[1][name]) and torch.equal(numbers, found[2][name]), name
+    weights = [numbers for name, numbers in found[0].items() if name.endswith("q_proj.lora_A")]
+    assert not torch.equal(*weights)  # of two layers
+
+
+def _write_new_adapter(path):
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.model import Llama
+    from bmburst.mesh import Mesh
+    from bmburst.zero import gather, named_shards
+
+    config = tiny.config(**{**SIZES, "num_heads": 4, "num_kv_heads": 2})
+    attention = partial(BurstAttention, group=Mesh.over_bmtrain().sequence)
+    model = Llama(config, attention=attention, lora=LORAS[1], seed=7)
+    torch.save({each.name: gather(each) for each in named_shards(model) if ".lora_" in each.name}, path)
+
+
+def test_merged_weights_are_pefts(tmp_path):
+    from peft import PeftModel
+
+    from bmburst.cli import main
+
+    write(tmp_path, lora=LORAS[1])
+    words = ["convert", str(tmp_path / "adapter"), str(tmp_path / "merged"), "--to", "huggingface", "--merge"]
+    assert main([*words, "--base", str(tmp_path / "base")]) == 0
+    wanted = PeftModel.from_pretrained(tiny.load(tmp_path / "base"), tmp_path / "adapter").merge_and_unload()
+    found = tiny.load(tmp_path / "merged")
+    for name, weight in found.state_dict().items():
+        torch.testing.assert_close(weight, wanted.state_dict()[name], rtol=1e-6, atol=1e-7)
+    assert not torch.equal(
+        found.state_dict()["model.layers.0.mlp.up_proj.weight"],
+        tiny.load(tmp_path / "base").state_dict()["model.layers.0.mlp.up_proj.weight"],
+    )
+
+
+def test_what_is_no_adapter_is_refused(tmp_path, capsys):
+    from bmburst.cli import main
+
+    write(tmp_path)
+
+    def refusal(source, *words):
+        capsys.readouterr()
+        assert main(["convert", str(source), str(tmp_path / "out"), "--to", "huggingface", *words]) == 2
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err.strip()
+
+    base = ("--merge", "--base", str(tmp_path / "base"))
+    says(refusal(tmp_path / "adapter"), "LoRA adapter | fix: | --merge")
+    says(refusal(tmp_path / "base", *base), "no adapter | adapter_config.json | fix: ")
+    says(refusal(tmp_path / "base", "--base", "x"), "--base | --merge | fix: ")
+    tiny.save(tmp_path / "other", tiny.config(**{**SIZES, "hidden_size": 12}))
+    says(refusal(tmp_path / "adapter", "--merge", "--base", str(tmp_path / "other")), "another model | fix: ")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    values = json.loads(path.read_text())
+    for changes, words in (
+        ({"base_model_name_or_path": "gone/model"}, "gone/model | --base DIR"),
+        ({"base_model_name_or_path": None}, "names no model | --base DIR"),
+        ({"use_dora": True}, "use_dora | fix: "),
+        ({"target_modules": ["c_attn"]}, "c_attn | fix: "),
+        ({"r": "x"}, "rank | fix: "),
+        ({"peft_type": "PREFIX_TUNING"}, "no LoRA | fix: "),
+    ):
+        path.write_text(json.dumps(values | changes))
+        says(refusal(tmp_path / "adapter", "--merge"), words, lines=4)
+
+
+def test_targets_that_no_layer_has_are_refused():
+    with refused("q_prj", "fix: q_proj", *TARGETS):
+        LoRAConfig(rank=2, targets=("q_prj",))
+    with refused("targets", "empty", "fix: "):
+        LoRAConfig(rank=2, targets=())
+    assert LoRAConfig(rank=4, alpha=8, targets=("v_proj", "q_proj")).matrices == ("q_proj", "v_proj")
