@@ -17,6 +17,8 @@ MOST = 10**15
 """Largest number of steps, tokens, ranks or bytes that a user may give."""
 TOKENS_TOO = "also as 64K for 65536"
 """The suffixes that `tokens` reads, for help and messages."""
+GIB_TOO = "also as 128G, 512M or 1T"
+"""The suffixes that `gibibytes` reads."""
 _UNITS = (("M", 1 << 20), ("K", 1 << 10))
 
 
@@ -38,6 +40,19 @@ def tokens(text: str) -> int:
         if text.upper().endswith(unit):
             return whole(str(int(text[:-1]) * size))
     return whole(text)
+
+
+def gibibytes(text: str) -> float:
+    """Return the GiB of an amount of memory: 128 for 128G, 128GiB and 128, 0.5 for 512M, 1024 for 1T.
+
+    Raises:
+        ValueError: It is no amount of memory.
+    """
+    amount = text.strip().upper().removesuffix("IB").removesuffix("B")
+    for unit, size in (("T", 1024.0), ("G", 1.0), ("M", 1 / 1024)):
+        if amount.endswith(unit):
+            return float(amount[:-1]) * size
+    return float(amount)
 
 
 def whole(text: str) -> int:
@@ -150,4 +165,4 @@ def require_flag(what: str, value: object) -> None:
         UserError: It is not.
     """
     if not isinstance(value, bool):
-        raise UserError(f"{what} must be a bool, got {value!r}\nallowed: True or False")
+        raise UserError(f"{what} must be a bool, got {value!r}\nallowed: True or False\nfix: pass one of them")

@@ -51,7 +51,7 @@ class Comparison:
         return self.predicted / self.actual - 1
 
 
-def compare() -> list[Comparison]:
+def compare_predictions() -> list[Comparison]:
     """Return all comparisons."""
     measured, published = _read(MEASURED), _read(PUBLISHED)
     return [

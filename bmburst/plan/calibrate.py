@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from bmburst.errors import UserError
-from bmburst.outputs import replacing
 from bmburst.plan.rates import Fact, PrintLine, measure_device, measured
 from bmburst.runtime.launch import LaunchSpec, launch
 from bmburst.schedule.hardware import NUMBERS, hardware_from, read_facts
@@ -95,22 +93,6 @@ def render(name: str, facts: Mapping[str, Fact], head: str) -> str:
     text = "\n".join(lines) + "\n"
     hardware_from({"name": name} | {key: {"value": fact.value} for key, fact in facts.items()}, "what was measured")
     return text
-
-
-def write(text: str, path: Path) -> None:
-    """Write a hardware file, all of it or nothing.
-
-    Raises:
-        UserError: It cannot be written.
-    """
-    try:
-        if path.exists() and not path.is_file():  # a pipe or a device, which a file must not take the place of
-            path.write_text(text, encoding="utf-8")
-            return
-        with replacing(path) as partial:
-            partial.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output {path}: cannot be written: {error.strerror}\nfix: give another file") from None
 
 
 def _text(value: str) -> str:

@@ -7,13 +7,15 @@ exchange, then the ring or gather between such groups, then data.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from itertools import product
 from typing import Literal, cast
 
-from bmburst.blocks.config import LlamaConfig, mlp_chunk
+from bmburst.blocks.config import LlamaConfig, head_parts, mlp_chunk
+from bmburst.blocks.lora import LoRAConfig
 from bmburst.errors import UserError, require_known
-from bmburst.plan.counts import ITEMSIZE, WIDE
+from bmburst.plan.counts import ITEMSIZE, WIDE, adapter_elements
 from bmburst.recompute.policy import POLICIES, Policy
 from bmburst.schedule.cost import AttentionCost, Placement, Problem, most_kv_heads
 from bmburst.schedule.hardware import Hardware
@@ -34,6 +36,7 @@ class Task:
     Attributes:
         model: The model's configuration.
         preset: Its name, for the command line.
+        init_from: Hugging Face directory that it starts from, in place of the preset.
         sequence: Tokens of a sequence.
         gpus: Number of GPUs.
         nodes: Number of nodes, with the same number of GPUs each.
@@ -42,7 +45,8 @@ class Task:
         dtype: dtype of weights and activations.
         loss_chunk: Tokens of a rank whose logits are computed at once.
         mlp_chunk: Tokens of a rank that an MLP computes at once; see `bmburst.blocks.config.mlp_chunk`.
-        host_optimizer: Whether AdamW's state is in host memory. Only the memory prediction uses it.
+        lora: Adapters that are trained in place of the weights, which are frozen; None trains the weights.
+        host_memory: GiB of host memory of a node that the run's command names; None for what is free.
 
     Raises:
         UserError: A value is out of range or the values do not fit together.
@@ -50,6 +54,7 @@ class Task:
 
     model: LlamaConfig
     preset: str = "a model"
+    init_from: str | None = None
     sequence: int
     gpus: int
     nodes: int = 1
@@ -58,14 +63,15 @@ class Task:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     loss_chunk: int = 1024
     mlp_chunk: int | None = None
-    host_optimizer: bool = False
+    lora: LoRAConfig | None = None
+    host_memory: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("sequence", "gpus", "nodes", "batch", "micro_batch", "loss_chunk"):
             if getattr(self, name) < 1:
-                raise UserError(f"--{_option(name)} {getattr(self, name)}\nallowed: at least 1")
+                raise UserError(f"--{_option(name)} {getattr(self, name)}\nfix: at least 1")
         if self.mlp_chunk is not None and self.mlp_chunk < 0:
-            raise UserError(f"--mlp-chunk {self.mlp_chunk}\nallowed: at least 1, or 0 for all tokens at once")
+            raise UserError(f"--mlp-chunk {self.mlp_chunk}\nfix: at least 1, or 0 for all tokens at once")
         if self.gpus > MOST_GPUS:
             raise UserError(f"--gpus {self.gpus}\nallowed: 1 to {MOST_GPUS}")
         if self.gpus % self.nodes:
@@ -77,7 +83,7 @@ class Task:
         if self.batch % self.micro_batch:
             raise UserError(
                 f"--micro-batch {self.micro_batch} does not divide --batch {self.batch}\n"
-                "allowed: a divisor of --batch, for example 1"
+                "fix: a divisor of --batch, for example 1"
             )
         require_known("dtype", self.dtype, ITEMSIZE)
 
@@ -85,6 +91,20 @@ class Task:
     def gpus_per_node(self) -> int:
         """GPUs of a node."""
         return self.gpus // self.nodes
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained: all, or those of adapters."""
+        return self._adapters if self.lora else self.model.num_parameters
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.model.num_parameters + self._adapters
+
+    @property
+    def _adapters(self) -> int:
+        return self.model.num_layers * adapter_elements(self.model, self.lora)
 
     @property
     def itemsize(self) -> int:
@@ -96,8 +116,23 @@ def _option(name: str) -> str:
     return {"sequence": "seq"}.get(name, name.replace("_", "-"))
 
 
+class Offload(Enum):
+    """What a rank's part of weights, gradients and optimizer has in host memory (`--optimizer.offload`)."""
+
+    NOTHING = "nothing"
+    OPTIMIZER = "optimizer"
+    """AdamW's state."""
+    WEIGHTS = "weights"
+    """And weights and gradients of blocks; ZeRO 3."""
+
+
 RECOMPUTE = POLICIES
 ZERO = (2, 3)
+_MOVED = {
+    Offload.NOTHING: "",
+    Offload.OPTIMIZER: ", optimizer in host",
+    Offload.WEIGHTS: ", optimizer and weights in host",
+}
 _SHORT = {"nothing": "", "inputs": ", inputs to host", "all": ", inputs and attention to host"}
 
 
@@ -116,6 +151,8 @@ class Candidate:
         zero: ZeRO stage.
         transport: Transport inside a node.
         ring_tensors: What a ring sends in backward: "kv", "q", or "auto" for the smaller.
+        layer: Policy of the layers that are looked at, where `recompute` differs by layer.
+        offload: What is in host memory.
     """
 
     task: Task
@@ -127,6 +164,8 @@ class Candidate:
     zero: int = 3
     transport: str = "peer"
     ring_tensors: str = "auto"
+    layer: Policy | None = None
+    offload: Offload = Offload.NOTHING
 
     @cached_property
     def sequence(self) -> int:
@@ -150,22 +189,24 @@ class Candidate:
 
     @cached_property
     def policy(self) -> Policy:
-        """The recompute policy of the layers that it names."""
-        return Policy.parse(self.recompute)
+        """The recompute policy, of all layers or of those that are looked at."""
+        return Policy.parse(self.recompute) if self.layer is None else self.layer
 
     @cached_property
     def kinds(self) -> tuple[tuple["Candidate", int], ...]:
-        """Kinds of layers with their counts, the first layers first: more than one where a policy names the first N.
-
-        Each kind is a candidate whose policy holds for all of its layers.
-        """
-        kinds = self.policy.kinds(self.task.model.num_layers)
-        return tuple((replace(self, recompute=policy.name), layers) for policy, layers in kinds)
+        """Kinds of layers with their counts: candidates whose `layer` differs."""
+        kinds = Policy.parse(self.recompute).kinds(self.task.model.num_layers)
+        return tuple((replace(self, layer=policy), layers) for policy, layers in kinds)
 
     @cached_property
     def mlp_rows(self) -> int:
         """Tokens that pass through an MLP at once, in the layers that the policy holds for."""
         return mlp_chunk(self.rows, self.task.mlp_chunk, recomputes=self.policy.recomputes)
+
+    @cached_property
+    def head_parts(self) -> int:
+        """In how many parts a recomputed block attends."""
+        return head_parts(self.own_kv_heads, self.rows * self.own_heads) if self.sequence == 1 else 1
 
     @cached_property
     def micro_steps(self) -> int:
@@ -255,7 +296,8 @@ class Candidate:
         """The candidate in words."""
         tensor = f" x tensor {self.tensor}" if self.tensor > 1 else ""
         mesh = f"data {self.data} x sequence {self.sequence}{tensor}"
-        return f"{mesh}, {self.strategy}, {_in_words(self.policy)}, ZeRO-{self.zero}"
+        policy = _in_words(self.policy) if self.policy.is_uniform else self.recompute
+        return f"{mesh}, {self.strategy}, {policy}, ZeRO-{self.zero}{_MOVED[self.offload]}"
 
 
 def candidates(
@@ -302,6 +344,8 @@ def _meshes(task: Task, tensor: Sequence[int] | None) -> Iterator[tuple[int, int
             continue
         if not can_share(degree, model.num_heads, model.num_kv_heads):
             continue
+        if degree > 1 and not model.shares_matrices:
+            continue
         rest = task.gpus // degree
         for data in divisors(passes):
             if rest % data == 0 and rest // data <= task.sequence:
@@ -344,7 +388,7 @@ def _none(task: Task, tensor: Sequence[int] | None) -> UserError:
         return UserError(
             f"--tensor {','.join(map(str, tensor))}: no such degree divides this model over "
             f"{task.gpus_per_node} GPUs a node\n"
-            "allowed: divisors of the GPUs a node that divide the attention heads and intermediate_size"
+            "fix: divisors of the GPUs a node that divide the attention heads and intermediate_size"
         )
     return UserError(
         f"--seq {task.sequence} with --batch {task.batch} leaves some of {task.gpus} GPUs without a token\n"

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.lora import LoRAConfig
 from bmburst.recompute.policy import Policy
 from bmburst_ops.constants import ATTENTION_BACKWARD, GATHERED_CHUNKS
 
@@ -38,6 +39,7 @@ class Operators:
         gathered: Chunks of tokens whose gradients of logits a 16-bit model's loss keeps at once.
         repeats_last: Whether a block's recomputation forms its last product, of which backward reads nothing, again.
         swiglu_overwrites: Whether one gradient of the activation's inputs takes the place of its result's.
+        lean: Whether recomputed blocks are those of `bmburst.blocks.lean`.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Operators:
     gathered: int = 1
     repeats_last: bool = True
     swiglu_overwrites: bool = False
+    lean: bool = False
 
     def norm_backward_alive(self, itemsize: int) -> float:
         """Return the bytes that live at once inside a norm's backward, beside its input.
@@ -130,9 +133,11 @@ OURS = replace(
     repeats_last=False,
     swiglu_overwrites=True,
 )
-OPERATORS = {each.name: each for each in (PLAIN, FUSED, OURS)}
-CURRENT = OURS
-"""What `bmburst train` runs on NVIDIA GPUs with Triton; elsewhere it runs `PLAIN`."""
+LEAN = replace(OURS, name="lean", lean=True)
+OPERATORS = {each.name: each for each in (PLAIN, FUSED, OURS, LEAN)}
+"""By the names that recorded runs give them."""
+CURRENT = LEAN
+"""What `bmburst train` runs on NVIDIA GPUs with Triton; elsewhere it runs `PLAIN` operators in the same blocks."""
 SCALED = 8  # bytes an element of the hidden state, backward: the two factors, where what is added to the stream has one
 DELTA = 4  # bytes an element of attention's output: rowsum(dO * O)
 BACKWARD = 2.0  # products with each weight in backward over those in forward: its gradient and its input's
@@ -146,6 +151,11 @@ def block_matrices(model: LlamaConfig, tensor: int = 1) -> int:
     return model.hidden_size * (2 * query + 2 * kv + 3 * (model.intermediate_size // tensor))
 
 
+def projections(model: LlamaConfig) -> int:
+    """Return the elements of the matrices that project queries, keys and values."""
+    return model.hidden_size * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+
+
 def mlp_matrix(model: LlamaConfig, tensor: int = 1) -> int:
     """Return the elements of one of an MLP's three matrices on a tensor rank."""
     return model.hidden_size * (model.intermediate_size // tensor)
@@ -154,6 +164,24 @@ def mlp_matrix(model: LlamaConfig, tensor: int = 1) -> int:
 def adam_bytes(itemsize: int) -> int:
     """Return the bytes of AdamW's state of a weight: two moments, and an fp32 master where `itemsize` is less."""
     return 2 * WIDE + (WIDE if itemsize < WIDE else 0)
+
+
+def host_adam_bytes(itemsize: int) -> int:
+    """Return the bytes of AdamW's state of a weight that lives in host memory itself.
+
+    A 16-bit weight is a half of its master: `bmburst.optim.host_shard_adam`.
+    """
+    return 2 * WIDE + (WIDE - itemsize if itemsize < WIDE else 0)
+
+
+def block_parameters(model: LlamaConfig, lora: LoRAConfig | None = None) -> int:
+    """Return the parameters of all blocks, adapters included."""
+    return model.num_layers * (held_block(model) + adapter_elements(model, lora))
+
+
+def adapter_elements(model: LlamaConfig, lora: LoRAConfig | None, tensor: int = 1) -> int:
+    """Return the elements of a block's adapters on a tensor rank; 0 for None."""
+    return lora.elements(model, tensor) if lora else 0
 
 
 def held_block(model: LlamaConfig, tensor: int = 1) -> int:
@@ -172,7 +200,7 @@ def table(model: LlamaConfig) -> int:
     return model.vocab_size * model.hidden_size
 
 
-def tables(model: LlamaConfig) -> int:
+def vocabulary_matrices(model: LlamaConfig) -> int:
     """Return 2 for embedding and head, 1 where they are tied."""
     return 1 if model.tie_embeddings else 2
 
@@ -184,7 +212,7 @@ def attention_flops(model: LlamaConfig, sequence: int) -> float:
 
 def multiplied(model: LlamaConfig) -> int:
     """Return the parameters in matrix products: all but the embedding, which is a lookup."""
-    return model.num_parameters - (table(model) if tables(model) == 2 else 0)
+    return model.num_parameters - (table(model) if vocabulary_matrices(model) == 2 else 0)
 
 
 def causal_pairs(lengths: Iterable[int], window: int | None = None) -> float:

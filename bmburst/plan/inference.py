@@ -14,7 +14,8 @@ MLP_TOKENS = 16384
 """Tokens of a rank whose MLP is computed at once in prefill."""
 TOKENS_OF_RANK = 65536
 """Tokens of a chunk that a rank computes, by default."""
-_RESERVE = 0.04  # of the device: memory of torch, of libraries and of fragments
+RESERVE = 0.04
+"""Fraction of a device that is kept for torch, libraries and fragments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +99,7 @@ def usable(free: float, device: float) -> float:
         free: Bytes that are free.
         device: Bytes of the device, of which a part is kept in reserve.
     """
-    return max(0.0, free - _RESERVE * device)
+    return max(0.0, free - RESERVE * device)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

@@ -10,19 +10,22 @@ backward reaches the recomputed layers, the others have freed what they kept, so
 policies recompute the first layers (`bmburst.recompute.policy`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
-from bmburst.plan.buffers import attention_buffers, held_by_graphs, held_outside
-from bmburst.plan.candidates import Candidate, Task
-from bmburst.plan.counts import CURRENT, WIDE, Operators, adam_bytes, held_block, mlp_matrix, table
+from bmburst.plan.buffers import held_by_graphs, held_outside
+from bmburst.plan.candidates import Candidate, Offload, Task
+from bmburst.plan.counts import CURRENT, Operators, adam_bytes, block_parameters, host_adam_bytes
+from bmburst.plan.lean_moments import LeanMoments
+from bmburst.plan.moments import Lines, Moments, Others, StepMoments
 from bmburst.recompute.policy import BlockBytes
 from bmburst.schedule.hardware import Hardware
 
-Lines = dict[str, float]
+KEPT = "what blocks keep"
+"""Name of what recompute policies move, among the bytes of a host."""
 HOST_SHARE = 0.9  # of a host's memory; the rest is the system's and the processes' own
-_IDS = 8  # bytes of a token id, position or label
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,14 @@ class Memory:
         return sum(self.host.values())
 
     @property
+    def lacking(self) -> float:
+        """Bytes that GPU and host lack for the peak."""
+        return max(0.0, self.total - self.capacity) + max(0.0, self.in_host - self.host_capacity)
+
+    @property
     def fits(self) -> bool:
         """Whether the peak fits into the GPU and the host."""
-        return self.total <= self.capacity and self.in_host <= self.host_capacity
+        return not self.lacking
 
 
 def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators = CURRENT) -> Memory:
@@ -76,10 +84,9 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         hardware: The machine.
         operators: The operators between matrix products.
     """
-    parts = _parts(candidate, operators)
-    first, last = parts[0], parts[-1]
-    held = last.states() | {"workspace": hardware.workspace}
-    found = {name: held | moment() for name, moment in last.moments().items()}
+    blocks = _Blocks(candidate, operators)
+    held = blocks.last().states() | {"workspace": hardware.workspace}
+    found = {name: held | moment() for name, moment in blocks.moments().items()}
     totals = {name: sum(lines.values()) for name, lines in found.items()}
     moment = max(totals, key=lambda name: totals[name])
     outside = {
@@ -93,9 +100,22 @@ def memory_of(candidate: Candidate, hardware: Hardware, *, operators: Operators 
         _used(outside),
         hardware.memory,
         totals,
-        _used(first.in_host()),
+        _used(blocks.in_host()),
         HOST_SHARE * hardware.host_memory,
     )
+
+
+def host_state(candidate: Candidate) -> Lines:
+    """Return the bytes of weights, gradients and optimizer in a node's host memory."""
+    task, nodes = candidate.task, candidate.task.nodes
+    if candidate.offload is Offload.NOTHING:
+        return {}
+    if candidate.offload is Offload.OPTIMIZER:
+        return {"optimizer": task.trained / nodes * adam_bytes(task.itemsize)}
+    blocks = block_parameters(task.model, task.lora) / nodes
+    trained = task.trained / nodes if task.lora else blocks
+    state = trained * host_adam_bytes(task.itemsize) + (task.trained / nodes - trained) * adam_bytes(task.itemsize)
+    return {"optimizer": state, "weights and gradients": (blocks + trained) * task.itemsize}
 
 
 def reserved_memory(task: Task, hardware: Hardware) -> float:
@@ -111,275 +131,70 @@ def _libraries(task: Task, hardware: Hardware) -> Lines:
 
 def block_bytes(candidate: Candidate) -> BlockBytes:
     """Return the bytes of a block's tensors by how policies treat them."""
-    return _Parts(candidate, CURRENT, layers=1).block
+    return StepMoments(candidate, CURRENT).block
 
 
-def _parts(candidate: Candidate, operators: Operators) -> "list[_Parts]":
-    """Return each kind of layer, the first layers first, linked to the kind before it."""
-    found: list[_Parts] = []
-    for kind, layers in candidate.kinds:
-        found.append(_Parts(kind, operators, layers=layers, before=found[-1] if found else None))
-    return found
+class _Blocks:
+    """What the blocks of a model keep, one after the other.
+
+    Args:
+        candidate: The way to train.
+        operators: The operators between matrix products.
+    """
+
+    def __init__(self, candidate: Candidate, operators: Operators) -> None:
+        self._candidate, self._task, self._operators = candidate, candidate.task, operators
+        self._ways = {kind.policy: kind for kind, _ in candidate.kinds}
+        self._policies = candidate.policy.of_layers(candidate.task.model.num_layers)
+        kinds = {policy: self._moments(way, Others()) for policy, way in self._ways.items()}
+        self._kinds = [kinds[policy] for policy in self._policies]
+        self._kept_before = list(accumulate((each.kept() for each in self._kinds), initial=0.0))
+        stored = (i if policy.is_stored else 0 for i, policy in enumerate(self._policies))
+        self._first_of_segment = list(accumulate(stored, max))
+        self._hosted = [each.hosted() for each in self._kinds]
+
+    def last(self) -> StepMoments:
+        """Return the moments of the last block."""
+        return self._at(len(self._kinds) - 1)
+
+    def moments(self) -> Moments:
+        """Return the moments at which memory can peak: in the last block, and in the backward of blocks of other kinds.
+
+        Once the last blocks are done, those before them may compute more again.
+        """
+        found = self.last().moments()
+        ends = [i for i, each in enumerate(self._policies) if not each.feeds_next and each.recomputes]
+        for policy in dict.fromkeys(self._policies[i] for i in ends):
+            alike = [i for i in ends if self._policies[i] == policy]
+            fullest = max(alike, key=lambda i: self._others(i).total)
+            if fullest < len(self._policies) - 1:
+                moments = self._at(fullest).in_backward()
+                found |= {f"{name} of block {fullest + 1}": moment for name, moment in moments.items()}
+        return found
+
+    def in_host(self) -> Lines:
+        """Return the bytes in a node's host memory."""
+        task = self._task
+        hosted = sum(self._hosted) * task.gpus_per_node
+        return {KEPT: hosted, **host_state(self._candidate)}
+
+    def _at(self, layer: int) -> StepMoments:
+        """Return the moments of a block that ends a segment."""
+        return self._moments(self._ways[self._policies[layer]], self._others(layer))
+
+    def _others(self, layer: int) -> Others:
+        """Return what belongs to other blocks in the backward of a block that ends a segment."""
+        first, before = self._first_of_segment[layer], self._kept_before[layer]
+        if first < layer:
+            segment = sum(each.hidden + each.again() for each in self._kinds[first:layer])
+            return Others(before=before, fetched=self._hosted[first], segment=segment)
+        offloaded = (hosted for hosted in reversed(self._hosted[:layer]) if hosted)
+        return Others(before=before, fetched=next(offloaded, 0.0) if self._hosted[layer] else 0.0)
+
+    def _moments(self, way: Candidate, others: Others) -> StepMoments:
+        is_lean = self._operators.lean and way.policy.recomputes and way.tensor == 1
+        return (LeanMoments if is_lean else StepMoments)(way, self._operators, others)
 
 
 def _used(lines: Mapping[str, float]) -> Lines:
     return {name: nbytes for name, nbytes in lines.items() if nbytes}
-
-
-class _Parts:
-    """Bytes of a step's tensors where the last block is of one kind.
-
-    Names as in `bmburst/blocks`; `own` tokens are those of a tensor rank.
-
-    Args:
-        candidate: How the blocks of this kind are computed.
-        operators: The operators between matrix products.
-        layers: Blocks of this kind.
-        before: The blocks of another kind before them.
-    """
-
-    def __init__(
-        self, candidate: Candidate, operators: Operators, *, layers: int, before: "_Parts | None" = None
-    ) -> None:
-        task, model = candidate.task, candidate.task.model
-        self.layers, self.before = layers, before
-        self.candidate, self.operators, self.task, self.model = candidate, operators, task, model
-        self.rows = float(candidate.rows)
-        self.own_rows = -(-candidate.rows // candidate.tensor)
-        item = task.itemsize
-        self.hidden = self.own_rows * model.hidden_size * item
-        self.whole_hidden = self.rows * model.hidden_size * item  # all of a tensor group's tokens
-        self.query = self.rows * candidate.own_heads * model.head_dim * item
-        self.key = self.rows * candidate.own_kv_heads * model.head_dim * item
-        self.statistics = self.rows * candidate.own_heads * WIDE
-        self.inner = self.rows * (model.intermediate_size // candidate.tensor) * item
-        # The gradient of what the MLP adds to the stream is the stream's own, unless it has a factor.
-        self.scaled = 0.0 if model.residual_scale == 1 else self.hidden
-        self.norm_statistic = float(self.own_rows * WIDE)
-        # Where a tensor group gathers, each norm's own tokens and all tokens are two tensors.
-        self.normed = self.whole_hidden
-        self.attended = self.query + self.statistics
-        self.is_cut = candidate.mlp_rows < candidate.rows
-        self.chunk_inner = self.inner * candidate.mlp_rows / candidate.rows
-        self.policy = candidate.policy
-        self.block = BlockBytes(self.hidden, self.attended, self._recomputed())
-
-    def states(self) -> Lines:
-        """Tensors that are alive throughout the step."""
-        task, model, candidate = self.task, self.model, self.candidate
-        share = model.num_parameters / task.gpus
-        return {
-            "weights": share * task.itemsize,
-            "gradients": share * task.itemsize,
-            "optimizer": 0.0 if task.host_optimizer else share * adam_bytes(task.itemsize),
-            "whole weights (ZeRO-2)": self._block_bytes() * model.num_layers if candidate.zero == 2 else 0.0,
-            "token ids, angles": self._ids(),
-        }
-
-    def moments(self) -> dict[str, Callable[[], Lines]]:
-        """The moments at which memory can peak."""
-        in_chunks = {"MLP backward": self._cut_mlp_backward}
-        whole = {
-            "MLP backward": self._activation_backward,
-            "down projection backward": self._down_backward,
-            "gate and up backward": self._gate_up_backward,
-        }
-        between = {"from block to block": self._from_block_to_block}
-        return {
-            "attention forward": self._attention_forward,
-            "MLP forward": self._mlp_forward,
-            "loss": self._loss,
-            "last norm backward": self._last_norm,
-            **(in_chunks if self.is_cut else whole),
-            "attention backward": self._attention_backward,
-            **(between if self.model.num_layers > 1 else {}),
-        }
-
-    def kept(self) -> float:
-        """Bytes that a block keeps for its backward."""
-        return self.policy.kept(self.block)
-
-    def in_host(self) -> Lines:
-        """Bytes in a node's host memory."""
-        task = self.task
-        hosted = self.policy.hosted(self.block) * self.layers * task.gpus_per_node
-        state = adam_bytes(task.itemsize) * self.model.num_parameters / task.nodes if task.host_optimizer else 0.0
-        return {"what blocks keep": hosted, "optimizer": state}
-
-    def _recomputed(self) -> float:
-        """Activations beside input and attention's results: norms, q, k, v, stream, gate, up, activation.
-
-        An MLP in chunks keeps only its input.
-        """
-        return self._before_attention() + self._before_mlp() + (0.0 if self.is_cut else 3 * self.inner)
-
-    def _before_attention(self) -> float:
-        return self.norm_statistic + self.normed + self.query + 2 * self.key
-
-    def _before_mlp(self) -> float:
-        return self.hidden + self.norm_statistic + self.normed
-
-    def _all_kept(self, less: float = 0.0) -> float:
-        return self._kept_in_front() + self.kept() * self.layers - less
-
-    def _kept_in_front(self) -> float:
-        """Bytes that the blocks before these keep, with the last one's that are on their way to host memory."""
-        return 0.0 if self.before is None else self.before._all_kept() + self.before._visiting(backward=False)
-
-    def _block_bytes(self) -> float:
-        return float(held_block(self.model, self.candidate.tensor) * self.task.itemsize)
-
-    def _weights(self) -> float:
-        """A block's weights as ZeRO-3 gathers them; ZeRO-2 has them all the time."""
-        return self._block_bytes() if self.candidate.zero == 3 else 0.0
-
-    def _weights_and_gradients(self) -> float:
-        return self._weights() + self._block_bytes()
-
-    def _ids(self) -> float:
-        angles = self.rows * self.model.head_dim * WIDE
-        labels = self.task.micro_batch * self.candidate.tokens * 4.0 * _IDS
-        passes = self.candidate.micro_steps * self.task.micro_batch
-        return angles + labels + passes * (self.task.sequence + 1.0) * _IDS
-
-    def _table(self) -> float:
-        return float(table(self.model) * self.task.itemsize)
-
-    def _mlp_matrix(self) -> float:
-        return float(mlp_matrix(self.model, self.candidate.tensor) * self.task.itemsize)
-
-    def _elements(self, alive: float, tensor: float) -> float:
-        """Bytes alive inside an operator that holds `alive` bytes for each element of a tensor."""
-        return alive * tensor / self.task.itemsize
-
-    def _attention_forward(self) -> Lines:
-        """Attention of the last block: all blocks before it keep their activations."""
-        buffers = attention_buffers(self.candidate, backward=False)
-        return {
-            "kept for backward": self._kept_before(),
-            "gathered weights, gradients": self._weights(),
-            "embedding and head": self._table(),
-            "block in work": self._before_attention(),
-            "attention": self._attention(buffers),
-        }
-
-    def _mlp_forward(self) -> Lines:
-        itemsize = self.task.itemsize
-        others, attention = (0.0, self.policy.attention) if self.policy.recomputes else (self._before_attention(), 1.0)
-        result = self.whole_hidden if self.is_cut else 0.0
-        return {
-            "kept for backward": self._kept_before() + attention * self.attended,
-            "gathered weights, gradients": self._weights(),
-            "embedding and head": self._table(),
-            "block in work": others + self._before_mlp() + result,
-            "MLP chunk" if self.is_cut else "MLP": 2 * self.chunk_inner,
-            "elementwise": self._elements(self.operators.swiglu_forward_alive(itemsize), self.chunk_inner),
-        }
-
-    def _loss(self) -> Lines:
-        """The last hidden state, its norm and gradient, the head and its gradient in fp32, one chunk of logits.
-
-        Also the gathered gradients of logits and the hidden states that they will be multiplied with.
-        """
-        task, model, operators = self.task, self.model, self.operators
-        chunk = min(task.loss_chunk, self.own_rows)
-        logits = model.vocab_size * operators.loss_alive(task.itemsize, chunk, self.own_rows)
-        states = min(self.own_rows, chunk * operators.gathered_chunks(task.itemsize)) * model.hidden_size
-        return {
-            "kept for backward": self._all_kept() + self.hidden + self.norm_statistic,
-            "not yet let go to host memory": self._visiting(backward=False),
-            "embedding and head": self._table() + table(model) * float(WIDE),
-            "gradients in flight": 2 * self.hidden,
-            "loss chunk": logits + states * float(task.itemsize),
-        }
-
-    def _last_norm(self) -> Lines:
-        inside = self._elements(self.operators.norm_backward_alive(self.task.itemsize), self.hidden)
-        return {
-            "kept for backward": self._all_kept() + self.hidden + self.norm_statistic,
-            "not yet let go to host memory": self._visiting(backward=False),
-            "gradients in flight": self.hidden,
-            "elementwise": inside,
-        }
-
-    def _activation_backward(self) -> Lines:
-        """All tensors of the block but the activation are alive, and the copies that its backward makes."""
-        inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.inner)
-        return {
-            **self._block_in_backward(gone=self.inner),
-            "gradients in flight": self.hidden + self.inner,
-            "elementwise": inside,
-        }
-
-    def _down_backward(self) -> Lines:
-        """The activation is alive beside its gradient and the gradient of the down projection."""
-        return {
-            **self._block_in_backward(),
-            "gradients in flight": self.hidden + self.inner,
-            "gradients of matrices": self._mlp_matrix(),
-        }
-
-    def _gate_up_backward(self) -> Lines:
-        """Gradients of gate and up, of their input, and of both matrices."""
-        return {
-            **self._block_in_backward(gone=3 * self.inner),
-            "gradients in flight": self.hidden + self.scaled + self.whole_hidden + 2 * self.inner,
-            "gradients of matrices": 2 * self._mlp_matrix(),
-        }
-
-    def _from_block_to_block(self) -> Lines:
-        """Weights and gradients of two blocks are alive; the activations of the first one are freed already."""
-        return {
-            "kept for backward": self._all_kept(self.kept()),
-            "back from host memory": self._visiting(backward=True),
-            "gathered weights, gradients": 2 * self._weights_and_gradients(),
-            "gradients in flight": self.hidden,
-        }
-
-    def _cut_mlp_backward(self) -> Lines:
-        """Gate, up, activation and its gradient of a chunk; sums of the weights' gradients; the input's gradient."""
-        sums = 3.0 * WIDE * mlp_matrix(self.model, self.candidate.tensor)
-        inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.chunk_inner)
-        return {
-            **self._block_in_backward(),
-            "gradients in flight": self.hidden + self.whole_hidden + self.scaled,
-            "sums of gradients in fp32": sums,
-            "MLP chunk": 4 * self.chunk_inner,
-            "elementwise": inside,
-        }
-
-    def _attention_backward(self) -> Lines:
-        buffers = attention_buffers(self.candidate, backward=True)
-        return {
-            **self._block_in_backward(gone=self._recomputed() - self._before_attention()),
-            "gradients in flight": self.hidden + self.query,
-            "attention": self._attention(buffers),
-        }
-
-    def _block_in_backward(self, *, gone: float = 0.0) -> Lines:
-        """Bytes that all blocks keep, and the recomputed tensors of the last one that its backward still needs."""
-        gathered = {"gathered weights, gradients": self._weights_and_gradients()}
-        if not self.policy.recomputes:
-            return {"kept for backward": self._all_kept(gone)} | gathered
-        # The results of attention are whole again, beside the part that is kept of them or has come from the host.
-        kept = self.policy.attention
-        more = 1.0 - kept if self.policy.offload == "all" or kept == 1 else 1.0
-        return {
-            "kept for backward": self._all_kept(),
-            "back from host memory": self._visiting(backward=True),
-            "block in work": more * self.attended + self._recomputed() - gone,
-            **gathered,
-        }
-
-    def _kept_before(self) -> float:
-        """Bytes that all blocks before the last keep, and the input of the last."""
-        return self._kept_in_front() + self.kept() * (self.layers - 1) + self.hidden
-
-    def _visiting(self, *, backward: bool) -> float:
-        return self.policy.visiting(self.block, self.layers, backward=backward)
-
-    def _attention(self, buffers: tuple[float, float, float, float]) -> float:
-        results, kernel, working, boxes = buffers
-        inside = results + working
-        inside += 0.0 if held_outside(self.candidate) else boxes
-        return inside + (0.0 if held_by_graphs(self.candidate) else kernel)

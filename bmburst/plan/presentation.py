@@ -9,9 +9,10 @@ from typing import Any
 from bmburst.amounts import GIB, short
 from bmburst.errors import UserError
 from bmburst.outputs import save_picture
-from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.search import Prediction
 from bmburst.plan.step import StepTime
+from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy_names import name_of
 
@@ -19,7 +20,8 @@ from bmburst.schedule.strategy_names import name_of
 def options(candidate: Candidate) -> list[str]:
     """Return the options of `bmburst train` that run a candidate."""
     task, model = candidate.task, candidate.task.model
-    words = ["--preset", task.preset, "--sequence-length", str(task.sequence)]
+    words = ["--preset", task.preset] if task.init_from is None else ["--init-from", task.init_from]
+    words += ["--sequence-length", str(task.sequence)]
     if task.sequence > model.max_position_embeddings:
         words += ["--model.max_position_embeddings", str(task.sequence)]
     words += ["--dtype", task.dtype, "--batch-size", str(task.batch)]
@@ -33,6 +35,17 @@ def options(candidate: Candidate) -> list[str]:
     strategy = name_of(candidate.ulysses_degree, candidate.sequence, candidate.outer)
     words += ["--strategy", strategy, "--recompute", candidate.recompute]
     words += ["--parallel.zero_level", str(candidate.zero)]
+    if candidate.offload is not Offload.NOTHING:
+        words += ["--optimizer.offload"]
+    if candidate.offload is Offload.WEIGHTS:
+        words += ["--optimizer.offload_weights"]
+    uses_host = candidate.offload is not Offload.NOTHING or Policy.parse(candidate.recompute).offloads
+    if task.host_memory is not None and uses_host:  # what is free of it may be less at first, on a virtual machine
+        words += ["--host-memory", f"{task.host_memory:g}G"]
+    if task.lora is not None:
+        words += ["--lora.rank", str(task.lora.rank), "--lora.alpha", f"{task.lora.alpha:g}"]
+        words += ["--lora.targets", ",".join(task.lora.targets)]
+        words += ["--checkpoint-every", "never"] if task.init_from is None else []  # what a run without a base needs
     if task.loss_chunk != 1024:
         words += ["--loss-chunk-tokens", str(task.loss_chunk)]
     if task.mlp_chunk is not None:
@@ -72,14 +85,15 @@ def report(task: Task, hardware: Hardware, shown: Sequence[Prediction], total: i
         "",
         f"The best: {best.candidate.name}",
         "",
-        *seconds_of(best),
+        *time_lines(best),
         "",
-        *memory_of(best),
+        *memory_lines(best),
         "",
         command(best.candidate),
     ]
     if not best.memory.fits:
-        lines[-2:] = ["", "No configuration fits into memory: use more GPUs, a shorter sequence or a smaller model."]
+        fix = "use more GPUs or more host memory, a shorter sequence or a smaller model"
+        lines[-2:] = ["", f"No configuration fits into memory: {fix}."]
     return "\n".join(lines)
 
 
@@ -100,7 +114,7 @@ def comparison(shown: Sequence[Prediction]) -> list[str]:
     return ["  ".join([*(f"{row[i]:>{widths[i]}}" for i in range(4)), row[4]]).rstrip() for row in rows]
 
 
-def seconds_of(prediction: Prediction) -> list[str]:
+def time_lines(prediction: Prediction) -> list[str]:
     """Return the parts of a step's time, line by line."""
     parts = asdict(prediction.time)
     lines = [f"time of a step: {prediction.seconds:.4g} s, {prediction.kernel_utilisation:.1%} of the peak with "]
@@ -111,7 +125,7 @@ def seconds_of(prediction: Prediction) -> list[str]:
     return lines
 
 
-def memory_of(prediction: Prediction) -> list[str]:
+def memory_lines(prediction: Prediction) -> list[str]:
     """Return the memory at the peak, line by line."""
     memory = prediction.memory
     lines = [
@@ -146,6 +160,7 @@ def _way(prediction: Prediction) -> dict[str, Any]:
         "attention": {"heads": way.ulysses_degree, "outer": way.outer, "groups": way.groups},
         "recompute": way.recompute,
         "zero": way.zero,
+        "offload": way.offload.value,
         "seconds": prediction.seconds,
         "parts": asdict(prediction.time),
         "tokens_per_second_per_gpu": prediction.tokens_per_second,
@@ -181,7 +196,7 @@ _COLOURS = {
 _FITS, _DOES_NOT = "#4393c3", "#d6604d"
 
 
-def draw(shown: Sequence[Prediction], path: Path) -> None:
+def draw_predictions(shown: Sequence[Prediction], path: Path) -> None:
     """Draw predictions, the best on top.
 
     Args:

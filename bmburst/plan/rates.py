@@ -40,7 +40,7 @@ def measured(value: float, unit: str, source: str) -> Fact:
     return Fact(value, unit, "measured", source)
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, *, budget: float = 1.0) -> float:
+def call_seconds(call: Callable[[], object], device: torch.device, *, budget: float = 1.0) -> float:
     """Return the median seconds of a call, after one that is not counted.
 
     Args:
@@ -121,7 +121,7 @@ def _products(device: torch.device, scale: Scale) -> dict[str, Fact]:
     rates = []
     for count in (size, rows):
         left = torch.randn(count, size, device=device, dtype=scale.dtype)
-        seconds = seconds_of(partial(torch.mm, left, right), device)
+        seconds = call_seconds(partial(torch.mm, left, right), device)
         rates.append(2.0 * count * size * size / seconds)
     half = max(0.0, rows * (rates[0] / rates[1] - 1))
     name = f"{size} x {size} by {size} x {size}, {scale.dtype}"
@@ -162,14 +162,16 @@ def _attention_rates(device: torch.device, scale: Scale, tokens: int) -> tuple[f
         return kernel.backward(given, pattern=CAUSAL, scale=_HEAD_DIM**-0.5, deterministic=False)
 
     flops = 2.0 * tokens**2 * scale.heads * _HEAD_DIM
-    return flops / seconds_of(forward, device), ATTENTION_BACKWARD * flops / seconds_of(backward, device), kernel.name
+    rate = flops / call_seconds(forward, device)
+    return rate, ATTENTION_BACKWARD * flops / call_seconds(backward, device), kernel.name
 
 
 def _memory(device: torch.device, scale: Scale) -> dict[str, Fact]:
     here = torch.zeros(scale.nbytes, dtype=torch.uint8, device=device)
     there = torch.zeros_like(here)
-    moved = 2.0 * scale.nbytes / seconds_of(lambda: there.copy_(here), device)
+    moved = 2.0 * scale.nbytes / call_seconds(lambda: there.copy_(here), device)
     found = {"memory_bandwidth": measured(moved, "bytes/s", f"a copy of {scale.nbytes >> 20} MiB, read and written")}
+    found["host_adam"] = _host_adam(scale)
     host = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if device.type != "cuda":
         cores = float(os.cpu_count() or 1)
@@ -181,7 +183,7 @@ def _memory(device: torch.device, scale: Scale) -> dict[str, Fact]:
         }
     properties = torch.cuda.get_device_properties(device)
     pinned = torch.zeros(scale.nbytes, dtype=torch.uint8, pin_memory=True)
-    offload = scale.nbytes / seconds_of(lambda: here.copy_(pinned, non_blocking=True), device)
+    offload = scale.nbytes / call_seconds(lambda: here.copy_(pinned, non_blocking=True), device)
     return found | {
         "memory": measured(float(properties.total_memory), "bytes", properties.name),
         "multiprocessors": measured(float(properties.multi_processor_count), "multiprocessors", properties.name),
@@ -190,12 +192,21 @@ def _memory(device: torch.device, scale: Scale) -> dict[str, Fact]:
     }
 
 
+def _host_adam(scale: Scale) -> Fact:
+    weights = torch.nn.Parameter(torch.zeros(scale.nbytes // 16, device="cpu"))
+    weights.grad = torch.zeros_like(weights)
+    optimizer = torch.optim.AdamW([weights], fused=True)
+    gpus = max(1, torch.cuda.device_count() if torch.cuda.is_available() else 1)
+    rate = len(weights) / call_seconds(optimizer.step, torch.device("cpu")) / gpus
+    return measured(rate, "weights/s a GPU", f"torch's fused AdamW on {torch.get_num_threads()} threads, over {gpus}")
+
+
 def _neighbour(device: torch.device, scale: Scale) -> dict[str, Fact]:
     here = torch.zeros(scale.nbytes, dtype=torch.uint8, device=device)
     there = torch.zeros(scale.nbytes, dtype=torch.uint8, device=torch.device("cuda", 1))
     if not torch.cuda.can_device_access_peer(here.device.index, there.device.index):
         return {}
-    rate = scale.nbytes / seconds_of(lambda: here.copy_(there), device)
+    rate = scale.nbytes / call_seconds(lambda: here.copy_(there), device)
     return {"peer_bandwidth": measured(rate, "bytes/s", f"a copy of {scale.nbytes >> 20} MiB from the next GPU")}
 
 
@@ -215,9 +226,9 @@ def measure_links(device: torch.device) -> dict[str, Fact]:
 
     whole = torch.zeros(nbytes * size, dtype=torch.uint8, device=device)
     parts = list(whole.chunk(size))
-    latency = _slowest(seconds_of(lambda: ring(*small), device), device)
-    hop = _slowest(seconds_of(lambda: ring(sent, received), device), device)
-    gather = _slowest(seconds_of(lambda: dist.all_gather(parts, sent), device), device)
+    latency = _slowest(call_seconds(lambda: ring(*small), device), device)
+    hop = _slowest(call_seconds(lambda: ring(sent, received), device), device)
+    gather = _slowest(call_seconds(lambda: dist.all_gather(parts, sent), device), device)
     rate, backend = nbytes / max(hop - latency, 1e-9), dist.get_backend()
     joined = nbytes * (size - 1) / max(gather - latency, 1e-9)
     name = f"{backend}, {size} ranks, {nbytes >> 20} MiB"

@@ -5,17 +5,17 @@ the smallest N that fits is tried: it is the fastest of its kind, since each lay
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
-from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, Task, candidates, with_attention_choice
+from bmburst.plan.candidates import RECOMPUTE, ZERO, Candidate, Offload, Task, candidates, with_attention_choice
 from bmburst.plan.counts import CURRENT, Operators
-from bmburst.plan.memory import Memory, block_bytes, memory_of, reserved_memory
+from bmburst.plan.memory import HOST_SHARE, Memory, block_bytes, memory_of, reserved_memory
 from bmburst.plan.step import StepTime, step_time, utilisation
-from bmburst.recompute.policy import FIRST, MIXED, POLICIES, Policy, require_end
+from bmburst.recompute.policy import EVERY, FIRST, KEEP_LAST, MIXED, OFFLOAD_FIRST, POLICIES, Policy, require_end
 from bmburst.schedule.cost import AttentionCost
 from bmburst.schedule.hardware import Hardware
 from bmburst.schedule.strategy import ALIKE as ALIKE_STRATEGIES
@@ -23,6 +23,7 @@ from bmburst_ops.constants import ATTENTION_BACKWARD
 
 ALIKE = 1e-3
 """Predictions of a step that differ by a smaller fraction are equal. The one with less memory is then the better."""
+_ALL_ATTENTION = "block-keep-attention"
 MARGIN = 0.05
 """Fraction of the free memory that is left for fragmentation and for the error of the formulas."""
 
@@ -78,27 +79,45 @@ def search(
     recompute: Sequence[str] = RECOMPUTE,
     zero: Sequence[int] = ZERO,
     tensor: Sequence[int] | None = None,
+    offload: Sequence[Offload] = tuple(Offload),
 ) -> list[Prediction]:
     """Return the predictions of all ways: those that fit, the fastest first, then the others, the smallest first.
 
-    Ways of equal speed are ordered by memory. Policies of the first layers are added to the given ones.
+    Ways of equal speed are ordered by memory. Policies of the first layers and by segments are added to the given ones.
+
+    Args:
+        task: What is trained.
+        hardware: The machine.
+        recompute: Recompute policies to try.
+        zero: ZeRO stages to try.
+        tensor: Tensor parallel degrees to try; by default all that fit into a node.
+        offload: What to try to have in host memory: anything only where attention of all layers has no room else.
 
     Raises:
         UserError: There is none.
     """
     costs: dict[tuple[int, int, int, str], AttentionCost] = {}
     found = []
-    ways = candidates(task, recompute=recompute, zero=zero, tensor=tensor)
     room = with_usable_memory(hardware, hardware.memory - reserved_memory(task, hardware), task)
-    each_once = (way for way in ways if way.recompute == recompute[0])  # mesh, strategy and stage
-    between = [new for way in each_once for new in first_layer_candidates(way, room, recompute)]
-    for candidate in ways + between:
+    ways: list[Candidate] = []
+    enough = [_ALL_ATTENTION] if _ALL_ATTENTION in recompute else recompute
+    spreads = candidates(task, recompute=recompute[:1], zero=zero, tensor=tensor)  # mesh, strategy and stage
+    for way in spreads:
+        for moved in (each for each in offload if each is not Offload.WEIGHTS or way.zero == 3):
+            placed = replace(way, offload=moved)
+            ways += with_policies(placed, room, recompute)
+            if moved is Offload.NOTHING and any(
+                memory_of(replace(placed, recompute=name), room).fits for name in enough
+            ):
+                break
+    require_possible(recompute, spreads)
+    for candidate in ways:
         spread = candidate.data, candidate.tensor, candidate.ulysses_degree, candidate.outer
         if spread not in costs:  # neither recomputation nor ZeRO changes it
             costs[spread] = candidate.attention_cost(hardware)
         time = step_time(candidate, hardware, attention=costs[spread])
         found.append(Prediction(candidate, hardware, time, memory_of(candidate, hardware)))
-    found.sort(key=lambda each: (not each.memory.fits, each.seconds if each.memory.fits else each.memory.total))
+    found.sort(key=lambda each: (each.memory.lacking, each.seconds if each.memory.fits else each.memory.total))
     return _own_choice_first(_frugal_first(found))
 
 
@@ -162,6 +181,31 @@ def with_usable_memory(hardware: Hardware, free: float, task: Task) -> Hardware:
     return replace(hardware, memory=free * (1 - MARGIN) + reserved_memory(task, hardware))
 
 
+def require_possible(policies: Sequence[str], ways: Sequence[Candidate]) -> None:
+    """Check that there is a way whose ranks can follow one of the policies.
+
+    Raises:
+        UserError: There is none.
+    """
+    if not any(way.tensor == 1 or Policy.parse(name).every == 1 for way in ways for name in policies):
+        Policy.parse(policies[0]).require_tensor(min(way.tensor for way in ways))
+
+
+def with_policies(way: Candidate, room: Hardware, policies: Sequence[str]) -> Iterator[Candidate]:
+    """Yield a candidate with each policy, and with those between: of the first layers, and by segments.
+
+    There is none with a policy that ranks which share matrices cannot follow.
+
+    Args:
+        way: Everything but the policy.
+        room: The machine that the policies between must fit, of `with_usable_memory`.
+        policies: The policies.
+    """
+    yield from (replace(way, recompute=name) for name in policies if way.tensor == 1 or Policy.parse(name).every == 1)
+    yield from first_layer_candidates(way, room, policies)
+    yield from segment_candidates(way, room, policies)
+
+
 def first_layer_candidates(way: Candidate, room: Hardware, policies: Sequence[str]) -> list[Candidate]:
     """Return candidates that recompute only the first layers, by policies of `MIXED`; none where "none" itself fits.
 
@@ -201,6 +245,62 @@ def _fewest(whole: Candidate, name: str, total: float, room: Hardware) -> Candid
     return next((one for one in tried if memory_of(one, room).fits), None)
 
 
+SEGMENT_LAYERS = (1, 2, 4, 8)
+"""Layers of a segment that are tried. An input is kept for each segment, and inputs of a whole segment in backward."""
+
+
+def segment_candidates(way: Candidate, room: Hardware, policies: Sequence[str]) -> list[Candidate]:
+    """Return candidates that store few inputs and keep attention of as many last layers as fit; see `Policy`.
+
+    There are none where attention of all layers fits beside all inputs.
+
+    Args:
+        way: Everything but the policy.
+        room: The machine that they must fit, of `with_usable_memory`.
+        policies: The policies to try: both that these lie between must be among them.
+    """
+    layers = way.task.model.num_layers
+    if layers == 1 or not {"block", _ALL_ATTENTION} <= set(policies):
+        return []
+    if memory_of(replace(way, recompute=_ALL_ATTENTION), room).fits:
+        return []
+    found = []
+    most = layers if way.tensor == 1 else 2  # blocks of a tensor group do not compute inputs again
+    for every in (each for each in SEGMENT_LAYERS if each < most):
+        for is_hosted in (False, True) if "block+offload" in policies else (False,):
+            hosted = _hosted_layers(way, every, room) if is_hosted else 0
+            if hosted or not is_hosted:
+                found += _most_attention(way, every, hosted, room)
+    return [each for each in found if each.recompute not in policies]
+
+
+def _hosted_layers(way: Candidate, every: int, room: Hardware) -> int:
+    """Return of how many first layers the inputs that are stored have room in host memory."""
+    layers = way.task.model.num_layers
+    used = memory_of(replace(way, recompute="block"), room).in_host
+    each = block_bytes(way).input * way.task.gpus_per_node
+    most = int((HOST_SHARE * room.host_memory - used) // each)
+    return min(layers, (most - 1) * every + 1) if most > 0 else 0
+
+
+def _most_attention(way: Candidate, every: int, hosted: int, room: Hardware) -> list[Candidate]:
+    """Return the candidate that keeps attention of the most last layers and fits, if one does."""
+    layers = way.task.model.num_layers
+    options = (f"+{EVERY}-{every}" if every > 1 else "", f"+{OFFLOAD_FIRST}-{hosted}" if hosted else "")
+
+    def keeping(last: int) -> Candidate:
+        base = _ALL_ATTENTION if last == layers else "block"
+        kept = f"+{KEEP_LAST}-{last}" if 0 < last < layers else ""
+        return replace(way, recompute=f"{base}{options[0]}{kept}{options[1]}")
+
+    none = memory_of(keeping(0), room)
+    if not none.fits:
+        return []
+    most = min(layers, int((room.memory - none.total) // block_bytes(way).attended) + every)
+    tried = (keeping(last) for last in range(most, -1, -1))
+    return [next(each for each in tried if memory_of(each, room).fits)]
+
+
 def _kept(way: Candidate) -> float:
     """Return the bytes that a layer keeps for its backward."""
     return way.policy.kept(block_bytes(way))
@@ -232,20 +332,24 @@ def choose_recompute(
         policies: The policies to choose from; policies of the first layers are added (`first_layer_candidates`).
     """
     room = with_usable_memory(hardware, free, way.task)
-    ways = [replace(way, recompute=name) for name in policies if _is_possible(name, layout, way.sequence)]
-    ways += first_layer_candidates(way, room, policies)
-    found = [predict(each, room) for each in ways]
-    fitting = [each for each in found if each.memory.fits]
-    in_host = [each for each in found if each.memory.in_host <= each.memory.host_capacity]
-    best = _fastest(fitting) if fitting else min(in_host or found, key=lambda each: each.memory.total)
-    peak, most = (best.memory.total - reserved_memory(way.task, hardware)) / GIB, free / GIB
-    name = best.candidate.recompute
-    why = "the fastest that fits" if fitting else "none fits by this estimate, it needs least"
-    hosted = best.memory.in_host / GIB
+    ways = list(with_policies(way, room, [name for name in policies if _is_possible(name, layout, way.sequence)]))
+    taken = best(ways, room)
+    peak, most = (taken.memory.total - reserved_memory(way.task, hardware)) / GIB, free / GIB
+    name = taken.candidate.recompute
+    why = "the fastest that fits" if taken.memory.fits else "none fits by this estimate, it needs least"
+    hosted = taken.memory.in_host / GIB
     more = f" and {hosted:.1f} GiB of each host's" if hosted else ""
     return RecomputeChoice(
         name, f"recompute: {name} ({why}: {peak:.1f} of {most:.1f} GiB that are free on each GPU{more})"
     )
+
+
+def best(ways: Sequence[Candidate], hardware: Hardware) -> Prediction:
+    """Return the fastest way that fits; if none fits, the one with the smallest peak."""
+    found = [predict(each, hardware) for each in ways]
+    fitting = [each for each in found if each.memory.fits]
+    in_host = [each for each in found if each.memory.in_host <= each.memory.host_capacity]
+    return _fastest(fitting) if fitting else min(in_host or found, key=lambda each: each.memory.total)
 
 
 def _fastest(found: Sequence[Prediction]) -> Prediction:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields, replace
 
-from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import (
     BACKWARD,
     CURRENT,
@@ -11,13 +11,16 @@ from bmburst.plan.counts import (
     SCALED,
     WIDE,
     Operators,
+    adapter_elements,
     block_matrices,
+    block_parameters,
     causal_pairs,
     held_block,
     mlp_matrix,
+    projections,
     step_flops,
     table,
-    tables,
+    vocabulary_matrices,
 )
 from bmburst.plan.memory import block_bytes
 from bmburst.schedule.cost import AttentionCost
@@ -39,7 +42,7 @@ class StepTime:
         attention_communication: Exposed transfers of attention.
         zero: Exposed transfers of weights and gradients.
         tensor: Exposed transfers of tensor parallelism.
-        offload: Exposed copies between GPU and host memory.
+        offload: Exposed copies between GPU and host memory, and AdamW of the host that forward waits for.
         optimizer: AdamW and clipping.
         host: Time by which the host is slower than the GPU.
     """
@@ -91,8 +94,12 @@ def step_time(
         for name, seconds in _layer(kind, hardware, operators, attention).items():
             parts[name] += count * seconds
     parts = {name: passes * seconds for name, seconds in parts.items()}
-    parameters = candidate.task.model.num_parameters / _ranks(candidate)
-    parts["optimizer"] = hardware.memory_seconds(_OPTIMIZER_BYTES * parameters)
+    parameters = candidate.task.trained / _ranks(candidate)
+    if candidate.offload is Offload.NOTHING:
+        parts["optimizer"] = hardware.memory_seconds(_OPTIMIZER_BYTES * parameters)
+    else:
+        behind = candidate.offload is Offload.WEIGHTS  # AdamW of blocks runs beside the next forward pass
+        parts["optimizer"] = (parameters - (_trained_of_blocks(candidate) if behind else 0.0)) / hardware.host_adam
     waits = passes * sum(count for _, count in candidate.kinds) * attention.host
     least = passes * hardware.layer_host * (layers + OUTSIDE_BLOCKS)
     return StepTime(**parts, host=waits + max(0.0, least - sum(parts.values())))
@@ -158,7 +165,8 @@ def _layer(kind: Candidate, hardware: Hardware, operators: Operators, attention:
         "attention_communication": attention.forward.exposed + attention.backward.exposed,
         "zero": _zero(kind, hardware, behind),
         "tensor": _tensor(kind, hardware),
-        "offload": kind.policy.waiting(block_bytes(kind), bandwidth, behind.forward, behind.backward),
+        "offload": kind.policy.waiting(block_bytes(kind), bandwidth, behind.forward, behind.backward)
+        + _streaming(kind, hardware, behind),
     }
 
 
@@ -172,14 +180,22 @@ def _outside_layers(candidate: Candidate, hardware: Hardware, operators: Operato
     }
 
 
+def _trained_of_blocks(candidate: Candidate) -> float:
+    """Return the parameters of blocks that a rank's part of the optimizer has."""
+    task = candidate.task
+    return (task.trained if task.lora else block_parameters(task.model)) / task.gpus
+
+
 def _ranks(candidate: Candidate) -> int:
     return candidate.task.gpus
 
 
 def _products(candidate: Candidate, hardware: Hardware) -> _Work:
-    flops = 2.0 * candidate.rows * block_matrices(candidate.task.model, candidate.tensor)
-    seconds = hardware.matmul_seconds(flops, candidate.rows)
-    return _Work(seconds, BACKWARD * seconds)
+    task, rows = candidate.task, candidate.rows
+    seconds = hardware.matmul_seconds(2.0 * rows * block_matrices(task.model, candidate.tensor), rows)
+    adapters = hardware.matmul_seconds(2.0 * rows * adapter_elements(task.model, task.lora, candidate.tensor), rows)
+    backward = BACKWARD - 1 if task.lora else BACKWARD  # frozen matrices have no gradient
+    return _Work(seconds + adapters, backward * seconds + BACKWARD * adapters)
 
 
 def _elements(candidate: Candidate, hardware: Hardware, operators: Operators) -> _Work:
@@ -193,7 +209,9 @@ def _elements(candidate: Candidate, hardware: Hardware, operators: Operators) ->
     backward = (2 * operators.norm_backward + operators.stream_backward) * hidden + operators.swiglu_backward * inner
     backward += 0 if model.residual_scale == 1 else SCALED * hidden
     backward += operators.gradient_sums * rows * model.hidden_size + DELTA * attended
-    if candidate.mlp_rows < rows:  # each chunk reads and writes the sums of the weights' gradients
+    if (
+        candidate.mlp_rows < rows and not candidate.task.lora
+    ):  # each chunk reads and writes the sums of the weights' gradients
         backward += 3 * 2 * WIDE * mlp_matrix(model, candidate.tensor) * -(-rows // candidate.mlp_rows)
     turning = operators.rotary * turned
     return _Work(hardware.memory_seconds(forward + turning), hardware.memory_seconds(backward + turning))
@@ -217,13 +235,19 @@ def _again(
         return 2 * product + activation if candidate.mlp_rows < candidate.rows else 0.0
     forward = products.forward + elements.forward - (0.0 if operators.repeats_last else product)
     beginning = prefix_seconds(candidate, hardware, policy.attention) if 0 < policy.attention < 1 else 0.0
-    return policy.again(forward, attention.forward.total, beginning)
+    seconds = policy.again(forward, attention.forward.total, beginning)
+    if operators.lean and candidate.tensor == 1:
+        if policy.feeds_next:
+            seconds += products.forward + elements.forward
+        elif candidate.head_parts > 1 and policy.attention < 1:  # queries, keys and values are projected twice
+            seconds += hardware.matmul_seconds(2.0 * candidate.rows * projections(candidate.task.model), candidate.rows)
+    return seconds
 
 
 def _head(candidate: Candidate, hardware: Hardware) -> float:
-    """The three matrix products of the head, a chunk of tokens at a time."""
+    """The matrix products of the head, two or three, a chunk of tokens at a time."""
     rows = candidate.rows / candidate.tensor
-    flops = 6.0 * rows * table(candidate.task.model)
+    flops = (4.0 if candidate.task.lora else 6.0) * rows * table(candidate.task.model)
     return hardware.matmul_seconds(flops, min(rows, candidate.task.loss_chunk))
 
 
@@ -231,7 +255,9 @@ def _loss(candidate: Candidate, hardware: Hardware, operators: Operators) -> flo
     model, rows = candidate.task.model, candidate.rows / candidate.tensor
     norm = (operators.norm_forward + operators.norm_backward) * rows * model.hidden_size
     gathered = candidate.task.loss_chunk * operators.gathered_chunks(candidate.task.itemsize)
-    sums = math.ceil(rows / gathered) * 2 * WIDE * table(model)  # of the head's gradient, read and written
+    sums = (
+        0 if candidate.task.lora else math.ceil(rows / gathered) * 2 * WIDE * table(model)
+    )  # of the head's gradient, read and written
     return hardware.memory_seconds(operators.loss * rows * model.vocab_size + norm + sums)
 
 
@@ -242,7 +268,8 @@ def _zero(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
         return 0.0
     gather = _gather(candidate, hardware)
     share = hardware.nccl_exposed if task.nodes == 1 else hardware.inter_exposed
-    backward = gather * (2 if candidate.zero == 3 else 1)  # gradients, and in stage 3 weights once more
+    gradients = gather * candidate.task.trained / candidate.task.parameters if candidate.task.lora else gather
+    backward = gradients + (gather if candidate.zero == 3 else 0.0)  # in stage 3 weights once more
     return max(share * gather, gather - behind.forward) + max(share * backward, backward - behind.backward)
 
 
@@ -252,7 +279,25 @@ def _zero_of_tables(candidate: Candidate, hardware: Hardware) -> float:
     if task.gpus == candidate.tensor:
         return 0.0
     whole = collective(hardware, candidate, table(model) * task.itemsize, task.gpus)
-    return 2 * _gather(candidate, hardware) + 2 * tables(model) * whole
+    return 2 * _gather(candidate, hardware) + (1 if task.lora else 2) * vocabulary_matrices(model) * whole
+
+
+def _streaming(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
+    """Exposed seconds of a layer's shards from host memory, its gradient back, and AdamW beside the next forward."""
+    if candidate.offload is not Offload.WEIGHTS:
+        return 0.0
+    task, passes = candidate.task, candidate.micro_steps
+    layers = task.model.num_layers
+    weights, trained = (
+        block_parameters(task.model, task.lora) / layers / task.gpus,
+        _trained_of_blocks(candidate) / layers,
+    )
+    copy, back = (numbers * task.itemsize / hardware.host_bandwidth for numbers in (weights, trained))
+    update = trained / hardware.host_adam
+    first = (copy + update / passes) / layers  # nothing hides the first layer's
+    # Only the first forward pass of a step waits for updates.
+    forward = (max(0.0, max(copy, update) - behind.forward) + (passes - 1) * max(0.0, copy - behind.forward)) / passes
+    return first + forward + max(0.0, max(copy, back) - behind.backward)
 
 
 def _gather(candidate: Candidate, hardware: Hardware) -> float:
@@ -269,5 +314,5 @@ def _tensor(candidate: Candidate, hardware: Hardware) -> float:
     task = candidate.task
     whole = candidate.rows * task.model.hidden_size * task.itemsize
     near = whole * (candidate.tensor - 1) / candidate.tensor / hardware.collective_bandwidth + hardware.nccl_latency
-    again = 0 if candidate.recompute == "none" else 3  # the last scatter of a block is not repeated
+    again = 3 if candidate.policy.recomputes else 0  # the last scatter of a block is not repeated
     return (8 + again) * (near + hardware.memory_seconds(4.0 * whole))

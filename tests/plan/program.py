@@ -36,6 +36,7 @@ class WithGathered(LiveBytes):
 def measure(case: dict[str, Any]) -> dict[str, int]:
     """Return the bytes alive at the peak of a second step, beyond those before it, and what ZeRO gathers of a block."""
     from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.lora import LoRAConfig
     from bmburst.blocks.model import Llama
 
     config = tiny.config(**case["model"])
@@ -47,6 +48,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
         zero_level=case["zero"],
         loss_chunk=case["loss_chunk"],
         mlp_chunk=case.get("mlp_chunk"),
+        lora=LoRAConfig(**case["lora"]) if "lora" in case else None,
     )
     ids = torch.randint(config.vocab_size, (1, case["tokens"] + 1))
     positions = torch.arange(case["tokens"])[None]

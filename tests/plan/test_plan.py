@@ -277,7 +277,7 @@ REFUSALS = {
     "--model llama-3-8b": "--seq | missing",
     "--model llama-3-8b --seq 4096 --gpus 9 --nodes 2": "9 | 2 | fix: --gpus 8 or 10",
     "--model llama-3-8b --seq 5 --gpus 64 --nodes 8": "--seq 5 | 64 GPUs | fix: | --seq | --batch | --gpus",
-    "--model llama-3-8b --seq 0": "--seq 0 | allowed: ",
+    "--model llama-3-8b --seq 0": "--seq 0 | fix: ",
     "--model llama-3-8b --seq 4096 --gpus 100000": "--gpus 100000 | allowed: 1 to 65536",
     "--model llama-3-8b --seq 4096 --hardware h20": "'h20' | 'h200'",
     "--model llama-3-8b --seq 4096 --hardware gone.toml": "gone.toml | cannot be read",

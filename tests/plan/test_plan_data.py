@@ -11,8 +11,9 @@ import pytest
 
 import bmburst.plan
 from bmburst.cli import main
-from bmburst.plan.accuracy import compare, markdown
-from bmburst.plan.calibrate import complete, render, write
+from bmburst.outputs import write_text
+from bmburst.plan.accuracy import compare_predictions, markdown
+from bmburst.plan.calibrate import complete, render
 from bmburst.plan.rates import measured
 from bmburst.schedule.hardware import NUMBERS, hardware_from, load_hardware, read_facts, shipped
 from tests.distributed.processes import run_processes
@@ -58,27 +59,27 @@ def test_files_are_read_and_text_is_not_taken_for_numbers(tmp_path):
         load_hardware(str(bad))
     facts = complete({"matmul": measured(1e12, "FLOP/s", 'said "so"\n\\ here')}, read_facts("h200"), "h200")
     file = tmp_path / "mine.toml"
-    write(render('My "box"', facts, "head"), file)
+    write_text("--output", file, render('My "box"', facts, "head"))
     mine = load_hardware(str(file))
     assert mine.matmul == 1e12 and mine.nccl_bandwidth == load_hardware("h200").nccl_bandwidth
     assert tomllib.loads(file.read_text())["matmul"]["kind"] == "measured"
     assert tomllib.loads(file.read_text())["peak"]["kind"] == "assumed"
     with refused("--output", "gone/mine.toml", "cannot be written"):
-        write("x", tmp_path / "gone" / "mine.toml")
+        write_text("--output", tmp_path / "gone" / "mine.toml", "x")
 
 
 def test_a_pipe_is_written_and_not_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR)
-    write("x", pipe)
+    write_text("--output", pipe, "x")
     assert pipe.is_fifo() and os.read(reader, 2) == b"x"
     os.close(reader)
 
 
 @pytest.fixture(scope="module")
 def comparisons():
-    return compare()
+    return compare_predictions()
 
 
 BOUND_BY_THE_HOST = {
@@ -161,7 +162,7 @@ def test_links_are_measured_by_ranks():
 def test_planning_needs_no_torch_and_nothing_that_communicates():
     code = (
         "import sys; from bmburst.plan.search import search; from bmburst.plan.presentation import report; "
-        "from bmburst.plan.accuracy import compare; compare(); "
+        "from bmburst.plan.accuracy import compare_predictions; compare_predictions(); "
         "assert not {'torch', 'bmtrain', 'bmburst.comm', 'bmburst.attention'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

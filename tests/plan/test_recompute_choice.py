@@ -12,7 +12,7 @@ from bmburst.attention.call import head_shapes
 from bmburst.blocks.presets import PRESETS
 from bmburst.comm.local import run_ranks
 from bmburst.mesh import Mesh, MeshShape
-from bmburst.plan.candidates import Candidate, Task, with_attention_choice
+from bmburst.plan.candidates import Candidate, Offload, Task, with_attention_choice
 from bmburst.plan.memory import HOST_SHARE, memory_of, reserved_memory
 from bmburst.plan.presentation import options
 from bmburst.plan.search import choose_recompute, first_layer_candidates, predict, search, with_usable_memory
@@ -120,9 +120,13 @@ def test_the_host_must_have_room_too():
     free = 0.5 * (peak(asked, "block-keep-attention+offload-all") + peak(asked, "block")) / 0.95
     rich = choose_recompute(asked, H200, free, layout="zigzag")
     assert "offload" in rich.name and "of each host's" in rich.message
-    poor = choose_recompute(asked, replace(H200, host_memory=10 * GIB), free, layout="zigzag")
+    poor = choose_recompute(asked, replace(H200, host_memory=GIB), free, layout="zigzag")
+    assert "offload" not in poor.name and "+every-" in poor.name and "fastest" in poor.message
+    plain = [name for name in POLICIES if name != "block-keep-attention"]  # without segments
+    poor = choose_recompute(asked, replace(H200, host_memory=GIB), free, layout="zigzag", policies=plain)
     assert "offload" not in poor.name and "none fits" in poor.message
-    beside = choose_recompute(way(host_optimizer=True), replace(H200, host_memory=100 * GIB), free, layout="zigzag")
+    moved = replace(way(), offload=Offload.OPTIMIZER)
+    beside = choose_recompute(moved, replace(H200, host_memory=100 * GIB), free, layout="zigzag")
     assert "offload" not in beside.name  # AdamW's state takes it
 
 
@@ -288,8 +292,10 @@ def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
     offload = config(recompute="block+offload", optimizer=OptimizerConfig(offload=True))
     assert decide(offload, 2, monkeypatch, [1, 1]) == ["block+offload"] * 2
     monkeypatch.setattr(memory_plan, "available_bytes", lambda: 1 << 20)
-    with refused("recompute block+offload", "GiB", "host", "90% of what is free") as caught:
+    with refused("recompute block+offload", "optimizer.offload", "GiB", "host", "10% | in reserve") as caught:
         decide(offload, 2, monkeypatch, [1, 1])
+    with refused("block+offload-first-1", "GiB", "in reserve"):
+        decide(config(recompute="block+offload-first-1"), 2, monkeypatch, [1, 1])
     assert len(re.findall(r"\d GiB", str(caught.value))) >= 2, "what it needs, and what there is"
     hardware = hardware_like("")
     needed = memory_of(memory_plan.planned(offload, 2, 1, hardware), hardware).in_host
@@ -298,7 +304,7 @@ def test_what_is_named_is_taken_if_hosts_have_room(monkeypatch):
         if fits:
             assert decide(offload, 2, monkeypatch, [1, 1]) == ["block+offload"] * 2
         else:
-            with refused("recompute block+offload", "GiB", "90% of what is free"):
+            with refused("recompute block+offload", "GiB", "10% | in reserve"):
                 decide(offload, 2, monkeypatch, [1, 1])
     assert decide(config(recompute="block"), 2, monkeypatch, []) == ["block"] * 2
 

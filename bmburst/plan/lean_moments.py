@@ -1,0 +1,149 @@
+"""Bytes of a training step's tensors at the moments at which memory can peak, for blocks of `bmburst.blocks.lean`."""
+
+from bmburst.plan.buffers import attention_buffers
+from bmburst.plan.candidates import Candidate
+from bmburst.plan.counts import WIDE, Operators, held_block, mlp_matrix
+from bmburst.plan.moments import Lines, Moments, Others, StepMoments
+
+
+class LeanMoments(StepMoments):
+    """The same where the last block is one of `bmburst.blocks.lean`: its steps are those of that module's docstring."""
+
+    def __init__(self, candidate: Candidate, operators: Operators, others: Others) -> None:
+        super().__init__(candidate, operators, others)
+        self.part = candidate.mlp_rows / candidate.rows  # of all tokens that are one chunk
+        self.heads = 1.0 / candidate.head_parts  # of all heads that attend at once
+        self.projected = self.query + 2 * self.key
+
+    def in_backward(self) -> Moments:
+        """See `StepMoments.in_backward`."""
+        again = {} if self.policy.attention == 1 else {"attention again": self._attention_again}
+        return {
+            **again,
+            "MLP backward": self._mlp_backward,
+            "gate and up backward": self._gate_up_backward,
+            "attention backward": self._attention_backward,
+            "projections backward": self._projections_backward,
+        }
+
+    def _recomputed(self) -> float:
+        return 0.0
+
+    @property
+    def _joins(self) -> bool:
+        """Whether forward gathers the output of all heads in one tensor, in which it then returns the stream."""
+        return not self.policy.attention and self.hidden == self.query
+
+    def _attention_forward(self) -> Lines:
+        whole = self.query if self._joins and self.heads < 1 else (1 - self.heads) * self.attended
+        return {
+            "kept for backward": self._kept_before(),
+            "gathered weights, gradients": self._weights(),
+            "embedding and head": self._table(),
+            "attention's output": whole,
+            "heads in work": self.heads * (self.projected + self._attention(self._buffers(backward=False))),
+        }
+
+    def _mlp_forward(self) -> Lines:
+        itemsize = self.task.itemsize
+        outputs = self.query if self._joins else self.attended
+        return {
+            "kept for backward": self._kept_before(),
+            "gathered weights, gradients": self._weights(),
+            "embedding and head": self._table(),
+            "attention's output": outputs + (0.0 if self._joins else self.hidden),
+            "tokens in work": self.part * (2 * self.hidden + self.norm_statistic) + 2 * self.chunk_inner,
+            "elementwise": self._elements(self.operators.swiglu_forward_alive(itemsize), self.chunk_inner),
+        }
+
+    def _attention_again(self) -> Lines:
+        return {
+            **self._block_in_backward(),
+            "gradients in flight": self.hidden,
+            "attention's output": (1 - self.heads) * self.attended,
+            "heads in work": self.heads * (self.projected + self._attention(self._buffers(backward=False))),
+        }
+
+    def _mlp_backward(self) -> Lines:
+        inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.chunk_inner)
+        streams = 3 * self.hidden + self.scaled + self.norm_statistic
+        is_one = self.part == 1  # then there is no sum yet
+        return {
+            **self._block_in_backward(),
+            "gradients in flight": self.hidden,
+            "attention's output": self._held_output(),
+            "sums of gradients": 0.0 if is_one else self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix()),
+            "tokens in work": self.part * streams + 4 * self.chunk_inner,
+            "elementwise": inside,
+        }
+
+    def _gate_up_backward(self) -> Lines:
+        """The gradient of what gate and up read is summed in fp32; on a CPU both factors are copied to fp32."""
+        numbers = self.part * self.hidden / self.task.itemsize
+        copied = (
+            mlp_matrix(self.model, 1) + self.chunk_inner / self.task.itemsize if self.operators.wide_copies else 0.0
+        )
+        return {
+            **self._block_in_backward(),
+            "gradients in flight": self.hidden,
+            "attention's output": self._held_output(),
+            "sums of gradients": self._sums(3 * mlp_matrix(self.model, 1)),
+            "tokens in work": self.part * (3 * self.hidden + self.scaled) + 2 * self.chunk_inner,
+            "in fp32": WIDE * (numbers + copied),
+        }
+
+    def _held_output(self) -> float:
+        """Return the bytes of attention's output, and of its inputs where all heads attend at once."""
+        ready = self.projected if self.heads == 1 and self.policy.attention < 1 else 0.0
+        return self._output() + ready + (self.part * self.query if self.heads < 1 else 0.0)
+
+    def _attention_backward(self) -> Lines:
+        others = 1 - self.heads
+        return {
+            **self._block_in_backward(),
+            "gradients in flight": self.hidden,
+            "gradients of heads": others * self.projected,
+            "sums of gradients": self._sums(3 * mlp_matrix(self.model, 1) + self._output_matrix()),
+            "heads in work": self.heads
+            * (
+                self.projected
+                + self.query
+                + (self.attended if self._output() else 0.0)
+                + self._attention(self._buffers(backward=True))
+            ),
+        }
+
+    def _projections_backward(self) -> Lines:
+        return {
+            **self._block_in_backward(),
+            "gradients in flight": self.hidden,
+            "gradients of heads": self.projected,
+            "sums of gradients": self._sums(held_block(self.model, 1)),
+            "tokens in work": self.part * (2 * self.projected + 2 * self.hidden + self.norm_statistic),
+            "elementwise": self._elements(
+                self.operators.norm_backward_alive(self.task.itemsize), self.part * self.hidden
+            ),
+        }
+
+    def _block_in_backward(self, *, gone: float = 0.0) -> Lines:
+        del gone
+        return {
+            "kept for backward": self._all_kept(),
+            "computed again by its segment": self.others.segment,
+            "back from host memory": self._visiting(backward=True),
+            "gathered weights, gradients": self._weights_and_gradients(),
+        }
+
+    def _output(self) -> float:
+        """Return the bytes of attention's output in backward beside what is kept of it, or has come from the host."""
+        kept = self.policy.attention
+        return self.attended * (1.0 - kept if self.policy.offload == "all" or kept == 1 else 1.0)
+
+    def _output_matrix(self) -> float:
+        return float(self.model.num_heads * self.model.head_dim * self.model.hidden_size)
+
+    def _sums(self, numbers: float) -> float:
+        return self._of_matrices(numbers * (self.task.itemsize if self.part == 1 else WIDE))
+
+    def _buffers(self, *, backward: bool) -> tuple[float, float, float, float]:
+        return attention_buffers(self.candidate, backward=backward)

@@ -1,0 +1,219 @@
+"""Finds the longest sequence that each mesh can train, what limits it, and where its bytes lie."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from bmburst.amounts import GIB, short
+from bmburst.blocks.lora import LoRAConfig
+from bmburst.errors import UserError
+from bmburst.plan.candidates import Candidate, Offload, Task, candidates
+from bmburst.plan.memory import memory_of, reserved_memory
+from bmburst.plan.presentation import command
+from bmburst.plan.search import Prediction, best, require_possible, with_policies, with_usable_memory
+from bmburst.recompute.policy import POLICIES
+from bmburst.schedule.hardware import Hardware
+
+STEP = 1024
+"""Tokens: lengths are multiples of it."""
+_MOST = 1 << 40
+_MORE = 1.05  # times a memory: it limits the length if a longer sequence then fits
+_USES = {
+    "weights": ("weights", "shards on their way", "gathered weights, gradients", "whole weights (ZeRO-2)"),
+    "gradients": ("gradients", "sums of gradients", "gradients of matrices"),
+    "optimizer": ("optimizer",),
+    "kept for backward": ("kept for backward", "computed again by its segment"),
+    "from and to host": ("back from host memory", "not yet let go to host memory"),
+    "embedding, head, loss": ("embedding and head", "loss chunk"),
+    "outside of tensors": (
+        "workspace",
+        "context and libraries",
+        "NCCL",
+        "boxes that peers read",
+        "kept by CUDA graphs",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Longest:
+    """The longest sequence of a mesh.
+
+    Attributes:
+        found: The fastest way to train it.
+        limit: The memory, of which more would let a longer one fit, and the fullest moment of a GPU.
+    """
+
+    found: Prediction
+    limit: str
+
+    @property
+    def training(self) -> str:
+        """What is trained: "full" or "lora"."""
+        return "lora" if self.found.candidate.task.lora else "full"
+
+    @property
+    def tokens(self) -> int:
+        """Its length."""
+        return self.found.candidate.task.sequence
+
+
+def longest(
+    task: Task,
+    hardware: Hardware,
+    *,
+    recompute: Sequence[str] = POLICIES,
+    tensor: Sequence[int] | None = None,
+    offload: Sequence[Offload] = tuple(Offload),
+    lora: LoRAConfig | None = None,
+) -> list[Longest]:
+    """Return the longest sequence of each mesh that can train one, the longest first; those with adapters last.
+
+    Args:
+        task: What is trained; its `sequence` does not count.
+        hardware: The machine.
+        recompute: Recompute policies to try, with those between them.
+        tensor: Tensor parallel degrees to try; by default all that fit into a node.
+        offload: What to try to have in host memory.
+        lora: Adapters to train in further rows.
+
+    Raises:
+        UserError: No mesh can train a sequence of `STEP` tokens a rank.
+    """
+    found: list[Longest] = []
+    for asked in (task, *([replace(task, lora=lora)] if lora else [])):
+        meshes = defaultdict(list)
+        shortest = replace(asked, sequence=STEP * task.gpus)
+        for each in candidates(shortest, recompute=recompute[:1], zero=(3,), tensor=tensor):
+            meshes[each.data, each.tensor].append(each)
+        require_possible(recompute, [each for ways in meshes.values() for each in ways])
+        found += [one for ways in meshes.values() if (one := _longest(_Fit(ways, recompute, offload), hardware))]
+    if not found:
+        raise UserError(
+            f"{task.preset} does not fit on {task.gpus} x {hardware.name} at any length\n"
+            "fix: more GPUs, more --host-memory, or a smaller model"
+        )
+    return sorted(found, key=lambda each: (each.training, -each.tokens, each.found.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """The ways to train on one mesh.
+
+    Attributes:
+        strategies: A candidate for each attention strategy.
+        recompute: See `longest`.
+        offload: See `longest`.
+    """
+
+    strategies: Sequence[Candidate]
+    recompute: Sequence[str]
+    offload: Sequence[Offload]
+
+    def fitting(self, steps: int, hardware: Hardware) -> Iterator[Candidate]:
+        """Yield the ways that fit for a sequence of so many steps of tokens, those with most in host memory first."""
+        task = replace(self.strategies[0].task, sequence=steps * STEP)
+        room = with_usable_memory(hardware, hardware.memory - reserved_memory(task, hardware), task)
+        for strategy, offload in product(self.strategies, reversed(self.offload)):
+            ways = with_policies(replace(strategy, task=task, offload=offload), room, self.recompute)
+            yield from (each for each in ways if memory_of(each, room).fits)
+
+    def is_possible(self, steps: int, hardware: Hardware) -> bool:
+        """Return whether there is one."""
+        return any(True for _ in self.fitting(steps, hardware))
+
+
+def _longest(fit: _Fit, hardware: Hardware) -> Longest | None:
+    least = 2 * fit.strategies[0].sequence // STEP  # steps that may leave ranks without tokens
+    low = least
+    for strategy in fit.strategies:
+        low = _more_steps(replace(fit, strategies=[strategy]), low, hardware)
+    if low == least:
+        return None
+    taken = best(list(fit.fitting(low, hardware)), hardware)
+    more = {
+        f"GPU memory in {taken.memory.moment}": replace(hardware, memory=_MORE * hardware.memory),
+        "host memory": replace(hardware, host_memory=_MORE * hardware.host_memory),
+    }
+    helps = [name for name, machine in more.items() if fit.is_possible(low + 1, machine)]
+    return Longest(found=taken, limit=" and ".join(helps or more))
+
+
+def _more_steps(fit: _Fit, low: int, hardware: Hardware) -> int:
+    """Return the most steps of tokens that fit, or `low` where no more than that do."""
+    width = 1
+    while low * STEP < _MOST and fit.is_possible(low + width, hardware):
+        low, width = low + width, 2 * width
+    high = low + width
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fit.is_possible(middle, hardware) else (low, middle)
+    return low
+
+
+def where_bytes_lie(found: Prediction) -> dict[str, dict[str, float]]:
+    """Return the bytes of a GPU at the peak by use, and those of a host."""
+    left = {**found.memory.lines, **found.memory.outside}
+    gpu = {use: sum(left.pop(name, 0.0) for name in names) for use, names in _USES.items()}
+    gpu["block in work"] = sum(left.values())
+    return {"gpu": {use: nbytes for use, nbytes in gpu.items() if nbytes}, "host": dict(found.memory.host)}
+
+
+def longest_json(found: Sequence[Longest]) -> dict[str, Any]:
+    """Return the lengths as plain data for JSON, in tokens, seconds and bytes."""
+    return {"longest": [_row(each) for each in found]}
+
+
+def _row(each: Longest) -> dict[str, Any]:
+    way = each.found.candidate
+    return {
+        "training": each.training,
+        "tokens": each.tokens,
+        "seconds": each.found.seconds,
+        "limit": each.limit,
+        "mesh": {"data": way.data, "sequence": way.sequence, "tensor": way.tensor},
+        "recompute": way.recompute,
+        "offload": way.offload.value,
+        "bytes": where_bytes_lie(each.found),
+        "command": command(way),
+    }
+
+
+def longest_report(task: Task, hardware: Hardware, found: Sequence[Longest]) -> str:
+    """Return the report: a line for each mesh, and bytes and command of the longest of each kind of training."""
+    host = hardware.host_memory / GIB
+    lines = [
+        f"{task.preset}, longest sequence on {task.gpus} x {hardware.name} with {host:,.0f} GiB of host memory a node",
+        "",
+        *_table(found),
+    ]
+    firsts = {each.training: each for each in reversed(found)}
+    return "\n".join([*lines, *(line for name in sorted(firsts) for line in _details(firsts[name]))])
+
+
+def _details(longest: Longest) -> list[str]:
+    """Return where the bytes of a sequence lie, and its command, line by line."""
+    memory, lines = longest.found.memory, list[str]()
+    for place, uses in where_bytes_lie(longest.found).items():
+        used, most = (memory.total, memory.capacity) if place == "gpu" else (memory.in_host, memory.host_capacity)
+        name = "a GPU" if place == "gpu" else "a host"
+        lines += ["", f"{longest.training}: memory of {name}: {used / GIB:.1f} of {most / GIB:.1f} GiB"]
+        lines += [f"  {use:29} {nbytes / GIB:8.2f} GiB" for use, nbytes in uses.items()]
+    return [*lines, "", command(longest.found.candidate)]
+
+
+def _table(found: Sequence[Longest]) -> list[str]:
+    rows = [("training", "tokens", "step s", "GiB", "mesh, policy", "limit")]
+    for each in found:
+        way = each.found.candidate
+        mesh = f"data {way.data} x sequence {way.sequence}" + (f" x tensor {way.tensor}" if way.tensor > 1 else "")
+        seconds, gib = f"{each.found.seconds:,.0f}", f"{each.found.memory.total / GIB:.1f}"
+        words = f"{mesh}, {way.recompute}"
+        rows.append((each.training, short(each.tokens, commas=True), seconds, gib, words, each.limit))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return [
+        "  ".join([f"{row[0]:8}", *(f"{row[i]:>{widths[i]}}" for i in (1, 2, 3)), f"{row[4]:{widths[4]}}", row[5]])
+        for row in rows
+    ]

@@ -1,0 +1,313 @@
+"""Bytes of a training step's tensors at the moments at which memory can peak, for blocks computed by autograd.
+
+`bmburst.plan.lean_moments` has the blocks that are recomputed in little memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bmburst.plan.buffers import attention_buffers, held_by_graphs, held_outside
+from bmburst.plan.candidates import Candidate, Offload
+from bmburst.plan.counts import (
+    WIDE,
+    Operators,
+    adam_bytes,
+    adapter_elements,
+    block_parameters,
+    held_block,
+    mlp_matrix,
+    table,
+)
+from bmburst.recompute.policy import BlockBytes
+
+Lines = dict[str, float]
+Moments = dict[str, Callable[[], Lines]]
+_IDS = 8  # bytes of a token id, position or label
+_VISITING = 2  # blocks whose shards of weights are on the GPU where they live in host memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Others:
+    """Bytes on the GPU that belong to other blocks when memory is fullest in one of them.
+
+    Attributes:
+        before: What the blocks before it keep.
+        fetched: Offloaded tensors of a block before it, on their way back.
+        segment: Inputs, its own too, and attention's results that its segment has computed again.
+    """
+
+    before: float = 0.0
+    fetched: float = 0.0
+    segment: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.before + self.fetched + self.segment
+
+
+class StepMoments:
+    """Bytes of a step's tensors at moments in which one block is at work, mostly the last.
+
+    Names as in `bmburst/blocks`; `own` tokens are those of a tensor rank.
+
+    Args:
+        candidate: How the block is computed.
+        operators: The operators between matrix products.
+        others: What belongs to other blocks.
+    """
+
+    def __init__(self, candidate: Candidate, operators: Operators, others: Others = Others()) -> None:
+        task, model = candidate.task, candidate.task.model
+        self.others = others
+        self.candidate, self.operators, self.task, self.model = candidate, operators, task, model
+        self.rows = float(candidate.rows)
+        self.own_rows = -(-candidate.rows // candidate.tensor)
+        item = task.itemsize
+        self.hidden = self.own_rows * model.hidden_size * item
+        self.whole_hidden = self.rows * model.hidden_size * item  # all of a tensor group's tokens
+        self.query = self.rows * candidate.own_heads * model.head_dim * item
+        self.key = self.rows * candidate.own_kv_heads * model.head_dim * item
+        self.statistics = self.rows * candidate.own_heads * WIDE
+        self.inner = self.rows * (model.intermediate_size // candidate.tensor) * item
+        # The gradient of what the MLP adds to the stream is the stream's own, unless it has a factor.
+        self.scaled = 0.0 if model.residual_scale == 1 else self.hidden
+        self.norm_statistic = float(self.own_rows * WIDE)
+        # Where a tensor group gathers, each norm's own tokens and all tokens are two tensors.
+        self.normed = self.whole_hidden
+        self.attended = self.query + self.statistics
+        self.is_cut = candidate.mlp_rows < candidate.rows
+        self.chunk_inner = self.inner * candidate.mlp_rows / candidate.rows
+        self.policy = candidate.policy
+        self.block = BlockBytes(self.hidden, self.attended, self._recomputed())
+
+    def states(self) -> Lines:
+        """Tensors that are alive throughout the step."""
+        task, model, candidate = self.task, self.model, self.candidate
+        share, trained = task.parameters / task.gpus, task.trained / task.gpus
+        is_hosted = candidate.offload is Offload.WEIGHTS
+        blocks = block_parameters(model, task.lora) / task.gpus if is_hosted else 0.0
+        of_blocks = (trained if task.lora else blocks) if is_hosted else 0.0  # of these there are gradients
+        return {
+            "weights": (share - blocks) * task.itemsize,
+            "gradients": (trained - of_blocks) * task.itemsize,
+            "shards on their way": (_VISITING * blocks + of_blocks) / model.num_layers * task.itemsize,
+            "optimizer": trained * adam_bytes(task.itemsize) if candidate.offload is Offload.NOTHING else 0.0,
+            "whole weights (ZeRO-2)": self._block_bytes() * model.num_layers if candidate.zero == 2 else 0.0,
+            "token ids, angles": self._ids(),
+        }
+
+    def moments(self) -> Moments:
+        """The moments at which memory can peak."""
+        between = {"from block to block": self._from_block_to_block}
+        return {
+            "attention forward": self._attention_forward,
+            "MLP forward": self._mlp_forward,
+            "loss": self._loss,
+            "last norm backward": self._last_norm,
+            **self.in_backward(),
+            **(between if self.model.num_layers > 1 else {}),
+        }
+
+    def in_backward(self) -> Moments:
+        """The moments in the block's backward."""
+        in_chunks = {"MLP backward": self._cut_mlp_backward}
+        whole = {
+            "MLP backward": self._activation_backward,
+            "down projection backward": self._down_backward,
+            "gate and up backward": self._gate_up_backward,
+        }
+        return {**(in_chunks if self.is_cut else whole), "attention backward": self._attention_backward}
+
+    def kept(self) -> float:
+        """Bytes that the block keeps for its backward."""
+        return self.policy.kept(self.block)
+
+    def hosted(self) -> float:
+        """Bytes that the block keeps in host memory."""
+        return self.policy.hosted(self.block)
+
+    def again(self) -> float:
+        """Bytes of attention's results that its segment computes again before the block's backward."""
+        return (1.0 - self.policy.attention) * self.block.attended
+
+    def _recomputed(self) -> float:
+        """Activations beside input and attention's results: norms, q, k, v, stream, gate, up, activation.
+
+        An MLP in chunks keeps only its input.
+        """
+        return self._before_attention() + self._before_mlp() + (0.0 if self.is_cut else 3 * self.inner)
+
+    def _before_attention(self) -> float:
+        return self.norm_statistic + self.normed + self.query + 2 * self.key
+
+    def _before_mlp(self) -> float:
+        return self.hidden + self.norm_statistic + self.normed
+
+    def _all_kept(self, less: float = 0.0) -> float:
+        return self.others.before + self.kept() - less
+
+    def _block_bytes(self) -> float:
+        return held_block(self.model, self.candidate.tensor) * self.task.itemsize + self._adapter_bytes()
+
+    def _adapter_bytes(self) -> float:
+        return float(adapter_elements(self.model, self.task.lora, self.candidate.tensor) * self.task.itemsize)
+
+    def _of_matrices(self, nbytes: float) -> float:
+        """Return the bytes of matrices' gradients, of which frozen matrices have none."""
+        return 0.0 if self.task.lora else nbytes
+
+    def _weights(self) -> float:
+        """A block's weights as ZeRO-3 gathers them; ZeRO-2 has them all the time."""
+        return self._block_bytes() if self.candidate.zero == 3 else 0.0
+
+    def _weights_and_gradients(self) -> float:
+        return self._weights() + (self._adapter_bytes() if self.task.lora else self._block_bytes())
+
+    def _ids(self) -> float:
+        angles = self.rows * self.model.head_dim * WIDE
+        labels = self.task.micro_batch * self.candidate.tokens * 4.0 * _IDS
+        passes = self.candidate.micro_steps * self.task.micro_batch
+        return angles + labels + passes * (self.task.sequence + 1.0) * _IDS
+
+    def _table(self) -> float:
+        return float(table(self.model) * self.task.itemsize)
+
+    def _mlp_matrix(self) -> float:
+        return float(mlp_matrix(self.model, self.candidate.tensor) * self.task.itemsize)
+
+    def _elements(self, alive: float, tensor: float) -> float:
+        """Bytes alive inside an operator that holds `alive` bytes for each element of a tensor."""
+        return alive * tensor / self.task.itemsize
+
+    def _attention_forward(self) -> Lines:
+        """Attention of the last block: all blocks before it keep their activations."""
+        buffers = attention_buffers(self.candidate, backward=False)
+        return {
+            "kept for backward": self._kept_before(),
+            "gathered weights, gradients": self._weights(),
+            "embedding and head": self._table(),
+            "block in work": self._before_attention(),
+            "attention": self._attention(buffers),
+        }
+
+    def _mlp_forward(self) -> Lines:
+        itemsize = self.task.itemsize
+        others, attention = (0.0, self.policy.attention) if self.policy.recomputes else (self._before_attention(), 1.0)
+        result = self.whole_hidden if self.is_cut else 0.0
+        return {
+            "kept for backward": self._kept_before() + attention * self.attended,
+            "gathered weights, gradients": self._weights(),
+            "embedding and head": self._table(),
+            "block in work": others + self._before_mlp() + result,
+            "MLP chunk" if self.is_cut else "MLP": 2 * self.chunk_inner,
+            "elementwise": self._elements(self.operators.swiglu_forward_alive(itemsize), self.chunk_inner),
+        }
+
+    def _loss(self) -> Lines:
+        """The last hidden state, its norm and gradient, the head and its gradient in fp32, one chunk of logits.
+
+        Also the gathered gradients of logits and the hidden states that they will be multiplied with.
+        """
+        task, model, operators = self.task, self.model, self.operators
+        chunk = min(task.loss_chunk, self.own_rows)
+        logits = model.vocab_size * operators.loss_alive(task.itemsize, chunk, self.own_rows)
+        states = min(self.own_rows, chunk * operators.gathered_chunks(task.itemsize)) * model.hidden_size
+        return {
+            "kept for backward": self._all_kept() + self.hidden + self.norm_statistic,
+            "not yet let go to host memory": self._visiting(backward=False),
+            "embedding and head": self._table() + self._of_matrices(table(model) * float(WIDE)),
+            "gradients in flight": 2 * self.hidden,
+            "loss chunk": logits + states * float(task.itemsize),
+        }
+
+    def _last_norm(self) -> Lines:
+        inside = self._elements(self.operators.norm_backward_alive(self.task.itemsize), self.hidden)
+        return {
+            "kept for backward": self._all_kept() + self.hidden + self.norm_statistic,
+            "not yet let go to host memory": self._visiting(backward=False),
+            "gradients in flight": self.hidden,
+            "elementwise": inside,
+        }
+
+    def _activation_backward(self) -> Lines:
+        """All tensors of the block but the activation are alive, and the copies that its backward makes."""
+        inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.inner)
+        return {
+            **self._block_in_backward(gone=self.inner),
+            "gradients in flight": self.hidden + self.inner,
+            "elementwise": inside,
+        }
+
+    def _down_backward(self) -> Lines:
+        """The activation is alive beside its gradient and the gradient of the down projection."""
+        return {
+            **self._block_in_backward(),
+            "gradients in flight": self.hidden + self.inner,
+            "gradients of matrices": self._of_matrices(self._mlp_matrix()),
+        }
+
+    def _gate_up_backward(self) -> Lines:
+        """Gradients of gate and up, of their input, and of both matrices."""
+        return {
+            **self._block_in_backward(gone=3 * self.inner),
+            "gradients in flight": self.hidden + self.scaled + self.whole_hidden + 2 * self.inner,
+            "gradients of matrices": self._of_matrices(2 * self._mlp_matrix()),
+        }
+
+    def _from_block_to_block(self) -> Lines:
+        """Weights and gradients of two blocks are alive; the activations of the first one are freed already."""
+        return {
+            "kept for backward": self._all_kept(self.kept()) + self.others.segment,
+            "back from host memory": self._visiting(backward=True),
+            "gathered weights, gradients": 2 * self._weights_and_gradients(),
+            "gradients in flight": self.hidden,
+        }
+
+    def _cut_mlp_backward(self) -> Lines:
+        """Gate, up, activation and its gradient of a chunk; sums of the weights' gradients; the input's gradient."""
+        sums = self._of_matrices(3.0 * WIDE * mlp_matrix(self.model, self.candidate.tensor))
+        inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.chunk_inner)
+        return {
+            **self._block_in_backward(),
+            "gradients in flight": self.hidden + self.whole_hidden + self.scaled,
+            "sums of gradients in fp32": sums,
+            "MLP chunk": 4 * self.chunk_inner,
+            "elementwise": inside,
+        }
+
+    def _attention_backward(self) -> Lines:
+        buffers = attention_buffers(self.candidate, backward=True)
+        return {
+            **self._block_in_backward(gone=self._recomputed() - self._before_attention()),
+            "gradients in flight": self.hidden + self.query,
+            "attention": self._attention(buffers),
+        }
+
+    def _block_in_backward(self, *, gone: float = 0.0) -> Lines:
+        """Bytes that all blocks keep, and the recomputed tensors of the last one that its backward still needs."""
+        gathered = {"gathered weights, gradients": self._weights_and_gradients()}
+        if not self.policy.recomputes:
+            return {"kept for backward": self._all_kept(gone)} | gathered
+        # The results of attention are whole again, beside the part that is kept of them or has come from the host.
+        kept = self.policy.attention
+        more = 1.0 - kept if self.policy.offload == "all" or kept == 1 else 1.0
+        return {
+            "kept for backward": self._all_kept(),
+            "back from host memory": self._visiting(backward=True),
+            "block in work": more * self.attended + self._recomputed() - gone,
+            **gathered,
+        }
+
+    def _kept_before(self) -> float:
+        """Bytes that all blocks before this one keep, and its input."""
+        return self.others.before + self.hidden
+
+    def _visiting(self, *, backward: bool) -> float:
+        return self.hosted() + (self.others.fetched if backward else 0.0)
+
+    def _attention(self, buffers: tuple[float, float, float, float]) -> float:
+        results, kernel, working, boxes = buffers
+        inside = results + working
+        inside += 0.0 if held_outside(self.candidate) else boxes
+        return inside + (0.0 if held_by_graphs(self.candidate) else kernel)

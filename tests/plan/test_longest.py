@@ -1,0 +1,248 @@
+"""The longest sequence that is found fits, a longer one does not, and its command trains it."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.presets import PRESETS
+from bmburst.cli import main
+from bmburst.plan.candidates import Candidate, Offload, Task
+from bmburst.plan.longest import STEP, longest, where_bytes_lie
+from bmburst.plan.memory import memory_of, reserved_memory
+from bmburst.plan.presentation import options
+from bmburst.plan.search import predict, search, with_usable_memory
+from bmburst.schedule.hardware import load_hardware
+from bmburst.train.planning import planned
+from tests.plan.test_plan import read
+from tests.refusals import refused, says
+
+GIB = 2**30
+LORA = LoRAConfig(rank=16)
+MACHINES = {name: load_hardware(name) for name in ("h100", "h200")}
+
+
+def machine(name, host):
+    return replace(MACHINES[name], host_memory=host * GIB)
+
+
+def task(gpus, **more):
+    return Task(model=PRESETS["llama-3-8b"], preset="llama-3-8b", sequence=gpus, gpus=gpus, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "host"), [("h100", 1, 128), ("h200", 1, 128), ("h200", 2, 256), ("h100", 4, 512)]
+)
+def test_no_longer_sequence_fits(name, gpus, host):
+    hardware = machine(name, host)
+    found = longest(task(gpus), hardware)
+    assert [each.tokens for each in found] == sorted((each.tokens for each in found), reverse=True)
+    meshes = [(each.found.candidate.data, each.found.candidate.tensor) for each in found]
+    assert len(set(meshes)) == len(meshes)
+    for each in found:
+        way = each.found.candidate
+        assert each.tokens % STEP == 0 and each.found.memory.fits
+        more = replace(task(gpus), sequence=each.tokens + STEP)
+        room = with_usable_memory(hardware, hardware.memory - reserved_memory(more, hardware), more)
+        ways = search(more, room, zero=(3,), tensor=(way.tensor,))
+        assert not any(one.memory.fits and one.candidate.data == way.data for one in ways)
+
+
+def test_more_memory_is_never_shorter():
+    lengths = [[longest(task(1), machine(name, host))[0].tokens for host in (110, 128, 256, 1024)] for name in MACHINES]
+    for of_machine in lengths:
+        assert of_machine == sorted(of_machine)
+        assert of_machine[0] < of_machine[-1]
+    assert all(small < large for small, large in zip(*lengths, strict=True))
+    few = longest(task(1), machine("h100", 128), offload=[Offload.OPTIMIZER])[0].tokens
+    assert few < lengths[0][1]
+
+
+def test_every_byte_has_a_place():
+    for each in longest(task(2), machine("h200", 256)):
+        memory, places = each.found.memory, where_bytes_lie(each.found)
+        assert sum(places["gpu"].values()) == pytest.approx(memory.total)
+        assert sum(places["host"].values()) == pytest.approx(memory.in_host)
+        assert places["gpu"]["weights"] > GIB
+        assert min(places["gpu"].values()) > 0
+
+
+def test_the_answer_names_what_limits_it_and_a_command_that_runs(capsys):
+    words = "plan --longest --model llama-3-8b --gpus 1 --hardware h100 --host-memory 128G"
+    assert main(words.split()) == 0
+    printed = capsys.readouterr().out
+    assert main([*words.split(), "--json"]) == 0
+    row, with_adapters = json.loads(capsys.readouterr().out)["longest"]
+    assert row["training"] == "full"
+    assert row["tokens"] > 500_000
+    assert row["seconds"] > 500
+    assert "GPU memory in" in row["limit"]
+    assert [each["command"] for each in (row, with_adapters)] == re.findall("^bmburst train.*", printed, re.MULTILINE)
+    assert row["limit"] in printed and "128 GiB of host memory" in printed
+    config = read(shlex.split(row["command"])[2:])
+    config.validate(1)
+    assert config.sequence_length == row["tokens"]
+    assert config.host_memory == 128
+    way = planned(config, 1, 1, MACHINES["h100"])
+    memory = memory_of(way, machine("h100", 128))
+    assert memory.fits and (way.recompute, way.offload.value) == (row["recompute"], row["offload"])
+    assert sum(row["bytes"]["gpu"].values()) == pytest.approx(memory.total)
+
+
+def test_adapters_reach_further():
+    """Frozen weights have neither gradients nor AdamW's state, and 4 of 6 products."""
+    for gpus, host in ((1, 128), (2, 256)):
+        found = longest(task(gpus), machine("h100", host), lora=LORA)
+        full, lora = ([each for each in found if each.training == kind] for kind in ("full", "lora"))
+        assert len(full) == len(lora)
+        assert [each.found.seconds for each in full] == [
+            each.found.seconds for each in longest(task(gpus), machine("h100", host))
+        ]
+        for one, other in zip(full, lora, strict=True):
+            assert other.tokens > 1.15 * one.tokens
+            way = other.found.candidate
+            config = read(options(way))
+            config.validate(gpus)
+            again = planned(config, gpus, 1, machine("h100", host))
+            assert again.task.lora == LORA and memory_of(again, machine("h100", host)) == other.found.memory
+    small = longest(task(1), machine("h100", 64), lora=LORA)
+    assert {each.training for each in small} == {"lora"}
+
+
+def test_a_step_of_adapters():
+    asked = replace(task(2), sequence=1 << 16)
+    ways = [Candidate(task=replace(asked, lora=lora), ulysses_degree=2) for lora in (None, LORA)]
+    full, lora = (predict(way, MACHINES["h200"]) for way in ways)
+    trained = 32 * 16 * (2 * 4096 + 4096 + 1024)
+    assert ways[1].task.trained == trained
+    assert ways[1].task.parameters == ways[0].task.model.num_parameters + trained
+    assert lora.time.matmul / full.time.matmul == pytest.approx(4 / 6, rel=0.01)
+    assert lora.time.attention == full.time.attention
+    assert lora.time.optimizer < 0.01 * full.time.optimizer
+    moved = 2 * ways[0].task.model.num_parameters / 2
+    assert full.memory.lines["gradients"] == pytest.approx(moved)
+    assert lora.memory.lines["gradients"] == trained
+    assert lora.memory.lines["optimizer"] == 12 * trained / 2
+    streamed = predict(replace(ways[1], offload=Offload.WEIGHTS), MACHINES["h200"]).memory
+    blocks = 32 * (4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) + 2 * 4096)
+    assert sum(streamed.host.values()) == (blocks + 2 * trained) * 2 + 10 * trained
+    assert streamed.host["optimizer"] == 10 * trained
+    one = replace(asked, gpus=1)
+    tables = 2 * 128256 * 4096 + 4096
+    alone = predict(Candidate(task=replace(one, lora=LORA), offload=Offload.WEIGHTS), MACHINES["h200"]).memory
+    assert alone.lines["weights"] == 2 * tables
+
+
+def test_host_memory_decides_where_the_optimizer_lies(capsys):
+    words = ["plan", "--model", "llama-3-8b", "--seq", "128K", "--gpus", "1", "--hardware", "h100", "--json"]
+    found = {}
+    for more in ((), ("--host-memory", "64G"), ("--host-memory", "128G"), ("--host-memory", "1T")):
+        assert main([*words, *more]) == 0
+        found[more[-1:]] = json.loads(capsys.readouterr().out)["ways"][0]
+    assert not found["64G",]["memory"]["fits"]
+    assert all(
+        found[given]["memory"]["fits"] and found[given]["offload"] != "nothing" for given in [("128G",), ("1T",), ()]
+    )
+    assert found["128G",]["seconds"] >= found["1T",]["seconds"] == found[()]["seconds"]
+    assert main(["plan", "--model", "llama-3-8b", "--seq", "32K", "--gpus", "8", "--json"]) == 0
+    resident = json.loads(capsys.readouterr().out)["ways"][0]
+    assert main(["plan", "--model", "llama-3-8b", "--seq", "32K", "--gpus", "8", "--optimizer-offload", "--json"]) == 0
+    moved = json.loads(capsys.readouterr().out)["ways"][0]
+    assert (resident["offload"], moved["offload"] != "nothing") == ("nothing", True)
+    assert moved["seconds"] > resident["seconds"]
+    assert moved["memory"]["host"]["optimizer"] > 60 * GIB
+    assert "--host-memory 128G" in found["128G",]["command"] and "--host-memory" not in found[()]["command"]
+
+
+@pytest.mark.parametrize(("gpus", "host"), [(4, 512), (4, 4096)])
+def test_the_limit_is_the_memory_of_which_more_helps(gpus, host):
+    hardware = machine("h100", host)
+    lengths = {}
+    for grown in ("memory", "host_memory"):
+        more = longest(task(gpus), replace(hardware, **{grown: 1.05 * getattr(hardware, grown)}))
+        lengths[grown] = {each.found.candidate.tensor: each.tokens for each in more}
+    limits = set()
+    for each in longest(task(gpus), hardware):
+        longer = {grown: of[each.found.candidate.tensor] > each.tokens for grown, of in lengths.items()}
+        named = {"memory": "GPU memory in" in each.limit, "host_memory": "host memory" in each.limit}
+        assert named == longer or (all(named.values()) and not any(longer.values()))
+        limits.add(tuple(named.values()))
+    assert ((True, True) in limits) == (host < 4096)
+
+
+def test_every_mesh_can_follow_its_policy():
+    """Ranks that share matrices compute no inputs again, but move the inputs of some layers to the host."""
+    found = {each.found.candidate.tensor: each for each in longest(task(4), machine("h100", 512))}
+    assert set(found) == {1, 2, 4}
+    for each in found.values():
+        read(options(each.found.candidate)).validate(4)
+    assert "+every-" in found[1].found.candidate.recompute
+    plain = longest(task(4), machine("h100", 512), recompute=["block", "block+offload"])
+    assert all(found[each.found.candidate.tensor].tokens >= each.tokens for each in plain)
+    for tensor in (2, 4):
+        assert "+offload-first-" in found[tensor].found.candidate.recompute
+    (only,) = longest(task(4), machine("h100", 512), recompute=["block+every-4"])
+    assert only.found.candidate.tensor == 1
+    of_search = search(replace(task(4), sequence=4096), MACHINES["h200"], recompute=["block+every-4"])
+    assert {each.candidate.tensor for each in of_search} == {1}
+
+
+def test_a_single_policy_is_tried_with_the_optimizer_in_host_memory():
+    """Where another policy would fit beside the optimizer, but the one that is asked for does not."""
+    asked = replace(task(4), sequence=3 << 14)
+    assert search(asked, MACHINES["h100"], recompute=["block-keep-attention"], tensor=[1])[0].memory.fits
+    alone = search(asked, MACHINES["h100"], recompute=["none"], tensor=[1], offload=[Offload.NOTHING])
+    assert not alone[0].memory.fits
+    best = search(asked, MACHINES["h100"], recompute=["none"], tensor=[1])[0]
+    assert best.candidate.offload is not Offload.NOTHING
+
+
+REFUSALS = {
+    "--longest --model llama-3-8b --lora 0": "--lora 0 | at least 1 | fix: --lora 16",
+    "--check --lora 8": "--check | --lora | fix: leave --lora out",
+    "--generate --seq 4K --model llama-3-8b --lora 8": "--lora | generation",
+    "--longest --model llama-3-8b --gpus 0": "--gpus 0 | at least 1",
+    "--check --host-memory 64G": "--check | --host-memory | fix: leave --host-memory out",
+    "--calibrate --optimizer-offload": "--calibrate | --optimizer-offload | fix: leave --optimizer-offload out",
+    "--longest --model llama-3-8b --gpus 2 --tensor 2 --recompute block+every-4": "block+every-4 | tensor | fix: ",
+    "--seq 4096 --model llama-3-8b --gpus 2 --tensor 2 --recompute block+every-4": "block+every-4 | tensor | fix: ",
+    "--longest --gpus 1": "--model | missing",
+    "--longest --model llama-3-8b --seq 4096": "--longest | --seq | fix: leave --seq out",
+    "--longest --model llama-3-8b --host-memory 0": "--host-memory 0 | 128G",
+    "--longest --model llama-3-8b --host-memory much": "--host-memory much | 128G",
+    "--longest --model llama-3-70b --gpus 1 --hardware h100 --host-memory 16G": "NVIDIA H100 | fix: | --host-memory",
+    "--longest --generate --model llama-3-8b": "--longest | generation",
+    "--longest --check": "--longest | --check",
+    "--longest --calibrate": "--longest | --calibrate",
+    "--longest --model llama-3-8b --output plan.png": "--longest | --output",
+}
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_bad_input_is_refused_in_a_few_lines(words, capsys):
+    assert main(["plan", *words.split()]) == 2
+    says(capsys.readouterr().err.strip(), REFUSALS[words])
+
+
+def test_train_refuses_host_memory_before_ranks_start(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: pytest.fail("ranks started"))
+    assert main(["train", "--host-memory", "900T"]) == 2
+    says(capsys.readouterr().err.strip(), "host_memory | machine | allowed: | fix: --host-memory")
+    assert main(["train", "--host-memory", "8M", "--optimizer.offload", "--steps", "1"]) == 2
+    says(capsys.readouterr().err.strip(), "optimizer.offload | in reserve | fix: ", lines=3)
+    for policy in ("block+offload", "block+offload-first-1"):
+        words = ["train", "--host-memory", "1M", "--sequence-length", "4096", "--recompute", policy, "--steps", "1"]
+        assert main(words) == 2
+        says(capsys.readouterr().err.strip(), f"train: recompute {policy}: | allowed: | 0.00098 | in reserve", lines=3)
+    for value in ("0", "-1", "x", "5Q"):
+        assert main(["train", "--host-memory", value]) == 2
+        says(capsys.readouterr().err.strip(), f"host_memory | {value} | 128G")
+
+
+def test_nothing_fits_anywhere():
+    with refused("llama-3-8b", "fix: "):
+        longest(task(1), replace(MACHINES["h100"], host_memory=GIB))
