@@ -1,5 +1,6 @@
 """`bmburst.start`: starts BMTrain on this rank's GPU or CPU. Call it before anything that imports bmtrain."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -105,11 +106,28 @@ def _start_bmtrain(seed: int, tensor: int) -> None:
     cudnn, print_dict = torch.backends.cudnn.enabled, bmtrain.init.print_dict
     # BMTrain prints ten lines a rank to stdout, where users, and programs, look for results.
     bmtrain.init.print_dict = lambda title, facts: _LOG.debug("BMTrain: %s %s", title, facts)
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
         bmtrain.init.init_distributed(seed=seed, tp_size=tensor)
     finally:
         bmtrain.init.print_dict = print_dict
         torch.backends.cudnn.enabled = cudnn  # BMTrain switches it off for the whole process
+    if host.is_installed():
+        _restore_cores(cores)
+        if "OMP_NUM_THREADS" in os.environ:
+            torch.set_num_threads(threads)
+
+
+def _restore_cores(cores: set[int]) -> None:
+    """Let all threads of this process run on these cores again.
+
+    BMTrain pins every rank to its share of the cores and starts a thread for each, whatever OMP_NUM_THREADS and the
+    quota of a container say. On a CPU, where the ranks compute, threads then wait for one another by spinning, and a
+    rank waits for its core while others are idle.
+    """
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(task), cores)
 
 
 def _complete_environment() -> None:

@@ -1,6 +1,5 @@
 """What the build of BMTrain asks of its tools, without building: the wrapper, the environment, the refusals."""
 
-import importlib
 import io
 import subprocess
 import sys
@@ -11,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import bmburst.runtime.build_bmtrain.build as build_module
 from bmburst.cli import main
 from bmburst.errors import UserError
-from bmburst.runtime.build_bmtrain import BuildSpec, build, check
+from bmburst.runtime.build_bmtrain import BuildSpec, build_wheel, check_toolchain
 from bmburst.runtime.build_bmtrain.build import (
     Toolchain,
     build_environment,
@@ -23,9 +23,6 @@ from bmburst.runtime.build_bmtrain.build import (
 )
 from bmburst.runtime.build_bmtrain.nvcc import replace_architectures, write_wrapper
 from tests.runtime.fatbin import fat_binary
-
-# The package has a function of this name.
-build_module = importlib.import_module("bmburst.runtime.build_bmtrain.build")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +97,7 @@ def test_everything_missing_is_named_at_once_with_its_command(tmp_path):
     assert set(missing) >= {"nvcc", "cmake", "a", "Python.h", "pip", "setuptools", "wheel", "pybind11", "nccl.h"}
     assert "--no-deps nvidia-nccl-cu13" in missing["nccl.h"], "with its dependencies it could replace torch's"
     with pytest.raises(UserError) as refused:
-        check(BuildSpec(architectures=(90,), output=tmp_path))
+        check_toolchain(BuildSpec(architectures=(90,), output=tmp_path))
     lines = str(refused.value).splitlines()
     assert len(lines) <= 3 and "nvcc" in lines[0] and "pybind11" in lines[1] and "apt-get install -y" in lines[1]
 
@@ -146,14 +143,14 @@ def fake_tools(monkeypatch, tmp_path):
 
 
 def test_the_users_own_tools_are_used(fake_tools, tmp_path):
-    assert check(BuildSpec(architectures=(90,), output=tmp_path)) == fake_tools
+    assert check_toolchain(BuildSpec(architectures=(90,), output=tmp_path)) == fake_tools
     assert build_module.cuda_major(fake_tools.nvcc) == 13
 
 
 @pytest.mark.usefixtures("fake_tools")
 def test_an_architecture_that_nvcc_does_not_know_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"(?s)sm_61.*allowed: 80 90"):
-        check(BuildSpec(architectures=(61, 90), output=tmp_path))
+        check_toolchain(BuildSpec(architectures=(61, 90), output=tmp_path))
 
 
 @pytest.mark.usefixtures("fake_tools")
@@ -161,7 +158,7 @@ def test_an_architecture_that_nvcc_does_not_know_is_refused(tmp_path):
 def test_what_is_no_source_package_is_refused(name, tmp_path):
     (tmp_path / "bmtrain.whl").touch()
     with pytest.raises(UserError, match="pip download"):
-        check(BuildSpec(architectures=(90,), output=tmp_path, sdist=tmp_path / name))
+        check_toolchain(BuildSpec(architectures=(90,), output=tmp_path, sdist=tmp_path / name))
 
 
 def source_package(folder, script):
@@ -201,10 +198,10 @@ def test_a_wheel_is_taken_only_with_the_machine_code_asked_for(compiled, refusal
     spec = BuildSpec(architectures=(80, 90), output=tmp_path / "out" / "deep", sdist=sdist, portable=True)
     if refusal:
         with pytest.raises(RuntimeError, match=refusal):
-            build(spec, fake_tools)
+            build_wheel(spec, fake_tools)
         assert not list(spec.output.glob("*.whl"))
     else:
-        wheel = build(spec, fake_tools)
+        wheel = build_wheel(spec, fake_tools)
         assert wheel.parent == spec.output
         assert f"bmtrain/C{suffix}" in zipfile.ZipFile(wheel).namelist()
     log = (spec.output / "build-bmtrain.log").read_text()
@@ -214,7 +211,7 @@ def test_a_wheel_is_taken_only_with_the_machine_code_asked_for(compiled, refusal
 def test_a_failed_build_shows_the_end_of_its_log(fake_tools, tmp_path):
     sdist = source_package(tmp_path, "raise SystemExit('nvcc fatal: out of luck')\n")
     with pytest.raises(RuntimeError, match=r"(?s)build-bmtrain\.log.*out of luck"):
-        build(BuildSpec(architectures=(90,), output=tmp_path, sdist=sdist), fake_tools)
+        build_wheel(BuildSpec(architectures=(90,), output=tmp_path, sdist=sdist), fake_tools)
 
 
 def test_without_a_gpu_an_architecture_must_be_given(capsys, monkeypatch):

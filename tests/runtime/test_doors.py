@@ -320,6 +320,7 @@ def test_a_stopped_rank_that_nobody_waits_for_ends_the_run(start):
     says(err, "rank 1", socket.gethostname(), "stopped", "1 s", "--hang-timeout", lines=2)
 
 
+@pytest.mark.long
 def test_a_stopped_rank_of_another_node_is_named(start):
     with held_port() as port:
         address = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}", "--hang-timeout=4")

@@ -1,5 +1,8 @@
 """BMTrain on the host runtime trains as plain torch does."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +43,20 @@ def test_training_equals_plain_torch(size: int, tmp_path: Path) -> None:
             resumed = torch.load(tmp_path / f"resumed-{other}.model")
             for name, value in both.state.items():
                 torch.testing.assert_close(resumed[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_keep_their_cores() -> None:
+    """BMTrain would pin each to its share of them."""
+    run_program(2, _compare_cores, sorted(os.sched_getaffinity(0)))
+
+
+def _compare_cores(cores: list[int]) -> None:
+    threads = [int(name) for name in os.listdir("/proc/self/task")]
+    assert all(sorted(os.sched_getaffinity(thread)) == cores for thread in threads)
+
+
+def test_a_rank_keeps_its_number_of_threads() -> None:
+    """BMTrain would start as many as there are cores."""
+    program = "import bmburst.runtime, torch; bmburst.runtime.start(); assert torch.get_num_threads() == 1"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=100)

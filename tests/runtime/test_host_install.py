@@ -159,3 +159,8 @@ def test_a_rank_that_fails_waits_for_nobody() -> None:
     *_, error, ended = sender[1].splitlines()
     assert error.startswith("ValueError: "), sender[1]
     assert float(ended) - float(error.removeprefix("ValueError: ")) < 1.5
+
+
+def test_what_scripts_ask_of_torch_cuda_is_there() -> None:
+    done = python("-W", "error", str(Path(__file__).parent / "programs" / "torch_cuda.py"))
+    assert (done.returncode, done.stdout) == (0, "as on a GPU\n"), done.stderr

@@ -6,6 +6,6 @@ newer packages have broken. `nvcc` is a wrapper around the compiler; `build` fin
 builds.
 """
 
-from bmburst.runtime.build_bmtrain.build import BuildSpec, build, check
+from bmburst.runtime.build_bmtrain.build import BuildSpec, build_wheel, check_toolchain
 
-__all__ = ["BuildSpec", "build", "check"]
+__all__ = ["BuildSpec", "build_wheel", "check_toolchain"]

@@ -1,4 +1,4 @@
-"""Finds the tools that BMTrain's build needs, builds its source package, and reads the wheel's GPU architectures."""
+"""Finds the tools of BMTrain's build, builds a wheel of its source package, and checks the wheel's architectures."""
 
 import importlib.util
 import os
@@ -20,18 +20,18 @@ from bmburst.runtime.doctor.bmtrain import read_machine_code
 
 _PIP = f"{sys.executable} -m pip install"
 _OLDEST_CMAKE = (3, 18)
-_MAKES_WHEELS = (70, 1)  # the setuptools that needs no package `wheel` for it
+_MAKES_WHEELS = (70, 1)  # the first setuptools that builds wheels without the package `wheel`
 # NVIDIA's packages of one toolkit, which unpack into one folder, nvidia/cu13.
 _NVCC_PACKAGES = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Missing:
-    """A tool that is not there.
+    """A missing tool.
 
     Attributes:
         what: Its name.
-        command: What gets it; those that begin alike are joined into one.
+        command: The command that installs it.
     """
 
     what: str
@@ -40,7 +40,7 @@ class Missing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Toolchain:
-    """Where the tools are.
+    """Paths of the tools.
 
     Attributes:
         nvcc: CUDA's compiler.
@@ -52,10 +52,10 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """Find everything that the build needs.
+    """Find every tool that the build needs.
 
     Raises:
-        UserError: Something is missing; names all of it, and the commands that get it.
+        UserError: Tools are missing. The message names all of them and the commands that install them.
     """
     nvcc, nccl = find_nvcc(), find_nccl()
     missing = list_missing(nvcc, nccl)
@@ -66,11 +66,11 @@ def find_toolchain() -> Toolchain:
 
 
 def list_missing(nvcc: Path | None, nccl: Path | None) -> list[Missing]:
-    """Return what is not there of all that the build needs.
+    """Return the tools that the build needs and that are missing.
 
     Args:
-        nvcc: CUDA's compiler, where it was found.
-        nccl: NCCL's folder, where it was found.
+        nvcc: CUDA's compiler, if it was found.
+        nccl: NCCL's folder, if it was found.
     """
     found = []
     if nvcc is None:
@@ -95,7 +95,7 @@ def list_missing(nvcc: Path | None, nccl: Path | None) -> list[Missing]:
 
 
 def join_commands(commands: Sequence[str]) -> list[str]:
-    """Return the commands with those of one installer and the same options joined: its last words are packages."""
+    """Return the commands; those of one installer and the same options are joined into one with all packages."""
     joined: dict[str, list[str]] = {}
     for command in commands:
         start = next((s for s in (f"{_PIP} --no-deps", _PIP, "apt-get install -y") if command.startswith(s)), command)
@@ -104,7 +104,7 @@ def join_commands(commands: Sequence[str]) -> list[str]:
 
 
 def find_nvcc() -> Path | None:
-    """Return CUDA's compiler: CUDACXX, CUDA_HOME, the PATH, /usr/local/cuda, or NVIDIA's Python packages."""
+    """Return CUDA's compiler, from CUDACXX, CUDA_HOME, the PATH, /usr/local/cuda or NVIDIA's Python packages."""
     named = os.environ.get("CUDACXX")
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     spec = importlib.util.find_spec("nvidia")
@@ -120,7 +120,7 @@ def find_nvcc() -> Path | None:
 
 
 def find_nccl() -> Path | None:
-    """Return NCCL's folder: what NCCL_INCLUDE_DIR and NCCL_LIB_DIR name, or torch's own NCCL package."""
+    """Return NCCL's folder, from NCCL_INCLUDE_DIR and NCCL_LIB_DIR or torch's NCCL package."""
     include, libraries = os.environ.get("NCCL_INCLUDE_DIR"), os.environ.get("NCCL_LIB_DIR")
     if include and libraries:
         folders = [Path(include).parent] if Path(include).parent == Path(libraries).parent else []
@@ -135,12 +135,12 @@ def find_nccl() -> Path | None:
 
 
 def supported_architectures(nvcc: Path) -> list[int]:
-    """Return the compute capabilities that this nvcc makes machine code for, major * 10 + minor."""
+    """Return the compute capabilities that nvcc compiles machine code for, as major * 10 + minor."""
     return sorted({int(sm) for sm in re.findall(r"\bsm_(\d+)\b", _output([str(nvcc), "--list-gpu-code"]))})
 
 
 def cuda_major(nvcc: Path) -> int:
-    """Return the major version of the CUDA that nvcc belongs to."""
+    """Return the major version of nvcc's CUDA."""
     found = re.search(r"release (\d+)\.", _output([str(nvcc), "--version"]))
     if found is None:
         raise UserError(f"{nvcc} --version does not print a CUDA release\nfix: set CUDACXX to the path of CUDA's nvcc")
@@ -148,7 +148,7 @@ def cuda_major(nvcc: Path) -> int:
 
 
 def tool_path() -> str:
-    """Return a PATH that begins with this Python's own programs: cmake and ninja may be packages of it."""
+    """Return a PATH that begins with this Python's programs: cmake and ninja may be installed as its packages."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
@@ -167,7 +167,7 @@ def _has_module(name: str) -> bool:
 
 
 def _setuptools() -> tuple[int, ...]:
-    """Return setuptools' version, nothing where it is not installed. Not imported: it would replace distutils."""
+    """Return setuptools' version, or () if it is not installed. Importing setuptools would replace distutils."""
     try:
         text = metadata.version("setuptools")
     except metadata.PackageNotFoundError:
@@ -190,14 +190,14 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSpec:
-    """What to build.
+    """Options of a build.
 
     Args:
-        architectures: Compute capabilities to make machine code for, major * 10 + minor, for example (90,).
-        output: Folder for the wheel and the build's log; made if it is not there.
-        sdist: BMTrain's source package; None: downloaded from the registry.
-        portable: Use the instructions that PyPI's wheels use (AVX-512) and no others of this CPU. None: where this
-            CPU has them, since the wheel could not run here otherwise.
+        architectures: Compute capabilities to compile for, as major * 10 + minor, for example (90,).
+        output: Folder for the wheel and the build's log. It is created if it does not exist.
+        sdist: BMTrain's source package. None: download it from the registry.
+        portable: Compile for the CPU instructions of PyPI's wheels (AVX-512). False: for those of this CPU. None: true
+            if this CPU has AVX-512; otherwise such a wheel could not run here.
         install: Install the wheel for this Python.
     """
 
@@ -212,7 +212,7 @@ def parse_architecture(text: str) -> int:
     """Return a compute capability as major * 10 + minor; "9.0", "90" and "sm_90" are the same.
 
     Raises:
-        UserError: It is none of these.
+        UserError: The text is not a compute capability.
     """
     found = re.fullmatch(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)", text.strip())
     if found is None:
@@ -223,8 +223,8 @@ def parse_architecture(text: str) -> int:
     return int(found[1]) * 10 + int(found[2])
 
 
-def check(spec: BuildSpec) -> Toolchain:
-    """Find the tools, and whether they can build what is asked for.
+def check_toolchain(spec: BuildSpec) -> Toolchain:
+    """Find the tools, and check that they can build for the architectures.
 
     Raises:
         UserError: A tool or the source package is missing, or nvcc does not know an architecture.
@@ -236,12 +236,12 @@ def check(spec: BuildSpec) -> Toolchain:
     return tools
 
 
-def build(spec: BuildSpec, tools: Toolchain) -> Path:
+def build_wheel(spec: BuildSpec, tools: Toolchain) -> Path:
     """Build the wheel and return its path. Takes 10 to 60 seconds.
 
     Args:
         spec: What to build.
-        tools: What `check` has found.
+        tools: What `check_toolchain` found.
 
     Raises:
         UserError: The source package cannot be downloaded.
@@ -266,10 +266,10 @@ def build_environment(environ: Mapping[str, str], tools: Toolchain, wrapper: Pat
     """Return the environment in which pip builds BMTrain.
 
     Args:
-        environ: The user's, kept but for what is listed here.
-        tools: Where nvcc and NCCL are.
-        wrapper: What CMake is to take for nvcc.
-        portable: See BuildSpec.
+        environ: The user's environment. Only the variables that are listed below change.
+        tools: Paths of nvcc and NCCL.
+        wrapper: The wrapper of nvcc that CMake calls.
+        portable: See `BuildSpec`.
     """
     # The linker gets $ORIGIN through CMake and a shell; without the backslash the shell would expand it to nothing.
     rpath = r"-Wl,-rpath,\$ORIGIN/../nvidia/nccl/lib"
@@ -301,7 +301,7 @@ def _require_architectures(wanted: Sequence[int], known: Sequence[int], nvcc: Pa
 
 
 def _download(folder: Path) -> Path:
-    """Fetch the source package. Its own requirements are not fetched: they would bring nvidia-nccl-cu11."""
+    """Download the source package without its requirements, which would install nvidia-nccl-cu11."""
     done = subprocess.run(
         [*_download_words(), "--dest", str(folder)], capture_output=True, text=True, check=False, env=dict(os.environ)
     )
@@ -316,7 +316,7 @@ def _download(folder: Path) -> Path:
 
 
 def _pip_reason(output: str) -> str:
-    """Return the line of pip's output that names the error; its last lines only say where to look."""
+    """Return the line of pip's output that names the error. The last lines only say where to look."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"(ERROR:|\w+Error:)", line)]
     return (named or lines or ["pip gave no reason"])[-1]

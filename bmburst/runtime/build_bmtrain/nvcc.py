@@ -1,7 +1,7 @@
-"""A compiler in front of nvcc: `python nvcc.py NVCC "90 100" ARGUMENTS...` builds for sm_90 and sm_100.
+"""Wraps nvcc and sets the architectures: `python nvcc.py NVCC "90 100" ARGUMENTS...` builds for sm_90 and sm_100.
 
-Whatever architectures the arguments name are replaced; calls that name none (CMake asking for a version) pass as they
-are. Imports nothing but the standard library, and is started once for every file that is compiled.
+It replaces the architectures in the arguments. Arguments that name none, for example to print the version, are not
+changed. It imports only the standard library, because it is started once for every file that is compiled.
 """
 
 import os
@@ -13,7 +13,7 @@ _OPTIONS = ("-gencode", "--generate-code")
 
 
 def replace_architectures(arguments: Sequence[str], architectures: Sequence[int]) -> list[str]:
-    """Return nvcc's arguments with other architectures: machine code for each of them, and no PTX.
+    """Return nvcc's arguments with other architectures: machine code for each, and no PTX.
 
     Args:
         arguments: As CMake makes them, with the architecture in the same word ("-gencode=...") or in the next.
@@ -34,7 +34,7 @@ def replace_architectures(arguments: Sequence[str], architectures: Sequence[int]
 
 
 def write_wrapper(folder: Path, nvcc: Path, architectures: Sequence[int]) -> Path:
-    """Write an executable that CMake can take for nvcc; return its path."""
+    """Write an executable for CMake to call as nvcc, and return its path."""
     path = folder / "nvcc"
     wanted = " ".join(map(str, architectures))
     path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{__file__}" "{nvcc}" "{wanted}" "$@"\n')
@@ -43,7 +43,7 @@ def write_wrapper(folder: Path, nvcc: Path, architectures: Sequence[int]) -> Pat
 
 
 def main() -> None:
-    """Become nvcc, with the architectures replaced."""
+    """Replace this process by nvcc, with the architectures replaced."""
     nvcc, wanted, *arguments = sys.argv[1:]
     os.execv(nvcc, [nvcc, *replace_architectures(arguments, [int(sm) for sm in wanted.split()])])
 

@@ -74,8 +74,13 @@ def read_machine_code(binary: bytes) -> MachineCode:
 
 
 _TESTED = "1.0.1"
-_IMPORT = "import bmtrain"
-_HOST = "from bmburst.runtime import host; host.install(); import bmtrain"
+_IMPORT = """
+import torch
+if not torch.cuda.is_available():
+    from bmburst.runtime import host
+    host.install()
+import bmtrain
+"""
 _IMPORT_TIMEOUT = 300  # seconds; a cold import of torch from a network disk takes minutes
 
 
@@ -84,13 +89,12 @@ def installed(name: str) -> Finding:
     if importlib.util.find_spec("bmtrain") is None:
         return Finding(name, "missing", "not installed", fix_command())
     found = _version()
-    code = _IMPORT if _has_cuda() else _HOST
-    how = "" if _has_cuda() else ", on the CPU (host runtime)"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", _IMPORT]
     root = str(Path(__file__).resolve().parents[3])  # bmburst may run from its source tree
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT, check=False, env=_environment(root)
     )
+    how = "" if _has_cuda() else ", on the CPU (host runtime)"
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         fix = fix_command(again=True)

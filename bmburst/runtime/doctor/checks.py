@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -158,7 +159,7 @@ CHECKS: tuple[Check, ...] = (
     _TORCH,
     Check("GPUs", system.gpus),
     Check("peer access", system.peer_access),
-    Check("BMTrain", bmtrain.installed, needed=True),
+    Check("BMTrain", bmtrain.installed, needed=True, apart=True),
     Check("BMTrain's machine code", bmtrain.machine_code, needed=True),
     Check("NCCL", system.nccl_loaded),
     Check("NCCL packages", system.nccl_packages, needed=True, with_torch=False),
@@ -195,10 +196,13 @@ CHECKS: tuple[Check, ...] = (
 
 def examine(checks: Sequence[Check] = CHECKS) -> tuple[Finding, ...]:
     """Return the finding of every check, in order. Checks that need a torch that is not there are not asked."""
-    torch_works = ask(_TORCH).status == "ok"
-    return tuple(
-        ask(check)
-        if torch_works or not check.with_torch
-        else Finding(check.name, "note", "not looked at without torch")
-        for check in checks
-    )
+    with ThreadPoolExecutor() as pool:
+        begun = {check.name: pool.submit(ask, check) for check in checks if check.apart}
+        torch_works = ask(_TORCH).status == "ok"
+        found = {}
+        for check in sorted(checks, key=lambda check: check.apart):
+            if check.with_torch and not torch_works:
+                found[check.name] = Finding(check.name, "note", "not looked at without torch")
+            else:
+                found[check.name] = begun[check.name].result() if check.apart else ask(check)
+    return tuple(found[check.name] for check in checks)

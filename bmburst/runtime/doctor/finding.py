@@ -39,12 +39,14 @@ class Check:
         run: Answers it.
         needed: Whether training is impossible while the answer is "missing" or "broken".
         with_torch: Whether it imports torch, and so cannot be asked where that fails.
+        apart: Whether it waits for a process of its own, beside which others are asked.
     """
 
     name: str
     run: Callable[[str], Finding]
     needed: bool = False
     with_torch: bool = True
+    apart: bool = False
 
 
 def ask(check: Check) -> Finding:

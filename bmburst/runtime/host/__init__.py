@@ -1,11 +1,11 @@
-"""The host runtime: unmodified BMTrain 1.0.1 on CPUs, over gloo.
+"""The host runtime: runs unmodified BMTrain 1.0.1 on CPUs, with gloo in place of NCCL.
 
-BMTrain assumes CUDA and NCCL. `install` replaces its compiled extension (`patches`, `nccl`, `kernels`) and answers the
-torch.cuda calls that its Python makes (`patches`, `streams`). It takes effect in this process only, and must come
+BMTrain needs CUDA and NCCL. `install` replaces BMTrain's compiled extension (`patches`, `nccl`, `kernels`) and the
+functions of torch.cuda that BMTrain calls (`patches`, `streams`). It changes this process only. It must be called
 before `import bmtrain`.
 
-Environment: BMBURST_TIMEOUT is the time in seconds after which an exchange that no other rank answers is an error
-(default 1800). GLOO_SOCKET_IFNAME names the network interfaces between hosts.
+Environment: BMBURST_TIMEOUT is the timeout of an exchange between ranks, in seconds (default 1800).
+GLOO_SOCKET_IFNAME names the network interfaces that connect the hosts.
 """
 
 import atexit
@@ -24,14 +24,14 @@ from bmburst.runtime.install_bmtrain import install_command
 if TYPE_CHECKING:
     from bmburst.runtime.host.nccl import Nccl
 
-_FLUSH = 10.0  # seconds at exit for messages that are still leaving
+_FLUSH = 10.0  # seconds to wait at exit for pending sends
 
 
 def install() -> None:
-    """Let `import bmtrain` work on CPUs from now on in this process. Doing it again does nothing.
+    """Make `import bmtrain` work on CPUs in this process. A second call does nothing.
 
     Raises:
-        UserError: CUDA is usable here, BMTrain is not installed, or it is imported already with its own extension.
+        UserError: CUDA is usable, BMTrain is not installed, or BMTrain is imported already with its own extension.
     """
     if is_installed():
         return
@@ -66,23 +66,23 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Whether this process has the host runtime."""
+    """Return whether the host runtime is installed in this process."""
     return hasattr(sys.modules.get("bmtrain.C"), "__bmburst_host_runtime__")
 
 
-def measure(waiting: Callable[[], AbstractContextManager[None]]) -> None:
-    """Enter `waiting()` around every launch of BMTrain's communication, which here blocks the host until it is done."""
+def wrap_communication(waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    """Enter the context `waiting()` around every launch of BMTrain's communication. On CPUs a launch blocks."""
     sys.modules["bmtrain.C"].__bmburst_host_runtime__.waiting = waiting
 
 
 def silence_storage_warnings() -> None:
-    """Hide torch's deprecation warnings of what BMTrain 1.0.1 uses: a user can do nothing about them."""
+    """Hide torch's deprecation warnings about functions that BMTrain 1.0.1 uses. A user cannot act on them."""
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
     warnings.filterwarnings("ignore", message=r"The torch\.cuda\.\*DtypeTensor constructors", category=UserWarning)
 
 
 def _close(nccl: "Nccl", process: int) -> None:
     if os.getpid() != process:
-        return  # a forked child: the connections are its parent's
-    dying = hasattr(sys, "last_value")  # an exception ends this process: nobody may be left to receive
+        return  # a forked child: the connections belong to its parent
+    dying = hasattr(sys, "last_value")  # an exception ends this process: the receivers may have ended
     nccl.close(0.0 if dying else _FLUSH)

@@ -1,4 +1,4 @@
-"""What a NCCL communicator does, over gloo: collectives, and messages in order between each pair of ranks."""
+"""Implements a NCCL communicator over gloo: collectives, and messages that stay in order between two ranks."""
 
 import queue
 import threading
@@ -24,18 +24,18 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class HostRuntimeError(RuntimeError):
-    """An exchange between ranks has failed: a rank has ended, or nothing arrived within BMBURST_TIMEOUT."""
+    """An exchange between ranks failed: a rank ended, or nothing arrived within BMBURST_TIMEOUT."""
 
 
 class Work(Protocol):
-    """What gloo returns for an operation under way."""
+    """The handle that gloo returns for a pending operation."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
-        """Block until it is done; raise RuntimeError if it fails."""
+        """Block until the operation is complete; raise RuntimeError if it fails."""
 
 
 class Operation:
-    """An operation under way, and what remains to be done when it has ended."""
+    """A pending operation, and a function to call after it."""
 
     def __init__(
         self, what: str, work: Work | None, then: Callable[[], None], address: int = 0, nbytes: int = 0
@@ -48,10 +48,10 @@ class Operation:
         self.finished = False
 
     def finish(self) -> None:
-        """Block until it is done. Doing it again does nothing.
+        """Block until the operation is complete. A second call does nothing.
 
         Raises:
-            HostRuntimeError: It has failed.
+            HostRuntimeError: The operation failed.
         """
         if self.finished:
             return
@@ -61,18 +61,18 @@ class Operation:
         self.finished, self._work = True, None
 
     def overlaps(self, address: int, nbytes: int) -> bool:
-        """Whether it writes some of these bytes when it ends."""
+        """Return whether `finish` writes to a range of memory."""
         return address < self._address + self._nbytes and self._address < address + nbytes
 
 
 class GlooCommunicator:
-    """One rank of a group.
+    """The communicator of one rank of a group.
 
     Args:
-        store: Where the ranks meet, a torch.distributed `Store`; nobody else uses it.
+        store: A torch.distributed `Store` that only the ranks of this group use. Not used if `size` is 1.
         rank: This rank.
         size: Number of ranks.
-        options: gloo's, a `ProcessGroupGloo._Options`. Not needed, nor is the store, where `size` is 1.
+        options: A `ProcessGroupGloo._Options`. Not used if `size` is 1.
     """
 
     def __init__(self, store: object, rank: int, size: int, options: object) -> None:
@@ -88,7 +88,7 @@ class GlooCommunicator:
             self._gloo = gloo(store, rank, size, options)
 
     def send(self, data: Tensor, peer: int) -> Operation:
-        """Send a copy of `data` (uint8) to `peer`, without waiting for it to take it."""
+        """Send a copy of `data` (uint8) to `peer` without waiting for the receive."""
         copy, number = data.clone(), self._sent[peer]
         self._sent[peer] = (number + 1) % _TAGS
         if peer == self.rank:
@@ -100,12 +100,12 @@ class GlooCommunicator:
         return _done()
 
     def receive(self, data: Tensor, peer: int, *, later: bool) -> Operation:
-        """Receive into `data` (uint8) the next message of `peer` that has not been received yet.
+        """Receive the next message from `peer` into `data` (uint8).
 
         Args:
-            data: Its memory must live until the operation has finished.
+            data: Its memory must stay allocated until the operation has finished.
             peer: Rank of the sender.
-            later: Leave `data` as it is until the operation is finished; otherwise it may be written from now on.
+            later: Write to `data` only in `finish`. Otherwise `data` may be written to at any time before that.
         """
         number = self._received[peer]
         self._received[peer] = (number + 1) % _TAGS
@@ -115,12 +115,12 @@ class GlooCommunicator:
         what = f"receive from rank {peer}"
         arriving = torch.empty_like(data) if later else data
         work = self._start(what, lambda gloo: gloo.recv([arriving], peer, number))
-        # `data` is made again from its address: a view of foreign memory must not be held by what may outlive it.
+        # The operation may outlive the memory of `data`, so it keeps the address and not a view.
         then = (lambda: _copy_to(address, arriving)) if later else _nothing
         return Operation(self._name(what), work, then, address, nbytes)
 
     def all_reduce(self, source: Tensor, target: Tensor, reduction: str) -> Operation:
-        """Reduce over all ranks: fp16 and bf16 in fp32 inside."""
+        """Reduce over all ranks. fp16 and bf16 are accumulated in fp32."""
         total = source.float() if source.dtype in _LOW_PRECISION else target
         if total is target:
             _copy(source, target)
@@ -138,7 +138,7 @@ class GlooCommunicator:
         return Operation(self._name("all_reduce"), work, store)
 
     def reduce(self, source: Tensor, target: Tensor, reduction: str, root: int) -> Operation:
-        """Reduce over all ranks into the `target` of `root`."""
+        """Reduce over all ranks into `target` on rank `root`. fp16 and bf16 are accumulated in fp32."""
         total = source.float() if source.dtype in _LOW_PRECISION else source.clone()
 
         def store() -> None:
@@ -155,9 +155,10 @@ class GlooCommunicator:
         return Operation(self._name("reduce"), work, store)
 
     def reduce_scatter(self, source: Tensor, target: Tensor, reduction: str) -> Operation:
-        """Reduce `[size, n]` over all ranks; this rank gets row `rank`, reduced in order of ranks.
+        """Reduce `[size, n]` over all ranks in rank order. This rank gets row `rank`.
 
-        Rows travel in their own dtype, half the bytes of a sum in fp32 on the way; the sum is fp32 for fp16 and bf16.
+        Rows are sent in their own dtype and then reduced. fp16 and bf16 are accumulated in fp32, and take half the
+        bytes that a sum in fp32 would.
         """
         if self._gloo is None:
             return _done(lambda: _copy(source[0], target))
@@ -168,10 +169,10 @@ class GlooCommunicator:
         return Operation(self._name("reduce_scatter"), work, lambda: _copy(_fold(rows, reduction), target))
 
     def all_gather(self, source: Tensor, target: Tensor) -> Operation:
-        """Write row `r` of `target` (uint8, `[size, n]`) with the `source` of rank r, on all ranks."""
+        """Write the `source` of rank r to row r of `target` (uint8, `[size, n]`), on all ranks."""
         if self._gloo is None:
             return _done(lambda: _copy(source, target[0]))
-        rows = list(target.unbind())  # gloo gathers in memory of its own: `source` may be one of them
+        rows = list(target.unbind())  # gloo gathers into a buffer of its own, so `source` may be one of the rows
         work = self._start("all_gather", lambda gloo: gloo.allgather([rows], [source]))
         return Operation(self._name("all_gather"), work, _nothing)
 
@@ -187,7 +188,7 @@ class GlooCommunicator:
         return Operation(self._name("broadcast"), work, _nothing)
 
     def close(self, patience: float) -> None:
-        """Let sent messages leave, for at most `patience` seconds, and close the connections."""
+        """Wait at most `patience` seconds for pending sends, then close the connections."""
         if self._outbox is not None:
             self._outbox.close(patience)
         self._outbox = self._gloo = None
@@ -212,12 +213,12 @@ class GlooCommunicator:
 
 
 class _Outbox:
-    """Holds what is being sent until it has left: gloo drops a message whose handle is dropped."""
+    """Holds the handles of pending sends: gloo drops a message whose handle is freed."""
 
     def __init__(self, sender: str, gloo: object) -> None:
         self._sender = sender
-        # Held by the thread for as long as it waits. Dropped earlier, the connections close and end its wait; where
-        # Python is finalizing by then, the thread cannot take the GIL, and the process aborts.
+        # The thread holds a reference while it waits. If the last one were dropped earlier, the connections would close
+        # and end its wait. If Python is finalizing by then, the thread cannot take the GIL, and the process aborts.
         self._gloo = gloo
         self._under_way: queue.SimpleQueue[tuple[Work, Tensor] | None] = queue.SimpleQueue()
         self._error = ""
@@ -228,7 +229,7 @@ class _Outbox:
         self._under_way.put((work, data))
 
     def check(self) -> None:
-        """Raise HostRuntimeError if a message could not be sent."""
+        """Raise HostRuntimeError if a send failed."""
         if self._error:
             raise HostRuntimeError(self._error)
 
@@ -252,7 +253,7 @@ def _wait(what: str, work: Work) -> None:
 
 
 def _first_line(error: RuntimeError) -> str:
-    """Return the first sentence of gloo's message without the place in its source."""
+    """Return the first sentence of gloo's message, without the source location."""
     line = str(error).partition("\n")[0].partition(". ")[0]
     return line.partition("] ")[2] or line if line.startswith("[/") else line
 
@@ -271,7 +272,7 @@ def _fold(rows: Tensor, reduction: str) -> Tensor:
 
 
 def _average(total: Tensor, size: int) -> None:
-    """Divide a sum, in place; integers as NCCL does, towards zero."""
+    """Divide a sum, in place. Integers are rounded toward zero, as in NCCL."""
     total.div_(size, rounding_mode=None if total.is_floating_point() else "trunc")
 
 
@@ -285,9 +286,9 @@ def _copy(source: Tensor, target: Tensor) -> None:
 
 
 def _nothing() -> None:
-    """Leave nothing to do."""
+    """Do nothing."""
 
 
 def _done(then: Callable[[], None] = _nothing) -> Operation:
-    """Return an operation that has ended but for `then`."""
+    """Return an operation of which only `then` remains."""
     return Operation("", None, then)

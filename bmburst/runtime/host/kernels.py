@@ -1,10 +1,10 @@
-"""BMTrain's CUDA and CPU kernels in torch operations.
+"""Implements BMTrain's CUDA and CPU kernels with torch operations.
 
-Formulas are those of BMTrain 1.0.1's csrc (adam_cuda.cu, adam_cpu.hpp, cross_entropy.cu, has_inf_nan.cu), in fp32
-inside. One result differs on purpose: BMTrain's CPU code truncates fp32 to bf16, which shrinks weights by 0.28 % on
-average; here it is rounded to nearest, as BMTrain's CUDA code does.
+The formulas are those of BMTrain 1.0.1's csrc (adam_cuda.cu, adam_cpu.hpp, cross_entropy.cu, has_inf_nan.cu), computed
+in fp32. One result differs on purpose: BMTrain's CPU code truncates fp32 to bf16, which shrinks weights by 0.28 % on
+average. This module rounds to nearest, as BMTrain's CUDA code does.
 
-Pointers are addresses of contiguous memory; `stream` is not used, since operations run at once.
+Pointers are addresses of contiguous memory. No function takes a stream, because operations run at once.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ def cast(count: int, source: int, target: int, dtype: torch.dtype) -> None:
 
 
 def has_nan_inf(count: int, numbers: int, out: int, dtype: torch.dtype) -> None:
-    """Set the byte at `out` to 1 if any number is not finite; leave it otherwise."""
+    """Set the byte at `out` to 1 if any number is not finite. Otherwise leave it unchanged."""
     if count > 0 and not torch.isfinite(view(numbers, count, dtype)).all():
         view(out, 1, torch.uint8).fill_(1)
 
@@ -50,24 +50,25 @@ def adam(
     scaled_moments: bool = False,
     delta_info: int = 0,
 ) -> None:
-    """One Adam step with decoupled weight decay, in place.
+    """Do one Adam step with decoupled weight decay, in place.
 
     Args:
         count: Elements of each tensor.
         param: fp32 master parameters.
-        param_low: Their copy in `dtype`, written.
-        grad: Gradients times `scale`, in `dtype`.
-        first: First moment, fp32; with `scaled_moments` fp16 and times `scale`.
-        second: Second moment, fp32; with `scaled_moments` times `scale`.
-        betas: Decay of the moments.
+        param_low: The parameters in `dtype`; overwritten.
+        grad: Gradients multiplied by `scale`, in `dtype`.
+        first: First moment in fp32; with `scaled_moments` in fp16 and multiplied by `scale`.
+        second: Second moment in fp32; with `scaled_moments` multiplied by `scale`.
+        betas: Decay rates of the moments.
         eps: Added to the square root of the second moment.
         lr: Learning rate.
         scale: The loss scale.
-        weight_decay: Per unit of `lr`.
+        weight_decay: Weight decay; multiplied by `lr`.
         corrections: `1 - beta ** step` for both moments.
         dtype: fp16 or bf16.
-        scaled_moments: As BMTrain's fp16 CUDA kernel keeps them.
-        delta_info: Address of four fp32 numbers, or 0: mean, variance, sum and sum of squares of the updates over `lr`.
+        scaled_moments: Store the moments multiplied by `scale`, as BMTrain's fp16 CUDA kernel does.
+        delta_info: Address of four fp32 numbers to write: mean, variance, sum and sum of squares of the updates divided
+            by `lr`. 0: write none.
     """
     if count <= 0:
         return
@@ -95,10 +96,10 @@ def adam(
 def cross_entropy_forward(
     rows: int, columns: int, logits: int, target: int, softmax: int, out: int, ignore: int, dtype: torch.dtype
 ) -> None:
-    """Write the softmax of each row, in `dtype`, and its loss, in fp32; the loss of an ignored row is 0.
+    """Write the softmax of each row in `dtype` and its loss in fp32. The loss of an ignored row is 0.
 
     Raises:
-        IndexError: A target is neither a column nor `ignore`. (On a GPU it reads foreign memory.)
+        IndexError: A target is neither a column nor `ignore`. (BMTrain's CUDA kernel reads out of bounds.)
     """
     targets = view(target, rows, torch.int32).long()
     valid = targets != ignore
@@ -117,7 +118,7 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(rows: int, columns: int, grad: int, target: int, softmax: int, dtype: torch.dtype) -> None:
-    """Turn each row of softmax into the gradient of its logits, in place."""
+    """Replace each row of softmax by the gradient of its logits, in place."""
     targets, grads = view(target, rows, torch.int32).long(), view(grad, rows, F32)
     for at, (probability,) in _blocks(rows, columns, dtype, softmax):
         gradient = probability.float()
@@ -128,21 +129,21 @@ def cross_entropy_backward(rows: int, columns: int, grad: int, target: int, soft
 
 
 def sum_exp(rows: int, columns: int, logits: int, largest: int, out: int, dtype: torch.dtype) -> None:
-    """Write the sum of `exp(logit - largest)` of each row, in fp32."""
+    """Write the sum of `exp(logit - largest)` of each row in fp32."""
     maxima, sums = view(largest, rows, F32), view(out, rows, F32)
     for at, (x,) in _blocks(rows, columns, dtype, logits):
         sums[at] = (x.float() - maxima[at][:, None]).exp_().sum(1)
 
 
 def softmax(rows: int, columns: int, logits: int, largest: int, total: int, dtype: torch.dtype) -> None:
-    """Turn each row into `exp(logit - largest) / total`, in place."""
+    """Replace each row of logits by `exp(logit - largest) / total`, in place."""
     maxima, totals = view(largest, rows, F32), view(total, rows, F32)
     for at, (x,) in _blocks(rows, columns, dtype, logits):
         x.copy_((x.float() - maxima[at][:, None]).exp_().div_(totals[at][:, None]))
 
 
 def _blocks(rows: int, columns: int, dtype: torch.dtype, *addresses: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield row ranges and those rows of each `[rows, columns]` matrix, few enough at a time to hold in fp32."""
+    """Yield ranges of rows and those rows of each `[rows, columns]` matrix: about `_BLOCK` elements or one row."""
     matrices = [view(address, rows * columns, dtype).view(rows, columns) for address in addresses]
     step = max(1, _BLOCK // max(1, columns))
     for start in range(0, rows, step):

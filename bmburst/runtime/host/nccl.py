@@ -1,8 +1,8 @@
-"""The NCCL half of `bmtrain.C`: the names, arguments and order of the C functions, over gloo.
+"""Implements the NCCL functions of `bmtrain.C` over gloo, with the names and arguments of the C functions.
 
-As in NCCL, what is called between ncclGroupStart and the outermost ncclGroupEnd of a thread is launched together
-there, and messages between two ranks of a communicator match in the order in which they were called. Unlike NCCL, a
-collective is complete when its call, or the group that holds it, returns, and so is a receive on the default stream.
+As in NCCL, the calls that a thread makes between ncclGroupStart and the outermost ncclGroupEnd are launched together at
+that end. Messages between two ranks of a communicator match in the order of the calls. Unlike in NCCL, a collective is
+complete when its call returns, or the ncclGroupEnd of its group. The same holds for a receive on the default stream.
 """
 
 import itertools
@@ -32,9 +32,9 @@ _DEFAULT_TIMEOUT = 1800.0  # seconds, as torch.distributed's
 
 
 class Rendezvous:
-    """Makes unique ids and opens what they name. A store is served by each process that made an id.
+    """Makes unique ids and opens the stores that they name. A process that makes an id serves a store.
 
-    One connection a process and server: to connect costs a reverse DNS query, which may take seconds.
+    A process opens one connection to each server: connecting does a reverse DNS query, which may take seconds.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
@@ -43,13 +43,13 @@ class Rendezvous:
         self._stores: dict[str, Any] = {}  # torch.distributed TCPStores, by "host port"
         self._numbers = itertools.count()
         self.timeout = _timeout(environment)
-        # Launchers of several nodes give their ranks one store, which each finds on its loopback: no rank opens a port,
-        # and torch asks for no name of another host's address.
+        # The launchers of several nodes give their ranks one store, which each rank finds on its loopback. So no rank
+        # opens a port, and torch does no reverse DNS query for the address of another host.
         named = bool(environment.get("BMBURST_NODE_0")) and not self._on_one_host()
         self._launcher = (environment["MASTER_ADDR"], environment["MASTER_PORT"]) if named else None
 
     def unique_id(self) -> bytes:
-        """Return 128 bytes that name a meeting point in this process: `address port number token`."""
+        """Return 128 bytes that name a new key prefix in a store: `address port number token`."""
         if not self._address and self._launcher is not None:
             self._address = _LAUNCHER
         if not self._address:
@@ -65,7 +65,8 @@ class Rendezvous:
         """Return the store that `unique_id` names, a `torch.distributed.Store`.
 
         Raises:
-            RuntimeError: These are not bytes from `unique_id`.
+            RuntimeError: `unique_id` did not make these bytes, or they name a launcher's store and this rank has no
+                launcher.
         """
         parts = unique_id.rstrip(b"\0").decode(errors="replace").split(" ")
         if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
@@ -84,7 +85,7 @@ class Rendezvous:
         return _C10D.PrefixStore(f"communicator/{number}/{token}", self._stores[address])
 
     def options(self) -> object:
-        """Return gloo's options: loopback on one host, else the interface that the system or the user picks."""
+        """Return gloo's options: loopback on one host, else the interfaces that the user names or the system picks."""
         gloo = _C10D.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = self.timeout
@@ -127,8 +128,8 @@ def _node_0(environment: Mapping[str, str]) -> str:
 def _reachable_address(environment: Mapping[str, str]) -> str:
     """Return an address of this host that the hosts of the other ranks can reach.
 
-    It is the one from which this host reaches node 0. Where that is a loopback address, this host is node 0, and it is
-    the one that the others know it by.
+    It is the source address of packets to node 0. If that is a loopback address, this host is node 0, and the result is
+    the address of node 0's name.
     """
     master = _node_0(environment)
     port = int(environment.get("MASTER_PORT", "0")) or 9  # discard; nothing is sent
@@ -143,7 +144,7 @@ def _reachable_address(environment: Mapping[str, str]) -> str:
     raise RuntimeError(f"this host has no route to node 0, '{master}'")
 
 
-# ncclDataType_t and ncclRedOp_t in nccl.h, as far as bmtrain.nccl names them. Its ncclBool is ncclInt8.
+# ncclDataType_t and ncclRedOp_t of nccl.h: the values that bmtrain.nccl names. Its ncclBool is ncclInt8.
 DTYPES = {
     0: torch.int8,
     1: torch.uint8,
@@ -159,12 +160,12 @@ OPERATORS = ("sum", "prod", "max", "min", "avg")
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call that has not been launched yet."""
+    """A call that has not been launched."""
 
     launch: Callable[[], Operation]
     stream: Stream
-    touches: tuple[tuple[int, int], ...]  # address and bytes of what it reads and writes
-    later: bool = False  # it may still be under way when the call returns
+    touches: tuple[tuple[int, int], ...]  # address and size in bytes of memory that it reads or writes
+    later: bool = False  # it may still be pending when the call returns
 
 
 class _NcclGroup(threading.local):
@@ -176,7 +177,7 @@ class _NcclGroup(threading.local):
 
 
 class Nccl:
-    """NCCL's functions as `bmtrain.C` offers them; errors are raised, not returned."""
+    """The NCCL functions that `bmtrain.C` has. Errors are raised, not returned."""
 
     def __init__(self, streams: Streams, rendezvous: Rendezvous) -> None:
         self._streams = streams
@@ -185,14 +186,14 @@ class Nccl:
         self._next_handle = 1
         self._group = _NcclGroup()
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        """What is around every launch, which blocks the host: a measurement."""
+        """Makes the context in which calls are launched. It measures how long they block the host."""
 
     def ncclGetUniqueId(self) -> bytes:
-        """Return what one rank makes and every rank of a new communicator passes to `ncclCommInitRank`."""
+        """Return a new id. One rank makes it, and every rank of the communicator passes it to `ncclCommInitRank`."""
         return self._rendezvous.unique_id()
 
     def ncclCommInitRank(self, unique_id: bytes, size: int, rank: int) -> int:
-        """Meet the other ranks; return a handle."""
+        """Create a communicator with the other ranks and return its handle."""
         if size > 1:
             communicator = GlooCommunicator(self._rendezvous.open(unique_id), rank, size, self._rendezvous.options())
         else:
@@ -202,7 +203,7 @@ class Nccl:
         return handle
 
     def ncclCommDestroy(self, handle: int) -> None:
-        """Close a communicator once what was sent on it has left."""
+        """Close a communicator after its pending sends."""
         self._of(handle)
         self._communicators.pop(handle).close(self._rendezvous.timeout.total_seconds())
 
@@ -215,11 +216,11 @@ class Nccl:
         return self._of(handle).rank
 
     def ncclGroupStart(self) -> None:
-        """Hold back what this thread calls from now on. Groups nest."""
+        """Defer the calls of this thread until the group ends. Groups nest."""
         self._group.depth += 1
 
     def ncclGroupEnd(self) -> None:
-        """Launch together what was held back, at the end of the outermost group."""
+        """Launch the deferred calls together at the end of the outermost group."""
         if self._group.depth == 0:
             raise RuntimeError("ncclGroupEnd without ncclGroupStart")
         self._group.depth -= 1
@@ -229,7 +230,7 @@ class Nccl:
                 _run(calls)
 
     def ncclAllReduce(self, source: int, target: int, count: int, dtype: int, op: int, comm: int, stream: int) -> None:
-        """Reduce over all ranks, on all ranks."""
+        """Reduce over all ranks. Every rank gets the result."""
         communicator, out = self._of(comm), _tensor(target, count, dtype)
         data, reduction = _tensor(source, count, dtype), _operator(op)
         self._call(lambda: communicator.all_reduce(data, out, reduction), stream, data, out)
@@ -237,7 +238,7 @@ class Nccl:
     def ncclReduce(
         self, source: int, target: int, count: int, dtype: int, op: int, root: int, comm: int, stream: int
     ) -> None:
-        """Reduce over all ranks, on rank `root`."""
+        """Reduce over all ranks. Rank `root` gets the result."""
         communicator, reduction = self._of(comm), _operator(op)
         data = _tensor(source, count, dtype)
         out = _tensor(target, count, dtype) if communicator.rank == root else data  # not written elsewhere
@@ -252,7 +253,7 @@ class Nccl:
         self._call(lambda: communicator.broadcast(data, out, root), stream, data, out)
 
     def ncclAllGather(self, source: int, target: int, count: int, dtype: int, comm: int, stream: int) -> None:
-        """Gather `count` elements of each rank, in order of ranks, on all ranks."""
+        """Gather `count` elements of each rank in rank order, on all ranks."""
         communicator = self._of(comm)
         data, out = _bytes(source, count, dtype), _bytes(target, count * communicator.size, dtype)
         rows = out.view(communicator.size, -1)
@@ -261,32 +262,32 @@ class Nccl:
     def ncclReduceScatter(
         self, source: int, target: int, count: int, dtype: int, op: int, comm: int, stream: int
     ) -> None:
-        """Reduce over all ranks; rank r gets the r-th `count` elements."""
+        """Reduce over all ranks. Rank r gets the r-th block of `count` elements."""
         communicator, reduction = self._of(comm), _operator(op)
         data, out = _tensor(source, count * communicator.size, dtype), _tensor(target, count, dtype)
         rows = data.view(communicator.size, -1)
         self._call(lambda: communicator.reduce_scatter(rows, out, reduction), stream, data, out)
 
     def ncclSend(self, source: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> None:
-        """Send to rank `peer`; returns at once, and the memory may be reused."""
+        """Send a copy of the memory to rank `peer`. Does not wait for the receive."""
         communicator, data = self._with(comm, peer), _bytes(source, count, dtype)
         self._call(lambda: communicator.send(data, peer), stream, data)
 
     def ncclRecv(self, target: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> None:
-        """Receive from rank `peer`; on a stream other than the default, waiting for the stream waits for it."""
+        """Receive from rank `peer`. If the stream is not the default, waiting for it waits for the message."""
         communicator, out = self._with(comm, peer), _bytes(target, count, dtype)
         later = self._streams.of(stream) is not self._streams.default
         self._call(lambda: communicator.receive(out, peer, later=later), stream, out, later=later)
 
     def close(self, patience: float) -> None:
-        """Close every communicator; wait for what is being sent, for at most `patience` seconds each."""
+        """Close every communicator. Wait at most `patience` seconds for the pending sends of each."""
         for communicator in self._communicators.values():
             communicator.close(patience)
         self._communicators.clear()
 
     def _call(self, launch: Callable[[], Operation], stream: int, *data: Tensor, later: bool = False) -> None:
         if data[0].numel() == 0:
-            return  # as NCCL: nothing moves, on no rank
+            return  # as in NCCL, no rank sends anything
         touches = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in data)
         call = _Call(launch=launch, stream=self._streams.of(stream), touches=touches, later=later)
         if self._group.depth:
@@ -308,7 +309,7 @@ class Nccl:
 
 
 def _run(calls: list[_Call]) -> None:
-    """Launch all calls, then wait for those that must be complete."""
+    """Launch all calls, then wait for those that must be complete on return."""
     for call in calls:
         for address, nbytes in call.touches:
             call.stream.settle(address, nbytes)

@@ -1,8 +1,8 @@
-"""Patches torch.cuda for BMTrain on a machine without CUDA, and builds the stand-in for its extension `bmtrain.C`.
+"""Patches torch.cuda for BMTrain on a machine without CUDA, and builds a replacement of its extension `bmtrain.C`.
 
-Each change to torch only affects what would otherwise be an error without CUDA (a stream, `device="cuda"`, `.cuda()`),
-or answers to BMTrain's own modules alone (`is_cuda`, `.cpu()`): other libraries, and torch itself, see the truth.
-`torch.cuda.is_available()` stays False. The stand-in has every name that BMTrain's csrc/bind.cpp defines.
+A patch changes what is an error without CUDA (a stream, `device="cuda"`, `.cuda()`), or what BMTrain's own modules get
+(`is_cuda`, `.cpu()`). Other libraries and torch itself get torch's results. `torch.cuda.is_available()` stays False.
+The replacement has every name that BMTrain's csrc/bind.cpp defines.
 """
 
 import functools
@@ -16,31 +16,39 @@ import torch
 from torch import Tensor
 
 from bmburst.runtime.host import kernels
+from bmburst.runtime.host.cuda import patch_cuda_module
 from bmburst.runtime.host.nccl import Nccl
 from bmburst.runtime.host.streams import Stream, Streams
 
-_STORAGES = ("Float", "Double", "Half", "BFloat16", "Char", "Byte", "Short", "Int", "Long", "Bool")
 _FACTORIES = (
-    "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones",
-    "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "tensor", "zeros",
-    "zeros_like",
+    "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_like", "empty_permuted",
+    "empty_strided", "eye", "full", "full_like", "hamming_window", "hann_window", "kaiser_window", "linspace",
+    "logspace", "normal", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
+    "randperm", "range", "scalar_tensor", "sparse_coo_tensor", "sparse_csr_tensor", "tensor", "tril_indices",
+    "triu_indices", "zeros", "zeros_like",
 )  # fmt: skip
+_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def apply(streams: Streams) -> None:
-    """Change torch in this process, for good."""
+    """Patch torch in this process. The patches are permanent."""
     _remember_real_functions()
-    _patch_cuda_module(streams)
+    patch_cuda_module(streams)
     for name in _FACTORIES:
         _patch_factory(name)
     _patch_tensor()
+    for name in _METHODS:
+        setattr(Tensor, name, _on_the_host(getattr(Tensor, name)))
+    _patch_default_device()
+    _patch_generator()
+    _patch_load()
 
 
 def _remember_real_functions() -> None:
-    """Fill torch's own tables of its factories while they hold the real ones.
+    """Make torch fill its tables of factory functions before these are patched.
 
-    `with torch.device(...)`, tensor subclasses and TorchScript look factories up by identity, in tables that are made
-    at first use.
+    `with torch.device(...)`, tensor subclasses and TorchScript look up factory functions by identity, in tables that
+    torch fills on first use.
     """
     import torch.jit._builtins
     import torch.overrides
@@ -53,61 +61,12 @@ def _remember_real_functions() -> None:
     builtins._get_builtin_table()
 
 
-def _patch_cuda_module(streams: Streams) -> None:
-    cuda: Any = torch.cuda
-    set_rng_state = cuda.set_rng_state
-
-    def set_state(state: Tensor, device: object = "cuda") -> None:
-        # Without CUDA, torch keeps such a call for when CUDA is initialised. A state of the CPU is ours.
-        if state.numel() == torch.get_rng_state().numel():
-            torch.set_rng_state(state)
-        else:
-            set_rng_state(state, device)
-
-    cuda.Stream, cuda.Event = streams.Stream, streams.Event
-    cuda.stream, cuda.set_stream = streams.use, streams.set_stream
-    cuda.current_stream, cuda.default_stream = streams.current, streams.default_stream
-    cuda.synchronize = streams.synchronize
-    cuda.current_device = lambda: 0
-    cuda.set_device = _ignore
-    cuda.get_rng_state = lambda *_: torch.get_rng_state()
-    cuda.set_rng_state = set_state
-    cuda.memory_summary = lambda *_, **__: "no CUDA memory: bmburst's host runtime is in use"
-    cuda.reset_peak_memory_stats = _ignore
-    for name in _STORAGES:
-        setattr(cuda, f"{name}Storage", _constructor(f"{name}Storage"))
-    cuda.FloatTensor = _constructor("FloatTensor")
-
-
-def _ignore(*_: object, **__: object) -> None:
-    """Do nothing."""
-
-
-def _constructor(name: str) -> type:
-    """Return a class that makes CPU objects: none is an instance of it, as none is of the CUDA class."""
-    host = getattr(torch, name)
-
-    def make(cls: type, *args: object, **kwargs: object) -> object:
-        del cls
-        return host(*args, **kwargs)
-
-    return type(name, (), {"__new__": make, "__module__": "torch.cuda"})
-
-
 def _patch_factory(name: str) -> None:
-    """Let a function that makes tensors take `device="cuda"` and `pin_memory=True`, which are errors without CUDA."""
+    """Let a factory function take `device="cuda"` and `pin_memory=True`, which are errors without CUDA."""
     import torch.jit._builtins
 
     real = getattr(torch, name)
-
-    @functools.wraps(real)
-    def factory(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs["device"] = "cpu"
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return real(*args, **kwargs)
-
+    factory = _on_the_host(real)
     setattr(torch, name, factory)
     builtin: Any = torch.jit._builtins
     operator = builtin._find_builtin(real)
@@ -115,11 +74,92 @@ def _patch_factory(name: str) -> None:
         builtin._register_builtin(factory, operator)
 
 
+def _on_the_host(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a tensor, with the keywords that ask for a GPU turned to the CPU."""
+
+    @functools.wraps(real)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return real(*args, **kwargs)
+
+    return make
+
+
+def _patch_default_device() -> None:
+    """Let `with torch.device("cuda")` and `torch.set_default_device("cuda")` make tensors on the CPU."""
+    import torch.utils._device
+
+    context: Any = torch.utils._device.DeviceContext
+    real = context.__init__
+
+    def start(self: object, device: object) -> None:
+        real(self, "cpu" if _is_cuda(device) else device)
+
+    context.__init__ = functools.wraps(real)(start)
+
+
+def _patch_generator() -> None:
+    """Let `torch.Generator(device="cuda")` make a generator of the CPU."""
+    real = torch.Generator
+
+    class Kind(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, real)
+
+    class Generator(metaclass=Kind):
+        __doc__, __module__, __qualname__ = real.__doc__, "torch", "Generator"  # where pickle finds it
+
+        def __new__(cls, device: object = "cpu") -> Any:
+            return real("cpu" if _is_cuda(device) else device)  # type: ignore[arg-type]
+
+    module: Any = torch
+    module.Generator = Generator
+
+
+def _patch_load() -> None:
+    """Let `torch.load` read what was saved on a GPU, or is wanted on one, into the host's memory."""
+    module: Any = torch
+    real_load = module.load
+
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return real_load(f, _to_the_host(map_location), *args, **kwargs)
+
+    for storage in (torch.UntypedStorage, torch.TypedStorage):
+        kind: Any = storage
+        kind.cuda = functools.wraps(kind.cuda)(lambda self, *_, **__: self)
+    module.load = functools.wraps(real_load)(load)
+
+
+def _to_the_host(wanted: Any) -> Callable[[torch.UntypedStorage, str], Any]:
+    """Return the `map_location` that does what `wanted` does, and keeps on the CPU what would go to a GPU."""
+
+    def locate(storage: torch.UntypedStorage, saved_on: str) -> Any:
+        if callable(wanted):
+            placed = wanted(storage, saved_on)
+            if placed is not None:
+                return placed
+            place: object = saved_on
+        elif isinstance(wanted, dict):
+            place = wanted.get(saved_on, saved_on)
+        else:
+            place = saved_on if wanted is None else wanted
+        if _is_cuda(place):
+            return storage
+        serialization: Any = torch.serialization
+        return serialization.default_restore_location(storage, str(place))
+
+    return locate
+
+
 def _patch_tensor() -> None:
     tensor: Any = Tensor
     storage: Any = torch.TypedStorage
     real_is_cuda, real_storage_is_cuda = tensor.is_cuda, storage.is_cuda
     real_to, real_cpu, real_record_stream = tensor.to, tensor.cpu, tensor.record_stream
+    real_type = tensor.type
 
     def is_cuda(self: Tensor) -> bool:
         return _asked_by_bmtrain() or bool(real_is_cuda.__get__(self))
@@ -149,6 +189,13 @@ def _patch_tensor() -> None:
         else:
             real_record_stream(self, stream)
 
+    def type_(self: Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        name = f"{dtype.__module__}.{dtype.__name__}" if isinstance(dtype, type) else dtype
+        if isinstance(name, str) and name.startswith("torch.cuda."):
+            return _moved(self, real_type(self, name.replace(".cuda.", "."), non_blocking, **kwargs))
+        return real_type(self, dtype, non_blocking, **kwargs)
+
+    tensor.type = functools.wraps(real_type)(type_)
     tensor.is_cuda = property(is_cuda)
     storage.is_cuda = property(storage_is_cuda)
     tensor.cuda = functools.wraps(tensor.cuda)(to_cuda)
@@ -159,9 +206,9 @@ def _patch_tensor() -> None:
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:
-    """Return what a copy to a GPU gives: memory of its own, which BMTrain counts on when it takes the storage.
+    """Return the result of a copy to a GPU: a tensor with memory of its own. BMTrain takes over its storage.
 
-    A parameter is on the "GPU" already: BMTrain's blocks hold its memory, and it must stay theirs.
+    A parameter is not copied, as if it were on the GPU already: BMTrain's blocks hold its memory.
     """
     return after.clone() if after is before and not isinstance(before, torch.nn.Parameter) else after
 
@@ -175,7 +222,7 @@ def _is_cuda(device: object) -> bool:
 
 
 def _asked_by_bmtrain() -> bool:
-    """Whether a patched name was used by a module of BMTrain."""
+    """Return whether a module of BMTrain called the patched function."""
     caller: Callable[[int], Any] = sys._getframe
     return str(caller(2).f_globals.get("__name__", "")).partition(".")[0] == "bmtrain"
 
@@ -185,7 +232,7 @@ MARK = "__bmburst_host_runtime__"
 
 
 def build_extension(nccl: Nccl) -> types.ModuleType:
-    """Return the module."""
+    """Return the module that replaces `bmtrain.C`."""
     module = types.ModuleType(EXTENSION, "BMTrain's extension on the CPU, by bmburst's host runtime.")
     functions: dict[str, Callable[..., object]] = {
         "is_bf16_supported": lambda: 1,
@@ -211,7 +258,7 @@ def build_extension(nccl: Nccl) -> types.ModuleType:
 
 
 def has_nan_inf(n: int, g: int, mid: int, out: int, stream: int, *, dtype: torch.dtype) -> None:
-    """See `kernels.has_nan_inf`; `mid` is scratch memory of the CUDA kernel."""
+    """See `kernels.has_nan_inf`. `mid` is scratch memory that only the CUDA kernel needs."""
     del mid, stream
     kernels.has_nan_inf(n, g, out, dtype)
 
@@ -221,7 +268,7 @@ def adam(
     beta1: float, beta2: float, eps: float, lr: float, scale: float, decay: float,
     correction1: float, correction2: float, stream: int, *, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """BMTrain's CUDA Adam: see `kernels.adam`. The fp16 one keeps its moments times the loss scale."""
+    """BMTrain's CUDA Adam; see `kernels.adam`. In fp16 the moments are stored multiplied by the loss scale."""
     del stream
     kernels.adam(
         n, p, p_low, g, m, v, (beta1, beta2), eps, lr, scale, decay, (correction1, correction2),
@@ -234,7 +281,7 @@ def adam_cpu(
     beta1: float, beta2: float, eps: float, lr: float, scale: float, decay: float,
     correction1: float, correction2: float, *, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """BMTrain's CPU Adam, of AdamOffloadOptimizer: see `kernels.adam`."""
+    """BMTrain's CPU Adam, which AdamOffloadOptimizer calls; see `kernels.adam`."""
     kernels.adam(
         n, p, p_low, g, m, v, (beta1, beta2), eps, lr, scale, decay, (correction1, correction2),
         dtype=dtype, delta_info=delta_info,
@@ -252,7 +299,7 @@ def cross_entropy_forward(
 def cross_entropy_backward_inplace(
     m: int, n: int, grad: int, target: int, x: int, ignore: int, stream: int, *, dtype: torch.dtype
 ) -> None:
-    """See `kernels.cross_entropy_backward`; an ignored row's incoming gradient is already 0."""
+    """See `kernels.cross_entropy_backward`. The incoming gradient of an ignored row is 0 already."""
     del ignore, stream
     kernels.cross_entropy_backward(m, n, grad, target, x, dtype)
 

@@ -1,10 +1,10 @@
-"""CUDA streams and events where there is no CUDA.
+"""Replaces CUDA streams and events on a machine without CUDA.
 
-Operations on CPU tensors run at once, so all that a stream has to keep in order are the messages received on it:
-whoever waits for the stream waits for them. What is received on the default stream is complete before the call
-returns, since the torch operation that follows reads it.
+Operations on CPU tensors run at once, so a stream has only received messages to keep in order. Waiting for a stream
+waits for the messages received on it. A receive on the default stream is complete when its call returns, because the
+next torch operation may read the message.
 
-One thing differs from a GPU: a torch operation inside `with torch.cuda.stream(side)` does not wait for what was
+One thing differs from a GPU: a torch operation inside `with torch.cuda.stream(side)` does not wait for the messages
 received on `side`. Wait for the stream, or for an event recorded on it, before reading.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 def view(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the `count` elements at `address` as a tensor that shares their memory and does not keep it alive.
+    """Return the `count` elements at `address` as a tensor that shares their memory but does not keep it allocated.
 
     Args:
         address: First byte, as from `Tensor.data_ptr`. May be 0 where `count` is 0.
@@ -38,21 +38,21 @@ DEFAULT_HANDLE = 0  # as cudaStreamLegacy in the CUDA runtime
 
 
 class PendingMessage(Protocol):
-    """A message on its way in."""
+    """A message that is being received."""
 
     @property
     def finished(self) -> bool:
         """Whether `finish` has returned."""
 
     def finish(self) -> None:
-        """Block until the message has arrived and its memory holds it. Doing it again does nothing."""
+        """Block until the message is in its memory. A second call does nothing."""
 
     def overlaps(self, address: int, nbytes: int) -> bool:
-        """Whether the message goes into some of these bytes."""
+        """Return whether the message is written to a range of memory."""
 
 
 class Stream:
-    """Stands for `torch.cuda.Stream`: the messages received on it that nobody has waited for yet."""
+    """Replaces `torch.cuda.Stream`: holds the received messages that have not been waited for."""
 
     streams: ClassVar["Streams"]  # set on the subclass that each `Streams` makes
     device_index = 0
@@ -73,11 +73,11 @@ class Stream:
         return tuple(self._pending)
 
     def add(self, transfer: PendingMessage) -> None:
-        """Put a message that is on its way in on this stream."""
+        """Add a message that is being received on this stream."""
         self._pending = [*self.pending, transfer]
 
     def depend_on(self, transfers: Sequence[PendingMessage]) -> None:
-        """Let everything that follows on this stream come after `transfers`."""
+        """Make what follows on this stream wait for `transfers`."""
         if self is self.streams.default or self is self.streams.current():
             for transfer in transfers:
                 transfer.finish()
@@ -85,13 +85,13 @@ class Stream:
             self._pending = [*self.pending, *transfers]
 
     def settle(self, address: int, nbytes: int) -> None:
-        """Finish what was received on this stream into memory that the next operation on it reads or writes."""
+        """Finish the messages of this stream whose memory the next operation on it reads or writes."""
         for transfer in self.pending:
             if transfer.overlaps(address, nbytes):
                 transfer.finish()
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep the memory of `tensor` until nothing is pending on this stream (`Tensor.record_stream`)."""
+        """Keep the memory of `tensor` allocated until no message is pending on this stream (`Tensor.record_stream`)."""
         if self.pending:
             self._kept.append(tensor)
 
@@ -116,13 +116,13 @@ class Stream:
         self._kept.clear()
 
     def query(self) -> bool:
-        """Return True, after waiting: gloo cannot say whether a message has arrived."""
+        """Wait and return True: gloo cannot tell whether a message has arrived."""
         self.synchronize()
         return True
 
 
 class Event:
-    """Stands for `torch.cuda.Event`: what was pending on a stream when it was recorded."""
+    """Replaces `torch.cuda.Event`: holds the messages that were pending on a stream when it was recorded."""
 
     streams: ClassVar["Streams"]  # set on the subclass that each `Streams` makes
 
@@ -146,17 +146,17 @@ class Event:
             transfer.finish()
 
     def query(self) -> bool:
-        """Return True, after waiting: gloo cannot say whether a message has arrived."""
+        """Wait and return True: gloo cannot tell whether a message has arrived."""
         self.synchronize()
         return True
 
     def elapsed_time(self, end: "Event") -> float:
-        """Return the milliseconds from when this event was recorded to when `end` was."""
+        """Return the milliseconds between the recording of this event and of `end`."""
         return (end._seconds - self._seconds) * 1e3
 
 
 class Streams:
-    """Every stream of the process, and which one is current in each thread."""
+    """All streams of the process, and the current stream of each thread."""
 
     def __init__(self) -> None:
         self._living: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
@@ -167,14 +167,14 @@ class Streams:
         self.default = self.Stream()
 
     def enter(self, stream: Stream) -> int:
-        """Register a new stream; return its handle, unlike that of any other stream of the process."""
+        """Register a new stream and return its handle, which is unique in the process."""
         handle = self._next_handle
         self._next_handle += 1
         self._living[handle] = stream
         return handle
 
     def of(self, handle: int) -> Stream:
-        """Return the stream that C functions are given as `handle`."""
+        """Return the stream with a handle, as C functions get it."""
         return self._living[handle]
 
     def current(self, device: object = None) -> Stream:

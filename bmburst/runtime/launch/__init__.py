@@ -1,8 +1,8 @@
-"""Start the ranks of a program on this node, watch over them, and report once what went wrong.
+"""Starts the ranks of a program on this node, watches them, and reports an error once.
 
-`spec` holds what the user asked for, or what a SLURM step says. `run` gives ranks their environment and waits for
-their end, `agent` starts and ends them, `result` turns the result into one message and an exit status. `nodes`
-connects the launchers of several nodes through `relay`. `guard` is a process of its own beside the launcher.
+`spec` holds the options of a launch and reads a SLURM step. `run` sets the environment of the ranks and waits for them.
+`agent` starts and ends the ranks. `result` turns their ends into one message and an exit status. `nodes` connects the
+launchers of several nodes through `relay`. `guard` runs in a process of its own and cleans up after a killed launcher.
 """
 
 from bmburst.runtime.launch.run import launch

@@ -1,7 +1,8 @@
 """Starts the ranks of this node in a thread, and ends them when one fails or the run is stopped.
 
-In a thread because the kernel's "kill me when my parent dies" is tied to the thread that started a process. The main
-thread takes signals and may end the ranks as well; this one then sees that they are gone.
+Ranks ask Linux to kill them when their parent dies (PR_SET_PDEATHSIG), and the parent is the thread that started them.
+So the ranks have a thread of their own. The main thread handles signals and may end the ranks too. The thread then sees
+that they have ended.
 """
 
 import contextlib
@@ -19,11 +20,11 @@ from bmburst.runtime.launch import guard
 from bmburst.runtime.launch.nodes import NodeWatch
 from bmburst.runtime.launch.spec import LaunchSpec, StoreAddress
 
-GRACE = 5.0  # seconds from Ctrl-C to SIGKILL: time to close files, but not for a rank that waits for a dead one
+GRACE = 5.0  # seconds from a signal to SIGKILL: enough to close files; a rank that waits for a dead one never ends
 
 
 def start_guard(folder: Path) -> subprocess.Popen[bytes]:
-    """Start the process that clears up should this one be killed; closing its standard input ends it."""
+    """Start the process that cleans up if this one is killed. Closing its standard input ends it."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(Path(guard.__file__)), str(folder)],
         stdin=subprocess.PIPE,
@@ -36,12 +37,12 @@ def start_guard(folder: Path) -> subprocess.Popen[bytes]:
 
 @dataclass(slots=True)
 class GracefulStop:
-    """Stops a run from outside: sends each rank one signal, and kills the ranks that remain after `GRACE`.
+    """Stops a run: sends each rank one signal, and kills the ranks that remain after `GRACE`.
 
     Args:
-        folder: The run's folder, in which ranks sign in.
-        signum: The signal that ranks get: SIGINT lets Python clean up, SIGTERM ends it.
-        patient: Ranks end in order by themselves, and may take their time.
+        folder: The run's folder, where ranks register their process ids.
+        signum: The signal to send. SIGINT lets Python clean up; SIGTERM ends it.
+        patient: Do not kill ranks after `GRACE`: they handle the signal and end by themselves.
     """
 
     folder: Path
@@ -52,15 +53,15 @@ class GracefulStop:
 
     def __post_init__(self) -> None:
         self._deadline = float("inf") if self.patient else time.monotonic() + GRACE
-        (self.folder / "stop").touch()  # before looking for ranks: one that signs in later finds it
+        (self.folder / "stop").touch()  # before looking for ranks: a rank that registers later finds it
 
     @property
     def overdue(self) -> bool:
-        """Whether the ranks have had their time."""
+        """Whether `GRACE` has passed; never true if `patient`."""
         return time.monotonic() > self._deadline
 
     def press(self, *, now: bool = False) -> None:
-        """Send the signal to ranks that have not had it; kill all after `GRACE` or with `now`."""
+        """Send the signal to ranks that have not received it. Kill all ranks after `GRACE`, or with `now`."""
         if now or self.overdue:
             guard.kill_groups(self.folder)
             return
@@ -72,25 +73,25 @@ class GracefulStop:
 
 
 def all_polite(folder: Path) -> bool:
-    """Return whether there are ranks and every running one handles the signal itself (`watchdog.polite`)."""
+    """Return whether ranks are running and each of them handles the signal itself (`watchdog.polite`)."""
     living = [rank for rank, pid in guard.rank_pids(folder).items() if guard.start_time(pid)]
     return bool(living) and all((folder / f"polite.{rank}").exists() for rank in living)
 
 
 RANK_SCRIPT = Path(__file__).parents[1] / "rank.py"
 _POLL = 0.05  # seconds
-_LOOK = 1.0  # seconds between two looks for stopped ranks
+_LOOK = 1.0  # seconds between two checks for stopped ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnd:
-    """How a rank that failed ended.
+    """The end of a rank that failed.
 
     Attributes:
         rank: Its number in the run.
         local_rank: Its number on this node.
         status: Its exit status; -N when signal N ended it.
-        enforced: Whether the launcher killed it, beside another that had failed.
+        enforced: Whether the launcher ended it by SIGKILL.
     """
 
     rank: int
@@ -101,12 +102,12 @@ class RankEnd:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the thread leaves behind.
+    """The result of the agent thread.
 
     Attributes:
         failed: The failed ranks.
-        error: What kept ranks from starting.
-        stopped: Local ranks that were stopped, as by SIGSTOP, when the first one failed or the launcher ended them.
+        error: The exception that kept ranks from starting.
+        stopped: Local ranks that were stopped (as by SIGSTOP) when a rank failed or the launcher ended the run.
         stood_still: Whether the launcher ended the run because a rank stayed stopped.
     """
 
@@ -131,7 +132,7 @@ def torchrun_arguments(spec: LaunchSpec) -> list[str]:
 
 
 def rank_environment(spec: LaunchSpec, local_rank: int, address: StoreAddress) -> dict[str, str]:
-    """Return the environment variables of a rank, named as torchrun names them.
+    """Return the environment variables of a rank, with the names that torchrun uses.
 
     Args:
         spec: The run.
@@ -142,7 +143,7 @@ def rank_environment(spec: LaunchSpec, local_rank: int, address: StoreAddress) -
     facts = {
         "LOCAL_RANK": local_rank, "RANK": rank, "GROUP_RANK": spec.node_rank, "ROLE_RANK": rank,
         "ROLE_NAME": "default", "LOCAL_WORLD_SIZE": spec.nproc, "WORLD_SIZE": spec.world_size,
-        "GROUP_WORLD_SIZE": spec.nnodes, "ROLE_WORLD_SIZE": spec.world_size, 
+        "GROUP_WORLD_SIZE": spec.nnodes, "ROLE_WORLD_SIZE": spec.world_size,
         "MASTER_ADDR": address.host, "MASTER_PORT": address.port, "BMBURST_NODE_0": spec.endpoint[0],
         "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": address.run,
         # The launcher serves the store: no rank opens a port of its own for it.
@@ -153,15 +154,15 @@ def rank_environment(spec: LaunchSpec, local_rank: int, address: StoreAddress) -
 
 
 class AgentThread(threading.Thread):
-    """Runs the ranks of this node to their end and keeps the `Outcome`.
+    """Runs the ranks of this node until they have ended, and holds the `Outcome`.
 
     Args:
         spec: How many ranks, where.
         command: What each rank runs.
         environment: Environment of all ranks, without the variables that differ between ranks.
         folder: The run's folder.
-        address: Where the ranks find the run's store; of several nodes this node's line to the others, which finds it:
-            ranks start when all nodes are there.
+        address: Where the ranks find the run's store. With several nodes, the connection to the other nodes, which
+            knows the address once all nodes have joined; ranks start then.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class AgentThread(threading.Thread):
         try:
             self._start(address)
             self._wait()
-        except Exception as error:  # the end of a thread: whatever it was, the main thread tells it
+        except Exception as error:  # a thread ends here: the main thread reports any error
             self.outcome.error = error
         finally:
             for process in self._ranks:
@@ -238,17 +239,17 @@ class AgentThread(threading.Thread):
 
 
 class _StoppedRanks:
-    """Notices a rank that stays stopped for longer than the hang timeout.
+    """Detects a rank that stays stopped for longer than the hang timeout.
 
-    The timer of a stopped rank does not fire. The timers of ranks that wait for it do, but there may be no such ranks:
-    the others may have ended.
+    The timer of a stopped rank does not fire. The timers of ranks that wait for it do, but all other ranks may have
+    ended.
 
     Args:
         limit: The hang timeout in seconds; 0: no limit.
     """
 
     def __init__(self, limit: float) -> None:
-        # The ranks that wait have the first word: their stacks say where.
+        # The timers of waiting ranks fire first: their stacks show where they wait.
         self._limit = limit + GRACE if limit else float("inf")
         self._next_look = time.monotonic()
         self._since: dict[int, float] = {}

@@ -1,9 +1,9 @@
 """Cleans up after a launcher that was killed: ends every process that its ranks started, and removes its folder.
 
-Started as `python guard.py FOLDER` with a pipe as standard input that the launcher alone holds open; its end means
-that the launcher has ended, however. Ranks die with their launcher by themselves (PR_SET_PDEATHSIG); this ends their
-children (data loaders, compilers) and removes the run's folder. Imports nothing but the standard library, so that it
-starts in milliseconds and holds little memory.
+It is started as `python guard.py FOLDER` with a pipe as standard input. Only the launcher holds the other end open, so
+the end of input means that the launcher has ended. Ranks end with their launcher by themselves (PR_SET_PDEATHSIG). The
+guard ends their children (data loaders, compilers) and removes the run's folder. It imports only the standard library,
+so that it starts in milliseconds and takes little memory.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from pathlib import Path
 
 
 def start_time(pid: int) -> str:
-    """Return when a process started, in clock ticks since boot; empty when there is none.
+    """Return when a process started, in clock ticks since boot; empty if there is no such process.
 
-    A process id is given again once its process and its process group are gone, so an id alone may name a stranger.
+    Linux reuses a process id when its process and its process group are gone, so an id may belong to another program.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -26,7 +26,7 @@ def start_time(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped, as by SIGSTOP or a debugger."""
+    """Return whether a process is stopped, for example by SIGSTOP or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:
@@ -34,9 +34,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def rank_pids(folder: Path) -> dict[int, int]:
-    """Return the process ids of the ranks that have started, by local rank; each leads a process group.
+    """Return the process ids of the ranks that have started, by local rank. Each leads a process group.
 
-    Left out are ids that a stranger bears by now. A rank that has ended is in, for the sake of its children.
+    An id that another process has by now is left out. A rank that has ended is included: its children may still run.
     """
     found = {}
     for path in folder.glob("pid.*"):
@@ -47,14 +47,14 @@ def rank_pids(folder: Path) -> dict[int, int]:
 
 
 def kill_groups(folder: Path) -> None:
-    """Kill every rank and whatever it started that stayed in its process group."""
+    """Kill the process group of every rank: the rank and the children that stayed in it."""
     for pid in rank_pids(folder).values():
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left of the group
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
             os.killpg(pid, signal.SIGKILL)
 
 
 def main() -> None:
-    """Wait for the launcher's end, then clear up after it."""
+    """Wait until the launcher ends, then clean up after it."""
     folder = Path(sys.argv[1])
     sys.stdin.buffer.read()
     if folder.is_dir():  # a launcher that ended by itself has removed it

@@ -1,9 +1,9 @@
-"""Connects the launchers of several nodes: a node that fails or is lost ends the run on all of them.
+"""Connects the launchers of several nodes: if a node fails or is lost, the run ends on all nodes.
 
-Without this, the other nodes' ranks would wait in a collective for ever. Each launcher counts up a key in the run's
-store on node 0, and node 0 sees which launchers still do. Node 0 keeps the store until nobody needs it: torch writes a
-stack trace for each connection that breaks. The store listens on node 0's loopback; `relay` lets the other launchers
-reach it.
+Otherwise the ranks of the other nodes would wait in a collective for ever. Each launcher increments a key in the run's
+store on node 0, its heartbeat, and node 0 checks that the keys change. Node 0 keeps the store until the other launchers
+have left, because torch writes a stack trace for each connection that breaks. The store listens on node 0's loopback.
+`relay` lets the other launchers reach it.
 """
 
 import json
@@ -25,15 +25,15 @@ from bmburst.runtime.launch.relay import Relay, dial, secret_of, to_node_0, to_s
 from bmburst.runtime.launch.spec import LaunchSpec, StoreAddress
 from bmburst.runtime.stores import LOOPBACK, address_of, listen, serve
 
-LEFT = -1  # in place of a heartbeat's number: that node's part of the run is over
-SILENT = 60.0  # seconds without a new heartbeat; a launcher gives two a second
+LEFT = -1  # in place of a number of heartbeats: the node has left the run
+SILENT = 60.0  # seconds without a new heartbeat until a node is lost; a launcher sends two a second
 
 
 class Heartbeats:
     """Tracks which nodes are missing, which are running and which are lost, by their heartbeats.
 
     Args:
-        nodes: The numbers of the nodes that are listened to.
+        nodes: The numbers of the nodes to track.
     """
 
     def __init__(self, nodes: Iterable[int]) -> None:
@@ -41,47 +41,47 @@ class Heartbeats:
         self._changed = dict.fromkeys(self._counts, 0.0)
 
     def hear(self, node: int, count: int, now: float) -> None:
-        """Record a node's number of heartbeats, `LEFT` if it has left the run, at `now` seconds."""
+        """Record a node's number of heartbeats at time `now` in seconds. The number is `LEFT` if the node has left."""
         if count != self._counts[node]:
             self._counts[node], self._changed[node] = count, now
 
     @property
     def missing(self) -> list[int]:
-        """Nodes that have never been heard of."""
+        """Nodes that have sent no heartbeat."""
         return [node for node, count in self._counts.items() if count == 0]
 
     @property
     def staying(self) -> list[int]:
-        """Nodes that have come and have not left."""
+        """Nodes that have joined and not left."""
         return [node for node, count in self._counts.items() if count > 0]
 
     def lost(self, now: float) -> list[int]:
-        """Return those of `staying` that have been silent for more than `SILENT` seconds.
+        """Return the nodes of `staying` without a new heartbeat for more than `SILENT` seconds.
 
-        Only this host's clock counts, and only from when a heartbeat was seen: a launcher that was stopped for minutes
-        and goes on finds that the others' heartbeats have grown.
+        Only this host's clock is read, when a new number is seen. So a launcher that was stopped for minutes and goes
+        on finds that the numbers of the others have grown.
         """
         return [node for node in self.staying if now - self._changed[node] > SILENT]
 
 
-JOIN_TIMEOUT = 900  # seconds that nodes wait for each other to start
+JOIN_TIMEOUT = 900  # seconds that nodes wait for all nodes to join
 _FAILED, _RUN, _SHAPE, _COMPLETE, _STOPPED = "failed", "run", "shape", "complete", "changes of stopped ranks"
 _POLL = 0.5  # seconds
-_LEAVE = 15.0  # seconds that node 0, after a failure, lets the others take to end their ranks
-_ANSWER = 2.0  # seconds for the store to take a node's last word
-_LATE = 10.0  # seconds after which a node that waits for others to start says so
+_LEAVE = 15.0  # seconds that node 0 waits after a failure for the others to end their ranks
+_ANSWER = 2.0  # seconds that a node waits to send its last message to the store
+_LATE = 10.0  # seconds after which a node prints which nodes it waits for
 
 
 class NodeWatch(threading.Thread):
     """This node's connection to the other nodes of the run.
 
     Attributes:
-        ended: Why the run ended: a node's own message, or that it is lost; empty while the run goes on.
-        connected: Set when node 0's store is reached, or is not to be.
-        complete: Set when all nodes are there, or are not to be.
-        error: Why the store is not reached, or the nodes are not there.
-        store_address: Where the ranks of this node find the store, once all nodes are there.
-        stopped_elsewhere: Ranks of other nodes that are stopped, as by SIGSTOP, with the names of their hosts.
+        ended: Why the run ended: the message of a failed node, or that a node is lost. Empty while the run goes on.
+        connected: Set when node 0's store is reached, or cannot be.
+        complete: Set when all nodes have joined, or cannot.
+        error: Why the store cannot be reached, or the nodes cannot join.
+        store_address: Where the ranks of this node find the store. None until all nodes have joined.
+        stopped_elsewhere: Ranks of other nodes that are stopped, for example by SIGSTOP, and the names of their hosts.
     """
 
     def __init__(self, spec: LaunchSpec, folder: Path) -> None:
@@ -103,7 +103,7 @@ class NodeWatch(threading.Thread):
         self._status = 0
 
     def run(self) -> None:
-        """Connect, listen until this node's part of the run has ended, and leave."""
+        """Connect, exchange heartbeats until this node's part of the run has ended, and leave."""
         late = threading.Timer(_LATE, self._say_who_is_waited_for)
         late.daemon = True
         late.start()
@@ -144,7 +144,7 @@ class NodeWatch(threading.Thread):
             self.join(_ANSWER if self._spec.node_rank else _LEAVE if status else None)
 
     def _resolve(self) -> None:
-        """Wait until the name of node 0 is known here: where nodes start together it may become so a little later."""
+        """Wait until the name of node 0 resolves. If nodes start together, it may resolve only after some seconds."""
         (host, port), until = self._spec.endpoint, time.monotonic() + JOIN_TIMEOUT
         while True:
             try:
@@ -157,11 +157,11 @@ class NodeWatch(threading.Thread):
                 raise RuntimeError(f"waited for {self._unknown}")
 
     def _connect(self) -> tuple[str, int]:
-        """Return where this node finds the store: on its loopback, served here, or passed on to node 0's launcher.
+        """Return this node's address of the store, on loopback: the store itself on node 0, else a relay to node 0.
 
         Raises:
-            UserError: The port is taken, or another run's launcher answers there.
-            RuntimeError: Nobody answers in time.
+            UserError: The port is taken, or the launcher of another run answers.
+            RuntimeError: No launcher answers in time.
         """
         endpoint, until = self._spec.endpoint, time.monotonic() + JOIN_TIMEOUT
         if self._spec.node_rank == 0:
@@ -181,7 +181,7 @@ class NodeWatch(threading.Thread):
         return LOOPBACK, relay.port
 
     def _store(self, host: str, port: int) -> Any:
-        """Return a client of the store for what launchers say to each other."""
+        """Return a client of the store for the messages between launchers."""
         import torch.distributed as dist
 
         stores: Any = dist  # torch does not list TCPStore among the names it exports
@@ -192,7 +192,7 @@ class NodeWatch(threading.Thread):
         """Register this node, and check that it belongs to this run.
 
         Raises:
-            UserError: Another launcher has this node's number, or the nodes differ in what was asked of them.
+            UserError: Another launcher has this node's number, or the nodes were started with different options.
         """
         spec, ours = self._spec, f"--nnodes {self._spec.nnodes} --nproc {self._spec.nproc}"
         if spec.node_rank == 0:
@@ -242,12 +242,12 @@ class NodeWatch(threading.Thread):
         """Exchange heartbeats until this node's part of the run has ended.
 
         Raises:
-            RuntimeError: The store answers no more.
-            OSError: Node 0's launcher is gone.
+            RuntimeError: The store does not answer.
+            OSError: Node 0's launcher has ended.
         """
         line = self._line()
         while True:
-            if select.select([line], [], [], 0)[0]:  # it has ended, perhaps by a firewall
+            if select.select([line], [], [], 0)[0]:  # it was closed, perhaps by a firewall
                 line.close()
                 line = self._line()
             self._exchange(store)
@@ -268,7 +268,7 @@ class NodeWatch(threading.Thread):
         self._rounds += 1
 
     def _share_stopped(self, store: Any) -> None:
-        """Tell the other nodes which ranks of this one are stopped, and hear of theirs."""
+        """Publish which ranks of this node are stopped, and read those of the other nodes."""
         first = self._spec.node_rank * self._spec.nproc
         here = {first + r: socket.gethostname() for r, pid in rank_pids(self._folder).items() if is_stopped(pid)}
         if json.dumps(here) != self._stopped:
@@ -283,9 +283,9 @@ class NodeWatch(threading.Thread):
             self._changes = changes
 
     def _line(self) -> socket.socket:
-        """Return an idle connection to node 0, which closes when the launcher there ends.
+        """Return an idle connection to node 0. It closes when the launcher there ends.
 
-        It is asked before the store is, whose client writes a stack where its own connection has ended.
+        It is checked before the store is used: the store's client writes a stack trace if its connection was closed.
         """
         if self._served is not None:
             return socket.create_connection((LOOPBACK, self._served.port))
@@ -294,7 +294,7 @@ class NodeWatch(threading.Thread):
     def _miss_answers(self) -> None:
         """End the run if the store stops answering: a host that loses power does not close its connections.
 
-        Seconds are counted, not read from a clock, so that a launcher that was stopped for minutes can go on.
+        Seconds are counted and not read from a clock, so that a launcher that was stopped for minutes can go on.
         """
         rounds, seconds = -1, 0
         while not self._over.wait(1.0) and not self.ended:

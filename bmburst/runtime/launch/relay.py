@@ -1,8 +1,8 @@
-"""Relays connections of other nodes to node 0's store, which listens on loopback only, and authenticates them.
+"""Relays connections from other nodes to node 0's store, which listens on loopback only, and authenticates them.
 
-Node 0's launcher listens at --master-addr, and every other launcher on its own loopback, where its ranks find the
-store. A connection between launchers begins with a proof, on both ends, that they know the run's secret: the --job
-name and BMBURST_TOKEN. Whoever does not know it reaches no store. What follows is neither encrypted nor signed.
+Node 0's launcher listens at --master-addr. Every other launcher listens on its own loopback, where its ranks find the
+store. At the start of a connection each launcher proves that it knows the run's secret, which is derived from the --job
+name and BMBURST_TOKEN. Without the proof there is no connection to the store. The data is neither encrypted nor signed.
 """
 
 import asyncio
@@ -22,23 +22,23 @@ from bmburst.runtime.stores import LOOPBACK
 TOKEN = "BMBURST_TOKEN"
 _HELLO = b"bmburst launcher 1\n"
 _NONCE = 32  # bytes, as a proof has
-_PATIENCE = 20.0  # seconds for a greeting, on a busy host
-_STRANGERS = 512  # connections that may be in their greeting
+_PATIENCE = 20.0  # seconds for a handshake, on a busy host
+_STRANGERS = 512  # connections that may be in their handshake at once
 
 _Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def secret_of(spec: LaunchSpec, environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the key that the launchers of a run share: of its name and, where it is set, of BMBURST_TOKEN."""
+    """Return the key that the launchers of a run share. It is derived from the run's name and BMBURST_TOKEN, if set."""
     return hashlib.sha256(f"bmburst\0{spec.job}\0{environ.get(TOKEN, '')}".encode()).digest()
 
 
 def dial(endpoint: tuple[str, int], secret: bytes) -> socket.socket:
-    """Return a connection to node 0's store by way of its launcher.
+    """Return a connection to node 0's store through its launcher.
 
     Raises:
-        OSError: Nobody answers there.
-        UserError: What answers is not this run's launcher.
+        OSError: Nothing answers at the endpoint.
+        UserError: The process that answers is not a launcher of this run.
     """
     host, port = endpoint
     line = socket.create_connection(endpoint, timeout=_PATIENCE)
@@ -63,11 +63,11 @@ def dial(endpoint: tuple[str, int], secret: bytes) -> socket.socket:
 
 
 class Relay(threading.Thread):
-    """Passes the connections that a socket accepts on to the store, each way, until the process ends.
+    """Forwards the connections that a socket accepts, in both directions, until the process ends.
 
     Args:
-        listener: Where connections come in. It is the relay's from now on.
-        way: Opens the other end for one that has come in, or raises OSError or UserError.
+        listener: The socket. The relay owns it from now on.
+        way: Opens the connection to forward an accepted one to, or raises OSError or UserError.
     """
 
     def __init__(self, listener: socket.socket, way: Callable[[_Ends], Awaitable[_Ends]]) -> None:
@@ -77,7 +77,7 @@ class Relay(threading.Thread):
         self._greeting = 0
 
     def run(self) -> None:
-        """Serve."""
+        """Serve until the process ends."""
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
@@ -102,7 +102,7 @@ class Relay(threading.Thread):
 
 
 def to_store(port: int, secret: bytes) -> Callable[[_Ends], Awaitable[_Ends]]:
-    """Return node 0's way: the store on its loopback, for those who know the secret."""
+    """Return the `way` of node 0's relay: to the store on loopback, for clients that know the secret."""
 
     async def way(ends: _Ends) -> _Ends:
         reader, writer = ends
@@ -120,7 +120,7 @@ def to_store(port: int, secret: bytes) -> Callable[[_Ends], Awaitable[_Ends]]:
 
 
 def to_node_0(endpoint: tuple[str, int], secret: bytes) -> Callable[[_Ends], Awaitable[_Ends]]:
-    """Return another node's way: node 0's launcher."""
+    """Return the `way` of another node's relay: to node 0's launcher."""
 
     async def way(_: _Ends) -> _Ends:
         return await asyncio.open_connection(sock=await asyncio.to_thread(dial, endpoint, secret))
@@ -129,17 +129,17 @@ def to_node_0(endpoint: tuple[str, int], secret: bytes) -> Callable[[_Ends], Awa
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):  # the other end is gone: so will this one be
+    with contextlib.suppress(OSError):  # the other end is closed, and this one is closed next
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
 
 
 def _read(read: Callable[[int], bytes | None], count: int) -> bytes:
-    """Read so many bytes.
+    """Read `count` bytes.
 
     Raises:
-        ConnectionError: They end before.
+        ConnectionError: The stream ends before.
     """
     found = b""
     while len(found) < count:

@@ -1,4 +1,4 @@
-"""Turns the ends of all ranks into one message and one exit status: the cause, not its consequences in other ranks."""
+"""Turns the ends of all ranks into one message and one exit status: the cause, without its consequences."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from bmburst.runtime.launch.spec import LaunchSpec
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\S+) in (?P<name>.*)$')
 _TIMER = re.compile(r"Timeout \((?P<h>\d+):(?P<m>\d+):(?P<s>[\d.]+)\)")
-# What a rank that waits for another stands in, and what lies between it and the line that called it.
+# Files of communication, where a waiting rank stands, and files between them and the line that called them.
 _COMMUNICATION = ("/bmtrain/nccl/", "/torch/distributed/", "/bmburst/runtime/host/", "/bmburst/comm/")
 _BETWEEN = ("/bmtrain/", "/torch/")
 _OWN_FILES = ("/bmburst/runtime/rank.py", "<frozen runpy>")
@@ -28,11 +28,11 @@ _STEP_ADVICE = "a step that takes longer is no hang: --hang-timeout SECONDS chan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchResult:
-    """What the launcher shows and returns.
+    """The launcher's message and exit status.
 
     Attributes:
         status: Exit status of the launcher.
-        message: For standard error; empty when the program has printed its own message.
+        message: Text for standard error. Empty if the program has printed its own message.
     """
 
     status: int
@@ -42,10 +42,10 @@ class LaunchResult:
 def launch_result(
     spec: LaunchSpec, outcome: Outcome, folder: Path, stopped_elsewhere: Mapping[int, str] = MappingProxyType({})
 ) -> LaunchResult:
-    """Return what to show, from the ranks' ends and from what they wrote into the run's folder.
+    """Return the message and status, from the ends of the ranks and the files they wrote into the run's folder.
 
-    A hang comes first, since the ranks that waited for the stuck one fail after it. A rank killed by a signal comes
-    before an error in another rank: its peers fail because their connections break.
+    A hang is reported before anything else: the ranks that waited for the stuck rank fail after it. A rank that a
+    signal killed is reported before an error in another rank: its peers fail because their connections break.
 
     Args:
         spec: The run.
@@ -83,7 +83,7 @@ def launch_result(
 
 
 def only_lost_a_peer(folder: Path) -> bool:
-    """Return whether ranks failed for no other reason than that a peer closed its connection."""
+    """Return whether the ranks failed only because a peer closed its connection."""
     error = _first_error(folder)
     return (
         error is not None and error["kind"] == "error" and bool(_PEER_LOST.search(str(error["text"]).splitlines()[-1]))
@@ -104,17 +104,17 @@ def _error_message(error: dict[str, Any]) -> str:
 
 
 def _consequence(error: dict[str, Any]) -> str:
-    """Return another rank's error in one line: most often its connection to the killed rank broke."""
+    """Return the error of another rank in one line. Usually its connection to the killed rank broke."""
     if error["kind"] != "error":
         return _error_message(error)
     return f"beside it rank {error['rank']} failed: {str(error['text']).splitlines()[-1]}"
 
 
 def _was_killed(end: RankEnd, folder: Path) -> bool:
-    """Whether a signal that the launcher did not send ended the rank.
+    """Return whether a signal that the launcher did not send ended the rank.
 
-    The launcher ends the ranks beside a failed one by SIGTERM, and by SIGKILL those that ignore it; either way they
-    wrote down where they stood, unless they were stopped.
+    The launcher ends the other ranks of a failed one by SIGTERM, and by SIGKILL if they ignore it. In both cases they
+    wrote their stacks into the run's folder, unless they were stopped.
     """
     if end.status >= 0 or end.status == -signal.SIGTERM or end.enforced:
         return False
@@ -138,10 +138,10 @@ def _killed_message(end: RankEnd, folder: Path) -> str:
 
 
 def _hang_message(spec: LaunchSpec, outcome: Outcome, folder: Path, stopped_elsewhere: Mapping[int, str]) -> str:
-    """Name the rank that did not come, and where the others waited for it.
+    """Return the message about a hang. It names the rank that others waited for, and where they waited.
 
-    A stopped rank's own timer stands as well, so those that wait for it are the ones that were ended: it comes first.
-    Else it is who stood elsewhere than in a collective while others stood in one, or whose timer ended first.
+    A stopped rank is named first: its own timer does not run, so the timer of a rank that waits for it fires. Otherwise
+    it is a rank outside of a collective while others were in one, or the rank whose timer fired first.
     """
     first = spec.node_rank * spec.nproc
     hung = _dumps(folder, "hang")
@@ -190,7 +190,7 @@ def _stopped_line(absent: Mapping[int, str], limit: float) -> str:
 
 
 def _fired_in_start(dump: str, spec: LaunchSpec) -> bool:
-    """Whether the timer that wrote this was that of the time before the first step."""
+    """Return whether the timer that wrote the stack was the one for the time before the first step."""
     found = _TIMER.match(dump)
     if found is None or spec.start_limit == spec.hang_timeout:
         return False
@@ -199,7 +199,7 @@ def _fired_in_start(dump: str, spec: LaunchSpec) -> bool:
 
 
 def _collective(dump: str) -> str:
-    """Return the name of the collective that a stack stands in; empty if it stands in none."""
+    """Return the name of the collective that a stack is in; empty if it is in none."""
     name = ""
     for line in _frames(dump):
         found = _FRAME.match(line)
@@ -210,7 +210,7 @@ def _collective(dump: str) -> str:
 
 
 def _position(dump: str) -> str:
-    """Say where a rank stood: in a collective, the line that called it."""
+    """Return where a rank was, in words: the line that called a collective, if it was in one."""
     collective = _collective(dump)
     if not collective:
         return f"stood at {_place(dump)}"
@@ -238,7 +238,7 @@ def _start_message(spec: LaunchSpec, error: Exception) -> str:
 
 
 def _dumps(folder: Path, kind: str) -> dict[int, str]:
-    """Return the stacks that ranks wrote down, by local rank, the one written first in front."""
+    """Return the stacks that ranks wrote, by local rank, in the order in which they were written."""
     paths = [path for path in folder.glob(f"{kind}.*") if path.stat().st_size]
     return {int(p.suffix[1:]): p.read_text(errors="replace") for p in sorted(paths, key=lambda p: p.stat().st_mtime_ns)}
 

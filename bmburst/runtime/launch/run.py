@@ -1,4 +1,4 @@
-"""Starts the ranks with their environment, waits for them, ends them when asked to, and reports the result."""
+"""Starts the ranks with their environment, waits for them, ends them on a signal, and reports the result."""
 
 import contextlib
 import importlib.util
@@ -34,7 +34,7 @@ from bmburst.runtime.launch.result import LaunchResult, launch_result, only_lost
 from bmburst.runtime.launch.spec import LaunchSpec, StoreAddress, require_command, require_devices
 from bmburst.runtime.stores import LOOPBACK, LOOPBACK_ONLY, serve
 
-# Our own variables, read by bmburst/runtime/rank.py (a file that imports nothing of bmburst, so it repeats them).
+# Variables that bmburst/runtime/rank.py reads. It imports nothing of bmburst, so it repeats the names.
 FOLDER = "BMBURST_LAUNCH_FOLDER"
 LAUNCHER = "BMBURST_LAUNCHER_PID"
 HANG_TIMEOUT = "BMBURST_HANG_TIMEOUT"
@@ -45,7 +45,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:
-    """Return the cores this process may use: those it may be scheduled on, less where a container's quota is lower."""
+    """Return the number of cores that this process may use: those of its affinity, or a container's lower quota."""
     cores = len(os.sched_getaffinity(0))
     if not quota.is_file():
         return cores
@@ -56,12 +56,12 @@ def usable_cores(quota: Path = _QUOTA) -> int:
 
 
 def defaults(nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str, str]:
-    """Return the settings for variables that the user left open.
+    """Return the default values of environment variables.
 
-    * OMP_NUM_THREADS: the cores shared out evenly. Unset, every rank would start a thread for every core.
-    * NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 and later): ZeRO's and the sequence ring's communicators are in flight
-      together; NCCL then keeps their kernels in the order in which the host issued them, so that they cannot block
-      each other.
+    * OMP_NUM_THREADS: cores per rank. Otherwise every rank would start a thread for every core.
+    * NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 and later): ZeRO and the sequence ring use their communicators at the same
+      time. With this variable NCCL keeps their kernels in the order of the host's calls, so that they cannot block each
+      other.
     * `stores.LOOPBACK_ONLY`, on one node.
     """
     found = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
@@ -73,7 +73,7 @@ def defaults(nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str
 
 
 def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: bool, nnodes: int = 1) -> dict[str, str]:
-    """Return those of `defaults` that the user has not set.
+    """Return the `defaults` of variables that the user has not set.
 
     Raises:
         UserError: CUDA_DEVICE_MAX_CONNECTIONS is 1 and there are GPUs. It puts all streams of a GPU into one hardware
@@ -89,20 +89,20 @@ def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: b
     return {name: value for name, value in found.items() if name not in environ}
 
 
-_IN_ORDER = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM sends before it kills, at its time or as --signal says
+_IN_ORDER = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM sends before it kills a job, by default or by --signal
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, *_IN_ORDER)
 _AFTER_KILL = 5.0  # seconds for the agent to see that killed ranks are gone
-_STORE_LOST = 3.0  # seconds from node 0's end to ours: it may be over there only a moment earlier
+_STORE_LOST = 3.0  # seconds to wait for our ranks when node 0 is gone: its part may have ended a moment earlier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedLaunch:
-    """A checked launch: nothing that can be known to be wrong beforehand is.
+    """A launch whose options, command and environment have been checked.
 
     Attributes:
         spec: How many ranks, where.
         command: What each rank runs.
-        environment: What is added to the environment, for what the user has not set.
+        environment: Variables to add to the environment.
     """
 
     spec: LaunchSpec
@@ -123,7 +123,8 @@ def check_launch(spec: LaunchSpec, command: Sequence[str]) -> CheckedLaunch:
         command: `[SCRIPT, ARGS...]` or `["-m", MODULE, ARGS...]`.
 
     Raises:
-        UserError: There is no such script or module, there are fewer GPUs than ranks, or a variable forbids it.
+        UserError: There is no such script or module, there are fewer GPUs than ranks, or CUDA_DEVICE_MAX_CONNECTIONS
+            is 1.
     """
     require_command(command)
     import torch
@@ -142,16 +143,17 @@ def check_launch(spec: LaunchSpec, command: Sequence[str]) -> CheckedLaunch:
 def launch(spec: LaunchSpec, command: Sequence[str]) -> int:
     """Run `command` on this node's ranks and return the exit status.
 
-    Ranks share standard input, output and error. What went wrong is written to standard error, once: 2 after a
-    UserError in a rank, the program's own status after sys.exit, 128 + N after signal N to this process, else 1. Ranks
-    that end in order after SIGTERM or SIGUSR1 (`bmburst.runtime.watchdog.polite`) are waited for; then it is 0.
+    Ranks share standard input, output and error. An error is written to standard error once. The status is 2 after a
+    UserError in a rank, the program's own after sys.exit, 128 + N after signal N to this process, else 1. If the ranks
+    handle SIGTERM or SIGUSR1 themselves (`bmburst.runtime.watchdog.polite`), the launcher waits for them. Then the
+    status is 0.
 
     Args:
-        spec: How many ranks, where, and how long one may stand still.
+        spec: How many ranks, where, and how long one may go without progress.
         command: `[SCRIPT, ARGS...]` or `["-m", MODULE, ARGS...]`.
 
     Raises:
-        UserError: It cannot work, as `check_launch` finds before any rank starts, or the port is taken.
+        UserError: See `check_launch`, or the port is taken. No rank has been started.
     """
     checked = check_launch(spec, command)
     address = None
@@ -213,7 +215,7 @@ def _wait(
     stop = GracefulStop(folder, caught[0] if caught else signal.SIGTERM, patient)
     gone = others_gone = float("inf")
     if nodes is not None and not rank_pids(folder):
-        gone = 0.0  # the agent waits for other nodes, and there is nothing here to end
+        gone = 0.0  # the agent waits for other nodes and has no ranks to end
     while agent.is_alive() and time.monotonic() < gone:
         if nodes is not None and nodes.ended:
             others_gone = min(others_gone, time.monotonic())
@@ -223,16 +225,16 @@ def _wait(
             gone = min(gone, time.monotonic() + _AFTER_KILL)
         agent.join(0.05)
     if patient and not agent.is_alive() and agent.outcome == Outcome():
-        return LaunchResult(status=0)  # the ranks have announced that they stop in order
+        return LaunchResult(status=0)  # the ranks handled the signal and ended without an error
     if patient and len(caught) == 1 and agent.outcome != Outcome():
-        return None  # a rank failed, and what there is to say is in the folder
+        return None  # a rank failed; `launch_result` reads the reason from the folder
     if caught:
         return LaunchResult(status=128 + caught[0], message=f"bmburst: ended by {caught[0].name}")
     return _ended_elsewhere(nodes)
 
 
 def _await_reason(nodes: NodeWatch, caught: list[signal.Signals]) -> None:
-    """Wait until another node says why it closed its connections, or is found lost."""
+    """Wait until another node reports why it closed its connections, or is lost."""
     until = time.monotonic() + SILENT + GRACE
     while not (caught or nodes.ended) and time.monotonic() < until:
         time.sleep(0.05)
@@ -243,7 +245,7 @@ def _ended_elsewhere(nodes: NodeWatch | None) -> LaunchResult:
 
 
 def _end_leftovers(agent: AgentThread, folder: Path) -> None:
-    """End what failed ranks started and left running, for example data loaders of a killed rank."""
+    """End the processes that failed ranks left running, for example the data loaders of a killed rank."""
     if rank_pids(folder):
         kill_groups(folder)
         agent.join(_AFTER_KILL)
@@ -251,7 +253,7 @@ def _end_leftovers(agent: AgentThread, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[list[signal.Signals]]:
-    """Collect signals instead of dying of them; outside the main thread, where Python allows none, collect nothing."""
+    """Collect signals instead of ending by them. Outside the main thread Python allows no handlers: collect none."""
     caught: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught
@@ -260,7 +262,7 @@ def _caught_signals() -> Iterator[list[signal.Signals]]:
     def catch(signum: int, _frame: FrameType | None) -> None:
         caught.append(signal.Signals(signum))
 
-    # What is ignored stays ignored: nohup's way to survive the terminal.
+    # An ignored signal stays ignored: nohup relies on that.
     before = {s: signal.signal(s, catch) for s in _SIGNALS if signal.getsignal(s) is not signal.SIG_IGN}
     try:
         yield caught

@@ -1,4 +1,4 @@
-"""The options of a launch, checked, and their values read from a SLURM step."""
+"""Options of a launch, their checks, and their values in a SLURM step."""
 
 import os
 import re
@@ -24,7 +24,7 @@ class StoreAddress:
     Attributes:
         host: Address on this node.
         port: TCP port.
-        run: A name that no other run has, random, alike on every node.
+        run: A random name of the run, the same on every node.
     """
 
     host: str
@@ -112,11 +112,11 @@ class LaunchSpec:
 
 
 def require_devices(nproc: int, devices: int) -> None:
-    """Refuse more ranks than GPUs: BMTrain gives every rank its own, and NCCL refuses two ranks on one.
+    """Refuse more ranks than GPUs: BMTrain gives every rank a GPU of its own, and NCCL refuses two ranks on one.
 
     Args:
         nproc: Ranks on this node.
-        devices: CUDA devices this process can see; 0 without CUDA, where any number of ranks runs.
+        devices: CUDA devices that are visible to this process. 0 without CUDA, which allows any number of ranks.
     """
     if 0 < devices < nproc:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -128,7 +128,7 @@ def require_devices(nproc: int, devices: int) -> None:
 
 
 def require_command(command: Sequence[str]) -> None:
-    """Refuse a command that is no Python script and no module, before any rank starts.
+    """Refuse a command that is neither a Python script nor a module, before any rank starts.
 
     Args:
         command: `[SCRIPT, ARGS...]` or `["-m", MODULE, ARGS...]`.
@@ -139,7 +139,7 @@ def require_command(command: Sequence[str]) -> None:
         if len(command) < 2:
             raise UserError("-m needs the name of a module\nfix: bmburst launch --nproc 2 -- -m MODULE ARGS")
         top = command[1].partition(".")[0]
-        # Ranks look in the current folder first. The other finders know, for one, what `pip install --editable` put in.
+        # Ranks search the current folder first. Other finders know, for example, packages of `pip install --editable`.
         if PathFinder.find_spec(top, [os.getcwd()]) is None and not any(f.find_spec(top, None) for f in sys.meta_path):
             raise UserError(
                 f"no module named '{command[1]}'\n"
@@ -166,13 +166,13 @@ def _at_least(option: str, value: int, least: int) -> None:
         raise UserError(f"{option} {value}\nallowed: at least {least}\nfix: {option} {least}, or more")
 
 
-# Jobs that share node 0 must not share its port. Below Linux's ephemeral ports (32768 and up), above the services.
+# Jobs that share node 0 need different ports. The range lies below Linux's ephemeral ports (32768 and up).
 _FIRST_PORT, _PORTS = 20000, 12000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmStep:
-    """One launcher's place among the launchers of a step.
+    """The place of a launcher in a SLURM step.
 
     Attributes:
         nnodes: Nodes of the step.
@@ -190,13 +190,13 @@ class SlurmStep:
 
 
 def read_step(environ: Mapping[str, str]) -> SlurmStep | None:
-    """Return this process's place in its SLURM step, or None where srun started no step of several nodes.
+    """Return the place of this process in its SLURM step, or None if it is in no step of several nodes.
 
-    A batch script outside srun also sees SLURM_JOB_NUM_NODES, but it runs on the first node alone: only srun's own
-    variables (SLURM_STEP_*) say that every node runs this launcher.
+    A batch script outside of srun also has SLURM_JOB_NUM_NODES, but it runs on the first node only. Only srun sets
+    SLURM_STEP_*, and then every node runs this launcher.
 
     Raises:
-        UserError: srun started several tasks on a node: the launcher starts the ranks itself.
+        UserError: srun started several tasks on a node. The launcher starts the ranks itself.
     """
     nnodes = _number(environ, "SLURM_STEP_NUM_NODES")
     if nnodes is None or nnodes < 2:
