@@ -59,6 +59,17 @@ def needs_bmtrain(name: str) -> UserError:
     )
 
 
+def with_fix(error: UserError, fix: str) -> UserError:
+    """Return the error with another fix in place of its own.
+
+    Args:
+        error: What happened.
+        fix: What to do.
+    """
+    lines = [line for line in str(error).split("\n") if not line.startswith("fix: ")]
+    return UserError("\n".join([*lines, f"fix: {fix}"]))
+
+
 def unknown(kind: str, value: object, known: Iterable[str]) -> UserError:
     """Return the error for an unknown name; the message lists the known names and suggests the nearest.
 

@@ -11,9 +11,18 @@ from torch import Tensor
 
 from bmburst.errors import UserError
 from bmburst_ops.constants import IGNORE_INDEX
-from bmburst_ops.linear_cross_entropy import DEFAULT_CHUNK, linear_cross_entropy, num_chunks
+from bmburst_ops.linear_cross_entropy import DEFAULT_CHUNK, linear_cross_entropy, num_chunks, token_cross_entropy
 
-__all__ = ["DEFAULT_CHUNK", "IGNORE_INDEX", "count_valid", "global_mean", "num_chunks", "require_ids", "token_loss_sum"]
+__all__ = [
+    "DEFAULT_CHUNK",
+    "IGNORE_INDEX",
+    "count_valid",
+    "global_mean",
+    "num_chunks",
+    "require_ids",
+    "token_logprobs",
+    "token_loss_sum",
+]
 
 
 def count_valid(labels: Tensor) -> Tensor:
@@ -39,7 +48,13 @@ def global_mean(loss_sum: Tensor, num_valid_world: int | Tensor, world_size: int
 
 
 def token_loss_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = DEFAULT_CHUNK, check: bool | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk: int = DEFAULT_CHUNK,
+    check: bool | None = None,
+    per_token: bool = False,
 ) -> Tensor:
     """Return the sum of this rank's token losses in nats, computing logits a chunk at a time.
 
@@ -50,16 +65,49 @@ def token_loss_sum(
         chunk: Tokens whose logits are computed at once. The number of chunks depends only on the number of tokens,
             which is the same on all ranks.
         check: Whether to check the range of labels; by default only on a CPU, where it is cheap.
+        per_token: Whether losses are returned for each token in place of their sum. The backward pass then computes
+            the logits again.
 
     Returns:
-        A scalar in fp32 or wider; exactly 0, with zero gradients, on a rank without a valid label.
+        A scalar in fp32 or wider; exactly 0, with zero gradients, on a rank without a valid label. With `per_token`
+        `[batch, tokens]`; 0 where there is no loss.
 
     Raises:
         UserError: A label is neither `IGNORE_INDEX` nor a row of the head.
     """
     if not labels.is_cuda if check is None else check:
         require_ids("label", labels, len(weight), ignored=IGNORE_INDEX)
-    return linear_cross_entropy(hidden, weight, labels, chunk=chunk)
+    return (token_cross_entropy if per_token else linear_cross_entropy)(hidden, weight, labels, chunk=chunk)
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = DEFAULT_CHUNK, check: bool | None = None
+) -> Tensor:
+    """Return the log-probability of each given token, computing logits a chunk at a time.
+
+    This is `log_softmax(hidden @ weight.T).gather(labels)` without the tensor of all logits, for losses that weigh
+    tokens one by one, such as those of DPO, PPO and GRPO. The backward pass computes the logits of each chunk again.
+    Beside inputs and gradients, both passes hold the logits of one chunk, and the backward pass on a GPU those of
+    `GATHERED_CHUNKS` chunks in 16 bits.
+
+    Args:
+        hidden: `[..., features]`, the output of the model's final norm, in any floating dtype.
+        weight: `[vocabulary, features]` in the same dtype, the head. Read a BMTrain parameter once: each read gathers
+            it.
+        labels: `[...]` int64: of each place the token whose probability is wanted, for a language model the next one.
+            `IGNORE_INDEX` where there is none.
+        chunk: Tokens whose logits are computed at once.
+        check: Whether to check the range of labels; by default only on a CPU, where it is cheap.
+
+    Returns:
+        `[...]` in nats, in fp32 or in the inputs' dtype if that is wider; exactly 0, without a gradient, where the
+        label is `IGNORE_INDEX`. Differentiable once in `hidden` and `weight`.
+
+    Raises:
+        UserError: A label is neither `IGNORE_INDEX` nor a row of the head.
+        ValueError: Shapes or dtypes do not fit, or `chunk` is not positive.
+    """
+    return 0 - token_loss_sum(hidden, weight, labels, chunk=chunk, check=check, per_token=True)
 
 
 def require_ids(kind: str, ids: Tensor, vocab_size: int, *, ignored: int | None = None) -> None:

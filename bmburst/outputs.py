@@ -119,6 +119,27 @@ def require_file(option: str, path: Path, what: str, is_own: Callable[[Path], bo
         ) from None
 
 
+def write_text(option: str, path: Path, text: str) -> None:
+    """Write a file that `require_file` has checked, all of it or nothing.
+
+    Args:
+        option: What gave the path, for messages.
+        path: The file.
+        text: Its text.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a device, which a file must not take the place of
+            path.write_text(text, encoding="utf-8")
+            return
+        with replacing(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot be written: {error.strerror}\nfix: give another file") from None
+
+
 def require_folder(option: str, path: Path) -> None:
     """Check that files can be written in a folder, which need not exist and is not created.
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.data.sources import Document
-from bmburst.data.token_file import TokenFile, write_token_file
+from bmburst.data.token_file import TokenFile
+from bmburst.data.token_writer import write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from bmburst import __version__
-from bmburst.amounts import TOKENS_TOO, whole, why_not_text
+from bmburst.amounts import GIB_TOO, TOKENS_TOO, whole, why_not_text
 from bmburst.config import FieldHelpFormatter, nearest_name
 from bmburst.errors import UserError
 
@@ -38,9 +38,14 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     }
 )
 # argparse's message for a value of the wrong type.
-_WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float|tokens) value: '(.*)'", re.DOTALL)
+_WRONG_TYPE = re.compile(r"argument (\S+): invalid (int|float|tokens|gibibytes) value: '(.*)'", re.DOTALL)
 _KINDS = MappingProxyType(
-    {"int": "a whole number", "float": "a number", "tokens": f"a whole number, {TOKENS_TOO}"},
+    {
+        "int": "a whole number",
+        "float": "a number",
+        "tokens": f"a whole number, {TOKENS_TOO}",
+        "gibibytes": f"a number of GiB, {GIB_TOO}",
+    },
 )
 _BAD_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 _FEWEST_FILES, _ENOUGH_FILES = 256, 4096  # open files: what ranks of a small job need, and those of a large one
@@ -80,7 +85,13 @@ class CommandParser(argparse.ArgumentParser):
         for word in own:
             if (reason := why_not_text(word)) is not None:
                 raise UserError(f"argument {word!a} {reason}\nfix: rename the file, or correct the argument")
-        args, rest = self.parse_known_args(list(argv))
+        try:
+            args, rest = self.parse_known_args(list(argv))
+        except UserError:  # a required option may be missing because it is given by another name
+            given = (word.partition("=")[0] for word in own if word.startswith("--"))
+            if unknown := next((word for word in given if word not in self._option_string_actions), None):
+                raise self._unexpected(unknown) from None
+            raise
         if rest:
             raise self._unexpected(rest[0].partition("=")[0])
         return args
@@ -212,4 +223,4 @@ def _unknown_command(command: str) -> UserError:
         return UserError(f"no command was given\ncommands: {listed}\nfix: bmburst train, or bmburst --help")
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
-    return UserError(f"unknown command '{command}'{hint}\ncommands: {listed}")
+    return UserError(f"unknown command '{command}'{hint}\ncommands: {listed}\nfix: give one of them, or bmburst --help")

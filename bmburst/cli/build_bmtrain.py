@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: A tool is missing, or an argument cannot work.
     """
-    from bmburst.runtime.build_bmtrain import BuildSpec, build, check
+    from bmburst.runtime.build_bmtrain import BuildSpec, build_wheel, check_toolchain
     from bmburst.runtime.build_bmtrain.build import parse_architecture
     from bmburst.runtime.doctor.bmtrain import capabilities
 
@@ -60,11 +60,11 @@ def run(args: argparse.Namespace) -> int:
         portable=args.portable,
         install=args.install,
     )
-    tools = check(spec)
+    tools = check_toolchain(spec)
     names = " ".join(f"sm_{sm}" for sm in wanted)
     print(f"building BMTrain for Python {sys.version_info[0]}.{sys.version_info[1]} and {names}", file=sys.stderr)
     try:
-        wheel = build(spec, tools)
+        wheel = build_wheel(spec, tools)
     except RuntimeError as error:
         print(f"bmburst build-bmtrain: {error}", file=sys.stderr)
         return 1

@@ -82,10 +82,10 @@ def run(args: argparse.Namespace) -> int:
                 return status
         _print_progress(f"[{len(runs) + 1}/{len(runs) + 1}] comparing")
 
-        from bmburst.train.check import compare
+        from bmburst.train.check import compare_runs
 
         ranks, *single, exact = (folder / each.name for each in runs)
-        report = compare(ranks, exact, *single)
+        report = compare_runs(ranks, exact, *single)
     print(to_text(report, runs[0].nproc, shown=None if args.all else _SHOWN))
     if args.json is not None:
         args.json.write_text(json.dumps(to_json(report, config, runs[0].nproc), indent=2) + "\n", encoding="utf-8")
@@ -101,7 +101,7 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
     if "RANK" in os.environ:
         raise UserError("check starts its ranks itself, but RANK is set\nfix: run it without a launcher, or unset RANK")
     if args.check_steps < 1:
-        raise UserError(f"--check-steps {args.check_steps}\nallowed: at least 1")
+        raise UserError(f"--check-steps {args.check_steps}\nallowed: at least 1\nfix: --check-steps 2, or leave it out")
     if args.json is not None:
         require_file("--json", args.json, "a report of bmburst check", _is_report)
     config = resolve((Path(args.config),) if args.config is not None else (), given_options(args, TrainConfig))
@@ -118,7 +118,7 @@ def runs_to_compare(config: TrainConfig, nproc: int) -> tuple[_CheckRun, ...]:
     """
     check_run(config, nproc)
     # Imported here because it imports numpy, which the help does not need.
-    from bmburst.train.loading import check_text
+    from bmburst.train.text import check_text
 
     check_text(config, config.data.cache)
     if nproc == 1:

@@ -31,6 +31,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "LLaMA and MiniCPM only)",
     )
     parser.add_argument(
+        "--merge", action="store_true", help="SOURCE is a LoRA adapter: add it to the weights of --base"
+    )
+    parser.add_argument(
+        "--base", type=Path, default=None, metavar="DIR", help="with --merge: the model (default: as SOURCE names it)"
+    )
+    parser.add_argument(
         "--dtype", default=None, metavar="TYPE", help="float32, float16 or bfloat16 (default: as in SOURCE)"
     )
     parser.add_argument(
@@ -58,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     from bmburst.errors import UserError
 
     if not 0 < args.part_size < math.inf:
-        raise UserError(f"--part-size {args.part_size:g}\nallowed: gigabytes above 0, for example 5")
+        raise UserError(
+            f"--part-size {args.part_size:g}\nallowed: gigabytes above 0\nfix: --part-size 5, or leave it out"
+        )
     source = verified(args.source, warn)
     with tqdm(desc="converting", unit="B", unit_scale=True, disable=None) as bar:
         done = convert(
@@ -71,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
             on_bytes=bar.update,
             on_total=bar.reset,
             is_verified=True,
+            merge=args.merge,
+            base=None if args.base is None else verified(args.base, warn),
         )
     print(f"{args.output}: {done.tensors} tensors, {done.nbytes:,} bytes, from {source} ({done.family})")
     if done.tokenizer_elsewhere:

@@ -1,8 +1,11 @@
-"""`bmburst data`: tokenizes text files, JSONL and directories into a token file."""
+"""`bmburst data`: tokenizes text files, JSONL, data sets and directories into a token file."""
 
 import argparse
 import sys
 from pathlib import Path
+
+from bmburst.amounts import tokens
+from bmburst.errors import UserError
 
 HELP = "Tokenize text files, JSONL and directories into one token file."
 
@@ -18,7 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="PATH",
         help="text files (one document each), .jsonl and .ndjson files (one document a line), directories (searched "
-        "recursively), or 'stdlib' for the source files of Python's standard library",
+        "recursively), folders that `save_to_disk` of the package datasets wrote, or 'stdlib' for the source files of "
+        "Python's standard library. Lines with messages, or with prompt and completion, are records to fine-tune on: "
+        "the file then also says which tokens are answers",
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="token file to write")
     parser.add_argument(
@@ -34,30 +39,56 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FIELD",
         help="field of a JSONL line that holds the text (default: text)",
     )
+    parser.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="jinja file with the chat template of messages (default: the tokenizer's)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=tokens, metavar="N", help="leave out records of more tokens (default: keep all)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the token file and print what it holds."""
+    from bmburst.data.chat import RecordEncoder
     from bmburst.data.corpus import Text, tokenize
+    from bmburst.data.length_report import LengthReport
+    from bmburst.data.records import hold_records
     from bmburst.data.sources import find_sources
     from bmburst.data.token_file import is_token_file
     from bmburst.data.tokenizer import load_tokenizer
     from bmburst.outputs import require_own
 
     skipped: list[str] = []
-    text = Text(load_tokenizer(args.tokenizer), find_sources(args.input))
+    tokenizer, files = load_tokenizer(args.tokenizer), find_sources(args.input)
+    encoder = RecordEncoder(tokenizer, args.chat_template) if hold_records(files, args.text_field) else None
+    text, lengths = Text(tokenizer, files, encoder), LengthReport(args.max_tokens)
+    if encoder is None and (args.max_tokens is not None or args.chat_template is not None):
+        raise UserError(
+            f"{args.input[0]} holds text, and --max-tokens and --chat-template are for records\n"
+            "allowed: JSONL of messages, or of prompt and completion\nfix: leave the option out"
+        )
     require_own("--output", args.output, "a token file", is_token_file)
-    file = tokenize(
-        text,
-        args.output,
-        text_field=args.text_field,
-        progress=True,
-        on_skip=skipped.append,
-    )
+    try:
+        file = tokenize(
+            text,
+            args.output,
+            text_field=args.text_field,
+            progress=True,
+            on_skip=skipped.append,
+            keep=lengths.keep,
+        )
+    except UserError:
+        lengths.require()
+        raise
     for line in skipped:
         print(f"left out: {line}", file=sys.stderr)
     print(
         f"{file.path}: {file.document_count:,} documents, {file.token_count:,} tokens of '{file.tokenizer_name}' "
         f"({file.tokens.dtype.name}), {file.text_bytes:,} bytes of text"
     )
+    if encoder is not None:
+        print(lengths.text())
     return 0

@@ -5,7 +5,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, TextIO
@@ -54,6 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage, parser.epilog = _USAGE, _EPILOG
     add = parser.add_argument
     add("--checkpoint", type=Path, metavar="DIR", help="model directory, checkpoint, or run folder (its newest one)")
+    add("--adapter", type=Path, metavar="DIR", help="LoRA adapter to merge into the weights as they are read")
     add("--prompt", metavar="TEXT", help="a prompt")
     add("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file that is one prompt")
     add(
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if "RANK" in os.environ:
         try:
-            return _on_rank(args)
+            return in_group(partial(_answer, args))
         except UserError:
             if leaves_errors_to_rank_0():
                 return 2
@@ -117,12 +119,12 @@ def run(args: argparse.Namespace) -> int:
         return _answer(args)
     request = _Request.of(args, nproc)  # everything that can be refused, before ranks start
     from bmburst.checkpoint.files import VERIFIED
-    from bmburst.cli.train import rank_environment
+    from bmburst.cli.train import set_environment
     from bmburst.runtime.launch import LaunchSpec, launch
 
     limits = {"hang_timeout": args.hang_timeout, "start_timeout": args.start_timeout}
     spec = LaunchSpec(nproc=nproc, host_runtime=False, **limits)
-    with rank_environment({VERIFIED: str(request.source.directory)}):
+    with set_environment({VERIFIED: str(request.source.directory)}):
         return launch(spec, ["-m", "bmburst", "generate", *_words(args)])
 
 
@@ -146,7 +148,7 @@ class _Request:
         from bmburst.plan.inference import chunk_of
         from bmburst.schedule.cache_split import CacheSplit
 
-        source = Source.open(args.checkpoint)
+        source = Source.open(args.checkpoint, args.adapter)
         config = source.weights.config
         source.dtype(args.dtype)
         CacheSplit.choose(args.cache, ranks, 0, config.num_heads, config.num_kv_heads)
@@ -190,7 +192,8 @@ def _words(args: argparse.Namespace) -> list[str]:
     return words
 
 
-def _on_rank(args: argparse.Namespace) -> int:
+def in_group(work: Callable[[], int]) -> int:
+    """Return what `work` does on this rank of torch.distributed's world, which exists while it runs."""
     import torch
     import torch.distributed as dist
 
@@ -200,7 +203,7 @@ def _on_rank(args: argparse.Namespace) -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device)
     try:
-        return _answer(args)
+        return work()
     finally:
         dist.destroy_process_group()
 
@@ -216,8 +219,9 @@ def _answer(args: argparse.Namespace) -> int:
         require_room(request.source, comm, args.cache, args.dtype, args.chunk_tokens, length, request.options)
     screen = _Screen(args, request, is_main=comm.rank == 0)
     if comm.rank == 0:
-        _note_length(request)
-    with screen.bar("reading weights", request.source.nbytes(args.dtype), "B") as read:
+        length = max(map(len, request.prompts)) + request.options.max_new_tokens
+        note_length(length, request.source.weights.config.max_position_embeddings)
+    with progress_bar("reading weights", request.source.nbytes(args.dtype), "B", is_main=comm.rank == 0) as read:
         generator = Generator(
             request.source, cache=args.cache, dtype=args.dtype, chunk_tokens=args.chunk_tokens, on_bytes=read
         )
@@ -225,16 +229,25 @@ def _answer(args: argparse.Namespace) -> int:
     return 2 if any(answer.finish == "refused" for answer in answers) else 0
 
 
-def _note_length(request: _Request) -> None:
-    """Say, on standard error, where text gets longer than what the model was made for."""
-    most = request.source.weights.config.max_position_embeddings
-    length = max(map(len, request.prompts)) + request.options.max_new_tokens
+def note_length(length: int, most: int) -> None:
+    """Say, on standard error, where text of `length` tokens is longer than the `most` that the model was made for."""
     if length > most:
         print(
             f"note: up to {length:,} tokens, but the model was made for {most:,} (max_position_embeddings): "
             "what it answers beyond may be of no use",
             file=sys.stderr,
         )
+
+
+@contextmanager
+def progress_bar(title: str, total: int, unit: str, *, is_main: bool) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar on rank 0's terminal while the block runs, and yield what advances it."""
+    from tqdm import tqdm
+
+    with tqdm(
+        desc=title, total=total, unit=unit, unit_scale=True, disable=None if is_main else True, leave=False
+    ) as bar:
+        yield bar.update
 
 
 class _Screen:
@@ -247,18 +260,6 @@ class _Screen:
         self._written = 0
         self._file: TextIO | None = None
 
-    def bar(self, title: str, total: int, unit: str) -> "AbstractContextManager[Callable[[int], object]]":
-        """Return a context in which a progress bar stands on a terminal; it gives what advances the bar."""
-        from tqdm import tqdm
-
-        @contextmanager
-        def shown() -> Iterator[Callable[[int], object]]:
-            is_off = None if self._is_main else True
-            with tqdm(desc=title, total=total, unit=unit, unit_scale=True, disable=is_off, leave=False) as bar:
-                yield bar.update
-
-        return shown()
-
     def run(self, generator: "Generator") -> "list[Answer]":
         """Answer the prompts and show the answers."""
         from bmburst.inference.answering import Progress
@@ -268,7 +269,7 @@ class _Screen:
         with ExitStack() as stack:
             if output is not None and self._is_main:
                 self._file = stack.enter_context(output.open("w", encoding="utf-8"))
-            computed = stack.enter_context(self.bar("prefill", total, " tokens"))
+            computed = stack.enter_context(progress_bar("prefill", total, " tokens", is_main=self._is_main))
             progress = Progress(tokens=computed, text=self._text, answer=self._answer)
             answers = generator.generate(request.prompts, request.options, progress=progress)
         if self._streams:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bmburst.checkpoint.files import VERIFIED, bytes_to_come, nbytes, newest_whole, read_progress, verified, warn
 from bmburst.cli import leaves_errors_to_rank_0, ranks_to_start
-from bmburst.config import add_options, build, given_options, read_layer, to_dict
+from bmburst.config import add_options, build_config, given_options, read_layer, to_dict
 from bmburst.errors import RunError, UserError
 from bmburst.outputs import FULL, LOCK_FILE, TRAINING_LOCK, amount, free_bytes, held, require_folder, require_space
 from bmburst.train.config import TrainConfig
@@ -42,6 +42,8 @@ TITLES = {
     "data": "data",
     "optimizer": "optimizer",
     "schedule": "learning rate",
+    "lora": "adapters in place of all weights",
+    "dpo": "training on pairs of a chosen and a rejected answer",
     "parallel": "ranks",
 }
 # Files of a run that has trained. Other files, such as the launcher's, may be there before.
@@ -81,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
             config = resolve_options(args)
         nproc = ranks_of(config)
         check_run(config, nproc)
+        from bmburst.train.planning import check_host_memory  # here: the help does without the planner
+
+        check_host_memory(config, nproc)
         environment: dict[str, str] = {}
         if config.resume:
             newest = _to_resume(folder)
@@ -88,15 +93,17 @@ def run(args: argparse.Namespace) -> int:
             if done >= config.steps:
                 print(f"{folder}: finished with {done} steps; a larger --steps goes on", file=sys.stderr)
                 return 0
+            print(f"going on from {newest}", file=sys.stderr, flush=True)
             environment[VERIFIED] = str(newest)
-        elif config.init_from is not None:
-            environment[VERIFIED] = str(verified(config.init_from, warn))
         # Imported here because it imports numpy, which the help does not need.
-        from bmburst.train.loading import bytes_of_tokens, check_text, token_cache
+        from bmburst.train.text import bytes_of_tokens, check_text, token_cache
 
         cache = token_cache(config, folder)
         text = check_text(config, cache)
         _require_room(config, folder, (cache, bytes_of_tokens(config, cache, text)))
+        if config.init_from is not None and not config.resume:
+            print(f"reading weights: {config.init_from}", file=sys.stderr, flush=True)
+            environment[VERIFIED] = str(verified(config.init_from, warn))
         if not is_locked:  # another run may have made it by now
             with _explaining_write_errors(folder, config):
                 folder = _make_folder(config, folder)
@@ -110,13 +117,13 @@ def run(args: argparse.Namespace) -> int:
         from bmburst.runtime.launch import LaunchSpec, launch
 
         spec = LaunchSpec(nproc=nproc, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout)
-        with rank_environment(environment):
+        with set_environment(environment):
             words = ["--output", str(folder), *(["--resume"] if config.resume else [])]
             return launch(spec, ["-m", "bmburst", "train", *words])
 
 
 @contextlib.contextmanager
-def rank_environment(variables: Mapping[str, str]) -> Iterator[None]:
+def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables for ranks that are started in the block."""
     before = {name: os.environ.pop(name, None) for name in (RUN_CONFIG, VERIFIED)}
     os.environ.update(variables)
@@ -137,8 +144,11 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
     """
     options = given_options(args, TrainConfig)
     given = Path(args.config) if args.config is not None else None
-    config = resolve((given,) if given else (), options)
+    # Options of a run that is resumed make a configuration only together with the run's own.
+    which: dict[str, str] = {name: options[name] for name in ("resume", "output") if name in options}
+    config = resolve((given,) if given else (), which if "resume" in which else options)
     if not config.resume:
+        config = resolve((given,) if given else (), options)
         if config.output is not None:
             with _explaining_write_errors(config.output):
                 _require_no_file(config.output)
@@ -243,7 +253,7 @@ def _resolve_in_rank(args: argparse.Namespace, stack: contextlib.ExitStack) -> T
     Under torchrun rank 0 locks the run folder until the stack is closed.
     """
     if RUN_CONFIG in os.environ:
-        config = build(TrainConfig, read_layer(TrainConfig, json.loads(os.environ[RUN_CONFIG]), RUN_CONFIG))
+        config = build_config(TrainConfig, read_layer(TrainConfig, json.loads(os.environ[RUN_CONFIG]), RUN_CONFIG))
     else:
         config = resolve_options(args)
     if config.output is None:
@@ -253,7 +263,7 @@ def _resolve_in_rank(args: argparse.Namespace, stack: contextlib.ExitStack) -> T
         )
     check_run(config, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
     if RUN_CONFIG not in os.environ and os.environ["RANK"] == "0":
-        from bmburst.train.loading import bytes_of_tokens, find_text, token_cache
+        from bmburst.train.text import bytes_of_tokens, find_text, token_cache
 
         cache = token_cache(config, config.output)
         _require_room(config, config.output, (cache, bytes_of_tokens(config, cache, find_text(config))))

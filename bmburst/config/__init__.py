@@ -2,13 +2,13 @@
 
 from bmburst.config.fields import check_fields, field
 from bmburst.config.files import parse_json, read_config_file, read_json, write_json
+from bmburst.config.names import nearest_name
 from bmburst.config.tree import (
     FieldHelpFormatter,
     add_options,
-    build,
+    build_config,
     given_options,
     leaves,
-    nearest_name,
     option_name,
     overlay,
     read_layer,
@@ -18,7 +18,7 @@ from bmburst.config.tree import (
 __all__ = [
     "FieldHelpFormatter",
     "add_options",
-    "build",
+    "build_config",
     "check_fields",
     "field",
     "given_options",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bmburst.amounts import MOST, TOKENS_TOO, tokens, why_not_text
+from bmburst.amounts import GIB_TOO, MOST, TOKENS_TOO, gibibytes, tokens, why_not_text
 from bmburst.errors import UserError, unknown
 
 _SPEC = "bmburst.field"
@@ -50,6 +50,16 @@ class FieldSpec:
     def counts_tokens(self) -> bool:
         """Whether the value is a number of tokens, which may be given as 64K."""
         return self.unit == "tokens"
+
+    @property
+    def counts_gib(self) -> bool:
+        """Whether the value is an amount of memory, which may be given as 128G."""
+        return self.unit == "GiB"
+
+    @property
+    def suffixes(self) -> str:
+        """The suffixes that a value may have, in words; empty where it may have none."""
+        return TOKENS_TOO if self.counts_tokens else GIB_TOO if self.counts_gib else ""
 
     def bounds(self) -> str:
         """Return the bounds as words, for example "at least 1"; empty where there are none."""
@@ -140,24 +150,35 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def describe(annotation: Any, spec: FieldSpec) -> str:
+def describe_allowed(annotation: Any, spec: FieldSpec) -> str:
     """Return the allowed values in words, for example "an integer at least 1, or none"."""
     inner, none_allowed = optional_part(annotation)
     bounds = f" {spec.bounds()}" if spec.bounds() else ""
     if typing.get_origin(inner) is typing.Literal:
         words = ", ".join(str(choice) for choice in typing.get_args(inner))
     elif typing.get_origin(inner) is tuple:
-        words = f"values separated by commas, each {describe(typing.get_args(inner)[0], spec)}"
+        words = f"values separated by commas, each {describe_allowed(typing.get_args(inner)[0], spec)}"
     elif dataclasses.is_dataclass(inner):
         words = "an object of fields"
     else:
         names = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: _PATH}
         words = names[inner] + (bounds if inner in (int, float) else "")
-        words += f", {TOKENS_TOO}" if spec.counts_tokens else ""
+        words += f", {spec.suffixes}" if spec.suffixes else ""
     return f"{words}, or {spec.none_text}" if none_allowed else words
 
 
-def convert(name: str, value: Any, annotation: Any, spec: FieldSpec) -> Any:
+def misfit(name: str, value: object, allowed: str) -> UserError:
+    """Return the error for a value that a field cannot hold.
+
+    Args:
+        name: Dotted name of the field.
+        value: What was given.
+        allowed: The allowed values in words.
+    """
+    return UserError(f"{name}: {shown(value)} does not fit\nallowed: {allowed}\nfix: correct the value")
+
+
+def convert_value(name: str, value: Any, annotation: Any, spec: FieldSpec) -> Any:
     """Return the value of a field as its type, from what a file, the command line or Python gave.
 
     Text is read as the type it is meant for ("1e-3" as a number, "64K" as that many tokens, "none" as None, "0.9,0.95"
@@ -177,15 +198,26 @@ def convert(name: str, value: Any, annotation: Any, spec: FieldSpec) -> Any:
     if none_allowed and (is_none(value) or (isinstance(value, str) and value.lower() == spec.none_text)):
         return None
     if isinstance(value, int) and abs(value) > MOST:
-        raise UserError(f"{name}: {shown(value)} does not fit\nallowed: {describe(annotation, spec)}")
+        raise misfit(name, value, describe_allowed(annotation, spec))
     if typing.get_origin(inner) is tuple:
         return _convert_tuple(name, value, inner, spec)
     if typing.get_origin(inner) is typing.Literal:
         return _convert_choice(name, value, typing.get_args(inner))
-    converted = _to_int(value, tokens) if spec.counts_tokens else _CONVERTERS[inner](value)
+    converted = _converted(value, inner, spec)
     if converted is None or (isinstance(converted, int | float) and not spec.admits(converted)):
-        raise UserError(f"{name}: {shown(value)} does not fit\nallowed: {describe(annotation, spec)}")
+        raise misfit(name, value, describe_allowed(annotation, spec))
     return converted
+
+
+def _converted(value: Any, inner: Any, spec: FieldSpec) -> Any:
+    if spec.counts_tokens:
+        return _to_int(value, tokens)
+    if spec.counts_gib and isinstance(value, str):
+        try:
+            value = gibibytes(value)
+        except ValueError:
+            return None
+    return _CONVERTERS[inner](value)
 
 
 def check_fields(config: Any) -> None:
@@ -197,13 +229,15 @@ def check_fields(config: Any) -> None:
     hints = typing.get_type_hints(type(config))
     for declared in dataclasses.fields(config):
         value = getattr(config, declared.name)
+        if value is None and declared.default is None:  # filled in later
+            continue
         inner, none_allowed = optional_part(hints[declared.name])
         if isinstance(inner, type) and dataclasses.is_dataclass(inner):
             if not isinstance(value, inner) and not (value is None and none_allowed):
-                raise UserError(f"{declared.name}: {shown(value)} does not fit\nallowed: {inner.__name__}")
+                raise misfit(declared.name, value, inner.__name__)
             continue
         object.__setattr__(
-            config, declared.name, convert(declared.name, value, hints[declared.name], spec_of(declared))
+            config, declared.name, convert_value(declared.name, value, hints[declared.name], spec_of(declared))
         )
 
 
@@ -213,9 +247,9 @@ def _convert_tuple(name: str, value: Any, annotation: Any, spec: FieldSpec) -> t
         value = [part.strip() for part in value.split(",") if part.strip()]
     open_ended = len(arguments) == 2 and arguments[1] is Ellipsis
     if not isinstance(value, list | tuple) or not (open_ended or len(value) == len(arguments)):
-        raise UserError(f"{name}: {shown(value)} does not fit\nallowed: {describe(annotation, spec)}")
+        raise misfit(name, value, describe_allowed(annotation, spec))
     kinds = [arguments[0]] * len(value) if open_ended else list(arguments)
-    return tuple(convert(name, part, kind, spec) for part, kind in zip(value, kinds, strict=True))
+    return tuple(convert_value(name, part, kind, spec) for part, kind in zip(value, kinds, strict=True))
 
 
 def _convert_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:

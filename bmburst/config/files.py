@@ -136,11 +136,18 @@ def read_config_file(path: Path) -> dict[str, Any]:
             key twice.
     """
     if path.suffix not in (".json", ".yaml", ".yml"):
-        raise UserError(f"{path}: unknown type of configuration file '{path.suffix}'\nallowed: .json, .yaml, .yml")
+        raise UserError(
+            f"{path}: unknown type of configuration file '{path.suffix}'\nallowed: .json, .yaml, .yml\n"
+            "fix: give a file of one of these types, named so"
+        )
     try:
         text = read_bytes(path, _MOST_CONFIG).decode("utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such configuration file\nfix: give the path of a .json or .yaml file") from None
+        where = "; recipes are in the folder recipes of bmburst's repository, not in the installed package"
+        raise UserError(
+            f"{path}: no such configuration file\n"
+            f"allowed: a .json or .yaml file{where if path.suffix != '.json' else ''}\nfix: correct the path"
+        ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}\nfix: give a file you may read") from None
     except UnicodeDecodeError as error:
@@ -150,7 +157,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
     values = _parse_json(path, text) if path.suffix == ".json" else _parse_yaml(path, text)
     if not isinstance(values, dict):
         what = "nothing" if values is None else f"a {type(values).__name__}"
-        raise UserError(f"{path}: holds {what}\nallowed: one object of fields, for example steps: 100")
+        raise UserError(
+            f"{path}: holds {what}\nallowed: one object of fields\nfix: write fields, for example steps: 100"
+        )
     return values
 
 

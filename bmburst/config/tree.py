@@ -5,14 +5,23 @@
 
 import argparse
 import dataclasses
-import difflib
+import textwrap
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bmburst.amounts import TOKENS_TOO
-from bmburst.config.fields import FieldSpec, convert, describe, is_none, number_text, optional_part, shown, spec_of
+from bmburst.config.fields import (
+    FieldSpec,
+    convert_value,
+    describe_allowed,
+    is_none,
+    misfit,
+    number_text,
+    optional_part,
+    spec_of,
+)
+from bmburst.config.names import nearest_name
 from bmburst.errors import UserError
 
 Config = TypeVar("Config")
@@ -67,7 +76,7 @@ def leaves(config: Any, prefix: str = "") -> Iterator[Leaf]:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return a configuration as nested dictionaries of JSON types; `build` is the inverse."""
+    """Return a configuration as nested dictionaries of JSON types; `build_config` is the inverse."""
     return {declared.name: _plain(getattr(config, declared.name)) for declared in dataclasses.fields(config)}
 
 
@@ -90,7 +99,7 @@ def read_layer(cls: type, values: Mapping[str, Any], source: str) -> dict[str, A
                 raise _unknown_key(name, known)
             leaf = known[name]
             # Of an object only none comes here: its fields come one by one.
-            _put(layer, name, None if leaf.is_object else convert(name, value, leaf.annotation, leaf.spec))
+            _put(layer, name, None if leaf.is_object else convert_value(name, value, leaf.annotation, leaf.spec))
     except UserError as error:
         raise UserError(f"{source}: {error}" if source else str(error)) from None
     return layer
@@ -106,7 +115,7 @@ def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def build(cls: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
+def build_config(cls: type[Config], values: Mapping[str, Any], prefix: str = "") -> Config:
     """Return the configuration that checked nested dictionaries (see `read_layer`) describe.
 
     Raises:
@@ -119,22 +128,13 @@ def build(cls: type[Config], values: Mapping[str, Any], prefix: str = "") -> Con
         inner, _ = optional_part(hints[declared.name])
         if declared.name not in values:
             if _class_default(declared) is dataclasses.MISSING:
-                raise UserError(f"{name} is missing\nallowed: {describe(inner, spec_of(declared))}\nfix: add --{name}")
+                raise UserError(
+                    f"{name} is missing\nallowed: {describe_allowed(inner, spec_of(declared))}\nfix: add --{name}"
+                )
             continue
         value = values[declared.name]
-        arguments[declared.name] = build(inner, value, f"{name}.") if isinstance(value, Mapping) else value
+        arguments[declared.name] = build_config(inner, value, f"{name}.") if isinstance(value, Mapping) else value
     return cls(**arguments)
-
-
-def nearest_name(name: str, known: Mapping[str, Any]) -> str | None:
-    """Return the known dotted name nearest to a name: by its last part first ("lr"), then by spelling."""
-    name = name.replace("-", "_")
-    same_leaf = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = difflib.get_close_matches(name, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
-    if not near:
-        by_leaf = {other.rpartition(".")[2]: other for other in known}
-        near = [by_leaf[leaf] for leaf in difflib.get_close_matches(name.rpartition(".")[2], by_leaf, n=1)]
-    return near[0] if near else None
 
 
 def _class_default(declared: "dataclasses.Field[Any]") -> Any:
@@ -165,7 +165,7 @@ def _flat(cls: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tu
             yield from _flat(typing.cast(type, inner), {rest: value} if rest else value, f"{prefix}{head}.")
         else:
             allowed = f"{'none, or ' if none_allowed else ''}its fields, {prefix}{key}.*"
-            raise UserError(f"{prefix}{key}: {shown(value)} does not fit\nallowed: {allowed}\nfix: correct the value")
+            raise misfit(f"{prefix}{key}", value, allowed)
 
 
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:
@@ -232,7 +232,11 @@ def given_options(args: argparse.Namespace, config: Any) -> dict[str, str]:
 
 
 class FieldHelpFormatter(argparse.HelpFormatter):
-    """Shows only the first spelling of an option that takes hyphens and underscores."""
+    """Shows only the first spelling of an option that takes hyphens and underscores. Breaks no line at a hyphen."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        # A value such as `keep-attention` stays whole, so that it can be copied.
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -270,8 +274,7 @@ def _metavar(annotation: Any) -> str:
 def _help(leaf: Leaf) -> str:
     number = optional_part(leaf.annotation)[0] in (int, float)
     unit = leaf.spec.unit or ("no unit" if number else "")
-    too = TOKENS_TOO if leaf.spec.counts_tokens else ""
-    notes = [unit, too, leaf.spec.bounds(), _default_text(leaf)]
+    notes = [unit, leaf.spec.suffixes, leaf.spec.bounds(), _default_text(leaf)]
     return f"{leaf.spec.help} [{'; '.join(note for note in notes if note)}]"
 
 

@@ -1,17 +1,59 @@
 """Batches of samples: their order in training and evaluation, and the rows that each data rank reads."""
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.data.packing import PackedSequences
 from bmburst.errors import UserError
 from bmburst_ops.constants import IGNORE_INDEX
 
 Ids = npt.NDArray[np.int64]
+
+
+class Sequences(Protocol):
+    """Samples of one length to train on or to evaluate: `PackedSequences`, `WholeDocuments` or `Mixture`."""
+
+    sequence_length: int
+    held_out_fraction: float
+    pack: str
+
+    @property
+    def eos_id(self) -> int:
+        """The id of padding."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for the same data alone."""
+
+    def __len__(self) -> int:
+        """Return how many samples an epoch has."""
+
+    def labels_in(self, index: int) -> int:
+        """Return how many places of a sample are real; what lies behind them is padding."""
+
+    def counted_in(self, index: int) -> int:
+        """Return how many labels of a sample count in the loss."""
+
+    def text_bytes(self, index: int) -> int:
+        """Return how many bytes of text these labels stand for."""
+
+    def documents(self, index: int) -> tuple[int, ...] | None:
+        """Return how many inputs each document of a sample has; None where a sample is one text."""
+
+    def pairs(self, index: int, places: range) -> tuple[Ids, Ids]:
+        """Return inputs and labels of a sample at some real places."""
+
+    def drawn(self, position: int, seed: int) -> int:
+        """Return which sample stands at a position of the endless order of training."""
+
+    def evaluated(self, count: int | None = None) -> Sequence[int]:
+        """Return the samples of an evaluation in order, at most `count`."""
+
+    def prompt(self, most: int) -> list[int]:
+        """Return the tokens of a prompt for a sample of what a model writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +66,7 @@ class Samples:
         rows: This rank's; None is a row without text.
     """
 
-    sequences: PackedSequences
+    sequences: Sequences
     taken: tuple[int, ...]
     rows: tuple[int | None, ...]
 
@@ -35,7 +77,7 @@ class Samples:
     @property
     def label_count(self) -> int:
         """Labels that count, over all data ranks."""
-        return sum(map(self.sequences.labels_in, self.taken))
+        return sum(map(self.sequences.counted_in, self.taken))
 
     @property
     def text_bytes(self) -> int:
@@ -62,19 +104,13 @@ class Samples:
             places: Positions in the sequence, ascending and below `sequence_length`.
         """
         index = self.rows[row]
-        inputs = np.full(len(places), self.sequences.token_file.eos_id, np.int64)
+        inputs = np.full(len(places), self.sequences.eos_id, np.int64)
         labels = np.full(len(places), IGNORE_INDEX, np.int64)
         if index is None:
             return inputs, labels
-        first, step = places.start, places.step
         stop = min(places.stop, self.sequences.labels_in(index))
-        real = len(range(first, stop, step))
-        if real and step == 1:  # a label is the next input: one read does for both
-            ids = self.sequences.read(index, range(first, stop + 1))
-            inputs[:real], labels[:real] = ids[:-1], ids[1:]
-        elif real:
-            inputs[:real] = self.sequences.read(index, range(first, stop, step))
-            labels[:real] = self.sequences.read(index, range(first + 1, stop + 1, step))
+        if real := range(places.start, stop, places.step):
+            inputs[: len(real)], labels[: len(real)] = self.sequences.pairs(index, real)
         return inputs, labels
 
     def whole(self) -> tuple[Ids, Ids]:
@@ -82,58 +118,6 @@ class Samples:
         places = range(self.sequences.sequence_length)
         inputs, labels = zip(*(self.read(row, places) for row in range(len(self))), strict=True)
         return np.stack(inputs), np.stack(labels)
-
-
-_ROUNDS = 8
-_MASK = (1 << 64) - 1
-
-
-class Permutation:
-    """A permutation of range(size), the same for the same key.
-
-    A Feistel network permutes the numbers of 2b bits, for the smallest such range that holds `size`; a number that
-    falls outside `size` goes through it again until it is inside ("cycle walking", Black and Rogaway 2002,
-    doi:10.1007/3-540-45760-7_9). The range is less than four times `size`, so that takes less than four turns on
-    average.
-
-    Args:
-        size: How many things there are, at least 1.
-        key: What chooses the permutation; any numbers.
-    """
-
-    def __init__(self, size: int, *key: int) -> None:
-        self._size = size
-        self._half_bits = max(1, -(-(size - 1).bit_length() // 2))
-        digest = hashlib.blake2b(repr((size, *key)).encode(), digest_size=8 * _ROUNDS // 2).digest()
-        self._keys = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, len(digest), 4)]
-
-    def __call__(self, index: int) -> int:
-        """Return where `index` goes.
-
-        Raises:
-            IndexError: `index` is not in range(size).
-        """
-        if not 0 <= index < self._size:
-            raise IndexError(f"{index} is not in range({self._size})")
-        while True:
-            index = self._turn(index)
-            if index < self._size:
-                return index
-
-    def _turn(self, value: int) -> int:
-        mask = (1 << self._half_bits) - 1
-        left, right = value >> self._half_bits, value & mask
-        for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key << 32) & mask)
-        return left << self._half_bits | right
-
-
-def _mix(value: int) -> int:
-    """Return 64 well-mixed bits: SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-    return value ^ value >> 31
 
 
 STATE_VERSION = 1
@@ -164,7 +148,7 @@ class Batches:
 
     def __init__(
         self,
-        sequences: PackedSequences,
+        sequences: Sequences,
         *,
         batch_size: int,
         seed: int,
@@ -176,7 +160,6 @@ class Batches:
         self._batch_size = batch_size
         self._seed = seed
         self._first = data_rank * self._local
-        self._order: tuple[int, Permutation] | None = None  # of the epoch that was last asked for
         self.samples = 0
         self.text_bytes = 0
 
@@ -194,7 +177,7 @@ class Batches:
     def coming(self, steps: int = 0) -> Samples:
         """Return what `next` will, or will after some more steps, and stay where it is."""
         first = self.samples + steps * self._batch_size
-        taken = tuple(self._sample(first + i) for i in range(self._batch_size))
+        taken = tuple(self._sequences.drawn(first + i, self._seed) for i in range(self._batch_size))
         return Samples(self._sequences, taken, taken[self._first : self._first + self._local])
 
     @property
@@ -229,18 +212,11 @@ class Batches:
 
     def _order_of(self) -> dict[str, int | float | str]:
         return {
-            "corpus": self._sequences.token_file.fingerprint,
+            "corpus": self._sequences.fingerprint,
             "sequence_length": self._sequences.sequence_length,
             "held_out_fraction": self._sequences.held_out_fraction,
             "seed": self._seed,
         }
-
-    def _sample(self, position: int) -> int:
-        """Return which sample stands at `position` of the endless order."""
-        epoch, index = divmod(position, len(self._sequences))
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, Permutation(len(self._sequences), self._seed, epoch)
-        return self._order[1](index)
 
 
 def local_batch_size(batch_size: int, data_rank: int, data_parallel: int) -> int:
@@ -267,7 +243,7 @@ def local_batch_size(batch_size: int, data_rank: int, data_parallel: int) -> int
 
 
 def evaluation_batches(
-    sequences: PackedSequences,
+    sequences: Sequences,
     *,
     batch_size: int = 1,
     limit: int | None = None,
@@ -291,12 +267,11 @@ def evaluation_batches(
     local = local_batch_size(batch_size, data_rank, data_parallel)
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit}\nallowed: at least 1 sequence\nfix: limit=None evaluates all sequences")
-    count = len(sequences) + (sequences.partial_labels > 0)
-    count = count if limit is None else min(count, limit)
+    order = sequences.evaluated(limit)
 
     def step(first: int) -> Samples:
-        taken = tuple(range(first, min(first + batch_size, count)))
+        taken = tuple(order[first : first + batch_size])
         mine = taken[data_rank * local : (data_rank + 1) * local]
         return Samples(sequences, taken, mine + (None,) * (local - len(mine)))
 
-    return map(step, range(0, count, batch_size))
+    return map(step, range(0, len(order), batch_size))

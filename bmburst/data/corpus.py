@@ -2,32 +2,48 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from bmburst.data.chat import RecordEncoder
+from bmburst.data.records import hold_records, read_records
 from bmburst.data.sources import STANDARD_LIBRARY, SourceFile, find_sources, read_documents
-from bmburst.data.token_file import CACHED, VERSION, TokenFile, is_token_file, write_token_file
-from bmburst.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from bmburst.data.token_file import CACHED, PAIRED_VERSION, VERSION, TokenFile, is_token_file
+from bmburst.data.token_writer import Masked, write_masked_file, write_token_file
+from bmburst.data.tokenizer import ByteTokenizer, PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError
-from bmburst.outputs import require_folder
+from bmburst.outputs import amount, require_folder
+
+_LONG = 4 << 20  # bytes of text that take a second or more
 
 
 class Text(NamedTuple):
     """Text that is to be tokenized, and by what."""
 
-    tokenizer: Tokenizer
+    tokenizer: PromptTokenizer
     files: Sequence[SourceFile]
+    encoder: RecordEncoder | None = None
+    """For records; None where the files are text."""
 
 
-def find_corpus(source: str | Path | Sequence[str | Path], tokenizer: str | None) -> TokenFile | Text:
-    """Return the token file that a user names, or the text.
+def find_corpus(
+    source: str | Path | Sequence[str | Path],
+    tokenizer: str | None,
+    *,
+    text_field: str = "text",
+    chat_template: Path | None = None,
+) -> TokenFile | Text:
+    """Return the token file that a user names, or the text or the records.
 
     Args:
         source: As in `open_corpus`.
         tokenizer: As in `open_corpus`.
+        text_field: As in `open_corpus`.
+        chat_template: As in `open_corpus`.
 
     Raises:
         UserError: There is no text or no such tokenizer, or a token file is of another tokenizer.
@@ -36,7 +52,19 @@ def find_corpus(source: str | Path | Sequence[str | Path], tokenizer: str | None
         if (file := find_token_file(source, tokenizer)) is not None:
             return file
         source = [source]
-    return Text(load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer), find_sources(source))
+    files = find_sources(source)
+    found = load_tokenizer(ByteTokenizer.name if tokenizer is None else tokenizer)
+    return Text(found, files, RecordEncoder(found, chat_template) if hold_records(files, text_field) else None)
+
+
+def are_records(source: str | Path, text_field: str) -> bool:
+    """Return whether a source is records or a token file of them; False for what cannot be read."""
+    try:
+        if is_token_file(Path(source)):
+            return TokenFile.open(source).loss_mask is not None
+        return hold_records(find_sources([source]), text_field)
+    except (OSError, UserError):
+        return False
 
 
 def find_token_file(source: str | Path, tokenizer: str | None) -> TokenFile | None:
@@ -69,6 +97,7 @@ def open_corpus(
     cache_dir: str | Path,
     *,
     text_field: str = "text",
+    chat_template: Path | None = None,
     progress: bool = False,
     on_skip: Callable[[str], object] = lambda _: None,
 ) -> TokenFile:
@@ -84,6 +113,7 @@ def open_corpus(
         cache_dir: Where tokenized text is kept. A file there is used again while the paths, sizes and times of the
             text, and the tokenizer, are the same.
         text_field: Where a line of JSONL keeps its text.
+        chat_template: A file whose chat template takes the place of the tokenizer's, for records.
         progress: Show a progress bar on stderr while tokenizing.
         on_skip: Called with a line of text about every file of a directory that is not text, while tokenizing.
 
@@ -93,7 +123,7 @@ def open_corpus(
     Raises:
         UserError: There is no text, it cannot be read, or a token file is of another tokenizer.
     """
-    found = find_corpus(source, tokenizer)
+    found = find_corpus(source, tokenizer, text_field=text_field, chat_template=chat_template)
     if isinstance(found, TokenFile):
         return found
     cached = _cached(cache_dir, found, text_field)
@@ -130,13 +160,25 @@ def tokenize(
     text_field: str = "text",
     progress: bool = False,
     on_skip: Callable[[str], object] = lambda _: None,
+    keep: Callable[[Masked], bool] = lambda _: True,
 ) -> TokenFile:
-    """Write the documents of a text to the token file `output` and open it.
+    """Write the documents of a text, or records, to the token file `output` and open it.
+
+    Args:
+        text: The text or the records.
+        output: The file.
+        text_field: As in `open_corpus`.
+        progress: As in `open_corpus`.
+        on_skip: As in `open_corpus`.
+        keep: Returns whether a record is written.
 
     Raises:
         UserError: There is no text, or something cannot be read or written.
     """
     with _bar(sum(_size(file.path) for file in text.files), shown=progress) as on_read:
+        if text.encoder is not None:
+            records = read_records(text.files, text_field=text_field, on_read=on_read)
+            return write_masked_file(output, filter(keep, map(text.encoder.encode, records)), text.tokenizer)
         documents = read_documents(text.files, text_field=text_field, on_read=on_read, on_skip=on_skip)
         return write_token_file(output, documents, text.tokenizer)
 
@@ -145,9 +187,12 @@ def _cached(cache_dir: str | Path, text: Text, text_field: str) -> Path:
     """Return where the tokens of a text are kept, by a name from what the file system says of its files."""
     texts = []
     for file in text.files:
-        status = file.path.stat()
-        texts.append([str(file.path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
-    key = json.dumps([VERSION, text.tokenizer.identity, text_field, texts])
+        parts = sorted(file.path.rglob("*")) if file.kind == "dataset" else [file.path]
+        for path in parts:
+            status = path.stat()
+            texts.append([str(path.resolve()), file.kind, status.st_size, status.st_mtime_ns])
+    masked = [] if text.encoder is None else [PAIRED_VERSION, text.encoder.identity]
+    key = json.dumps([VERSION, text.tokenizer.identity, text_field, texts, *masked])
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     return Path(cache_dir) / f"{CACHED}{digest[:24]}.tokens"
 
@@ -161,5 +206,7 @@ def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
     """Give what to call with numbers of bytes read."""
     from tqdm import tqdm
 
+    if shown and total >= _LONG and not sys.stderr.isatty():  # where tqdm shows nothing
+        sys.stderr.write(f"tokenizing {amount(total)} of text, once\n")
     with tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True, disable=None if shown else True) as bar:
         yield bar.update

@@ -1,11 +1,12 @@
 """Packs documents into sequences of one length, and splits them into training and held-out parts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from bmburst.data.permutation import permutation
 from bmburst.data.token_file import TokenFile
 from bmburst.errors import UserError, require_known
 
@@ -35,11 +36,7 @@ def split_documents(file: TokenFile, held_out_fraction: float) -> Split:
     Raises:
         UserError: The fraction is not in (0, 1), or there are too few tokens to share out.
     """
-    if not 0 < held_out_fraction < 1:
-        raise UserError(
-            f"held_out_fraction is {held_out_fraction}\nallowed: above 0 and below 1\n"
-            "fix: use a value from 0.01 to 0.1, as is usual"
-        )
+    _require_fraction(held_out_fraction)
     total = file.token_count
     if total < 4:
         raise UserError(
@@ -50,10 +47,7 @@ def split_documents(file: TokenFile, held_out_fraction: float) -> Split:
     starts, ends = np.asarray(file.document_offsets[:-1]), np.asarray(file.document_offsets[1:])
     held_from = ends.copy()  # document d holds out its tokens [held_from[d], ends[d])
 
-    order = np.argsort(file.document_keys, kind="stable")
-    keys = np.asarray(file.document_keys)[order]
-    groups = np.append(np.flatnonzero(np.diff(keys, prepend=~keys[:1])), len(order))  # where each text begins, in order
-    in_order = np.append(0, np.cumsum((ends - starts)[order]))  # tokens of the documents before, in order
+    order, groups, in_order = _by_text(file)
     whole = int(np.searchsorted(in_order[groups], target, side="right")) - 1  # texts that fit as a whole
     held_from[order[: groups[whole]]] = starts[order[: groups[whole]]]
     held = int(in_order[groups[whole]])
@@ -61,6 +55,44 @@ def split_documents(file: TokenFile, held_out_fraction: float) -> Split:
         copies = order[groups[whole] : groups[whole + 1]]
         held_from[copies] -= max((target - held) // len(copies), 1)  # less than the document, which does not fit
     return Split(train=_joined(starts, held_from), held_out=_joined(held_from, ends))
+
+
+def _by_text(file: TokenFile) -> tuple[Spans, Spans, Spans]:
+    """Return documents in the order of their keys, where each text begins in it, and the tokens before each."""
+    sizes = np.diff(file.document_offsets)
+    order = np.argsort(file.document_keys, kind="stable")
+    keys = np.asarray(file.document_keys)[order]
+    groups = np.append(np.flatnonzero(np.diff(keys, prepend=~keys[:1])), len(order))
+    return order, groups, np.append(0, np.cumsum(sizes[order]))
+
+
+def held_out_documents(file: TokenFile, held_out_fraction: float) -> npt.NDArray[np.bool_]:
+    """Return which documents are held out, bool `[documents]`: whole ones, chosen as `split_documents` does.
+
+    At least one text is held out and one is not.
+
+    Raises:
+        UserError: The fraction is not in (0, 1), or all documents are of one text.
+    """
+    _require_fraction(held_out_fraction)
+    order, groups, in_order = _by_text(file)
+    if len(groups) < 3:
+        raise UserError(
+            f"data {file.path}: {file.document_count} records of one text are too few to hold some out for evaluation\n"
+            "allowed: at least 2 different records\nfix: give more records"
+        )
+    fit = int(np.searchsorted(in_order[groups], file.token_count * held_out_fraction, side="right")) - 1
+    held = np.zeros(file.document_count, bool)
+    held[order[: groups[min(max(fit, 1), len(groups) - 2)]]] = True
+    return held
+
+
+def _require_fraction(held_out_fraction: float) -> None:
+    if not 0 < held_out_fraction < 1:
+        raise UserError(
+            f"held_out_fraction is {held_out_fraction}\nallowed: above 0 and below 1\n"
+            "fix: use a value from 0.01 to 0.1, as is usual"
+        )
 
 
 def _joined(starts: Spans, stops: Spans) -> Spans:
@@ -184,6 +216,43 @@ class PackedSequences:
             filled += len(picked)
             skip += len(picked) * places.step - (end - begin)
         return ids
+
+    @property
+    def eos_id(self) -> int:
+        """The id of padding."""
+        return self.token_file.eos_id
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two corpora only if they hold the same tokens in the same documents."""
+        return self.token_file.fingerprint
+
+    def pairs(self, index: int, places: range) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return inputs and labels of sample `index` at some places below its labels, each int64 `[len(places)]`."""
+        first, stop, step = places.start, places.stop, places.step
+        if step == 1:  # a label is the next input: one read does for both
+            ids = self.read(index, range(first, stop + 1))
+            return ids[:-1], ids[1:]
+        return self.read(index, places), self.read(index, range(first + 1, stop + 1, step))
+
+    def counted_in(self, index: int) -> int:
+        """Return how many labels of sample `index` count in the loss: all."""
+        return self.labels_in(index)
+
+    def drawn(self, position: int, seed: int) -> int:
+        """Return which sample stands at `position` of the endless order of training."""
+        epoch, place = divmod(position, len(self))
+        return permutation(len(self), seed, epoch)(place)
+
+    def evaluated(self, count: int | None = None) -> Sequence[int]:
+        """Return the samples of an evaluation in order, the partial one at the end, and at most `count`."""
+        whole = range(len(self) + (self.partial_labels > 0))
+        return whole if count is None else whole[:count]
+
+    def prompt(self, most: int) -> list[int]:
+        """Return the first tokens of the first document, at most so many, for a sample of what a model writes."""
+        first, *_ = self.documents(0) or (most,)
+        return [int(each) for each in self[0][: min(first, most)]]
 
     def labels_in(self, index: int) -> int:
         """Return how many labels sample `index` has: `sequence_length`, but for the partial one.

@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bmburst.config import parse_json
 from bmburst.errors import UserError
@@ -32,14 +32,14 @@ class SourceFile:
     Attributes:
         path: Where it is.
         name: What it is called in messages.
-        kind: "text" is one document; "jsonl" is one a line.
+        kind: "text" is one document; "jsonl" is one a line; "dataset" is a folder that `datasets` wrote, one a row.
         named: The user named this very file, so not being able to read it is an error. One that was found in a
             directory is left out instead, and reported.
     """
 
     path: Path
     name: str
-    kind: Literal["text", "jsonl"]
+    kind: Literal["text", "jsonl", "dataset"]
     named: bool
 
 
@@ -91,8 +91,8 @@ def read_documents(
     """
     for file in files:
         try:
-            if file.kind == "jsonl":
-                yield from _jsonl(file, text_field, on_read)
+            if file.kind != "text":
+                yield from _texts(file, text_field, on_read)
             elif problem := _why_not_text(file.path):
                 raise _not_text(file, problem)
             else:
@@ -102,7 +102,7 @@ def read_documents(
                 raise _unreadable(file.name, error) from error
             on_skip(f"{file.name}: {error.strerror or error}")
         except UserError as error:
-            if file.named or file.kind == "jsonl":
+            if file.named or file.kind != "text":
                 raise
             on_read(file.path.stat().st_size)
             on_skip(str(error).splitlines()[0])
@@ -118,11 +118,11 @@ def check_beginnings(files: Sequence[SourceFile], *, text_field: str = "text") -
     Raises:
         UserError: A beginning cannot be read, is not text, or its line of JSONL is malformed.
     """
-    lines = [file for file in files if file.kind == "jsonl"]
+    lines = [file for file in files if file.kind != "text"]
     for file in [*lines[:1], *(file for file in files if file.named and file.kind == "text")]:
         try:
-            if file.kind == "jsonl":
-                next(_jsonl(file, text_field, lambda _: None), None)
+            if file.kind != "text":
+                next(_texts(file, text_field, lambda _: None), None)
             elif problem := _why_not_text(file.path, most=PIECE_BYTES):
                 raise _not_text(file, problem)
         except OSError as error:
@@ -149,6 +149,8 @@ def _kind(path: Path) -> Literal["text", "jsonl"]:
 
 
 def _named(path: Path) -> list[SourceFile]:
+    if is_dataset(path):
+        return [SourceFile(path=path, name=str(path), kind="dataset", named=True)]
     if path.is_dir():
         return _directory(path)
     if path.exists() and not path.is_file():  # it is read twice, and may never end
@@ -239,7 +241,48 @@ def _text_pieces(path: Path, on_read: Callable[[int], object]) -> Iterator[str]:
         yield held
 
 
-def _jsonl(file: SourceFile, text_field: str, on_read: Callable[[int], object]) -> Iterator[Document]:
+def is_dataset(path: Path) -> bool:
+    """Return whether a folder is what `save_to_disk` of Hugging Face's datasets writes."""
+    return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def dataset_rows(folder: SourceFile) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a data set that `datasets` wrote, each with its name; of several splits, those of "train".
+
+    Raises:
+        UserError: The package is not installed, cannot read the folder, or the data set has no split "train".
+    """
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise UserError(
+            f"'{folder.name}' is a data set of the package datasets, and importing it failed\n"
+            "fix: pip install datasets, or save the rows as JSONL: dataset.to_json('rows.jsonl')"
+        ) from error
+    try:
+        rows = load_from_disk(str(folder.path))  # memory-mapped
+    except Exception as error:  # of Arrow, of JSON, or of the package
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"cannot read data set '{folder.name}': {reason}\nfix: write it again with save_to_disk"
+        ) from error
+    if isinstance(rows, dict):
+        if "train" not in rows:
+            raise UserError(
+                f"data set '{folder.name}' has no split 'train'\nallowed: {', '.join(rows)}\n"
+                f"fix: give one of them by its folder: {folder.path / next(iter(rows), 'train')}"
+            )
+        rows = rows["train"]
+    for number, row in enumerate(rows, 1):
+        yield f"{folder.name}:{number}", dict(row)
+
+
+def json_lines(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a JSONL file, each with its name, "file:line". Empty lines are left out.
+
+    Raises:
+        UserError: A line is not valid JSON.
+    """
     with file.path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             on_read(len(line))
@@ -253,24 +296,29 @@ def _jsonl(file: SourceFile, text_field: str, on_read: Callable[[int], object]) 
                 raise UserError(
                     f"{name}: the line is not valid JSON: {reason}\nfix: write one JSON object per line"
                 ) from error
-            if not isinstance(value, dict):
-                raise UserError(
-                    f"{name}: the line is not a JSON object: {_short(value)}\n"
-                    f'allowed: for example {{"{text_field}": "..."}}\nfix: write one JSON object per line'
-                )
-            if text_field not in value:
-                raise UserError(
-                    f"{name}: no field '{text_field}'\nfields: {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
-                    "fix: name the field with the text: --text-field NAME, in bmburst train --data.text_field NAME"
-                )
-            text = value[text_field]
-            if not isinstance(text, str):
-                raise UserError(
-                    f"{name}: field '{text_field}' must be a string, got {_short(text)}\n"
-                    "fix: name another field: --text-field NAME, in bmburst train --data.text_field NAME"
-                )
-            # "\ud800" is valid JSON and half a character; UTF-8 has no bytes for it.
-            yield Document(name=name, pieces=[text.encode("utf-8", "replace").decode("utf-8")])
+            yield name, value
+
+
+def _texts(file: SourceFile, text_field: str, on_read: Callable[[int], object]) -> Iterator[Document]:
+    for name, value in dataset_rows(file) if file.kind == "dataset" else json_lines(file, on_read):
+        if not isinstance(value, dict):
+            raise UserError(
+                f"{name}: the line is not a JSON object: {_short(value)}\n"
+                f'allowed: for example {{"{text_field}": "..."}}\nfix: write one JSON object per line'
+            )
+        if text_field not in value:
+            raise UserError(
+                f"{name}: no field '{text_field}'\nfields: {', '.join(map(repr, list(value)[:10])) or 'none'}\n"
+                "fix: name the field with the text: --text-field NAME, in bmburst train --data.text_field NAME"
+            )
+        text = value[text_field]
+        if not isinstance(text, str):
+            raise UserError(
+                f"{name}: field '{text_field}' must be a string, got {_short(text)}\n"
+                "fix: name another field: --text-field NAME, in bmburst train --data.text_field NAME"
+            )
+        # "\ud800" is valid JSON and half a character; UTF-8 has no bytes for it.
+        yield Document(name=name, pieces=[text.encode("utf-8", "replace").decode("utf-8")])
 
 
 def _short(value: object) -> str:

@@ -73,6 +73,13 @@ class PromptTokenizer(Tokenizer, Protocol):
         """
         ...
 
+    def encode_with_ends(self, text: str) -> tuple[TokenIds, npt.NDArray[np.int64]]:
+        """Return `encode_prompt` of a text and where each token ends in it, in characters, both int64 `[tokens]`.
+
+        A token that stands for no text ends at 0.
+        """
+        ...
+
 
 class ByteTokenizer:
     """Ids 0..255 are the bytes of the text in UTF-8; 256 ends a document, 257 and 258 are kept for start and padding.
@@ -99,6 +106,11 @@ class ByteTokenizer:
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:  # noqa: ARG002
         """Return `encode` of the text: nothing spells a special token, and none is added."""
         return self.encode(text)
+
+    def encode_with_ends(self, text: str) -> tuple[TokenIds, npt.NDArray[np.int64]]:
+        """Return the bytes and the end of each one's character, both int64 `[bytes]`."""
+        sizes = [len(character.encode("utf-8", "replace")) for character in text]
+        return self.encode(text), np.repeat(np.arange(1, len(text) + 1), sizes)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD, ids that are no byte are left out."""
@@ -172,12 +184,19 @@ class HuggingFaceTokenizer:
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """Return the ids of a prompt, int64 `[tokens]`; text that spells a special token is that token."""
+        return np.array(self._prompt(text, add_special_tokens=add_special_tokens).ids, np.int64)
+
+    def encode_with_ends(self, text: str) -> tuple[TokenIds, npt.NDArray[np.int64]]:
+        """Return the ids of a prompt and where each ends in its text, both int64 `[tokens]`."""
+        encoding = self._prompt(text, add_special_tokens=True)
+        return np.array(encoding.ids, np.int64), np.array([end for _, end in encoding.offsets], np.int64)
+
+    def _prompt(self, text: str, *, add_special_tokens: bool) -> Any:
         self._tokenizer.encode_special_tokens = False
         try:
-            encoding = self._tokenizer.encode(_valid(text), add_special_tokens=add_special_tokens)
+            return self._tokenizer.encode(_valid(text), add_special_tokens=add_special_tokens)
         finally:
             self._tokenizer.encode_special_tokens = True
-        return np.array(encoding.ids, np.int64)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         """Return the text, without special tokens; ids outside the vocabulary are left out."""

@@ -2,7 +2,7 @@
 
 Each rank runs `python -m bmburst.train.check FOLDER STEPS`, where FOLDER holds the configuration: it trains a few steps
 and writes what came of every tensor. Tensors are gathered to rank 0 and written one at a time, so that no process holds
-the whole model. `compare` then reads the files of the runs.
+the whole model. `compare_runs` then reads the files of the runs.
 
 In float32 N ranks are compared with one rank. In bfloat16 rounding differs with every split of the work, so N ranks and
 one rank are both compared with one rank in float32, and N ranks may be twice as far from it as one rank is.
@@ -28,7 +28,7 @@ from bmburst.train.resolve import CONFIG_FILE, resolve
 if TYPE_CHECKING:
     from bmburst.zero import NamedShard, ShardData
 
-# Parameters before the first step, gradients of the first step, parameters after the last.
+# Trained parameters before the first step, gradients of the first step, parameters after the last.
 BEFORE_FILE, GRADIENT_FILE, AFTER_FILE = "before.safetensors", "gradient.safetensors", "after.safetensors"
 STEPS_FILE = "steps.json"
 
@@ -47,7 +47,7 @@ class Steps:
 
     @classmethod
     def read(cls, folder: Path) -> "Steps":
-        """Return what `measure` left in a folder."""
+        """Return what `record_steps` wrote in a folder."""
         values = json.loads((folder / STEPS_FILE).read_text(encoding="utf-8"))
         return cls(losses=tuple(values["losses"]), grad_norms=tuple(values["grad_norms"]))
 
@@ -56,7 +56,7 @@ class Steps:
         (folder / STEPS_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
-def measure(config: TrainConfig, steps: int) -> None:
+def record_steps(config: TrainConfig, steps: int) -> None:
     """Train some steps and write losses, gradients and parameters into `config.output`. Every rank calls it.
 
     Parameters are written in fp32 where the optimizer keeps them so: rounded to bfloat16 they would hide small steps.
@@ -69,24 +69,28 @@ def measure(config: TrainConfig, steps: int) -> None:
     trainer = Trainer(config)
     trainer.restore()
     # BMTrain classes, as the trainer's own.
-    from bmburst.zero import ShardData, named_shards
+    from bmburst.zero import ShardData, gradient_of, named_shards
 
-    shards = named_shards(trainer.model)
-    state = trainer.optimizer.state
+    shards = [each for each in named_shards(trainer.model) if each.storage.requires_grad]
     _save(trainer.folder / BEFORE_FILE, shards, lambda _: ShardData.WEIGHTS)
     losses, norms = [], []
     for step in range(steps):
         trainer.mesh.set_checks(step == 0)
         facts = trainer.backward(trainer.next_batch())
         if step == 0:
-            _save(trainer.folder / GRADIENT_FILE, shards, lambda shard: shard.storage.grad)
+            _save(trainer.folder / GRADIENT_FILE, shards, gradient_of)
         trainer.update(facts)
         losses.append(facts.loss)
         norms.append(facts.grad_norm)
     if config.dtype == "float32":
         _save(trainer.folder / AFTER_FILE, shards, lambda _: ShardData.WEIGHTS)
     else:
-        _save(trainer.folder / AFTER_FILE, shards, lambda shard: state[shard.storage].get("_param_fp32"), torch.float32)
+        _save(
+            trainer.folder / AFTER_FILE,
+            shards,
+            lambda shard: trainer.optimizer.state_of(shard, "_param_fp32"),
+            torch.float32,
+        )
     if trainer.is_main:
         Steps(losses=tuple(losses), grad_norms=tuple(norms)).write(trainer.folder)
 
@@ -98,7 +102,7 @@ def main(argv: list[str]) -> None:
         argv: The run's folder, which holds its configuration, and the number of steps.
     """
     folder = Path(argv[0])
-    measure(resolve((folder / CONFIG_FILE,)).replace(output=folder), int(argv[1]))
+    record_steps(resolve((folder / CONFIG_FILE,)).replace(output=folder), int(argv[1]))
 
 
 def _save(
@@ -216,7 +220,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckReport:
-    """What `compare` found.
+    """What `compare_runs` found.
 
     Attributes:
         dtype: "float32" or "bfloat16".
@@ -237,8 +241,8 @@ class CheckReport:
         return not any(tensor.faults for tensor in tensors) and not any(step.faults for step in self.steps)
 
 
-def compare(ranks: Path, exact: Path, single: Path | None = None) -> CheckReport:
-    """Compare what `measure` left of runs of the same configuration.
+def compare_runs(ranks: Path, exact: Path, single: Path | None = None) -> CheckReport:
+    """Compare what `record_steps` wrote in runs of the same configuration.
 
     No more than a few million numbers are in memory at once.
 

@@ -12,7 +12,7 @@ import torch
 from bmburst.blocks.config import LlamaConfig
 from bmburst.comm.meter import WaitMeter
 from bmburst.mesh import Mesh
-from bmburst.plan.counts import hardware_flops, step_flops
+from bmburst.plan.counts import hardware_flops, multiplied, step_flops
 from bmburst.runtime import host
 from bmburst.schedule.hardware import hardware_of
 from bmburst_ops.constants import ATTENTION_BACKWARD
@@ -99,7 +99,7 @@ def measure_waits(meter: WaitMeter, mesh: Mesh, *, on_host: bool) -> None:
     for group in (mesh.sequence, mesh.tensor):
         group.meter = meter
     if on_host:
-        host.measure(meter.waiting)
+        host.wrap_communication(meter.waiting)
     else:
         # BMTrain lets the stream of the computation wait for this one, before every block and after backward.
         bmt.config["load_stream"] = meter.of_stream(bmt.config["load_stream"])
@@ -155,18 +155,27 @@ class FlopsMeter:
         recompute: Policy of `bmburst.recompute`.
         ranks: In all.
         peak: FLOP/s of a rank; None where it is not known.
+        adapters: Parameters of low-rank adapters, where they are trained in place of the weights. No gradient of a
+            weight is computed then, and none is counted.
     """
 
     model: LlamaConfig
     recompute: str
     ranks: int
     peak: float | None
+    adapters: int = 0
 
     def of(self, tokens: float, query_key_pairs: float, seconds: float) -> Utilisation:
         """Return what a step of so many tokens and query-key pairs (`bmburst.plan.counts.causal_pairs`) achieves."""
-        usual = step_flops(self.model, tokens, query_key_pairs)
-        kernel = step_flops(self.model, tokens, query_key_pairs, attention_backward=ATTENTION_BACKWARD)
-        done = hardware_flops(self.model, tokens, query_key_pairs, self.recompute)
+        frozen = 2.0 * multiplied(self.model) - 6.0 * self.adapters if self.adapters else 0.0
+        usual, kernel, done = (
+            flops - frozen * tokens
+            for flops in (
+                step_flops(self.model, tokens, query_key_pairs),
+                step_flops(self.model, tokens, query_key_pairs, attention_backward=ATTENTION_BACKWARD),
+                hardware_flops(self.model, tokens, query_key_pairs, self.recompute),
+            )
+        )
         rank_seconds = seconds * self.ranks
         return Utilisation(
             mfu=None if self.peak is None else usual / rank_seconds / self.peak,

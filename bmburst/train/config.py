@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.lora import LoRAConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.blocks.presets import preset as model_preset
 from bmburst.config import check_fields, field
@@ -14,126 +15,23 @@ from bmburst.recompute.policy import AUTO, Policy, require_end
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.schedule.mesh_shape import MeshShape, can_share, divisors
 from bmburst.schedule.strategy_names import STRATEGIES
+from bmburst.train.defaults import filled
+from bmburst.train.sections import DataConfig, DPOConfig, OptimizerConfig, ParallelConfig, ScheduleConfig
 
-STANDARD_LIBRARY = "stdlib"
+__all__ = [
+    "BYTE_IDS",
+    "DPOConfig",
+    "DataConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "check_packing",
+    "profiled_steps",
+]
+
 # 256 bytes and 3 special ids: end of document, start of text, padding.
 BYTE_IDS = 259
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Which text is trained on."""
-
-    source: str = field(
-        "Training text: a text file, JSONL file, directory of them, token file of `bmburst data`, or 'stdlib' for the "
-        "source files of this Python's standard library.",
-        default=STANDARD_LIBRARY,
-    )
-    tokenizer: str | None = field(
-        "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer.",
-        default=None,
-        default_text="the token file's, else bytes",
-    )
-    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
-    held_out_fraction: float = field(
-        "Part of the text held out for evaluation.", default=0.05, unit="of tokens", above=0, below=1
-    )
-    cache: Path | None = field(  # noqa: RUF009
-        "Folder for token files.", default=None, default_text="tokens, beside the run folder"
-    )
-    verify: bool = field(
-        "Compare the tokens of a token file with their checksum before training, which reads the whole file; its "
-        "header and tables are always compared.",
-        default=True,
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW."""
-
-    lr: float = field("Peak learning rate.", default=2e-3, above=0)
-    beta1: float = field("Decay of the mean of gradients.", default=0.9, unit="per step", minimum=0, below=1)
-    beta2: float = field("Decay of the mean of squared gradients.", default=0.95, unit="per step", minimum=0, below=1)
-    eps: float = field("Added to the denominator of the update.", default=1e-8, above=0)
-    weight_decay: float = field("Weight decay, on matrices only.", default=0.1, unit="per step and lr", minimum=0)
-    clip_norm: float | None = field("Gradient norm to clip to; none: no clipping.", default=1.0, above=0)
-    offload: bool = field(
-        "Keep optimizer state and fp32 master weights in host memory and run AdamW there. Saves 12 bytes of GPU memory "
-        "for each weight of a rank in bfloat16, 8 in float32.",
-        default=False,
-    )
-    kernel: Literal["auto", "bmtrain"] = field(
-        "AdamW kernel for bfloat16 weights on a GPU; auto: the Triton kernel where it runs, else BMTrain's.",
-        default="auto",
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Learning rate over the run; `bmburst.train.step.learning_rate` has the formulas."""
-
-    kind: Literal["cosine", "wsd", "constant"] = field("Shape of the schedule after the warm-up.", default="cosine")
-    warmup_steps: int = field("Steps of linear warm-up.", default=10, unit="steps", minimum=0)
-    decay_fraction: float = field(
-        "wsd: part of all steps that decay at the end.", default=0.2, minimum=0, maximum=1, unit="of steps"
-    )
-    final_lr_fraction: float = field(
-        "Learning rate at the end of the run.", default=0.1, minimum=0, maximum=1, unit="of optimizer.lr"
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How the ranks share the work."""
-
-    data_parallel: int = field("Groups of ranks that train on different sequences.", default=1, unit="ranks", minimum=1)
-    sequence_parallel: int | None = field(
-        "Ranks that share each sequence.",
-        default=None,
-        default_text="ranks / data_parallel / tensor_parallel",
-        unit="ranks",
-        minimum=1,
-    )
-    tensor_parallel: int = field("Ranks that share each matrix and the heads.", default=1, unit="ranks", minimum=1)
-    head_parallel: int | None = field(
-        "Ulysses degree: ranks that exchange attention heads. Between such groups attention uses a ring or a gather.",
-        default=None,
-        default_text="the cheapest by the cost model",
-        unit="ranks",
-        minimum=1,
-    )
-    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
-        "Which rank holds which tokens of a sequence; balanced: equal work a rank for packed documents.",
-        default="zigzag",
-    )
-    strategy: Literal["auto", "heads", "gather", "ring", "kv", "burst", "heads+ring", "heads+gather", "double-ring"] = (
-        field(
-            "How attention is split over the ranks of a sequence; auto: the cheapest by the cost model.", default="auto"
-        )
-    )
-    kernel: Literal["auto", "fa4", "fa3", "cudnn", "fa2", "torch", "cpu", "triton", "reference"] = field(
-        "Attention kernel; auto: the fastest that is installed and supports the inputs.", default="auto"
-    )
-    transport: Literal["auto", "peer", "nccl", "gloo"] = field(
-        "How attention moves blocks between ranks; auto: peer (copy-engine transfers) where possible.", default="auto"
-    )
-    zero_level: Literal[2, 3] = field(
-        "ZeRO stage: 3 shards weights, gradients and optimizer; 2 keeps whole weights.", default=3
-    )
-    deterministic: bool = field("Repeated runs give the same bits, at the cost of speed.", default=False)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,8 +56,17 @@ class TrainConfig:
     recompute: str = field(
         "Activation checkpointing policy: what backward recomputes. none, block, block-keep-attention (all but "
         "attention); :0.5 keeps attention for the second half of the sequence only. +offload keeps block inputs in "
-        "host memory, +offload-all attention too; +first-20 is for the first 20 layers only. auto: the fastest fit.",
+        "host memory, +offload-all attention too; +first-20 is for the first 20 layers only; +every-4, "
+        "+keep-attention-last-8, +offload-first-12: docs/recompute.md. auto: the fastest fit.",
         default="block-keep-attention",
+    )
+    host_memory: float | None = field(
+        "Host memory of each machine that the run may use, a tenth of it kept in reserve.",
+        default=None,
+        default_text="what is free",
+        unit="GiB",
+        above=0,
+        maximum=1e9,
     )
     loss_chunk_tokens: int = field(
         "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1
@@ -230,6 +137,8 @@ class TrainConfig:
     data: DataConfig = field("The text.", factory=DataConfig)  # noqa: RUF009
     optimizer: OptimizerConfig = field("AdamW.", factory=OptimizerConfig)  # noqa: RUF009
     schedule: ScheduleConfig = field("Learning rate.", factory=ScheduleConfig)  # noqa: RUF009
+    lora: LoRAConfig = field("Low-rank adapters.", factory=LoRAConfig)  # noqa: RUF009
+    dpo: DPOConfig = field("Preference training.", factory=DPOConfig)  # noqa: RUF009
     parallel: ParallelConfig = field("Ranks.", factory=ParallelConfig)  # noqa: RUF009
 
     def __post_init__(self) -> None:
@@ -245,6 +154,19 @@ class TrainConfig:
                 )
             object.__setattr__(self, "model", model_preset(self.preset))
         check_fields(self)
+        optimizer, schedule = filled(
+            self.model,
+            self.steps,
+            self.optimizer,
+            self.schedule,
+            is_started=self.init_from is not None,
+            has_adapters=self.lora.is_on,
+            has_pairs=self.dpo.is_on,
+        )
+        object.__setattr__(self, "optimizer", optimizer)
+        object.__setattr__(self, "schedule", schedule)
+        if self.optimizer.offload_weights and self.parallel.zero_level != 3:
+            raise UserError("optimizer.offload_weights with parallel.zero_level 2\nfix: --parallel.zero_level 3")
         if self.recompute != AUTO:
             Policy.parse(self.recompute).require_layers(self.model.num_layers)
         if self.sequence_length > self.model.max_position_embeddings:
@@ -252,6 +174,23 @@ class TrainConfig:
                 f"sequence_length {self.sequence_length} is beyond the model's max_position_embeddings "
                 f"{self.model.max_position_embeddings}\nfix: --model.max_position_embeddings {self.sequence_length}, "
                 "with --model.rope_scaling.* for weights trained on shorter sequences"
+            )
+        if self.lora.is_on and self.init_from is None and self.checkpoint_every is not None:
+            raise UserError(
+                f"lora.rank {self.lora.rank} trains adapters of a model, but init_from names none\n"
+                "allowed: without one only checkpoint_every never, to try speed and memory with random weights\n"
+                "fix: --init-from DIR"
+            )
+        if self.dpo.is_on and self.pack != "documents":
+            raise UserError(
+                f"dpo.beta {self.dpo.beta} with pack {self.pack}, in which an answer sees other ones\n"
+                "allowed: pack documents, the default for preference pairs\nfix: --pack documents"
+            )
+        if self.dpo.is_on and not self.lora.is_on and self.reference is None:
+            raise UserError(
+                f"dpo.beta {self.dpo.beta} without a reference model\n"
+                "allowed: adapters (lora.rank), whose model is the reference, init_from, or dpo.reference\n"
+                "fix: --init-from DIR"
             )
         check_packing(self.pack, self.model)
         if profiled_steps(self.profile).stop > self.steps + 1:
@@ -271,6 +210,13 @@ class TrainConfig:
                 f"model.vocab_size {self.model.vocab_size} is too small for the tokenizer 'bytes'\n"
                 f"allowed: at least {BYTE_IDS}\nfix: --model.vocab_size {BYTE_IDS}, or another --data.tokenizer"
             )
+
+    @property
+    def reference(self) -> Path | None:
+        """Directory of the reference model of preference training; None where the model without adapters is it."""
+        if not self.dpo.is_on:
+            return None
+        return self.dpo.reference or (None if self.lora.is_on else self.init_from)
 
     def mesh_shape(self, world_size: int) -> MeshShape:
         """Return the mesh of `world_size` ranks.
@@ -326,6 +272,7 @@ class TrainConfig:
             )
         if self.recompute != AUTO:
             require_end(Policy.parse(self.recompute).attention, self.parallel.layout, sequence)
+            Policy.parse(self.recompute).require_tensor(shape.tensor)
         if self.batch_size % (group := shape.data * self.micro_batch_size):
             raise UserError(
                 f"batch_size {self.batch_size} does not divide by data_parallel {shape.data} x micro_batch_size "

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,12 @@ import torch
 
 from bmburst.checkpoint.files import STATE_FILE, read_progress, verified, verified_together, warn
 from bmburst.checkpoint.sharded_files import together
-from bmburst.data import PackedSequences, Samples, TokenFile, evaluation_batches, open_corpus
+from bmburst.data import Samples, TokenFile, evaluation_batches, open_corpus
 from bmburst.data.corpus import find_corpus, require_cache
+from bmburst.data.tokenizer import Tokenizer
+from bmburst.data.whole_documents import pack_sequences
 from bmburst.errors import UserError
+from bmburst.evaluation.by_position import LossByPosition, PositionBin
 from bmburst.mesh import Mesh
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
@@ -26,6 +29,7 @@ from bmburst.train.resolve import EvalConfig
 if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig
     from bmburst.blocks.model import Llama
+    from bmburst.checkpoint.adapter import Adapter
     from bmburst.inference.sampling import Sampled
 
 _TEMPERATURE = 0.7  # divides the logits
@@ -36,28 +40,50 @@ class Measurement:
     """What a model gives on a text.
 
     Attributes:
-        loss: Mean over the labels, in nats per token.
-        bits_per_byte: The same in bits per byte of the text in UTF-8.
-        perplexity: exp(loss).
+        loss: Mean over the labels, in nats per token; of preference pairs the mean over pairs, in nats.
         tokens: Labels it was measured on.
+        bits_per_byte: The loss in bits per byte of the text in UTF-8; None for pairs.
+        perplexity: exp(loss); None for pairs.
+        reward_margin: Mean over pairs of the chosen answer's reward less the rejected one's; None without pairs.
+        reward_accuracy: Part of the pairs with a positive margin; None without pairs.
     """
 
     loss: float
-    bits_per_byte: float
-    perplexity: float
     tokens: int
+    bits_per_byte: float | None = None
+    perplexity: float | None = None
+    reward_margin: float | None = None
+    reward_accuracy: float | None = None
 
 
 def measure(
-    model: "Llama", mesh: Mesh, cut: SequenceShard, batches: Iterable[Samples], device: torch.device
+    model: "Llama",
+    mesh: Mesh,
+    cut: SequenceShard,
+    batches: Iterable[Samples],
+    device: torch.device,
+    positions: LossByPosition | None = None,
 ) -> Measurement:
-    """Return what the model gives on batches; every rank calls it with its own part of the same ones."""
+    """Return what the model gives on batches; every rank calls it with its own part of the same ones.
+
+    Args:
+        model: On all ranks.
+        mesh: The ranks.
+        cut: This rank's part of a sequence.
+        batches: The text.
+        device: Of this rank.
+        positions: Takes the losses of this rank's tokens, if they are asked for.
+    """
     nats = torch.zeros((), dtype=torch.float64, device=device)
     tokens = text_bytes = 0
     with torch.no_grad():
         for batch in batches:
             part = LocalBatch.read(cut, batch)
-            nats += token_losses(model, part.on(part.ids.to(device)))
+            part = part.on(part.ids.to(device))
+            losses = token_losses(model, part, per_token=positions is not None)
+            nats += losses.sum(dtype=torch.float64)
+            if positions is not None:
+                positions.add(losses, part.ids[2], part.labels)
             tokens, text_bytes = tokens + batch.label_count, text_bytes + batch.text_bytes
             beat()
     total = mesh.sum(nats.item())
@@ -65,13 +91,21 @@ def measure(
     return Measurement(
         loss=loss,
         bits_per_byte=total / math.log(2) / max(text_bytes, 1),
-        perplexity=math.exp(min(loss, 700.0)),  # beyond that it is no float any more
+        perplexity=perplexity(loss),
         tokens=tokens,
     )
 
 
-def run(config: EvalConfig) -> Measurement:
+def perplexity(loss: float) -> float:
+    """Return exp of a loss in nats."""
+    return math.exp(min(loss, 700.0))  # beyond that it is no float any more
+
+
+def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionBin]]:
     """Evaluate a checkpoint as `bmburst eval` does: every rank calls it, and all share every sequence.
+
+    Returns:
+        The measurement, and the loss by position: empty unless `config.by_position` asks for it.
 
     Raises:
         UserError: The checkpoint or the text cannot be read, or they do not go together.
@@ -79,11 +113,18 @@ def run(config: EvalConfig) -> Measurement:
     runtime = start()
     from bmburst.attention.module import BurstAttention
     from bmburst.blocks.model import Llama
-    from bmburst.checkpoint import hugging_face
+    from bmburst.checkpoint import adapter, hugging_face
 
     mesh = Mesh.over_bmtrain(data=1)
-    directory, tokenizer, shape = read_model(config, verified_together(config.checkpoint))
+    given = verified_together(config.checkpoint)
+    tuned = find_adapter(config, given, verified_together)
+    directory, tokenizer, shape = read_model(config, given, tuned)
     corpus = open_corpus(config.data, tokenizer, user_cache(), text_field=config.text_field)
+    if corpus.pairs:
+        raise UserError(
+            f"data {config.data}: holds preference pairs, whose rejected answers are no text to predict\n"
+            "allowed: text, or records with one answer\nfix: bmburst train --dpo.beta evaluates held-out pairs itself"
+        )
     together(corpus.verify if runtime.rank == 0 else _nothing)
     corpus.require_vocab(shape.vocab_size)
     model = Llama(
@@ -92,18 +133,23 @@ def run(config: EvalConfig) -> Measurement:
         dtype=getattr(torch, config.dtype),
         seed=None,
         loss_chunk=config.loss_chunk_tokens,
+        lora=None if tuned is None else tuned.lora,
     )
     hugging_face.load(model, directory)
+    if tuned is not None:
+        adapter.load(model, tuned.directory)
     model.eval()
     # What is longer than the text would be padded, and padding takes time and memory. Each rank has a token at least.
     length = max(min(config.sequence_length, corpus.token_count), runtime.world_size)
     cut = causal_cut(mesh, length, config.layout)
-    sequences = PackedSequences(corpus, split="all", sequence_length=length, pack=config.pack)
+    sequences = pack_sequences(corpus, split="all", sequence_length=length, pack=config.pack)
     batches = evaluation_batches(sequences, limit=config.max_sequences)
-    return measure(model, mesh, cut, batches, runtime.device)
+    positions = LossByPosition(length, runtime.device) if config.by_position else None
+    measured = measure(model, mesh, cut, batches, runtime.device, positions)
+    return measured, [] if positions is None else positions.bins(mesh)
 
 
-def check(config: EvalConfig) -> Path:
+def check_inputs(config: EvalConfig) -> Path:
     """Check, before ranks start, what they will read: the model, the tokenizer and a place for the text's tokens.
 
     Returns:
@@ -112,29 +158,60 @@ def check(config: EvalConfig) -> Path:
     Raises:
         UserError: `read_model` refuses the checkpoint, there is no such tokenizer, or tokens cannot be kept.
     """
-    directory, tokenizer, _ = read_model(config, verified(config.checkpoint, warn))
-    text = find_corpus(config.data, tokenizer)
+    given = verified(config.checkpoint, warn)
+    tuned = find_adapter(config, given, partial(verified, say=warn))
+    directory, tokenizer, _ = read_model(config, given, tuned)
+    text = find_corpus(config.data, tokenizer, text_field=config.text_field)
     if not isinstance(text, TokenFile):
         require_cache("XDG_CACHE_HOME", user_cache(), text, text_field=config.text_field)
     return directory
 
 
-def read_model(config: EvalConfig, directory: Path) -> "tuple[Path, str | None, LlamaConfig]":
+def find_adapter(config: EvalConfig, directory: Path, verify: Callable[[Path], Path]) -> "Adapter | None":
+    """Return the adapter that is named, or that `directory` is itself.
+
+    Args:
+        config: What is to be evaluated.
+        directory: See `read_model`.
+        verify: `checkpoint.verified`, or `verified_together` in ranks.
+
+    Raises:
+        UserError: What is named is none.
+    """
+    from bmburst.checkpoint.adapter import is_adapter_directory, open_adapter
+
+    if config.adapter is not None:
+        return open_adapter(verify(config.adapter))
+    return open_adapter(directory) if is_adapter_directory(directory) else None
+
+
+def read_model(
+    config: EvalConfig, directory: Path, tuned: "Adapter | None" = None
+) -> "tuple[Path, str | None, LlamaConfig]":
     """Return the directory with the weights, the tokenizer to read text with, and the model's shape.
 
     Args:
         config: What is to be evaluated.
         directory: What `checkpoint.verified` makes of its checkpoint.
+        tuned: What `find_adapter` found.
 
     Raises:
-        UserError: There are no weights of a model that is known, they do not fit it, or the model cannot tell packed
-            documents apart.
+        UserError: There are no weights of a model that is known, they do not fit it or the adapter, or the model
+            cannot tell packed documents apart.
     """
-    from bmburst.checkpoint import hugging_face
+    from bmburst.checkpoint import adapter, hugging_face
 
+    if tuned is not None:
+        given = None if config.adapter is None else directory
+        directory = tuned.find_base(given, "--checkpoint DIR --adapter ADAPTER")
     directory, tokenizer = find_model(config, directory)
+    if tuned is not None and (tuned.directory / STATE_FILE).exists():
+        tokenizer = config.tokenizer or read_progress(tuned.directory).tokenizer
     shape = hugging_face.read_config(directory)
-    hugging_face.check(directory, shape)
+    hugging_face.check_weights(directory, shape)
+    if tuned is not None:
+        tuned.require_shapes(adapter.adapter_shapes(tuned.lora, hugging_face.expected_shapes(shape)))
+        tuned.require_base(adapter.Base.open(directory, shape))
     check_packing(config.pack, shape)
     return directory, tokenizer, shape
 
@@ -164,7 +241,15 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bmburst"
 
 
-def generate(model: "Llama", mesh: Mesh, prompt: list[int], count: int, *, allowed: int, seed: int) -> list[int]:
+def generate(
+    model: "Llama",
+    mesh: Mesh,
+    prompt: list[int],
+    count: int,
+    tokenizer: Tokenizer,
+    seed: int,
+    show: Callable[[str], object] = lambda _: None,
+) -> list[int]:
     """Return `count` token ids that follow `prompt`; every rank calls it and gets the same ones.
 
     Args:
@@ -172,19 +257,26 @@ def generate(model: "Llama", mesh: Mesh, prompt: list[int], count: int, *, allow
         mesh: The ranks; each sequence group computes the same text.
         prompt: At least one token.
         count: Tokens to generate.
-        allowed: Only ids below this are drawn: a model may have more rows than its tokenizer has tokens.
+        tokenizer: Only ids below its size are drawn: a model may have more rows than its tokenizer has tokens.
         seed: Of the draw.
+        show: Called with each piece of text as it comes.
     """
-    from bmburst.inference.batch import Batch, Engine
-    from bmburst.inference.weights import GatheredWeights
+    from bmburst.inference.batch import Engine, GenerationBatch
+    from bmburst.inference.text import TextStream
+    from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
 
-    engine = Engine.over(GatheredWeights(model), mesh.sequence)
-    batch = Batch(engine, engine.new_cache(1, len(prompt) + count))
+    weights: ModelWeights = GatheredWeights(model)
+    if weights.device.type == "cpu":  # the model is small, and gathering it takes longer than a token
+        weights = ResidentWeights.of(model)
+    engine = Engine.over(weights, mesh.sequence)
+    batch = GenerationBatch(engine, engine.new_cache(1, len(prompt) + count))
     batch.prefill([prompt])
-    ids = []
-    for chosen in batch.decode(_Drawing(allowed, seed), count):
+    ids, text = [], TextStream(tokenizer)
+    for chosen in batch.decode(_Drawing(tokenizer.vocab_size, seed), count):
         ids.append(int(chosen.tokens.item()))
+        show(text.push(ids[-1]))
         beat()
+    show(text.finish())
     return ids
 
 

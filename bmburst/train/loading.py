@@ -1,15 +1,10 @@
-"""The text of a run, this rank's part of each batch, and prefetching of the next step's batch."""
+"""This rank's part of each batch, and prefetching of the next step's batch."""
 
-import sys
-import tempfile
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
-from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -17,168 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmburst import data
-from bmburst.data.corpus import Text, find_corpus, has_tokens, require_cache, tokenize
-from bmburst.errors import UserError
 from bmburst.mesh import Mesh
-from bmburst.runtime import Runtime
-from bmburst.runtime.watchdog import beat
 from bmburst.schedule.documents import Documents
 from bmburst.sequence import Ids, SequenceShard
-from bmburst.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
-
-_PLENTY = 16  # bytes of text, or tokens, for each token of a sequence: so many are enough without a look
-_QUICK = 8 << 20  # bytes of text that are tokenized in a second or two
-
-
-def token_cache(config: TrainConfig, folder: Path) -> Path:
-    """Return where the tokens of a run are kept: as configured, else beside its folder."""
-    return config.data.cache or folder.parent / "tokens"
-
-
-def find_text(config: TrainConfig) -> data.TokenFile | Text:
-    """Return the token file or the text that a configuration names.
-
-    Raises:
-        UserError: There is none, or its tokenizer cannot be had.
-    """
-    return find_corpus(config.data.source, config.data.tokenizer)
-
-
-def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile | Text:
-    """Check, before ranks start, that the text has a sequence to train on, where that is in doubt and seen quickly.
-
-    A text is tokenized for it in a temporary folder, as it will be by the ranks; a long one is left to them.
-
-    Args:
-        config: The run.
-        cache: Where the ranks will keep the tokens; None where that can be written.
-
-    Returns:
-        The token file or the text that the configuration names.
-
-    Raises:
-        UserError: The tokenizer cannot be had, or tokens cannot be kept; or the text is too short, cannot be read, or
-            has tokens that the model does not know.
-    """
-    source, field = config.data.source, config.data.text_field
-    text = find_text(config)
-    if isinstance(text, data.TokenFile):
-        _require_sequence(text, config)
-        if config.sample_tokens:
-            _require_tokenizer(text)
-        return text
-    if cache is not None:
-        require_cache("data.cache", cache, text, text_field=field)
-    enough = min(_QUICK, _PLENTY * config.sequence_length / (1 - config.data.held_out_fraction))
-    if any(size > enough for size in accumulate(file.path.stat().st_size for file in text.files)):
-        return text
-    left_out: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
-        try:
-            corpus = tokenize(text, Path(folder) / "text.tokens", text_field=field, on_skip=left_out.append)
-            corpus = replace(corpus, path=Path(source))  # the folder is gone when a message is read
-            corpus.require_vocab(config.model.vocab_size)
-            _require_sequence(corpus, config)
-        except UserError:
-            for line in left_out:  # else the ranks say so
-                _say_left_out(line)
-            raise
-    return text
-
-
-def bytes_of_tokens(config: TrainConfig, cache: Path, text: data.TokenFile | Text) -> int:
-    """Estimate the bytes that `open_text` will write into a cache: 0 if the tokens are there already.
-
-    For the byte tokenizer the estimate is exact except for the table of documents. Other tokenizers are assumed to make
-    one token of four bytes.
-
-    Args:
-        config: The run.
-        cache: Folder of the token cache.
-        text: What `check_text` returned.
-    """
-    if isinstance(text, data.TokenFile) or has_tokens(cache, text, text_field=config.data.text_field):
-        return 0
-    tokenizer, size = text.tokenizer, sum(file.path.stat().st_size for file in text.files)
-    each = 1 if tokenizer.name == data.ByteTokenizer.name else 4
-    return size // each * (2 if tokenizer.vocab_size <= 1 << 16 else 4)
-
-
-def _require_sequence(corpus: data.TokenFile, config: TrainConfig) -> None:
-    plenty = _PLENTY * config.sequence_length
-    if corpus.token_count * (1 - config.data.held_out_fraction) <= plenty:  # else documents need not be counted
-        sequences_of(corpus, config, "train")
-
-
-def _require_tokenizer(corpus: data.TokenFile) -> None:
-    """Check that the tokenizer of a token file can be had: training does without, the sample at its end does not."""
-    name = corpus.tokenizer_name
-    try:
-        is_same = data.load_tokenizer(name).identity == corpus.tokenizer_identity
-        problem = "" if is_same else f"tokenizer '{name}' is not the one that '{corpus.path}' was made with"
-    except UserError as error:
-        problem, *_ = str(error).splitlines()
-    if problem:
-        raise UserError(
-            f"{problem}\nthe sample at the end of training needs the tokenizer of '{corpus.path}'\n"
-            "fix: --data.tokenizer with its present path, or --sample-tokens 0"
-        )
-
-
-def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:
-    """Return the tokens of a run; every rank calls it. The first rank of each host tokenizes, the others wait.
-
-    Args:
-        config: The run.
-        folder: Its folder, beside which tokens are kept unless the configuration says where.
-        runtime: This rank; the job's first shows progress, and says which files are left out.
-
-    Raises:
-        UserError: The text cannot be read, or has tokens that the model does not know.
-    """
-    import bmtrain as bmt
-
-    cache = token_cache(config, folder)
-    is_main = runtime.rank == 0
-
-    def opened() -> data.TokenFile:  # tokens that were written just now are not read again
-        return data.open_corpus(
-            config.data.source,
-            config.data.tokenizer,
-            cache,
-            text_field=config.data.text_field,
-            progress=is_main,
-            on_skip=_say_left_out if is_main else lambda _: None,
-        )
-
-    if runtime.local_rank == 0:
-        began = time.time()
-        corpus = opened()
-        if config.data.verify and corpus.path.stat().st_mtime < began:
-            corpus.verify(beat)
-    bmt.synchronize()
-    corpus = opened()
-    corpus.require_vocab(config.model.vocab_size)
-    return corpus
-
-
-def sequences_of(corpus: data.TokenFile, config: TrainConfig, split: str) -> data.PackedSequences:
-    """Return the run's sequences of a split: "train" or "held_out"."""
-    return data.PackedSequences(
-        corpus,
-        split=split,
-        sequence_length=config.sequence_length,
-        held_out_fraction=config.data.held_out_fraction,
-        pack=config.pack,
-    )
-
-
-def _say_left_out(file: str) -> None:
-    sys.stderr.write(f"left out: {file}\n")
 
 
 def causal_cut(mesh: Mesh, length: int, layout: str) -> SequenceShard:
@@ -252,21 +91,24 @@ class LocalBatch:
             yield replace(self, ids=self.ids[:, rows], masks=self.masks and self.masks[rows])
 
 
-def token_losses(model: "Llama", batch: LocalBatch) -> Tensor:
+def token_losses(model: "Llama", batch: LocalBatch, *, per_token: bool = False) -> Tensor:
     """Return the sum of the token losses of this rank's part of sequences, in nats.
 
     Args:
         model: On all ranks.
         batch: Of this rank, on its device; every rank has its part of the same sequences.
+        per_token: Whether losses are returned for each token, `[rows, local_tokens]`, in place of their sum.
 
     Raises:
         UserError: Layout "balanced" gets several sequences with documents.
     """
     tokens, labels, positions = batch.ids
+    loss = partial(model.loss, per_token=True) if per_token else model.loss  # a class may have a `loss` without it
     if batch.masks is None:
-        return model.loss(tokens, positions, labels, batch.length)
+        return loss(tokens, positions, labels, batch.length)
     mask = batch.masks[0] if len(batch.masks) == 1 else batch.masks
-    return model.loss(tokens, positions, labels, None, mask)  # the masks know how many are real
+    # The masks know how many tokens are real.
+    return loss(tokens, positions, labels, None, mask)
 
 
 _Key = TypeVar("_Key")

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 
 import torch
 
@@ -17,102 +16,13 @@ from bmburst.amounts import GIB
 from bmburst.comm.protocol import gather_objects
 from bmburst.errors import RunError, UserError
 from bmburst.mesh import Mesh
-from bmburst.plan.candidates import Candidate, Task, with_attention_choice
-from bmburst.plan.counts import ITEMSIZE, adam_bytes
-from bmburst.plan.memory import HOST_SHARE, Memory, memory_of
+from bmburst.plan.memory import KEPT, Memory, memory_of
 from bmburst.plan.search import choose_recompute, first_layer_candidates
+from bmburst.recompute.host_store import AT_ONCE, PIECE
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
-
-_MEMORY = Path("/proc/meminfo")
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-
-def state_bytes(config: TrainConfig, world_size: int, local_size: int) -> int:
-    """Return the bytes of AdamW state in the memory of a host that runs `local_size` of the job's ranks."""
-    return adam_bytes(ITEMSIZE[config.dtype]) * config.model.num_parameters * local_size // world_size
-
-
-def available_bytes() -> int | None:
-    """Return the free bytes of this host, at most its container's limit; None where Linux does not tell."""
-    try:
-        lines = _MEMORY.read_text(encoding="ascii").splitlines()
-        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    try:
-        # Not less what the container uses: that counts the cache of files, which is given up on demand.
-        return min(free, int(_LIMIT.read_text(encoding="ascii")))
-    except (OSError, ValueError):  # no container, or none with a limit
-        return free
-
-
-def require_host_memory(config: TrainConfig, mesh: Mesh, local_size: int) -> None:
-    """Check that each host has room for AdamW's state; every rank calls it.
-
-    Raises:
-        UserError: One has not; on all ranks, or the others would wait for those of a short host.
-    """
-    needed, available = state_bytes(config, mesh.shape.size, local_size), available_bytes()
-    if mesh.sum(float(available is not None and available < needed)):
-        raise _shortage(needed, available)
-
-
-def _shortage(needed: int, available: int | None) -> UserError:
-    """Return the error; `available` is of this host, which may not be the one that lacks memory."""
-    here = "" if available is None or available >= needed else f": {available / GIB:.1f} GiB are free on this host"
-    return UserError(
-        f"optimizer.offload needs {needed / GIB:.1f} GiB of memory on each host, and a host has less{here}\n"
-        "fix: leave --optimizer.offload out, or use more hosts"
-    )
-
-
-_UNDECIDED = "block-keep-attention"
-
-
-def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Candidate:
-    """Return the way in which a run trains; packed documents are taken for whole sequences.
-
-    Args:
-        config: The run. Where its recompute policy is "auto", the way has the trainer's default.
-        ranks: In all.
-        nodes: On which they are.
-        hardware: By which an attention strategy that is not named is the fastest.
-
-    Raises:
-        UserError: The ranks cannot run it.
-    """
-    config.validate(ranks)
-    shape, parallel = config.mesh_shape(ranks), config.parallel
-    task = Task(
-        model=config.model,
-        sequence=config.sequence_length,
-        gpus=ranks,
-        nodes=nodes,
-        batch=config.batch_size,
-        micro_batch=config.micro_batch_size,
-        dtype=config.dtype,
-        loss_chunk=config.loss_chunk_tokens,
-        mlp_chunk=config.mlp_chunk_tokens,
-        host_optimizer=config.optimizer.offload,
-    )
-    way = Candidate(
-        task=task,
-        data=shape.data,
-        tensor=shape.tensor,
-        recompute=_UNDECIDED if config.recompute == AUTO else config.recompute,
-        zero=parallel.zero_level,
-        transport=_transport(parallel.transport, hardware),
-    )
-    return with_attention_choice(way, parallel.strategy, parallel.head_parallel, hardware)
-
-
-def _transport(asked: str, hardware: Hardware) -> str:
-    """Return what moves blocks inside a node where a run asks for a transport, as attention finds it."""
-    if hardware.name == hardware_like(HOST).name:
-        return "gloo"
-    return "nccl" if asked in ("nccl", "gloo") else "peer"
+from bmburst.train.planning import HostMemory, available_bytes, planned
 
 
 def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
@@ -129,16 +39,16 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
         UserError: A host has less memory than the policy moves there.
     """
     is_auto = config.recompute == AUTO
-    if not is_auto and Policy.parse(config.recompute).offload == "nothing":
+    if not is_auto and not config.optimizer.offload and not Policy.parse(config.recompute).offloads:
         return config.recompute
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else HOST
     everywhere = gather_objects(mesh.world, [_free(local_size), available_bytes(), device, local_size])
-    free = min(float(each[0]) for each in everywhere)
-    known = [float(each[1]) for each in everywhere if each[1] is not None]
+    free = min(float(each[0]) for each in everywhere) - _of_reference(config, mesh.shape.size)
+    memory = HostMemory.of(config, [each[1] for each in everywhere])
     # Of the first rank: GPUs and hosts may differ, and then each rank would decide by its own.
     _, _, device, per_host = everywhere[0]
     hardware = hardware_like(device)
-    hardware = replace(hardware, host_memory=min(known)) if known else hardware
+    hardware = replace(hardware, host_memory=memory.has) if memory else hardware
     ranks = mesh.shape.size
     way = planned(config, ranks, 1 if ranks % per_host else ranks // per_host, hardware)
     if is_auto:
@@ -147,15 +57,48 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
         choice = choose_recompute(way, hardware, free, layout=config.parallel.layout, policies=policies)
         if mesh.rank == 0:
             sys.stderr.write(f"{choice.message}\n")
-        return choice.name
-    needed = memory_of(way, hardware).in_host
-    if known and needed > HOST_SHARE * min(known):
-        raise UserError(
-            f"recompute {config.recompute} needs {needed / GIB:.1f} GiB of memory on each host\n"
-            f"allowed: {HOST_SHARE * min(known) / GIB:.1f} GiB, {HOST_SHARE:.0%} of what is free: "
-            f"{min(known) / GIB:.1f} GiB\nfix: --recompute block-keep-attention:0.5, or auto, which takes what fits"
-        )
-    return config.recompute
+        way = replace(way, recompute=choice.name)
+    if memory is not None:
+        memory.require(way, hardware)
+    return way.recompute
+
+
+def expected_memory(config: TrainConfig, ranks: int, per_host: int) -> Memory | None:
+    """Return what the planner expects a rank of this host's GPUs to take; None without GPUs, and where it cannot say.
+
+    Args:
+        config: The run, with a recompute policy.
+        ranks: In all.
+        per_host: Ranks on a host.
+    """
+    if not torch.cuda.is_available():
+        return None
+    return _memory(config, ranks, max(1, ranks // per_host), hardware_like(torch.cuda.get_device_name()))
+
+
+def offloaded_pieces(config: TrainConfig, ranks: int) -> list[int]:
+    """Return the sizes of the blocks of pinned memory that a rank's store will take, in bytes.
+
+    Args:
+        config: The run, with a recompute policy.
+        ranks: In all.
+    """
+    hardware = hardware_like(HOST)
+    hosted = memory_of(planned(config, ranks, 1, hardware), hardware).host.get(KEPT, 0.0) / ranks
+    return [AT_ONCE * PIECE] * int(hosted // (AT_ONCE * PIECE))
+
+
+def _of_reference(config: TrainConfig, ranks: int) -> float:
+    """Return the bytes of a rank's weights of preference training's reference model, which the planner does not know.
+
+    Args:
+        config: The run.
+        ranks: In all.
+    """
+    if config.reference is None or config.optimizer.offload_weights:
+        return 0.0
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    return config.model.num_parameters * itemsize / (ranks if config.parallel.zero_level == 3 else 1)
 
 
 def _free(local_size: int) -> float:
@@ -172,6 +115,7 @@ _FRAGMENTS = 0.05  # of the GPU: reserved and not allocated
 _LESS = 0.95  # of what is predicted for the settings that did not fit
 _HOST_IS_FULL = re.compile(r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (\d+) bytes")
 _FRUGAL, _DEFAULT = "block", "block-keep-attention"
+_STREAMED = "--optimizer.offload --optimizer.offload_weights"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,7 +192,7 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
         where: Rank and host.
         error: torch's message.
     """
-    hardware = _hardware(memory)
+    hardware = _hardware(memory, config.host_memory)
     lines = [
         f"{where} ran out of GPU memory: {error.splitlines()[0].split('. GPU ')[0] if error else 'no more was there'}",
         f"  torch: {_gib(memory.allocated)} allocated, {_gib(memory.peak)} at most in this step, "
@@ -309,10 +253,14 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
         single.append((f"--loss-chunk-tokens {_SMALL_CHUNK}", config.replace(loss_chunk_tokens=_SMALL_CHUNK)))
     if not config.optimizer.offload:
         single.append(("--optimizer.offload", _offloaded(config)))
+    if not config.optimizer.offload_weights and config.parallel.zero_level == 3:
+        single.append((_STREAMED, _offloaded(config, weights=True)))
     yield from ((words, changed, 1) for words, changed in single)
     frugal = _offloaded(config).replace(recompute=_FRUGAL)
     both = f"--optimizer.offload --recompute {_FRUGAL}"
     yield both, frugal, 1
+    if config.parallel.zero_level == 3:
+        yield f"{_STREAMED} --recompute {_FRUGAL}", _offloaded(frugal, weights=True), 1
     smallest = frugal.replace(loss_chunk_tokens=min(config.loss_chunk_tokens, _SMALL_CHUNK))
     all_three = f"{both} --loss-chunk-tokens {smallest.loss_chunk_tokens}"
     yield all_three, smallest, 1
@@ -322,8 +270,9 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig, int]]:
         yield f"{times} times the ranks in --sequence-parallel, {all_three}", _spread(smallest, times), times
 
 
-def _offloaded(config: TrainConfig) -> TrainConfig:
-    return config.replace(optimizer=dataclasses.replace(config.optimizer, offload=True))
+def _offloaded(config: TrainConfig, *, weights: bool = False) -> TrainConfig:
+    weights = weights or config.optimizer.offload_weights
+    return config.replace(optimizer=dataclasses.replace(config.optimizer, offload=True, offload_weights=weights))
 
 
 def _spread(config: TrainConfig, times: int) -> TrainConfig:
@@ -332,9 +281,11 @@ def _spread(config: TrainConfig, times: int) -> TrainConfig:
     return config.replace(parallel=wider)
 
 
-def _hardware(memory: DeviceMemory) -> Hardware:
+def _hardware(memory: DeviceMemory, host_memory: float | None) -> Hardware:
     known = hardware_like(memory.device)
     host = known.host_memory if memory.host is None else float(memory.host)
+    if host_memory is not None:  # what is free may be less, on a machine whose memory grows
+        host = host_memory * GIB
     return dataclasses.replace(known, memory=float(memory.total) or known.memory, host_memory=host)
 
 

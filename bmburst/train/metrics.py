@@ -21,8 +21,8 @@ class StepMetrics:
 
     Attributes:
         step: Number of the step, from 1.
-        loss: Mean over the step's tokens, in nats per token.
-        bits_per_byte: The same in bits per byte of text.
+        loss: Mean over the step's tokens, in nats per token; in preference training over its pairs, in nats.
+        bits_per_byte: The same in bits per byte of text; None in preference training.
         lr: Learning rate of the step.
         grad_norm: Norm of the gradient before clipping.
         tokens_per_second: Trained tokens of all ranks per second of this step.
@@ -37,11 +37,13 @@ class StepMetrics:
         data_seconds: Time until rank 0 had its batch.
         reserved_gib: Peak that torch's allocator took from the GPU in this step, the largest of all ranks, in GiB.
         skipped_steps: Steps of the run so far that changed nothing, for loss or gradient were not finite.
+        reward_margin: Mean over pairs of the chosen answer's reward less the rejected one's; left out without pairs.
+        reward_accuracy: Part of the pairs with a positive margin; left out without pairs.
     """
 
     step: int
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     lr: float
     grad_norm: float
     tokens_per_second: float
@@ -55,6 +57,8 @@ class StepMetrics:
     data_seconds: float | None = None
     reserved_gib: float | None = None
     skipped_steps: int = 0
+    reward_margin: float | None = None
+    reward_accuracy: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,17 +67,21 @@ class EvalMetrics:
 
     Attributes:
         step: Steps trained before it.
-        loss: Mean over the tokens, in nats per token.
-        bits_per_byte: The same in bits per byte of text.
-        perplexity: exp(loss).
+        loss: Mean over the tokens, in nats per token; in preference training over the pairs, in nats.
+        bits_per_byte: The same in bits per byte of text; None in preference training.
+        perplexity: exp(loss); None in preference training.
         tokens: Tokens it was measured on.
+        reward_margin: As in `StepMetrics`.
+        reward_accuracy: As in `StepMetrics`.
     """
 
     step: int
     loss: float
-    bits_per_byte: float
-    perplexity: float
+    bits_per_byte: float | None
+    perplexity: float | None
     tokens: int
+    reward_margin: float | None = None
+    reward_accuracy: float | None = None
 
 
 class MetricsLogger(Protocol):
@@ -109,13 +117,13 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         """Add a step."""
-        values = dataclasses.asdict(metrics)
+        values = _values(metrics)
         _write_line(self._metrics, values)
         self._add_scalars("train", values)
 
     def write_eval(self, metrics: EvalMetrics) -> None:
         """Add an evaluation."""
-        values = dataclasses.asdict(metrics)
+        values = _values(metrics)
         _write_line(self._evals, values)
         self._add_scalars("held_out", values)
 
@@ -198,6 +206,12 @@ def _open_lines(path: Path, first_step: int) -> TextIO:
         with replacing(path) as partial:
             partial.write_text("".join(json.dumps(values) + "\n" for values in kept), encoding="utf-8")
     return path.open("a", encoding="utf-8")
+
+
+def _values(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
+    """Return a line's values; those of pairs are in lines of preference training only."""
+    values = dataclasses.asdict(metrics)
+    return {key: value for key, value in values.items() if value is not None or not key.startswith("reward_")}
 
 
 def _write_line(file: TextIO, values: Mapping[str, Any]) -> None:

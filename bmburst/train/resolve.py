@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
 from bmburst.config import (
-    build,
+    build_config,
     check_fields,
     field,
     leaves,
@@ -23,7 +23,8 @@ from bmburst.config import (
 from bmburst.convert.model_center import ModelCenterConfig, is_model_center
 from bmburst.errors import UserError
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
-from bmburst.train.config import STANDARD_LIBRARY, TrainConfig
+from bmburst.train.config import TrainConfig
+from bmburst.train.data_paths import check_sources, require_filled, set_defaults_of_records
 from bmburst.train.report import require_wandb
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ CONFIG_FILE = "config.json"
 # They say where a run lies and how it was called, not what it computes: a run's config.json serves another run.
 _OF_ONE_CALL = ("output", "resume")
 # What the data's order, the weights' shapes or their meaning, or what the optimizer keeps of them hang on.
-_FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed", "dtype")
+_FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed", "dtype", "lora", "dpo")
+_MAY_MOVE = ("data.cache", "data.verify", "dpo.reference")
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
@@ -44,6 +46,7 @@ class EvalConfig:
     checkpoint: Path = field(  # noqa: RUF009
         "Checkpoint, run folder (its newest checkpoint), or Hugging Face model directory."
     )
+    adapter: Path | None = field("LoRA adapter of the model.", default=None)  # noqa: RUF009
     data: str = field("Held-out text: a text file, JSONL file, directory of them, or token file.")
     sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
     pack: Literal["stream", "documents"] = field(
@@ -81,6 +84,15 @@ class EvalConfig:
         above=0,
         below=1e9,
     )
+    by_position: bool = field(
+        "Also measure the loss by position, the number of tokens before: bins 0, 1, 2-3, 4-7, 8-15 and so on.",
+        default=False,
+    )
+    output: Path | None = field(  # noqa: RUF009
+        "JSON file for --by-position or --passkey; the picture beside it has the same name and .png.",
+        default=None,
+        default_text="by_position.json or passkey.json",
+    )
     nproc: int | None = field(
         "Number of ranks to start on this machine; they share every sequence.",
         default=None,
@@ -108,14 +120,16 @@ def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = No
     below = overlay(*(read_layer(TrainConfig, _read_file(path), str(path)) for path in files))
     above = read_layer(TrainConfig, options or {}, "")
     given = overlay(below, above)
-    if "preset" in above and _names_whole_model(below) and preset(above["preset"]) != build(TrainConfig, below).model:
+    has_two_models = "preset" in above and _names_whole_model(below)
+    if has_two_models and preset(above["preset"]) != build_config(TrainConfig, below).model:
         raise UserError(
             f"preset '{above['preset']}' has no effect: {files[-1]} gives every field of the model\n"
             "fix: leave --preset out, or 'model' out of the file"
         )
     if given.get("init_from") is not None and "preset" not in given:
         given["preset"] = None
-    return build(TrainConfig, overlay({"model": _base_model(given)}, given))
+    set_defaults_of_records(given)
+    return build_config(TrainConfig, overlay({"model": _base_model(given)}, given))
 
 
 def check_run(config: TrainConfig, world_size: int, local_rank: int = 0) -> None:
@@ -142,88 +156,89 @@ def check_paths(config: TrainConfig) -> None:
     """
     if config.wandb is not None:
         require_wandb()
-    check_data_path(config.data.source, config.data.text_field)
+    check_sources(config.data.source, config.data.text_field)
     tokenizer = config.data.tokenizer
+    require_filled("data.tokenizer", tokenizer, "--data.tokenizer DIR")
     if tokenizer is not None and tokenizer.endswith(".json") and not Path(tokenizer).is_file():
         raise UserError(
             f"data.tokenizer {tokenizer}: no such file\n"
             "allowed: 'bytes', a tokenizer.json, or a directory with one\nfix: correct the path"
         )
-    if config.init_from is not None and not config.resume:
+    if config.init_from is not None and (config.lora.is_on or not config.resume):
         there = read_hugging_face_config(config.init_from)
-        different = [key for key in _SHAPE if getattr(there, key) != getattr(config.model, key)]
-        if different:
-            key = different[0]
+        if key := _different(there, config.model):
             raise UserError(
                 f"model.{key} {getattr(config.model, key)} differs from {config.init_from}, which has "
                 f"{getattr(there, key)}\nfix: leave model.{key} out: --init-from reads it from config.json"
             )
         # It imports torch, which the command line's help does without.
-        from bmburst.checkpoint import hugging_face
+        from bmburst.checkpoint import adapter, hugging_face
 
-        hugging_face.check(config.init_from, config.model)
+        hugging_face.check_weights(config.init_from, config.model)
+        if config.resume and config.output is not None:
+            adapter.check_resumed(config.output, adapter.Base.open(config.init_from, config.model))
+    if config.reference is not None:
+        _check_reference(config, config.reference)
     _check_tokens(config)
 
 
-def check_data_path(source: str, text_field: str) -> None:
-    """Check that a text source exists, may be read and begins as text; "stdlib" always passes.
+def _different(there: LlamaConfig, model: LlamaConfig) -> str | None:
+    """Return the first field in which the shapes of two models differ."""
+    return next((key for key in _SHAPE if getattr(there, key) != getattr(model, key)), None)
 
-    Args:
-        source: As in `DataConfig`.
-        text_field: As in `DataConfig`.
 
-    Raises:
-        UserError: It is missing, unreadable, empty or no text, a directory without text files, or JSONL whose first
-            line has no such field.
-    """
-    if source == STANDARD_LIBRARY:
-        return
-    path = Path(source)
-    try:
-        if not path.exists():
-            raise UserError(
-                f"data {source}: no such file or directory\n"
-                "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources\n"
-                "fix: correct the path"
-            )
-        empty = not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
-        is_readable = os.access(path, os.R_OK)
-    except OSError as error:
-        raise UserError(f"data {source}: cannot be read: {error.strerror}\nfix: give a file that can be read") from None
-    if not is_readable:
-        raise UserError(f"data {source}: no permission to read it\nfix: chmod +r, or give another file")
-    if not (path.is_dir() or path.is_file()):
+def _check_reference(config: TrainConfig, folder: Path) -> None:
+    """Check that preference training has a reference of the model's shape and tokenizer."""
+    option = "dpo.reference" if config.dpo.reference else "init_from"
+    there = read_hugging_face_config(folder, option)
+    if key := _different(there, config.model):
         raise UserError(
-            f"data {source}: is a device, a pipe or a socket\n"
-            "allowed: a text or JSONL file, a directory, a token file\nfix: save the text in a file"
+            f"{option} {folder} is another model: its {key} is {getattr(there, key)}, and that of the trained model "
+            f"{getattr(config.model, key)}\nallowed: a reference of the same shape\n"
+            "fix: give the model that the run starts from, or another version of it"
         )
-    if empty:
-        raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
-    # numpy comes with it, and the command line's help does without.
-    from bmburst.data.sources import check_beginnings, find_sources
-    from bmburst.data.token_file import is_token_file
+    # They import numpy and torch, which the command line's help does without.
+    from bmburst.checkpoint import hugging_face
+    from bmburst.checkpoint.files import STATE_FILE, read_progress
+    from bmburst.data.corpus import find_token_file
+    from bmburst.data.tokenizer import ByteTokenizer, load_tokenizer
 
-    if not is_token_file(path):
-        check_beginnings(find_sources([path]), text_field=text_field)
+    hugging_face.check_weights(folder, config.model)
+    if config.dpo.reference is None:  # it is the model itself
+        return
+    own = str(folder) if (folder / "tokenizer.json").is_file() else None
+    if own is None and (folder / STATE_FILE).exists():
+        own = read_progress(folder).tokenizer
+    file = find_token_file(config.data.source, config.data.tokenizer)
+    name = (config.data.tokenizer or ByteTokenizer.name) if file is None else file.tokenizer_name
+    used = load_tokenizer(name).identity if file is None else file.tokenizer_identity
+    if own is not None and load_tokenizer(own).identity != used:
+        raise UserError(
+            f"{option} {folder} has another tokenizer than the data, which have '{name}'\n"
+            "allowed: one tokenizer for a model and its reference\nfix: another reference, or --data.tokenizer " + own
+        )
 
 
-def read_hugging_face_config(folder: Path) -> LlamaConfig:
-    """Return the model that a Hugging Face LLaMA directory describes.
+def read_hugging_face_config(folder: Path, option: str = "init_from") -> LlamaConfig:
+    """Return the model that a Hugging Face LLaMA directory, which a field `option` names, describes.
 
     Raises:
         UserError: There is no such directory, no config.json in it, or it is not a LLaMA's.
     """
+    require_filled(option, folder, f"--{option.replace('_', '-')} DIR")
     path = folder / CONFIG_FILE
     if not path.is_file():
         what = "it has no config.json" if folder.is_dir() else "no such directory"
-        raise UserError(f"init_from {folder}: {what}\nfix: give a directory of a Hugging Face LLaMA")
+        if (folder / "adapter_config.json").is_file():
+            what = "it is a LoRA adapter, which bmburst convert --merge adds to its model"
+        raise UserError(f"{option} {folder}: {what}\nfix: give a directory of a Hugging Face LLaMA")
     values = read_json(path)
     if "model_type" not in values:
         # It imports torch, which the command line's help does without.
         from bmburst.checkpoint.files import newest_complete
 
         if newest := newest_complete(folder):
-            raise UserError(f"init_from {folder}: is a run folder\nfix: give one of its checkpoints, such as {newest}")
+            raise UserError(f"{option} {folder}: is a run folder\nfix: give one of its checkpoints, such as {newest}")
     try:
         return LlamaConfig.from_hugging_face(values)
     except UserError as error:
@@ -234,11 +249,11 @@ def check_resumable(before: TrainConfig, now: TrainConfig, folder: Path) -> None
     """Check that a run is continued as what it was; steps, ranks, rates and intervals may change.
 
     Raises:
-        UserError: The model, data, sequence length, packing, seed or dtype differ from the run's own.
+        UserError: Model, data, sequence length, packing, seed, dtype, adapters or dpo.beta differ from the run's own.
     """
     was, wanted = to_dict(before), to_dict(now)
     for leaf in leaves(before):
-        if leaf.name.split(".")[0] in _FIXED_ON_RESUME and leaf.name not in ("data.cache", "data.verify"):
+        if leaf.name.split(".")[0] in _FIXED_ON_RESUME and leaf.name not in _MAY_MOVE:
             old, new = _at(was, leaf.name), _at(wanted, leaf.name)
             if old != new and not isinstance(old, dict):
                 raise UserError(

@@ -21,8 +21,6 @@ from bmburst.runtime.watchdog import polite
 from bmburst.train.clock import StepTiming
 from bmburst.train.config import ScheduleConfig
 
-_EPS = 1e-6
-
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
     """Return the learning rate of one optimizer step.
@@ -64,34 +62,6 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
     return peak * (config.final_lr_fraction + (1 - config.final_lr_fraction) * remaining)
 
 
-def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return this rank's ZeRO shards of the gradient."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return [p.grad for p in parameters if p.grad is not None]
-
-
-@torch.no_grad()
-def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares of all elements as an fp64 scalar; norms of tensors are computed in fp32 or wider."""
-    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([norm.double() for norm in norms]).square().sum()
-
-
-@torch.no_grad()
-def clip_(gradients: Sequence[Tensor], norm: float, most: float | None) -> None:
-    """Scale the gradient in place so that its norm is at most `most`, as `torch.nn.utils.clip_grad_norm_` does.
-
-    Args:
-        gradients: This rank's shards.
-        norm: Norm of the whole gradient, over all ranks.
-        most: The largest norm; None does not clip.
-    """
-    if most is not None and most < norm + _EPS and gradients:
-        torch._foreach_mul_(list(gradients), most / (norm + _EPS))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts(StepTiming):
     """Facts that one rank contributes to the exchange: of this step, and the timing of the step before.
@@ -119,6 +89,7 @@ class StepFacts:
         squares: Each rank's sum of squares of its part of the gradient.
         tokens: Labels that counted.
         hosts: Facts of each rank.
+        rewards: Mean reward margin and accuracy of preference pairs; None without pairs.
     """
 
     step: int
@@ -126,6 +97,7 @@ class StepFacts:
     squares: tuple[float, ...]
     tokens: int
     hosts: tuple[HostFacts, ...]
+    rewards: tuple[float, float] | None = None
 
     @property
     def query_key_pairs(self) -> float:
@@ -150,7 +122,13 @@ class StepFacts:
 
 
 def exchange(
-    comm: Communicator, step: int, share: Tensor, square: Tensor, tokens: Tensor, facts: HostFacts
+    comm: Communicator,
+    step: int,
+    share: Tensor,
+    square: Tensor,
+    tokens: Tensor,
+    facts: HostFacts,
+    rewards: Tensor | None = None,
 ) -> StepFacts:
     """Gather the facts of a step from all ranks. Every rank calls it. It is the only wait for the device in a step.
 
@@ -161,12 +139,12 @@ def exchange(
         square: Sum of squares of its part of the gradient, likewise.
         tokens: Labels of all ranks that count, likewise.
         facts: What its host knows.
+        rewards: This rank's shares of reward margin and accuracy, `[2]` on its device; None without pairs.
     """
     on_gpu = share.is_cuda
     host = torch.tensor(astuple(facts), dtype=torch.float64, pin_memory=on_gpu)
-    mine = torch.cat(
-        [torch.stack([scalar.double() for scalar in (share, square, tokens)]), host.to(share.device, non_blocking=True)]
-    )
+    scalars = share, square, tokens, *(share.new_zeros(2) if rewards is None else rewards)
+    mine = torch.cat([torch.stack([scalar.double() for scalar in scalars]), host.to(share.device, non_blocking=True)])
     (gathered,) = comm.all_gather(mine).wait()
     rows: list[list[float]] = gathered.tolist()
     names = [declared.name for declared in fields(HostFacts)]
@@ -175,7 +153,8 @@ def exchange(
         shares=tuple(row[0] for row in rows),
         squares=tuple(row[1] for row in rows),
         tokens=int(rows[0][2]),
-        hosts=tuple(HostFacts(**dict(zip(names, row[3:], strict=True))) for row in rows),
+        hosts=tuple(HostFacts(**dict(zip(names, row[5:], strict=True))) for row in rows),
+        rewards=None if rewards is None else (fmean(row[3] for row in rows), fmean(row[4] for row in rows)),
     )
 
 

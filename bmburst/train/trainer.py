@@ -4,6 +4,7 @@ import contextlib
 import math
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,11 @@ from bmburst import data
 from bmburst.amounts import GIB
 from bmburst.checkpoint import hugging_face
 from bmburst.checkpoint import training as checkpoint
+from bmburst.checkpoint.adapter import Base
+from bmburst.comm.host_memory import HostMemory
 from bmburst.comm.meter import traced
 from bmburst.comm.protocol import gather_objects
 from bmburst.errors import UserError
-from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh
 from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.plan.counts import causal_pairs
@@ -25,10 +27,11 @@ from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
 from bmburst.train.clock import FlopsMeter, StepClock, StepTiming, Timeline, known_peak, measure_waits
 from bmburst.train.config import TrainConfig, profiled_steps
-from bmburst.train.evaluate import generate, measure
-from bmburst.train.loading import Loader, LocalBatch, causal_cut, open_text, sequences_of, token_losses
-from bmburst.train.memory_plan import explained, recompute_for, require_host_memory
+from bmburst.train.evaluate import generate
+from bmburst.train.loading import Loader, LocalBatch, causal_cut
+from bmburst.train.memory_plan import expected_memory, explained, offloaded_pieces, recompute_for
 from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_bytes
+from bmburst.train.objective import make_objective
 from bmburst.train.report import RunReport
 from bmburst.train.resolve import write_run_config
 from bmburst.train.step import (
@@ -37,13 +40,11 @@ from bmburst.train.step import (
     SkippedSteps,
     StepFacts,
     StopRequest,
-    clip_,
     exchange,
-    gradients_of,
     learning_rate,
-    square_sum,
     stopped_by,
 )
+from bmburst.train.text import open_text, sequences_of
 
 SAMPLE_FILE = "sample.txt"
 _PROMPT_TOKENS = 64
@@ -102,13 +103,14 @@ class Trainer:
         self.mesh = Mesh.over_bmtrain(
             data=parallel.data_parallel, sequence=parallel.sequence_parallel, heads=parallel.head_parallel
         )
-        if config.optimizer.offload:
-            require_host_memory(config, self.mesh, bmt.config["local_size"])
+        recompute = recompute_for(config, self.mesh, bmt.config["local_size"])  # checks memory, before text is read
         self.cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self.corpus = open_text(config, self.folder, self.runtime)
         self._held_out = sequences_of(self.corpus, config, "held_out")
+        trained = sequences_of(self.corpus, config, "train")
+        self._counts = len(trained), len(self._held_out)
         self.batches = data.Batches(
-            sequences_of(self.corpus, config, "train"),
+            trained,
             batch_size=config.batch_size,
             seed=config.seed,
             data_rank=self.mesh.data_rank,
@@ -124,21 +126,28 @@ class Trainer:
             transport=parallel.transport,
             deterministic=parallel.deterministic,
         )
-        recompute = recompute_for(config, self.mesh, bmt.config["local_size"])
         self.config = config.replace(recompute=recompute)
-        self.model = Llama(
+        self._per_host = bmt.config["local_size"]
+        memory = HostMemory()
+        make_model = partial(
+            Llama,
             config.model,
             attention=attention,
             dtype=getattr(torch, config.dtype),
-            recompute=recompute,
             zero_level=parallel.zero_level,
-            seed=config.seed,
             loss_chunk=config.loss_chunk_tokens,
             mlp_chunk=config.mlp_chunk_tokens,
+            offload_weights=config.optimizer.offload_weights,
+            host_memory=memory,
         )
+        self.model = make_model(recompute=recompute, seed=config.seed, lora=config.lora if config.lora.is_on else None)
+        if not self.runtime.on_host:
+            memory.prepare(offloaded_pieces(self.config, self.runtime.world_size))
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        self._objective = make_objective(config, self.model, make_model, self.mesh, self.cut, self.runtime.device)
         self._manager = bmt.optim.OptimManager(loss_scale=None)
         self._manager.add_optimizer(self.optimizer)
+        self._base: Base | None = None
         self.steps_done = 0
         self._is_first = True
         self._clock = StepClock(on_gpu=not self.runtime.on_host)
@@ -148,7 +157,13 @@ class Trainer:
         self._skips = SkippedSteps(self._hosts, config.max_skipped_steps)
         device = None if self.runtime.on_host else torch.cuda.get_device_name()
         peak, self._no_peak = known_peak(device, config.dtype)
-        self._flops = FlopsMeter(model=config.model, recompute=recompute, ranks=self.runtime.world_size, peak=peak)
+        self._flops = FlopsMeter(
+            model=config.model,
+            recompute=recompute,
+            ranks=self.runtime.world_size,
+            peak=peak,
+            adapters=config.lora.parameters(config.model),
+        )
 
     @property
     def is_main(self) -> bool:
@@ -161,17 +176,21 @@ class Trainer:
         Raises:
             UserError: There is none, all are damaged, or it is of another model or corpus.
         """
+        base = self.config.init_from
+        if base is not None and (self.config.lora.is_on or not self.config.resume):
+            base = checkpoint.verified_together(base)
+            hugging_face.load(self.model, base)
+            if self.config.lora.is_on:
+                self._base = Base.open(base, self.config.model)
         if self.config.resume:
             newest = checkpoint.verified_together(self.folder)
             if newest == self.folder:
                 raise UserError(
                     f"{self.folder} has no complete checkpoint to resume from\nfix: start a new run without --resume"
                 )
-            progress = checkpoint.load(newest, self.model, self.optimizer)
+            progress = checkpoint.load(newest, self.model, self.optimizer, base=self._base)
             self.batches.load_state_dict(progress.data)
             self.steps_done, self._skips.total = progress.step, progress.skipped
-        elif self.config.init_from is not None:
-            hugging_face.load(self.model, checkpoint.verified_together(self.config.init_from))
 
     def train(self) -> None:
         """Train to the last step, with evaluations and checkpoints on the way, and leave the run folder complete."""
@@ -183,11 +202,15 @@ class Trainer:
                 stack.enter_context(held(self.folder, TRAINING_LOCK))
             first = self.steps_done + 1
             report = stack.enter_context(RunReport(config, first, is_main=self.is_main))
+            if self.is_main:
+                memory = expected_memory(self.config, self.runtime.world_size, self._per_host)
+                report.begin(self.mesh.shape, self._counts, self.corpus.tokenizer_name, memory)
             report.note(self._no_peak)
             steps, on_gpu = profiled_steps(config.profile), not self.runtime.on_host
             timeline = Timeline(steps, self.folder, self.runtime.rank, on_gpu=on_gpu)
             stack.callback(timeline.close)
             stopped = ""
+            self.optimizer.prepare()
             while self.steps_done < total and not stopped:
                 with timeline.step(self.steps_done + 1):
                     metrics, facts = self._take_step()
@@ -205,12 +228,14 @@ class Trainer:
                     report.held_out(self.evaluate())
                 if not stopped and every is not None and (is_last or _is_due(every, self.steps_done)):
                     self.save()
-            report.note(stopped or (f"writing a sample: {config.sample_tokens} tokens" if config.sample_tokens else ""))
+            report.close_bar()
+            report.note(stopped)
             if config.sample_tokens and not stopped:
-                text = self.sample()
+                report.note(f"a sample of {config.sample_tokens} tokens, after the held-out text before |:")
+                text = self.sample(report.piece)
+                report.piece("\n\n")
                 if self.is_main:
                     (self.folder / SAMPLE_FILE).write_text(text, encoding="utf-8")
-                report.note(f"sample:\n{text}")
             report.finish()
 
     def step(self) -> StepMetrics:
@@ -242,10 +267,12 @@ class Trainer:
         """
         ranks, trained = self.runtime.world_size, self.config.batch_size * self.config.sequence_length
         used = self._flops.of(trained, facts.query_key_pairs / (ranks // self.mesh.shape.data), seconds)
+        bits = facts.loss * facts.tokens / math.log(2)
+        margin, accuracy = facts.rewards or (None, None)
         return StepMetrics(
             step=facts.step,
             loss=facts.loss,
-            bits_per_byte=facts.loss * facts.tokens / math.log(2) / max(self.batches.text_bytes, 1),
+            bits_per_byte=None if facts.rewards else bits / max(self.batches.text_bytes, 1),
             lr=rate,
             grad_norm=facts.grad_norm,
             tokens_per_second=facts.tokens / seconds,
@@ -259,6 +286,8 @@ class Trainer:
             data_seconds=timing.data,
             reserved_gib=max(host.reserved for host in facts.hosts) / GIB or None,
             skipped_steps=self._skips.total,
+            reward_margin=margin,
+            reward_accuracy=accuracy,
         )
 
     def next_batch(self) -> LocalBatch:
@@ -281,18 +310,13 @@ class Trainer:
             What all ranks know of the step, for `update`: `loss`, the mean in nats over all ranks' valid labels;
             `tokens`, their number; and `grad_norm`, of the gradients added up since the last `update`.
         """
-        # Counted over all: the mean must not depend on how ranks and microbatches share the labels.
-        (counted,) = self.mesh.world.all_reduce(count_valid(batch.labels)).wait()
-        valid = counted // self.mesh.shape.tensor  # a tensor group's ranks have the same part
-        mean = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        objective = self._objective.begin(batch)
         with self._clock.work():
             for part in batch.micro_batches(self.config.micro_batch_size):
                 with traced("forward"):
-                    nats = token_losses(self.model, part)
-                objective = global_mean(nats, valid, self.mesh.shape.size)
+                    result = objective.forward(part)
                 with traced("backward"):
-                    self._manager.backward(objective)
-                mean += objective.detach()
+                    self._manager.backward(result)
         memory, reserved = peak_bytes()
         forget_peak()
         known = HostFacts(
@@ -302,8 +326,9 @@ class Trainer:
             stop=self._stop.signum,
             **asdict(self._clock.last),
         )
-        square = square_sum(gradients_of(self.optimizer), self.runtime.device) / self._manager.loss_scale**2
-        return exchange(self.mesh.world, self.steps_done + 1, mean, square, valid, known)
+        square = self.optimizer.square_sum(self.runtime.device) / self._manager.loss_scale**2
+        sums = objective.share, square, objective.tokens
+        return exchange(self.mesh.world, self.steps_done + 1, *sums, known, objective.rewards)
 
     def update(self, facts: StepFacts) -> float:
         """Clip, step and clear the gradient; return the learning rate.
@@ -329,7 +354,7 @@ class Trainer:
         self._skips.add(facts)
         with self._clock.optimizer(), traced("optimizer"):
             if facts.is_finite:
-                clip_(gradients_of(self.optimizer), facts.grad_norm, self.config.optimizer.clip_norm)
+                self.optimizer.clip(facts.grad_norm, self.config.optimizer.clip_norm)
                 self._manager.step()
             self._manager.zero_grad()
         self._clock.settle()
@@ -346,8 +371,7 @@ class Trainer:
             data_rank=self.mesh.data_rank,
             data_parallel=data_ranks,
         )
-        measured = measure(self.model, self.mesh, self.cut, batches, self.runtime.device)
-        return EvalMetrics(step=self.steps_done, **asdict(measured))
+        return EvalMetrics(step=self.steps_done, **asdict(self._objective.measure(batches)))
 
     def save(self) -> Path:
         """Write a checkpoint of this step into the run folder."""
@@ -357,22 +381,19 @@ class Trainer:
             tokenizer=self.corpus.tokenizer_name,
             skipped=self._skips.total,
         )
-        return checkpoint.save(self.folder, self.model, self.optimizer, progress, keep=self.config.keep_checkpoints)
+        keep = self.config.keep_checkpoints
+        return checkpoint.save(self.folder, self.model, self.optimizer, progress, keep=keep, base=self._base)
 
-    def sample(self) -> str:
-        """Return a prompt from held-out text and the text that the model generates after it."""
-        tokenizer = data.load_tokenizer(self.corpus.tokenizer_name)
-        first = (self._held_out.documents(0) or (_PROMPT_TOKENS,))[0]
-        prompt = self._held_out[0][: min(first, _PROMPT_TOKENS)].tolist()
-        ids = generate(
-            self.model,
-            self.mesh,
-            prompt,
-            self.config.sample_tokens,
-            allowed=tokenizer.vocab_size,
-            seed=self.config.seed,
-        )
-        return f"{tokenizer.decode(prompt)}|{tokenizer.decode(ids)}\n"
+    def sample(self, show: Callable[[str], object] = lambda _: None) -> str:
+        """Return a prompt from held-out text and the text that the model generates after it, with "|" in between.
+
+        Args:
+            show: Called with each piece of the text as it is made.
+        """
+        tokenizer, prompt = data.load_tokenizer(self.corpus.tokenizer_name), self._held_out.prompt(_PROMPT_TOKENS)
+        show(f"{tokenizer.decode(prompt)}|")
+        made = generate(self.model, self.mesh, prompt, self.config.sample_tokens, tokenizer, self.config.seed, show)
+        return f"{tokenizer.decode(prompt)}|{tokenizer.decode(made)}\n"
 
 
 def _is_due(interval: int, step: int) -> bool:

@@ -14,7 +14,7 @@ import bmburst
 from bmburst.cli import main
 from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.train import check
-from bmburst.train.check import AFTER_FILE, BEFORE_FILE, GRADIENT_FILE, Steps, compare
+from bmburst.train.check import AFTER_FILE, BEFORE_FILE, GRADIENT_FILE, Steps, compare_runs
 from bmburst.train.resolve import resolve
 from tests.distributed.started import run_bmburst
 from tests.refusals import says
@@ -78,7 +78,7 @@ def exact(tmp_path):
 
 def test_rounding_is_ok_and_errors_are_what_they_are(ranks, exact, monkeypatch):
     monkeypatch.setattr(check, "_CHUNK", 4)  # runs that end inside rows and tensors
-    report = compare(ranks, exact)
+    report = compare_runs(ranks, exact)
     assert report.ok and not faults(report)
     assert [(tensor.name, tensor.shape) for tensor in report.tensors] == sorted(SHAPES.items())
     files = {file: (load_file(ranks / file), load_file(exact / file)) for file in (GRADIENT_FILE, AFTER_FILE)}
@@ -93,7 +93,7 @@ def test_rounding_is_ok_and_errors_are_what_they_are(ranks, exact, monkeypatch):
 
 def test_a_wrong_factor_on_one_tensor_is_found(ranks, exact):
     doctor(ranks, GRADIENT_FILE, "layer.norm", lambda gradient: gradient * 2)
-    report = compare(ranks, exact)
+    report = compare_runs(ranks, exact)
     assert not report.ok
     assert faults(report) == {"layer.norm": ("gradient",)}
     assert report.tensors[2].gradient.error == pytest.approx(1, rel=1e-4)
@@ -103,39 +103,39 @@ def test_a_wrong_factor_on_one_tensor_is_found(ranks, exact):
 def test_the_limit_on_a_gradient_is_1e_5(tmp_path, exact, factor, ok):
     ranks = leave(tmp_path / "ranks")
     doctor(ranks, GRADIENT_FILE, "embed", lambda gradient: gradient * factor)
-    assert compare(ranks, exact).ok is ok
+    assert compare_runs(ranks, exact).ok is ok
 
 
 def test_a_shard_that_was_not_updated_is_found(ranks, exact):
     before = load_file(ranks / BEFORE_FILE)["layer.proj"]
     doctor(ranks, AFTER_FILE, "layer.proj", lambda after: torch.cat([after[:2], before[2:]]))
-    report = compare(ranks, exact)
+    report = compare_runs(ranks, exact)
     assert faults(report) == {"layer.proj": ("change",)}
     assert not report.ok
 
 
 def test_steps_that_only_move_the_last_bits_are_not_blamed(tmp_path):
     tiny = leave(tmp_path / "tiny", step=1e-7, noise=0.3), leave(tmp_path / "tinier", step=1e-7)
-    report = compare(*tiny)
+    report = compare_runs(*tiny)
     assert set(faults(report).values()) == {("gradient",)}
     assert report.total.change.error > check.TOLERANCES["float32"]["change"]
     still = leave(tmp_path / "still", step=0.0), leave(tmp_path / "stiller", step=0.0)
-    assert compare(*still).ok
+    assert compare_runs(*still).ok
 
 
 def test_what_is_no_number_is_not_ok(ranks, exact):
     doctor(ranks, GRADIENT_FILE, "head", lambda gradient: gradient * math.nan)
-    report = compare(ranks, exact)
+    report = compare_runs(ranks, exact)
     assert faults(report) == {"head": ("gradient",)}
     assert report.total.faults == ("gradient",)
-    assert not compare(exact, ranks).ok
+    assert not compare_runs(exact, ranks).ok
 
 
 def test_a_gradient_of_zero(ranks, exact):
     doctor(exact, GRADIENT_FILE, "head", torch.zeros_like)
-    assert faults(compare(ranks, exact)) == {"head": ("gradient",)}
+    assert faults(compare_runs(ranks, exact)) == {"head": ("gradient",)}
     doctor(ranks, GRADIENT_FILE, "head", torch.zeros_like)
-    assert compare(ranks, exact).ok
+    assert compare_runs(ranks, exact).ok
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_gradient_of_zero(ranks, exact):
     ],
 )
 def test_losses_and_norms_are_judged(tmp_path, exact, changed, fault):
-    report = compare(leave(tmp_path / "ranks", **changed), exact)
+    report = compare_runs(leave(tmp_path / "ranks", **changed), exact)
     assert not report.ok and not faults(report)
     assert [step.faults for step in report.steps].count((fault,)) == 1
 
@@ -155,7 +155,7 @@ def test_losses_and_norms_are_judged(tmp_path, exact, changed, fault):
 @pytest.mark.parametrize(("noise", "ok"), [(0.03, True), (0.058, True), (0.07, False), (0.2, False)])
 def test_bf16_may_be_twice_as_far_as_one_rank(tmp_path, exact, noise, ok):
     single = leave(tmp_path / "one", noise=0.03)
-    report = compare(leave(tmp_path / "ranks", noise=noise), exact, single)
+    report = compare_runs(leave(tmp_path / "ranks", noise=noise), exact, single)
     assert report.dtype == "bfloat16"
     assert report.ok is ok
     assert report.total.gradient.error == pytest.approx(noise, rel=1e-3)
@@ -165,7 +165,7 @@ def test_bf16_may_be_twice_as_far_as_one_rank(tmp_path, exact, noise, ok):
 
 def test_bf16_together_must_keep_the_factor_exactly(tmp_path, exact):
     single = leave(tmp_path / "one", noise=0.03)
-    report = compare(leave(tmp_path / "ranks", noise=0.061), exact, single)
+    report = compare_runs(leave(tmp_path / "ranks", noise=0.061), exact, single)
     assert not faults(report), "a single tensor may be a little unlucky"
     assert report.total.faults == ("gradient",)
     assert not report.ok
@@ -364,6 +364,14 @@ def test_two_ranks_train_as_one_does(here, argv, mesh, against):
     first, second = (step["losses"][0] for step in found["steps"])
     assert first == pytest.approx(math.log(260), rel=0.05) and first != second
     assert left(here) == {"found.json"}
+
+
+def test_adapters_are_compared_alone(here):
+    words = "--sequence-parallel 2 --lora.rank 2 --checkpoint-every never --model.max_position_embeddings 64 --all"
+    done = check_for_real(here, *words.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("model.")]
+    assert len(names) == 2 * 2 * 2 and all(".lora_" in name for name in names)
 
 
 def test_what_only_ranks_can_know_is_one_message(here):

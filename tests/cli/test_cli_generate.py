@@ -156,7 +156,7 @@ def test_one_prompt_that_is_too_long_is_refused_in_its_line(
         (("--prompt", "x", "--max-new-tokens", "100000G"), ("--max-new-tokens",)),
         (("--prompt", "x", "--dtype", "int4"), ("int4", "bfloat16")),
         (("--prompt", "x", "--output", "no/such/folder.jsonl"), ("--output", "folder")),
-        (("--prompt", "x", "--max-new-tokens", "99999999999"), ("GiB", "at most")),
+        (("--prompt", "x", "--max-new-tokens", "99999999999"), ("GiB", "in reserve", "at most")),
     ],
 )
 def test_bad_input_is_refused_before_weights_are_read(

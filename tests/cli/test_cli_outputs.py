@@ -109,7 +109,7 @@ def test_bench_replaces_only_its_own_timelines(here, capsys, monkeypatch, what):
     from torch.profiler import profile
 
     import benchmarks.engine.job
-    from benchmarks.engine.timeline import record
+    from benchmarks.engine.timeline import record_timeline
 
     monkeypatch.setattr(benchmarks.engine.job, "run_job", lambda *_args, **_options: 9)
     group = SimpleNamespace(rank=0, device=torch.device("cpu"), barrier=lambda: None)
@@ -119,7 +119,7 @@ def test_bench_replaces_only_its_own_timelines(here, capsys, monkeypatch, what):
     name = cell if what == "train" else f"{cell}/forward_backward"
     file = Path("trace", f"{name.replace('/', '.')}.json")
     trace = [*bench, "--trace", "trace"]
-    record(lambda: None, file.parent, name, group)
+    record_timeline(lambda: None, file.parent, name, group)
     assert main(trace) == 9, "its own timeline may be recorded again"
     with profile() as other:
         pass
@@ -154,7 +154,7 @@ PLAN = ("--model", "llama-tiny", "--seq", "1024")
         (("plan", "--check", "--calibrate"), "--check | --calibrate | fix: run bmburst plan once with each"),
         (
             ("plan", *PLAN, "--batch", "2", "--micro-batch", "3"),
-            "--micro-batch 3 | --batch 2 | allowed: ",
+            "--micro-batch 3 | --batch 2 | fix: ",
         ),
         (
             ("plan", *PLAN, "--hardware", "latin.toml"),
@@ -200,7 +200,7 @@ def test_refused_before_any_work(here, capsys, monkeypatch, argv, words):
     def worked(*_args, **_options):
         pytest.fail("work was begun")
 
-    for work in ("plan.search.search", "plan.calibrate.calibrate", "plan.accuracy.compare"):
+    for work in ("plan.search.search", "plan.calibrate.calibrate", "plan.accuracy.compare_predictions"):
         monkeypatch.setattr(f"bmburst.{work}", worked)
     monkeypatch.setattr("benchmarks.engine.job.run_job", worked)
     for name in ("latin", "latin.toml"):

@@ -112,13 +112,13 @@ def held_out(tmp_path):
 
 def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, held_out, monkeypatch, as_rank, capsys):
     argv = ["eval", "--checkpoint", str(held_out), "--data", "held.txt", "--sequence-length", "64"]
-    monkeypatch.setattr("bmburst.train.evaluate.check", lambda _: None)  # there are no weights in it
+    monkeypatch.setattr("bmburst.train.evaluate.check_inputs", lambda _: None)  # there are no weights in it
     assert main([*argv, "--max-sequences", "5"]) == 0
     assert launches.spec.nproc == 2
     seen = []
     module = types.ModuleType("bmburst.train.evaluate")
     measured = types.SimpleNamespace(loss=1.0, bits_per_byte=1.4427, perplexity=2.7183, tokens=4096)
-    module.run = lambda config: seen.append(config) or measured
+    module.evaluate_checkpoint = lambda config: (seen.append(config) or measured, [])
     monkeypatch.setitem(sys.modules, "bmburst.train.evaluate", module)
     printed = []
     for rank in range(2):
@@ -137,7 +137,7 @@ def test_eval_starts_ranks_with_the_same_options_and_rank_0_prints(launches, hel
 
 
 def test_start_timeout_reaches_the_launcher(launches, held_out, monkeypatch, capsys):
-    monkeypatch.setattr("bmburst.train.evaluate.check", lambda _: None)
+    monkeypatch.setattr("bmburst.train.evaluate.check_inputs", lambda _: None)
     evaluation = ["eval", "--checkpoint", str(held_out), "--data", "held.txt", "--sequence-length", "64"]
     for argv in (["train", "--data", "held.txt", "--sequence-length", "4"], evaluation):
         assert main([*argv, "--start-timeout", "90", "--hang-timeout", "30"]) == 0

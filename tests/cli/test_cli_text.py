@@ -17,8 +17,8 @@ from bmburst.data.packing import PackedSequences
 from bmburst.data.sources import find_sources
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.errors import UserError
-from bmburst.train.loading import check_text
 from bmburst.train.resolve import resolve
+from bmburst.train.text import check_text
 from tests import refusals
 from tests.cli.commands import refused
 from tests.refusals import refusal_of, says
@@ -134,7 +134,7 @@ def test_tokens_that_the_model_does_not_know(tmp_path, words):
 
 def test_a_long_text_is_left_to_the_ranks(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("a" * 5000)
-    monkeypatch.setattr("bmburst.train.loading.tokenize", None)
+    monkeypatch.setattr("bmburst.train.text.tokenize", None)
     check_text(config(tmp_path / "a.txt"))
     check_text(config("stdlib", 4096))
 

@@ -26,7 +26,8 @@ from bmburst.cli import COMMANDS, CommandParser, main
 from bmburst.convert.model_center import ModelCenterConfig
 from bmburst.convert.weights import open_weights
 from bmburst.data.sources import check_beginnings, find_sources, read_documents
-from bmburst.data.token_file import MAGIC, PREAMBLE, TokenFile, write_token_file
+from bmburst.data.token_file import MAGIC, PREAMBLE, TokenFile
+from bmburst.data.token_writer import write_token_file
 from bmburst.data.tokenizer import ByteTokenizer, load_huggingface_tokenizer
 from bmburst.errors import UserError
 from bmburst.schedule.hardware import load_hardware
@@ -202,13 +203,13 @@ def here(tmp_path_factory):
         patch.setattr("bmburst.runtime.launch.launch", lambda *_: 3)
         patch.setattr("benchmarks.engine.job.launch", lambda *_: 2)
         patch.setattr("bmburst.plan.calibrate.calibrate", lambda *_: "# Measured")
-        patch.setattr("bmburst.plan.accuracy.compare", list)
+        patch.setattr("bmburst.plan.accuracy.compare_predictions", list)
         patch.setattr("bmburst.runtime.doctor.examine", lambda: [])
         patch.setattr("bmburst.runtime.doctor.can_train", lambda *_: True)
         patch.setattr("bmburst.runtime.doctor.to_text", lambda *_: "")
         patch.setattr("bmburst.runtime.doctor.to_json", lambda *_: "")
-        patch.setattr("bmburst.runtime.build_bmtrain.check", lambda spec: spec)
-        patch.setattr("bmburst.runtime.build_bmtrain.build", lambda spec, _: spec.output)
+        patch.setattr("bmburst.runtime.build_bmtrain.check_toolchain", lambda spec: spec)
+        patch.setattr("bmburst.runtime.build_bmtrain.build_wheel", lambda spec, _: spec.output)
         yield folder
 
 
@@ -290,11 +291,11 @@ def _read_jsonl(path):
 
 
 def _read_parts(path):
-    hugging_face.check(path.parent, SMALL)
+    hugging_face.check_weights(path.parent, SMALL)
 
 
 def _read_model(path):
-    hugging_face.check(path.parent, hugging_face.read_config(path.parent))
+    hugging_face.check_weights(path.parent, hugging_face.read_config(path.parent))
     read_hugging_face_config(path.parent)
     open_weights(path.parent)
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from bmburst.data import ByteTokenizer, TokenFile
 from bmburst.data.sources import Document
-from bmburst.data.token_file import MAGIC, PREAMBLE, is_token_file, write_token_file
+from bmburst.data.token_file import MAGIC, PREAMBLE, is_token_file
+from bmburst.data.token_writer import write_token_file
 from tests import tiny
 from tests.refusals import refused
 
@@ -60,8 +61,8 @@ def test_pieces_make_one_document_with_the_same_key(tmp_path):
 
 
 def test_many_batches_of_text(tmp_path, monkeypatch):
-    monkeypatch.setattr("bmburst.data.token_file.BATCH_CHARACTERS", 50)
-    monkeypatch.setattr("bmburst.data.token_file._ROWS_AT_A_TIME", 7)
+    monkeypatch.setattr("bmburst.data.token_writer.BATCH_CHARACTERS", 50)
+    monkeypatch.setattr("bmburst.data.token_writer._ROWS_AT_A_TIME", 7)
     texts = [f"line {i}\n" * (i % 13) for i in range(100)]
     in_pieces = (Document(name=str(i), pieces=text.splitlines(keepends=True)) for i, text in enumerate(texts))
     cut = write_token_file(tmp_path / "cut", in_pieces, ByteTokenizer())

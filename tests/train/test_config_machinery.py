@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from bmburst.config import build, check_fields, field, leaves, overlay, read_config_file, read_layer, to_dict
+from bmburst.config import build_config, check_fields, field, leaves, overlay, read_config_file, read_layer, to_dict
 from tests.refusals import refusal_of, says
 
 
@@ -46,7 +46,7 @@ class Tree:
 
 
 def made(values, source=""):
-    return build(Tree, read_layer(Tree, values, source))
+    return build_config(Tree, read_layer(Tree, values, source))
 
 
 FULL = Tree(
@@ -175,8 +175,8 @@ def test_layers_merge_field_by_field_and_later_ones_win():
         "maybe": {"needed": 2, "more": "y"},
     }
     assert low["inner"]["rate"] == 0.1, "a layer was changed"
-    assert build(Tree, overlay(low, read_layer(Tree, {"maybe": "none"}, ""))).maybe is None
-    assert build(Tree, overlay(read_layer(Tree, {"maybe": None}, ""), low)).maybe == Maybe(needed=2)
+    assert build_config(Tree, overlay(low, read_layer(Tree, {"maybe": "none"}, ""))).maybe is None
+    assert build_config(Tree, overlay(read_layer(Tree, {"maybe": None}, ""), low)).maybe == Maybe(needed=2)
 
 
 def test_a_missing_field_is_named_with_its_option():

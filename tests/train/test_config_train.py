@@ -11,7 +11,7 @@ import pytest
 from bmburst.blocks.config import RopeScaling
 from bmburst.blocks.presets import PRESETS
 from bmburst.comm.transports import TRANSPORTS
-from bmburst.config import build, read_layer, to_dict
+from bmburst.config import build_config, read_layer, to_dict
 from bmburst.data.corpus import STANDARD_LIBRARY as DATA_STANDARD_LIBRARY
 from bmburst.data.tokenizer import ByteTokenizer
 from bmburst.schedule.layout import LAYOUTS
@@ -19,12 +19,12 @@ from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.schedule.strategy_names import STRATEGIES
 from bmburst.train.config import (
     BYTE_IDS,
-    STANDARD_LIBRARY,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
 )
 from bmburst.train.resolve import EvalConfig, check_paths, check_resumable, resolve, write_run_config
+from bmburst.train.sections import STANDARD_LIBRARY
 from bmburst_ops.flash.select import NAMES as KERNEL_NAMES
 from tests.refusals import refusal_of, refused, says
 
@@ -78,7 +78,7 @@ def test_precedence_is_preset_then_files_then_options(tmp_path):
     high.write_text("seed: 2\nmodel:\n  hidden_size: 64\noptimizer: {lr: 1e-2}\n")
     config = resolve((low, high), {"batch_size": "3", "optimizer.lr": "0.5", "optimizer.beta2": "0.99"})
     assert (config.steps, config.seed, config.batch_size) == (7, 2, 3)
-    assert config.optimizer == OptimizerConfig(lr=0.5, beta2=0.99)
+    assert config.optimizer == OptimizerConfig(lr=0.5, beta2=0.99, weight_decay=0.1)
     assert (config.model.num_layers, config.model.hidden_size, config.model.vocab_size) == (5, 64, 320)
 
 
@@ -134,7 +134,7 @@ def test_a_runs_config_json_begins_another_run(tmp_path):
 
 def test_round_trip_of_the_whole_tree():
     config = resolve((), {"output": "a/b", "parallel.data_parallel": "2", "schedule.kind": "wsd"})
-    assert build(TrainConfig, read_layer(TrainConfig, json.loads(json.dumps(to_dict(config))), "")) == config
+    assert build_config(TrainConfig, read_layer(TrainConfig, json.loads(json.dumps(to_dict(config))), "")) == config
 
 
 def test_errors_name_the_file_and_the_nearest_key(tmp_path):

@@ -20,8 +20,8 @@ from bmburst.convert.conversion import convert
 from bmburst.errors import RunError
 from bmburst.outputs import require_space
 from bmburst.train.config import DataConfig, TrainConfig
-from bmburst.train.loading import open_text
 from bmburst.train.resolve import EvalConfig
+from bmburst.train.text import open_text
 from tests.distributed.programs import run_program
 from tests.refusals import refused, says
 from tests.train import run_program as program
@@ -168,7 +168,7 @@ def _tokens(folder):
 
     saved = first.save()
     with refused("damaged", "checksum", "crc32:", "again"):
-        evaluate.run(EvalConfig(checkpoint=saved, data=str(damaged), sequence_length=48))
+        evaluate.evaluate_checkpoint(EvalConfig(checkpoint=saved, data=str(damaged), sequence_length=48))
 
 
 def program_corpus(folder, first, data):

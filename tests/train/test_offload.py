@@ -8,7 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bmburst.train import memory_plan
+from bmburst.plan.memory import memory_of
+from bmburst.schedule.hardware import hardware_like
+from bmburst.train import memory_plan, planning
 from bmburst.train.config import OptimizerConfig, ParallelConfig
 from tests.distributed.programs import run_program
 from tests.refusals import refused
@@ -121,26 +123,41 @@ def _edges(folder):
     # One host has too little memory: every rank refuses.
     if bmt.rank() == 1:
         memory_plan.available_bytes = lambda: 1
-    with refused("optimizer.offload", "0.0 GiB", "host") as caught:
+    with refused("optimizer.offload", "host", "in reserve"):
         trainer(folder, "short", True, "bfloat16", 3)
-    assert ("free on this host" in str(caught.value)) == (bmt.rank() == 1)
+    trainer(folder, "given", True, "bfloat16", 3, host_memory=1.0)  # overrules what is free
+    with refused("optimizer.offload", "host_memory is"):
+        trainer(folder, "given little", True, "bfloat16", 3, host_memory=1e-6)
     trainer(folder, "resident", False, "bfloat16", 3)
 
 
 def test_what_a_host_needs_and_has(tmp_path, monkeypatch):
     config = program.config(tmp_path, "run")
-    weights = config.model.num_parameters
-    assert memory_plan.state_bytes(config, 2, 2) == 8 * weights
-    assert memory_plan.state_bytes(replace(config, dtype="bfloat16"), 16, 8) == 12 * weights // 2
+    hardware = hardware_like("")
+
+    def needed(ranks, nodes, **changes):
+        asked = replace(config, parallel=ParallelConfig(data_parallel=1), **changes)
+        return memory_of(planning.planned(asked, ranks, nodes, hardware), hardware).in_host
+
+    every, narrow = config.model.num_parameters, {"dtype": "bfloat16"}
+    blocks = every - 2 * config.model.vocab_size * 16 - 16  # embedding, head, last norm
+    alone, all_of_it = OptimizerConfig(offload=True), OptimizerConfig(offload=True, offload_weights=True)
+    assert needed(2, 1, optimizer=alone) == 8 * every
+    assert needed(4, 2, optimizer=alone, **narrow) == 12 * every // 2
+    assert needed(2, 1, optimizer=all_of_it) == 16 * blocks + 8 * (every - blocks)
+    assert needed(2, 1, optimizer=all_of_it, **narrow) == 14 * blocks + 12 * (every - blocks)
     files = {"_MEMORY": "MemTotal: 9 kB\nMemAvailable:    5 kB\n", "_LIMIT": "max\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        monkeypatch.setattr(memory_plan, name, tmp_path / name)
-    assert memory_plan.available_bytes() == 5 * 1024
+        monkeypatch.setattr(planning, name, tmp_path / name)
+    assert planning.available_bytes() == 5 * 1024
     for limit, free in [("4096\n", 4096), ("8192\n", 5 * 1024)]:
         (tmp_path / "_LIMIT").write_text(limit)
-        assert memory_plan.available_bytes() == free
+        assert planning.available_bytes() == free
     (tmp_path / "_LIMIT").unlink()
-    assert memory_plan.available_bytes() == 5 * 1024
+    assert planning.available_bytes() == 5 * 1024
+    assert planning.total_bytes() == 9 * 1024
+    monkeypatch.setattr(planning, "_GROWS", (f"{tmp_path}/_MEM*",))
+    assert planning.total_bytes() is None  # there may come more
     (tmp_path / "_MEMORY").unlink()
-    assert memory_plan.available_bytes() is None
+    assert planning.available_bytes() is None

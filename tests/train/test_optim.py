@@ -27,7 +27,7 @@ def _equals_torch():
         # An eps that is felt: without it Adam cancels a wrong scale of the gradient.
         model = Llama(config, seed=1)
         shards = named_shards(model)
-        optimizer = build_optimizer(model, OptimizerConfig(lr=0.02, eps=0.1, weight_decay=0.5))
+        optimizer = build_optimizer(model, OptimizerConfig(lr=0.02, beta2=0.95, eps=0.1, weight_decay=0.5))
         whole = {shard.name: torch.nn.Parameter(gather(shard)) for shard in shards}
         groups = [
             {"params": [p for p in whole.values() if (p.dim() > 1) is decays], "weight_decay": 0.5 if decays else 0.0}

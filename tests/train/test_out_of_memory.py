@@ -127,6 +127,23 @@ def test_settings_that_would_be_refused_are_not_named():
     assert policies[0] == "--recompute block-keep-attention+offload" and policies[-1] == "--recompute block+offload"
 
 
+def test_weights_in_host_memory_are_named_where_it_has_room():
+    """Of 8.03e9 weights on one GPU, 4 bytes of each block's leave it; the host keeps 14 for them."""
+    streamed = "--optimizer.offload --optimizer.offload_weights"
+    run = config(2**16, recompute="block", mlp_chunk_tokens=4096)
+    fitting = settings_of(said(run, ranks=1, gib=60, host=200))
+    (words,) = (each for each in fitting if each.startswith(f"{streamed}, and"))
+    hosted = float(words.split("and ")[1].split(" GiB")[0])
+    assert 14 * 7e9 / GIB < hosted < 14 * 8.03e9 / GIB
+    streaming = config(2**16, optimizer=OptimizerConfig(offload=True, offload_weights=True))
+    assert not any(words.startswith(streamed + ",") for words in settings_of(said(streaming, ranks=1, host=200)))
+    whole = config(2**16, recompute="block", parallel=ParallelConfig(zero_level=2))
+    assert not any(streamed in words for words in settings_of(said(whole, ranks=1, gib=60, host=200)))
+    for given, is_named in ((64, False), (128, True)):  # what is free does not count then
+        said_to_have = settings_of(said(run.replace(host_memory=given), ranks=1, gib=60, host=90))
+        assert any(words.startswith(streamed) for words in said_to_have) == is_named
+
+
 def test_fragments_are_named_where_they_are_large():
     assert "expandable_segments" in said(config(2**20), reserved=138)
     assert "expandable_segments" not in said(config(2**20), reserved=126)

@@ -6,8 +6,13 @@ import os
 import pytest
 import torch
 
+from bmburst.data.tokenizer import ByteTokenizer
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
+
+
+class Ninety(ByteTokenizer):
+    vocab_size = 90
 
 
 def test_equal_transformers(tmp_path):
@@ -29,7 +34,9 @@ def _equal_transformers(folder):
     reference = LlamaForCausalLM.from_pretrained(saved)
 
     # One token is fewer than there are ranks.
-    ids = generate(trainer.model, trainer.mesh, [65], 8, allowed=90, seed=3)
+    shown = []
+    ids = generate(trainer.model, trainer.mesh, [65], 8, Ninety(), 3, shown.append)
+    assert "".join(shown) == ByteTokenizer().decode(ids)
     generator = torch.Generator().manual_seed(3)
     expected = [65]
     for _ in range(8):
@@ -64,7 +71,7 @@ def _longer_than_the_text(folder):
         source = folder / "text.md"
         source.write_text(text)
         expected, measured = (
-            evaluate.run(EvalConfig(checkpoint=saved, data=str(source), sequence_length=length))
+            evaluate.evaluate_checkpoint(EvalConfig(checkpoint=saved, data=str(source), sequence_length=length))[0]
             for length in (whole, 10**12)  # of which no part could be held
         )
         assert measured == expected

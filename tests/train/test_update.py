@@ -6,7 +6,6 @@ import torch
 from bmburst.errors import UserError
 from bmburst.recompute.policy import POLICIES
 from bmburst.train.config import OptimizerConfig
-from bmburst.train.step import gradients_of
 from tests.distributed.programs import run_program
 from tests.train import run_program as program
 
@@ -24,14 +23,14 @@ def _in_parts(folder):
     batches, alone = [trainer.next_batch() for _ in range(2)], []
     for batch in batches:
         trainer.backward(batch)
-        alone.append([g.clone() for g in gradients_of(trainer.optimizer)])
+        alone.append([g.clone() for g in trainer.optimizer.gradients()])
         trainer.optimizer.zero_grad(set_to_none=False)
     before = weights(trainer)
     for batch in batches:
         facts = trainer.backward(batch)
         trainer.evaluate()
     together = [a + b for a, b in zip(*alone, strict=True)]
-    for ours, wanted in zip(gradients_of(trainer.optimizer), together, strict=True):
+    for ours, wanted in zip(trainer.optimizer.gradients(), together, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-7)
     norm = trainer.mesh.sum(sum(g.double().square().sum().item() for g in together)) ** 0.5
     assert facts.grad_norm == pytest.approx(norm, rel=1e-5)

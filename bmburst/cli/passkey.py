@@ -1,0 +1,271 @@
+"""`bmburst eval --passkey`: its options, the ranks, and what they show and write."""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bmburst.amounts import short, tokens
+from bmburst.checkpoint.files import VERIFIED
+from bmburst.cli import leaves_errors_to_rank_0, ranks_to_start
+from bmburst.cli.generate import in_group, note_length, progress_bar
+from bmburst.cli.train import set_environment
+from bmburst.config import build_config, given_options, option_name, read_json, read_layer, write_json
+from bmburst.errors import UserError
+from bmburst.outputs import is_picture, require_file
+from bmburst.train.resolve import EvalConfig
+
+if TYPE_CHECKING:
+    from bmburst.evaluation.passkey import PasskeyCell, PasskeyPrompts, PasskeyTest
+    from bmburst.inference.generator import Source
+
+_SHARED = ("checkpoint", "adapter", "tokenizer", "dtype", "hang_timeout", "start_timeout", "output", "nproc")
+_OPTIONS = ("lengths", "depths", "samples", "digits", "seed", "without_key", "cache", "chunk_tokens")
+_COLUMNS = 9  # of a table: 8 + 9 * 8 characters
+
+
+def add_passkey_options(parser: argparse.ArgumentParser) -> None:
+    """Add --passkey and the options that belong to it."""
+    group = parser.add_argument_group(
+        "passkey",
+        "Of the options above --checkpoint, --tokenizer, --dtype (default: as stored), --output, --nproc and the "
+        "timeouts apply.",
+    )
+    add = group.add_argument
+    add("--passkey", action="store_true", help="ask for a number that one sentence of a long text names; no --data")
+    add("--lengths", metavar="N,...", help="tokens of the prompts; 4K,...,1M: with the powers of two between")
+    add("--depths", metavar="D,...", help="places of the sentence, from 0 to 1 (default: 0,.25,.5,.75,1)")
+    add("--samples", type=int, metavar="N", help="prompts of each length and depth (default: 5)")
+    add("--digits", type=int, metavar="N", help="digits of a number (default: 5)")
+    add("--seed", type=int, metavar="N", help="of the numbers (default: 0)")
+    add("--without-key", action="store_true", default=None, help="leave the sentence out: what is right is chance")
+    add("--cache", metavar="SPLIT", help="split of the KV cache; see bmburst generate (default: auto)")
+    add("--chunk-tokens", type=tokens, metavar="N", help="tokens computed at once; see bmburst generate")
+
+
+def refuse_passkey_options(args: argparse.Namespace) -> None:
+    """Refuse options of --passkey without it.
+
+    Raises:
+        UserError: One is given.
+    """
+    for name in _OPTIONS:
+        if getattr(args, name) is not None:
+            option = option_name(name, {})
+            raise UserError(f"{option} is an option of --passkey\nfix: add --passkey, or leave {option} out")
+
+
+def run_passkey(args: argparse.Namespace) -> int:
+    """Measure, and return the exit status: 2 where a length does not fit the memory.
+
+    Raises:
+        UserError: Something given cannot work.
+    """
+    if "RANK" in os.environ:
+        try:
+            return in_group(partial(_measure, args))
+        except UserError:
+            if leaves_errors_to_rank_0():
+                return 2
+            raise
+    config, _ = _shared(args)
+    nproc = ranks_to_start(config.nproc)
+    if nproc == 1:
+        return _measure(args)
+    request = _Request.of(args, nproc)  # everything that can be refused, before ranks start
+    from bmburst.runtime.launch import LaunchSpec, launch
+
+    spec = LaunchSpec(
+        nproc=nproc, host_runtime=False, hang_timeout=config.hang_timeout, start_timeout=config.start_timeout
+    )
+    with set_environment({VERIFIED: str(request.source.directory)}):
+        return launch(spec, ["-m", "bmburst", "eval", *_words(args)])
+
+
+def _shared(args: argparse.Namespace) -> tuple[EvalConfig, dict[str, Any]]:
+    """Return the options that --passkey shares with evaluation on text, and those of them that are given.
+
+    Raises:
+        UserError: One does not apply, or has a wrong value.
+    """
+    given = given_options(args, EvalConfig)
+    for name in given:
+        if name not in _SHARED:
+            option = option_name(name, {})
+            raise UserError(f"{option} has no effect with --passkey, which makes its own text\nfix: leave {option} out")
+    values = read_layer(EvalConfig, given, "")
+    return build_config(EvalConfig, {"data": "none", **values}), values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What a command line asks for, read and checked; no weights are read yet."""
+
+    checkpoint: Path
+    source: "Source"
+    test: "PasskeyTest"
+    prompts: "PasskeyPrompts"
+    dtype: str
+    cache: str
+    chunk_tokens: int | None
+    output: Path
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, ranks: int) -> "_Request":
+        """Read what the options name.
+
+        Raises:
+            UserError: Something given cannot work.
+        """
+        config, values = _shared(args)
+        from bmburst.evaluation.passkey import PasskeyPrompts, PasskeyTest, read_depths, read_lengths
+
+        if args.lengths is None:
+            raise UserError("--passkey needs --lengths\nfix: for example --lengths 4K,...,64K")
+        choices: dict[str, Any] = {"lengths": read_lengths("--lengths", args.lengths)}
+        if args.depths is not None:
+            choices["depths"] = read_depths("--depths", args.depths)
+        choices |= {name: value for name in ("samples", "digits", "seed") if (value := getattr(args, name)) is not None}
+        test = PasskeyTest(**choices, with_key=not args.without_key)
+        if args.chunk_tokens is not None and args.chunk_tokens < 1:
+            raise UserError(f"--chunk-tokens {args.chunk_tokens}\nallowed: at least 1 token\nfix: for example 64K")
+        output, _ = require_outputs(config.output, "passkey.json", "an evaluation of passkeys", "bmburst-passkey-")
+
+        from bmburst.data.tokenizer import load_tokenizer
+        from bmburst.inference.generator import Source
+        from bmburst.inference.prompts import PromptEncoder
+        from bmburst.schedule.cache_split import CacheSplit
+
+        source = Source.open(config.checkpoint, config.adapter)
+        if config.tokenizer is not None:
+            source = dataclasses.replace(source, tokenizer=load_tokenizer(config.tokenizer))
+        if source.tokenizer is None:
+            raise UserError(
+                f"{config.checkpoint} comes without a tokenizer, and --passkey needs text\n"
+                "allowed: a directory with tokenizer.json, or --tokenizer\n"
+                "fix: --tokenizer bytes if the model was trained on bytes, else --tokenizer DIR"
+            )
+        model = source.weights.config
+        cache = args.cache or "auto"
+        CacheSplit.choose(cache, ranks, 0, model.num_heads, model.num_kv_heads)
+        encoder = PromptEncoder(source.tokenizer, model.vocab_size)
+        return cls(
+            checkpoint=config.checkpoint,
+            source=source,
+            test=test,
+            prompts=PasskeyPrompts(source.tokenizer, test, encoder),
+            dtype=config.dtype if "dtype" in values else "auto",
+            cache=cache,
+            chunk_tokens=args.chunk_tokens,
+            output=output,
+        )
+
+
+def require_outputs(given: Path | None, default: str, what: str, marked: str) -> tuple[Path, Path]:
+    """Return the JSON file and the picture of an evaluation, checked: both can be written.
+
+    Args:
+        given: Value of --output.
+        default: Name where it is not given, in the current folder.
+        what: What is written, with its article, for messages.
+        marked: Beginning of `format` in files that may be replaced.
+
+    Raises:
+        UserError: It is no .json file, cannot be written, or is another file.
+    """
+    path = given or Path(default)
+    if path.suffix != ".json":
+        raise UserError(f"--output {path}\nallowed: a file name that ends with .json\nfix: --output {default}")
+    require_file("--output", path, what, lambda file: str(read_json(file).get("format")).startswith(marked))
+    picture = path.with_suffix(".png")
+    require_file("--output", picture, "a picture of bmburst", is_picture)
+    return path, picture
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """Return the options that make the same request."""
+    words = ["--passkey"]
+    for name, value in given_options(args, EvalConfig).items():
+        words.append(f"{option_name(name, {})}={value}")
+    for name in _OPTIONS:
+        value = getattr(args, name)
+        if value is not None:
+            words.append(option_name(name, {}) + ("" if value is True else f"={value}"))
+    return words
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from bmburst.comm.groups import communicator
+    from bmburst.evaluation.passkey import measure_passkeys, to_json
+    from bmburst.evaluation.pictures import draw_passkeys
+    from bmburst.inference.generator import Generator
+
+    comm = communicator(None)
+    is_main = comm.rank == 0
+    request = _Request.of(args, comm.size)
+    test = request.test
+    if is_main:
+        note_length(max(test.lengths), request.source.weights.config.max_position_embeddings)
+    with progress_bar("reading weights", request.source.nbytes(request.dtype), "B", is_main=is_main) as read:
+        generator = Generator(
+            request.source,
+            cache=request.cache,
+            dtype=request.dtype,
+            chunk_tokens=request.chunk_tokens,
+            on_bytes=read,
+        )
+    name = "" if request.source.tokenizer is None else request.source.tokenizer.name
+    settings = {"ranks": comm.size, "dtype": request.dtype, "cache": request.cache, "tokenizer": name}
+    cells: list[PasskeyCell] = []
+
+    def measured(found: "Sequence[PasskeyCell]") -> None:
+        """Write what there is so far: the longest lengths take hours."""
+        cells.extend(found)
+        if is_main:
+            write_evaluation(request.output, to_json(str(request.checkpoint), settings, test, cells))
+
+    total = sum(test.lengths) * len(test.depths) * test.samples
+    with progress_bar("passkey", total, " tokens", is_main=is_main) as computed:
+        measure_passkeys(generator, request.prompts, test, on_tokens=computed, on_length=measured)
+    if is_main:
+        picture = request.output.with_suffix(".png")
+        draw_passkeys(cells, str(request.checkpoint), picture)
+        print(table(cells))
+        reasons = {cell.length: cell.refused for cell in cells if cell.refused is not None}
+        for length, reason in reasons.items():
+            print(f"{short(length)} refused: {reason}", file=sys.stderr)
+        print(f"{request.output}, {picture}", file=sys.stderr)
+    return 2 if any(cell.refused is not None for cell in cells) else 0
+
+
+def write_evaluation(path: Path, values: Mapping[str, Any]) -> None:
+    """Write the JSON file of an evaluation.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    try:
+        write_json(path, values)
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot be written: {error.strerror}\nfix: give another file") from None
+
+
+def table(cells: "Sequence[PasskeyCell]") -> str:
+    """Return right answers of asked ones, a line for each length, in blocks of at most 80 columns."""
+    from bmburst.evaluation.pictures import words_of
+
+    lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
+    found = {(cell.length, cell.depth): cell for cell in cells}
+    blocks = []
+    for first in range(0, len(depths), _COLUMNS):
+        some = depths[first : first + _COLUMNS]
+        lines = ["  tokens" + "".join(f"{f'@{depth:.4g}':>8}" for depth in some)]
+        for length in lengths:
+            words = "".join(f"{words_of(found[length, depth]):>8}" for depth in some)
+            lines.append(f"{short(length):>8}{words}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)

@@ -1,0 +1,143 @@
+"""Recipes: YAML files for `bmburst train --config`, with command and expected numbers as comments. No torch."""
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bmburst.amounts import GIB
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.presets import PRESETS, preset
+from bmburst.cli import CommandParser
+from bmburst.cli import train as train_command
+from bmburst.config import given_options, read_layer
+from bmburst.errors import UserError
+from bmburst.outputs import require_file, write_text
+from bmburst.plan.candidates import Candidate
+from bmburst.plan.presentation import options
+from bmburst.plan.search import Prediction
+from bmburst.train.config import TrainConfig
+from bmburst.train.data_paths import PLACEHOLDER
+from bmburst.train.resolve import read_hugging_face_config
+
+FIRST_LINE = "# A recipe of bmburst: "
+
+
+def named_model(name: str) -> tuple[LlamaConfig, str, str | None]:
+    """Return a model, what it is called, and its directory where it is one.
+
+    Args:
+        name: A preset, or a Hugging Face directory.
+
+    Raises:
+        UserError: It is neither.
+    """
+    path = Path(name)
+    if name in PRESETS or not (path.is_dir() or "/" in name):
+        return preset(name, "model"), name, None
+    try:
+        return read_hugging_face_config(path), path.resolve().name, name
+    except UserError as error:
+        raise UserError(str(error).replace("init_from ", "--model ", 1)) from None
+
+
+def recipe(best: Prediction, settings: Mapping[str, Any], path: str, title: str | None = None) -> str:
+    """Return the text of a recipe.
+
+    Args:
+        best: The way to train, as predicted.
+        settings: Its fields of `TrainConfig`, as nested dictionaries.
+        path: The file, for the command.
+        title: What it is for; by default model, length and GPUs.
+    """
+    import yaml  # here: it is slow to import
+
+    task = best.candidate.task
+    title = title or f"{task.preset}, {task.sequence:,} tokens, {task.gpus} x {best.hardware.name}"
+    lines = [f"{FIRST_LINE}{title}.", "#", f"#   {_command(best, settings, path)}", "#", *expected(best)]
+    values = yaml.safe_dump(_plain(settings), sort_keys=False, default_flow_style=False, width=100)
+    return "\n".join(lines) + f"\n\n{values}"
+
+
+def expected(best: Prediction) -> list[str]:
+    """Return what the planner expects of a way, as comments."""
+    task, memory, hardware = best.candidate.task, best.memory, best.hardware
+    nodes = f" on {task.nodes} nodes" if task.nodes > 1 else ""
+    rate = best.tokens_per_second
+    return [
+        f"# Expected by bmburst plan on {task.gpus} x {hardware.name}{nodes}:",
+        f"#   speed: {_digits(rate * task.gpus)} tokens/s, {_digits(rate)} a GPU, {_digits(best.seconds)} s a step",
+        f"#   memory of a GPU: {memory.total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB",
+        f"#   memory of a host: {memory.in_host / GIB:.1f} GiB",
+    ]
+
+
+def _digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+
+
+def require_recipe(path: Path) -> None:
+    """Check that a recipe can be written to a file.
+
+    Raises:
+        UserError: It is no .yaml file, cannot be written, or is another file.
+    """
+    if path.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--write {path}\nallowed: a .yaml file\nfix: --write recipe.yaml")
+    require_file("--write", path, "a recipe of bmburst plan --write", _is_recipe)
+
+
+def write_recipe(path: Path, best: Prediction) -> None:
+    """Write the recipe of the best way.
+
+    Raises:
+        UserError: It does not fit into memory, or the file cannot be written.
+    """
+    if not best.memory.fits:
+        raise UserError(f"--write {path}: no configuration fits into memory\nfix: use more GPUs or a shorter --seq")
+    text = recipe(best, settings_of(best.candidate), str(path))
+    write_text("--write", path, text)
+    print(f"{path}: written for bmburst train --config {path}", file=sys.stderr)
+
+
+def settings_of(candidate: Candidate) -> dict[str, Any]:
+    """Return the fields of `bmburst train`'s configuration that a planned command gives, as its parser reads them."""
+    parser = CommandParser(prog="bmburst train", description="")
+    train_command.configure(parser)
+    settings = read_layer(TrainConfig, given_options(parser.read(options(candidate)), TrainConfig), "")
+    return settings if candidate.task.nodes > 1 else {**settings, "nproc": candidate.task.gpus}
+
+
+def _is_recipe(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(FIRST_LINE)) == FIRST_LINE.encode()
+
+
+def _command(best: Prediction, settings: Mapping[str, Any], path: str) -> str:
+    task, words = best.candidate.task, ["train", "--config", path]
+    if str(settings.get("init_from", "")).startswith(PLACEHOLDER):
+        words += ["--init-from", "DIR"]
+    data = settings.get("data") or {}
+    for name, more in (("source", ["--data", "FILE"]), ("tokenizer", ["--data.tokenizer", "DIR"])):
+        words += more if str(data.get(name, "")).startswith(PLACEHOLDER) else []
+    if task.nodes == 1:
+        return shlex.join(["bmburst", *words])
+    launch = f"bmburst launch --nproc {task.gpus_per_node} --nnodes {task.nodes}"
+    rest = shlex.join(["--", "-m", "bmburst", *words, "--output", "runs/planned"])
+    return f"{launch} --node-rank $RANK_OF_NODE --master-addr $FIRST_NODE {rest}"
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with values that YAML has; `checkpoint_every` None is written as its word."""
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            plain[name] = _plain(value)
+        elif isinstance(value, tuple):
+            plain[name] = ",".join(map(str, value)) if name == "targets" else list(value)
+        elif value is None and name == "checkpoint_every":
+            plain[name] = "never"
+        else:
+            plain[name] = str(value) if isinstance(value, Path) else value
+    return plain

@@ -1,0 +1,264 @@
+"""Chat templates, and records as token ids with the places of their answers, as transformers has them."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bmburst.data.records import Pair, Record, template_text
+from bmburst.data.token_writer import Masked
+from bmburst.data.tokenizer import TOKENIZER_CONFIG, PromptTokenizer, TokenIds
+from bmburst.errors import UserError
+
+Messages = Sequence[Mapping[str, Any]]
+Mask = npt.NDArray[np.bool_]
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK = "mark answers in it with {% generation %} ... {% endgeneration %}: --chat-template FILE"
+
+
+class ChatTemplate:
+    """Writes messages as the text that a model was trained on: the chat template of its directory.
+
+    Args:
+        directory: It holds tokenizer.json, and the template in chat_template.jinja or tokenizer_config.json.
+        file: A template that takes the place of the directory's own.
+
+    Raises:
+        UserError: There is no template, it cannot be read, or transformers is not installed.
+    """
+
+    def __init__(self, directory: Path, file: Path | None = None) -> None:
+        try:
+            from transformers import PreTrainedTokenizerFast
+        except ImportError as error:
+            raise UserError(
+                "chat templates need transformers, and importing it failed\nfix: pip install 'bmburst[hugging-face]'"
+            ) from error
+        try:
+            # Not AutoTokenizer: it would run code of the directory, and ask whether it may.
+            self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        except Exception as error:  # of the file, of JSON, or a bare one of the tokenizers package
+            raise UserError(
+                f"{directory}: cannot read the tokenizer for its chat template: {first_line(error)}\n"
+                "fix: copy the directory again, or give prompts as text without chat"
+            ) from error
+        if file is not None:
+            self.tokenizer.chat_template = template_text(file)
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                f"{directory} has no chat template, in chat_template.jinja or tokenizer_config.json\n"
+                "allowed: prompts and tokens\nfix: leave chat and messages out, or add the template"
+            )
+
+    def render(self, messages: Messages) -> str:
+        """Return the text of messages up to where the answer begins.
+
+        Raises:
+            Exception: The template refuses them, or fails.
+        """
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+        return str(text)
+
+
+class RecordEncoder:
+    """Tokenizes records and finds their answers.
+
+    A conversation's ids are those of transformers' `apply_chat_template`, and its answers those of
+    `return_assistant_tokens_mask`. Without {% generation %} in the template an answer is what a message of the
+    assistant adds to the generation prompt of the messages before it, without white space behind a special token, which
+    stands between turns.
+
+    Args:
+        tokenizer: Of the model.
+        chat_template: A file whose template takes the place of the tokenizer's own.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer, chat_template: Path | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._file = chat_template
+        self._loaded: ChatTemplate | None = None
+        if chat_template is not None:
+            template_text(chat_template)
+
+    @property
+    def identity(self) -> str:
+        """Equal for two encoders only if they give the same ids and answers, with the same transformers."""
+        files = [self._file] if self._file else []
+        if (folder := self._directory()) is not None:
+            files += [folder / TOKENIZER_CONFIG, folder / "chat_template.jinja"]
+            files += sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        digest = hashlib.sha256(self.tokenizer.identity.encode())
+        for path in files:
+            digest.update(path.read_bytes() if path.is_file() else b"")
+        return digest.hexdigest()
+
+    def encode(self, record: Record | Pair) -> Masked:
+        """Return a record's ids and where its answers are; of a pair, those of the chosen answer, then the other's.
+
+        A prompt is tokenized together with its completion, as a prompt of `bmburst generate` is, and an
+        end-of-document id follows. A text stands between two end-of-document ids, as in files of text.
+
+        Raises:
+            UserError: There is no chat template, it refuses the messages, or no answer is found; by file and line.
+        """
+        if isinstance(record, Pair):
+            chosen, rejected = self.encode(record.chosen), self.encode(record.rejected)
+            return Masked(
+                np.concatenate([chosen.ids, rejected.ids]),
+                np.concatenate([chosen.answers, rejected.answers]),
+                chosen.answer_bytes + rejected.answer_bytes,
+                _key(f"{chosen.key} {rejected.key}"),
+                (len(chosen.ids), chosen.answer_bytes),
+            )
+        if record.messages is not None:
+            ids, answers, size = self._conversation(record)
+            text = json.dumps([record.messages, record.tools, record.template_options], sort_keys=True)
+        else:
+            assert record.text is not None
+            eos, text = [self.tokenizer.eos_id], record.text
+            size = len(text.encode("utf-8", "replace"))
+            if record.prompt is None:
+                ids = np.concatenate([eos, self.tokenizer.encode(text), eos]).astype(np.int64)
+                answers = np.arange(len(ids)) > 0
+            else:
+                ids, answers = self._completion(record.prompt, text)
+                text = json.dumps([record.prompt, text])
+        if len(ids):
+            answers[0] = False  # nothing stands before it that it could be predicted from
+        if not answers.any():
+            raise UserError(
+                f"{record.name}: the record has no answer to learn\n"
+                "allowed: a message of the assistant, or a completion\n"
+                "fix: correct that line, or remove it"
+            )
+        return Masked(ids, answers, size, _key(text))
+
+    def _completion(self, prompt: str, completion: str) -> tuple[TokenIds, Mask]:
+        ids, ends = self.tokenizer.encode_with_ends(prompt + completion)
+        answers = ends > len(prompt)  # a token of both is of the completion
+        if not len(ids) or ids[-1] != self.tokenizer.eos_id:
+            ids, answers = np.append(ids, self.tokenizer.eos_id), np.append(answers, True)
+        answers[-1] = True
+        return ids, answers
+
+    def _directory(self) -> Path | None:
+        path = Path(self.tokenizer.name)
+        return path if path.is_dir() else path.parent if path.is_file() else None
+
+    def _template(self, name: str) -> ChatTemplate:
+        if self._loaded is None:
+            folder = self._directory()
+            if folder is None and self.tokenizer.name != "bytes":
+                folder = Path(self.tokenizer.name)  # on the hub: transformers finds it in the cache, by its name
+            fix = "give --chat-template FILE, or a tokenizer that has one"
+            if folder is None:
+                fix = "give --tokenizer DIR, in bmburst train --data.tokenizer DIR, with a chat template"
+            try:
+                if folder is None:
+                    raise UserError("")
+                self._loaded = ChatTemplate(folder, self._file)
+            except UserError as error:
+                if "has no chat template" not in str(error) and folder is not None:
+                    raise UserError(f"{name}: {error}") from None
+                raise UserError(
+                    f"{name}: the tokenizer '{self.tokenizer.name}' has no chat template, which messages need\n"
+                    f"fix: {fix}"
+                ) from None
+        return self._loaded
+
+    def _conversation(self, record: Record) -> tuple[TokenIds, Mask, int]:
+        """Return ids, answers, and the bytes of their text."""
+        template = self._template(record.name).tokenizer
+        chosen = template.get_chat_template(None, record.tools)
+        options = {**record.template_options, "tools": record.tools}
+        messages = [dict(message) for message in record.messages or ()]
+        if not _is_marked(chosen):
+            text, spans = self._by_prefixes(template, record, messages, options)
+            out = template(text, add_special_tokens=False)
+            answers = np.zeros(len(out["input_ids"]), bool)
+            for begin, end in spans:
+                first, last = out.char_to_token(0, begin), out.char_to_token(0, end - 1)
+                answers[first : len(answers) if last is None else last + 1] = first is not None
+            size = sum(len(text[begin:end].encode("utf-8", "replace")) for begin, end in spans)
+            return np.array(out["input_ids"], np.int64), answers, size
+        try:
+            out = template.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
+            )
+        except Exception as error:  # of jinja2, or whatever the template's code raises
+            raise _refusal(record.name, error) from error
+        ids, answers = np.array(out["input_ids"], np.int64), np.array(out["assistant_masks"], bool)
+        if record.answers_from:
+            prompt = template.apply_chat_template(messages[: record.answers_from], return_dict=True, **options)
+            answers[: len(prompt["input_ids"])] = False
+        return ids, answers, len(template.decode(ids[answers]).encode("utf-8", "replace"))
+
+    def _by_prefixes(
+        self, template: Any, record: Record, messages: list[dict[str, Any]], options: dict[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and the characters of its answers."""
+
+        def rendered(count: int, *, asks: bool) -> str:
+            text = template.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks, **options)
+            return str(text)
+
+        whole, spans = _attempt(record.name, rendered, len(messages), asks=False), []
+        special = tuple(t.content for t in template.added_tokens_decoder.values() if t.special)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or index < record.answers_from:
+                continue
+            if not index:
+                raise UserError(
+                    f"{record.name}: the conversation begins with an answer, and the chat template marks none\n"
+                    f"fix: begin with another role, or {_MARK}"
+                )
+            before = _attempt(record.name, rendered, index, asks=True)
+            through = _attempt(record.name, rendered, index + 1, asks=False)
+            if not (whole.startswith(through) and through.startswith(before)):
+                raise UserError(
+                    f"{record.name}: the chat template writes earlier messages differently when later ones follow, so "
+                    f"that answers are not found\nallowed: a template that marks answers, or adds text\nfix: {_MARK}"
+                )
+            end = through.rstrip()
+            end = end if end.endswith(special) and len(end) > len(before) else through
+            if len(end) > len(before):
+                spans.append((len(before), len(end)))
+        return whole, spans
+
+
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
+
+
+def _attempt(name: str, render: Any, count: int, *, asks: bool) -> str:
+    try:
+        return str(render(count, asks=asks))
+    except Exception as error:  # of jinja2, or whatever the template's code raises
+        raise _refusal(name, error) from error
+
+
+def _is_marked(template: str) -> bool:
+    """Return whether a template marks answers."""
+    return _MARKER.search(template) is not None
+
+
+def _refusal(name: str, error: BaseException) -> UserError:
+    return UserError(
+        f"{name}: the chat template refuses the messages: {first_line(error)}\n"
+        "fix: change their roles, or remove the line"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

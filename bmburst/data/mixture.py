@@ -1,0 +1,230 @@
+"""Weighted mixtures of sources: a file that names them, and the order in which their samples are trained on."""
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from bmburst.config import read_config_file
+from bmburst.data.batches import Ids, Sequences
+from bmburst.data.token_file import TokenFile
+from bmburst.errors import UserError
+
+SUFFIXES = (".yaml", ".yml")
+_MOST_TURN = 1 << 16
+_ALLOWED = "sources: [{path: chats.jsonl, weight: 3}, {path: books, weight: 1}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One source of a mixture.
+
+    Attributes:
+        path: A source as `bmburst train --data` takes it.
+        weight: Its share of the sequences, relative to the others' weights.
+    """
+
+    path: str
+    weight: float
+
+
+def read_mixture(source: str | Path) -> tuple[Source, ...] | None:
+    """Return the sources that a YAML file names, or None: it is not a mixture.
+
+    Paths in it are relative to its folder.
+
+    Raises:
+        UserError: The file has the key `sources`, and they are not sources of a positive weight.
+    """
+    file = Path(source)
+    if file.suffix.lower() not in SUFFIXES or not file.is_file():
+        return None
+    try:
+        values = read_config_file(file)
+    except UserError:
+        return None  # text
+    if "sources" not in values:
+        return None
+    found = []
+    for number, value in enumerate(values["sources"] if isinstance(values["sources"], list) else [None], 1):
+        if not isinstance(value, dict) or set(value) != {"path", "weight"} or not isinstance(value["path"], str):
+            raise UserError(f"{file}: source {number} is {value!r:.60}\nallowed: {_ALLOWED}\nfix: give path and weight")
+        weight = value["weight"]
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise UserError(
+                f"{file}: source {number}, {value['path']}, has the weight {weight!r:.40}\nallowed: above 0\n"
+                "fix: a positive weight, or remove the source"
+            )
+        found.append(Source(str(file.parent / value["path"]), float(weight)))
+    if not found:
+        raise UserError(f"{file}: there are no sources\nallowed: {_ALLOWED}\nfix: name at least one")
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedFiles:
+    """The token files of a mixture, and their weights."""
+
+    files: tuple[TokenFile, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What `load_tokenizer` takes to get the tokenizer of all of them."""
+        return self.files[0].tokenizer_name
+
+    def require_vocab(self, vocab_size: int) -> None:
+        """Refuse a model that does not know some id; see `TokenFile.require_vocab`."""
+        for file in self.files:
+            file.require_vocab(vocab_size)
+
+    def require_one_tokenizer(self) -> None:
+        """Refuse files of different tokenizers.
+
+        Raises:
+            UserError: They were made with more than one.
+        """
+        first = self.files[0]
+        for file in self.files[1:]:
+            if file.tokenizer_identity != first.tokenizer_identity:
+                raise UserError(
+                    f"'{file.path}' was made with tokenizer '{file.tokenizer_name}', and '{first.path}' with "
+                    f"'{first.tokenizer_name}'\nallowed: one tokenizer in a mixture\nfix: make one of them again"
+                )
+
+
+class Mixture:
+    """Samples of several sources: each source is taken as often as its weight says, whatever its size.
+
+    The order of the sources repeats after a turn, in which each stands as often as its weight, as evenly spread as can
+    be. A source that is used up begins its next epoch, in another random order. A position in the data is one number,
+    and the samples depend neither on ranks nor on where a run was resumed.
+
+    Args:
+        parts: The sources, of one length and tokenizer.
+        weights: Theirs, above 0; rounded to parts of 65536 where a turn would be longer.
+    """
+
+    def __init__(self, parts: Sequence[Sequences], weights: Sequence[float]) -> None:
+        self._parts, self._weights = tuple(parts), tuple(weights)
+        self.sequence_length = parts[0].sequence_length
+        self.held_out_fraction = parts[0].held_out_fraction
+        self.pack = parts[0].pack
+        # Numbers of all samples, the partial one of each part too: those of the first part, then of the second.
+        self._ends = list(accumulate(len(part.evaluated()) for part in parts))
+        self._turn = tuple(_turn(self._weights))
+        counts = [0] * len(self._parts)
+        places = []
+        for part in self._turn:
+            places.append(counts[part])
+            counts[part] += 1
+        self._places, self._counts = tuple(places), tuple(counts)
+
+    @property
+    def eos_id(self) -> int:
+        """The id of padding."""
+        return self._parts[0].eos_id
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for the same sources with the same weights alone."""
+        text = repr([(part.fingerprint, weight) for part, weight in zip(self._parts, self._weights, strict=True)])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        """Return how many whole samples all sources have."""
+        return sum(map(len, self._parts))
+
+    def labels_in(self, index: int) -> int:
+        """See `Sequences`."""
+        part, own = self._find(index)
+        return part.labels_in(own)
+
+    def counted_in(self, index: int) -> int:
+        """See `Sequences`."""
+        part, own = self._find(index)
+        return part.counted_in(own)
+
+    def text_bytes(self, index: int) -> int:
+        """See `Sequences`."""
+        part, own = self._find(index)
+        return part.text_bytes(own)
+
+    def documents(self, index: int) -> tuple[int, ...] | None:
+        """See `Sequences`."""
+        part, own = self._find(index)
+        return part.documents(own)
+
+    def pairs(self, index: int, places: range) -> tuple[Ids, Ids]:
+        """See `Sequences`."""
+        part, own = self._find(index)
+        return part.pairs(own, places)
+
+    def drawn(self, position: int, seed: int) -> int:
+        """See `Sequences`."""
+        turn, place = divmod(position, len(self._turn))
+        number = self._turn[place]
+        own = self._parts[number].drawn(turn * self._counts[number] + self._places[place], seed)
+        return self._first(number) + own
+
+    def evaluated(self, count: int | None = None) -> Sequence[int]:
+        """Return every sample once, at first by the weights, or the first `count` of these."""
+        owns = [part.evaluated(count) for part in self._parts]
+        times = np.concatenate([(np.arange(len(own)) + 0.5) / w for own, w in zip(owns, self._weights, strict=True)])
+        numbers = np.concatenate([np.array(own, np.int64) + self._first(i) for i, own in enumerate(owns)])
+        found: list[int] = numbers[np.argsort(times, kind="stable")][:count].tolist()
+        return found
+
+    def prompt(self, most: int) -> list[int]:
+        """See `Sequences`."""
+        return next((part for part in self._parts if len(part.evaluated())), self._parts[0]).prompt(most)
+
+    def _first(self, number: int) -> int:
+        return self._ends[number - 1] if number else 0
+
+    def _find(self, index: int) -> tuple[Sequences, int]:
+        number = bisect_right(self._ends, index)
+        if index < 0 or number == len(self._parts):
+            raise IndexError(f"no sample {index} among {self._ends[-1]}")
+        return self._parts[number], index - self._first(number)
+
+
+@lru_cache(maxsize=16)
+def _turn(weights: tuple[float, ...]) -> list[int]:
+    """Return the sources in the order of a turn, each at the middles of as many equal parts of it as its weight."""
+    counts = _counts(weights)
+    times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    sources = np.repeat(np.arange(len(counts)), counts)
+    found: list[int] = sources[np.argsort(times, kind="stable")].tolist()
+    return found
+
+
+def _counts(weights: Sequence[float]) -> list[int]:
+    """Return the smallest whole numbers in the ratio of the weights; rounded where they are large."""
+    ratios = [_decimal(weight) for weight in weights]
+    scale = math.lcm(*(below for _, below in ratios))
+    whole = [above * scale // below for above, below in ratios]
+    shared = math.gcd(*whole)
+    whole = [each // shared for each in whole]
+    if sum(whole) > _MOST_TURN:
+        whole = [max(1, round(_MOST_TURN * each / sum(whole))) for each in whole]
+    return whole
+
+
+def _decimal(weight: float) -> tuple[int, int]:
+    """Return 0.3 as 3 / 10, not as the binary number next to it."""
+    return Fraction(repr(float(weight))).as_integer_ratio()
+
+
+def mixed(corpus: TokenFile | MixedFiles, make: Callable[[TokenFile], Sequences]) -> Sequences:
+    """Return the sequences of a token file, or the mixture of those of several."""
+    if isinstance(corpus, TokenFile):
+        return make(corpus)
+    return Mixture([make(file) for file in corpus.files], corpus.weights)

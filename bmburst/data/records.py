@@ -1,0 +1,222 @@
+"""Reads records to fine-tune on: conversations, prompts with answers, pairs, texts; each with the place it is from."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bmburst.data.sources import SourceFile, dataset_rows, json_lines
+from bmburst.errors import UserError
+
+KINDS = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
+PAIRS = '{"prompt": "...", "chosen": "...", "rejected": "..."}, each as text or as a list of messages'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One record: messages, or a prompt and a completion as text, or a text.
+
+    Attributes:
+        name: Where it comes from, "chats.jsonl:3".
+        messages: Of a conversation, each with its role; None for text.
+        answers_from: Messages before this one are no answers, whatever their role.
+        prompt: Text before the completion; None for a text alone.
+        text: The completion or the text; None for a conversation.
+        tools: What the template gets as `tools`.
+        template_options: Further variables of the template.
+    """
+
+    name: str
+    messages: tuple[dict[str, Any], ...] | None = None
+    answers_from: int = 0
+    prompt: str | None = None
+    text: str | None = None
+    tools: list[Any] | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt, of which the first is preferred.
+
+    Attributes:
+        chosen: The prompt with the preferred answer.
+        rejected: The prompt with the other one.
+    """
+
+    chosen: Record
+    rejected: Record
+
+    @property
+    def name(self) -> str:
+        """Where it comes from, "pairs.jsonl:3"."""
+        return self.chosen.name
+
+
+def hold_records(files: Sequence[SourceFile], text_field: str = "text") -> bool:
+    """Return whether files hold records: by the first line: messages, a prompt and a completion, or a pair.
+
+    A file whose lines have the text field is text, as it always was.
+
+    Raises:
+        UserError: That line is not valid JSON.
+        OSError: It cannot be read.
+    """
+    for file in files:
+        if file.kind == "text":
+            continue
+        for _, value in _values(file, lambda _: None):
+            keys = set(value) if isinstance(value, dict) else set()
+            known = "messages" in keys or {"prompt", "completion"} <= keys or keys & {"chosen", "rejected"}
+            return text_field not in keys and bool(known)
+    return False
+
+
+def read_records(
+    files: Sequence[SourceFile], *, text_field: str = "text", on_read: Callable[[int], object] = lambda _: None
+) -> Iterator[Record | Pair]:
+    """Yield the records of files in order, one line in memory at a time; either all of them are pairs, or none is.
+
+    Args:
+        files: From `find_sources`, none of them plain text.
+        text_field: Where a line keeps its text.
+        on_read: Called with numbers of bytes, as they are read.
+
+    Raises:
+        UserError: A file cannot be read, a line is malformed, has neither of the keys, or is a pair among others or
+            the reverse; by file and line.
+    """
+    first: Record | Pair | None = None
+    for file in files:
+        if file.kind == "text":
+            raise UserError(
+                f"'{file.name}' is plain text beside records\nallowed: JSONL files and data sets of records\n"
+                "fix: leave it out, or make a mixture of both: docs/fine_tuning_data.md"
+            )
+        try:
+            for name, value in _values(file, on_read):
+                record = _record(name, value, text_field)
+                first = first or record
+                if isinstance(record, Pair) != isinstance(first, Pair):
+                    is_pair, other = ("a", "none") if isinstance(record, Pair) else ("no", "one")
+                    raise UserError(
+                        f"{name}: the line is {is_pair} preference pair, and {first.name} is {other}\n"
+                        "allowed: only pairs, or none, in the files of one source\nfix: keep them in files of their own"
+                    )
+                yield record
+        except OSError as error:
+            raise UserError(
+                f"cannot read '{file.name}': {error.strerror or error}\nfix: give a file that you may read"
+            ) from error
+
+
+def _values(file: SourceFile, on_read: Callable[[int], object]) -> Iterator[tuple[str, Any]]:
+    return dataset_rows(file) if file.kind == "dataset" else json_lines(file, on_read)
+
+
+def _record(name: str, value: Any, text_field: str) -> Record | Pair:
+    if not isinstance(value, dict):
+        raise UserError(f"{name}: the line is not a JSON object: {_short(value)}\nallowed: {KINDS}\nfix: correct it")
+    tools, options = value.get("tools"), value.get("chat_template_kwargs") or {}
+    if isinstance(tools, str) and tools:  # a column of a data set has one type
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise _wrong(name, "tools", tools, "a list of tools, or its JSON") from None
+    if tools and not isinstance(tools, list):
+        raise _wrong(name, "tools", tools, "a list of tools")
+    if not isinstance(options, dict):
+        raise _wrong(name, "chat_template_kwargs", options, "an object of variables")
+    if {"chosen", "rejected"} & set(value):
+        return _pair(name, value, tools or None, options)
+    if "messages" in value:
+        messages = _messages(name, "messages", value["messages"])
+        return Record(name=name, messages=messages, tools=tools or None, template_options=options)
+    if {"prompt", "completion"} <= set(value):
+        return _answered(name, value, "completion", tools or None, options)
+    if text_field in value:
+        text = value[text_field]
+        if not isinstance(text, str):
+            raise _wrong(name, text_field, text, "text")
+        if not text:
+            raise _empty(name, text_field)
+        return Record(name=name, text=text)
+    keys = ", ".join(map(repr, list(value)[:10])) or "none"
+    raise UserError(
+        f"{name}: no known key, the line has {keys}\nallowed: {KINDS}; pairs: {PAIRS}\n"
+        "fix: rename the keys of that line"
+    )
+
+
+def _answered(name: str, value: Any, key: str, tools: list[Any] | None, options: dict[str, Any]) -> Record:
+    """Return the prompt of a line with the answer under a key: both text, or both messages."""
+    prompt, answer = value["prompt"], value[key]
+    if isinstance(prompt, list) and isinstance(answer, list):
+        before = _messages(name, "prompt", prompt)
+        both = before + _messages(name, key, answer)
+        return Record(name=name, messages=both, answers_from=len(before), tools=tools, template_options=options)
+    for each, text in (("prompt", prompt), (key, answer)):
+        if not isinstance(text, str):
+            raise _wrong(name, each, text, "text, or in both a list of messages")
+    if not answer:
+        raise _empty(name, key if key == "completion" else f"{key} answer")
+    return Record(name=name, prompt=prompt, text=answer)
+
+
+def _pair(name: str, value: dict[str, Any], tools: list[Any] | None, options: dict[str, Any]) -> Pair:
+    for key in ("prompt", "chosen", "rejected"):
+        if key not in value:
+            raise UserError(f"{name}: the preference pair has no {key}\nallowed: {PAIRS}\nfix: add it to that line")
+    if value["chosen"] == value["rejected"]:
+        raise UserError(
+            f"{name}: chosen and rejected are equal: {_short(value['chosen'])}\n"
+            "allowed: two different answers\nfix: correct that line, or remove it"
+        )
+    return Pair(*(_answered(name, value, key, tools, options) for key in ("chosen", "rejected")))
+
+
+def _messages(name: str, key: str, value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise _wrong(name, key, value, 'a list of {"role": "...", "content": "..."}, at least one')
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
+            raise _wrong(name, f"{key}: message {number}", message, '{"role": "user", "content": "..."}')
+        content, calls = message.get("content"), message.get("tool_calls")
+        if not isinstance(content, str | list) and not (content is None and calls):
+            raise _wrong(name, f"{key}: content of message {number}", content, "text")
+        if message["role"] == "assistant" and not content and not calls:
+            raise _empty(name, f"answer in message {number}")
+    # transformers drops what is null in a message before it renders it
+    return tuple({k: v for k, v in message.items() if v is not None} for message in value)
+
+
+def _wrong(name: str, key: str, value: Any, allowed: str) -> UserError:
+    return UserError(f"{name}: {key} is {_short(value)}\nallowed: {allowed}\nfix: correct that line")
+
+
+def _empty(name: str, what: str) -> UserError:
+    return UserError(
+        f"{name}: the {what} is empty\nallowed: at least one token to learn\nfix: correct that line, or remove it"
+    )
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def template_text(path: Path) -> str:
+    """Return the chat template in a file.
+
+    Raises:
+        UserError: The file cannot be read, or is empty.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"chat template {path}: cannot be read: {reason}\nfix: give a file with a template") from None
+    if not text.strip():
+        raise UserError(f"chat template {path}: is empty\nfix: give a file with a jinja template")
+    return text

@@ -1,0 +1,248 @@
+"""Writes token files: tokenizes documents, and keeps counts, a fingerprint and checksums meanwhile."""
+
+import hashlib
+import json
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bmburst.checkpoint.checksum import sealed, text_of
+from bmburst.data.sources import Document
+from bmburst.data.token_file import MAGIC, MASKED_VERSION, PAIRED_VERSION, PREAMBLE, VERSION, TokenFile, aligned_size
+from bmburst.data.tokenizer import Tokenizer
+from bmburst.errors import UserError
+from bmburst.outputs import FULL, amount, free_bytes, replacing
+
+BATCH_CHARACTERS = 4 << 20  # tokenized at a time: enough to keep every core busy, and little memory
+_COLUMNS = 3  # of the table of documents: end of its tokens, end of its bytes, key
+_ROWS_AT_A_TIME = 1 << 16
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masked:
+    """A document that is tokenized already, and where there is loss in it.
+
+    Attributes:
+        ids: int64 `[tokens]`, at least one.
+        answers: bool `[tokens]`.
+        answer_bytes: Bytes of UTF-8 text in the answers.
+        key: 64 bits, equal for documents of equal text.
+        chosen: Of a pair, how many of the tokens and of the bytes are of its chosen answer, which comes first; the
+            others are a document of their own. None where it is no pair.
+    """
+
+    ids: npt.NDArray[np.int64]
+    answers: npt.NDArray[np.bool_]
+    answer_bytes: int
+    key: int
+    chosen: tuple[int, int] | None = None
+
+
+def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer: Tokenizer) -> TokenFile:
+    """Tokenize documents into a token file and open it.
+
+    Memory stays bounded: by a few MiB of text and, for JSONL, by its longest line. A document without text is left
+    out. Until the last byte is on disk the file has another name in the same directory, so any number of processes
+    may write the same file at once and a reader sees the old one or a new one.
+
+    Raises:
+        UserError: There is no text, or the file cannot be written.
+    """
+    return _write(path, tokenizer, lambda writer: writer.write(documents), masked=False)
+
+
+def write_masked_file(path: str | Path, documents: Iterable[Masked], tokenizer: Tokenizer) -> TokenFile:
+    """Write tokenized documents with their loss masks to a token file, as `write_token_file` does, and open it.
+
+    Raises:
+        UserError: There is no document, or the file cannot be written.
+        ValueError: Some of the documents are pairs and some are not.
+    """
+    return _write(path, tokenizer, lambda writer: writer.write_masked(documents), masked=True)
+
+
+def _write(path: str | Path, tokenizer: Tokenizer, fill: "Callable[[_Writer], object]", *, masked: bool) -> TokenFile:
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"'{path}' is a directory\nfix: give the path of the file to write")
+    if path.exists() and not path.is_file():  # the finished file takes the place of what is there
+        raise UserError(f"'{path}' is a device or a pipe\nfix: give the path of a new file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            replacing(path, durable=True) as partial,
+            tempfile.TemporaryFile(dir=path.parent) as rows,
+            tempfile.TemporaryFile(dir=path.parent) as mask,
+            partial.open("xb") as file,
+        ):
+            fill(_Writer(file, rows, tokenizer, mask if masked else None))
+    except OSError as error:
+        fix = "give a folder where you have write permission"
+        if error.errno in FULL:
+            fix = f"free disk space, {amount(free_bytes(path))} are left, or give a folder on another disk"
+        raise UserError(
+            f"cannot write token file '{path}': {error.strerror or error}\n"
+            f"fix: {fix}: --output, in bmburst train --data.cache"
+        ) from error
+    return TokenFile.open(path)
+
+
+class _Writer:
+    """Writes one token file, and keeps its counts, digest and checksums meanwhile."""
+
+    def __init__(self, file: IO[bytes], rows: IO[bytes], tokenizer: Tokenizer, mask: IO[bytes] | None) -> None:
+        self._file, self._rows, self._tokenizer, self._mask = file, rows, tokenizer, mask
+        self._bits = np.empty(0, bool)  # of the mask, less than a byte of them
+        self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._tokens = self._documents = self._bytes = self._max_id = 0
+        self._pairs = False
+        self._checksums = {"tokens": 0, "tables": 0} | ({} if mask is None else {"mask": 0})
+
+    def write(self, documents: Iterable[Document]) -> None:
+        self._file.write(bytes(PREAMBLE.size))
+        for batch in _batches(documents):
+            encoded = self._tokenizer.encode_batch([text for text, _ in batch])
+            for ids, (text, key) in zip(encoded, batch, strict=True):
+                self._bytes += len(text.encode("utf-8", "replace"))
+                self._append(ids)
+                if key is not None:
+                    self._append(np.array([self._tokenizer.eos_id], np.int64))
+                    self._end_document(key)
+        if not self._documents:
+            raise UserError("the corpus is empty: no document has any text\nfix: give files with text")
+        self._finish()
+
+    def write_masked(self, documents: Iterable[Masked]) -> None:
+        assert self._mask is not None
+        self._file.write(bytes(PREAMBLE.size))
+        for document in documents:
+            if self._documents and self._pairs != (document.chosen is not None):
+                raise ValueError("some documents are pairs and some are not")
+            self._pairs = document.chosen is not None
+            tokens, size = document.chosen or (0, 0)
+            if document.chosen is not None:
+                self._put_masked(document.ids[:tokens], document.answers[:tokens], size, document.key)
+            rest = document.answer_bytes - size
+            self._put_masked(document.ids[tokens:], document.answers[tokens:], rest, document.key)
+        if not self._documents:
+            raise UserError("the data are empty: no record is left\nfix: give files with records")
+        self._put_bits(self._bits)
+        self._finish()
+
+    def _put_masked(
+        self, ids: npt.NDArray[np.int64], answers: npt.NDArray[np.bool_], answer_bytes: int, key: int
+    ) -> None:
+        self._append(ids)
+        bits = np.append(self._bits, answers)
+        whole = len(bits) // 8 * 8
+        self._put_bits(bits[:whole])
+        self._bits = bits[whole:]
+        self._bytes += answer_bytes
+        self._end_document(key)
+
+    def _put_bits(self, bits: npt.NDArray[np.bool_]) -> None:
+        assert self._mask is not None
+        data = np.packbits(bits, bitorder="little").tobytes()
+        self._digest.update(data)
+        self._mask.write(data)
+
+    def _append(self, ids: npt.NDArray[np.int64]) -> None:
+        if not len(ids):
+            return
+        if ids.min() < 0 or ids.max() >= self._tokenizer.vocab_size:
+            raise UserError(
+                f"tokenizer '{self._tokenizer.name}' returned ids from {ids.min()} to {ids.max()}\n"
+                f"allowed: 0 to {self._tokenizer.vocab_size - 1}, as its vocab_size is {self._tokenizer.vocab_size}\n"
+                "fix: correct the tokenizer's vocab_size, or use another tokenizer"
+            )
+        self._max_id = max(self._max_id, int(ids.max()))
+        data = ids.astype(self._dtype).tobytes()
+        self._digest.update(data)
+        self._put("tokens", data)
+        self._tokens += len(ids)
+
+    def _put(self, part: str, data: bytes) -> None:
+        self._checksums[part] = zlib.crc32(data, self._checksums[part])
+        self._file.write(data)
+
+    def _end_document(self, key: int) -> None:
+        row = np.array([self._tokens, self._bytes], "<i8").tobytes() + key.to_bytes(8, "little")
+        self._digest.update(row)
+        self._rows.write(row)
+        self._documents += 1
+
+    def _finish(self) -> None:
+        """Write the tables, the JSON header, and last where it is."""
+        used = self._tokens * self._dtype.itemsize
+        self._put("tokens", bytes(aligned_size(used) - used))
+        for column in range(_COLUMNS):
+            if column < 2:  # offsets and bytes begin at zero, keys do not
+                self._put("tables", bytes(8))
+            self._rows.seek(0)
+            while block := self._rows.read(8 * _COLUMNS * _ROWS_AT_A_TIME):
+                rows = np.frombuffer(block, "<u8").reshape(-1, _COLUMNS)
+                self._put("tables", np.ascontiguousarray(rows[:, column]).tobytes())
+        if self._mask is not None:
+            size = self._mask.tell()
+            self._mask.seek(0)
+            while block := self._mask.read(_BLOCK):
+                self._put("mask", block)
+            self._put("mask", bytes(aligned_size(size) - size))
+        header_at = self._file.tell()
+        header = sealed(json.dumps(self._header())).encode()
+        self._file.write(header)
+        self._file.seek(0)
+        self._file.write(PREAMBLE.pack(MAGIC, header_at, len(header)))
+
+    def _header(self) -> dict[str, Any]:
+        tokenizer = self._tokenizer
+        self._digest.update(f"{self._dtype.name} {tokenizer.identity}".encode())
+        return {
+            "version": VERSION if self._mask is None else PAIRED_VERSION if self._pairs else MASKED_VERSION,
+            "dtype": self._dtype.name,
+            "tokens": self._tokens,
+            "documents": self._documents,
+            "text_bytes": self._bytes,
+            "max_id": self._max_id,
+            "fingerprint": self._digest.hexdigest(),
+            "tokenizer": {
+                "name": tokenizer.name,
+                "identity": tokenizer.identity,
+                "vocab_size": tokenizer.vocab_size,
+                "eos_id": tokenizer.eos_id,
+            },
+            "checksums": {part: text_of(found) for part, found in self._checksums.items()},
+        }
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, int | None]]]:
+    """Yield lists of (piece of text, key of the document if the piece is its last), a few MiB at a time."""
+    batch: list[tuple[str, int | None]] = []
+    size = 0
+    for document in documents:
+        digest = hashlib.blake2b(digest_size=8)
+        last: str | None = None
+        for piece in filter(None, document.pieces):
+            if last is not None:
+                batch.append((last, None))
+            digest.update(piece.encode("utf-8", "replace"))
+            last = piece
+            size += len(piece)
+            if size >= BATCH_CHARACTERS and batch:
+                yield batch
+                batch, size = [], len(piece)
+        if last is not None:
+            batch.append((last, int.from_bytes(digest.digest(), "little")))
+            if size >= BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,198 @@
+"""Packs records into sequences without cutting any, for training on their answers."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bmburst.data.packing import HELD_OUT_FRACTION, PACKS, SPLITS, PackedSequences, held_out_documents
+from bmburst.data.permutation import permutation
+from bmburst.data.token_file import TokenFile
+from bmburst.errors import UserError, require_known
+from bmburst_ops.constants import IGNORE_INDEX
+
+Ids = npt.NDArray[np.int64]
+
+
+def pack_sequences(token_file: TokenFile, **options: Any) -> "PackedSequences | WholeDocuments":
+    """Return the sequences of a token file: of text, or of records where it has a loss mask.
+
+    Args:
+        token_file: The file.
+        options: Those of `PackedSequences`, which `WholeDocuments` takes too.
+    """
+    return (PackedSequences if token_file.loss_mask is None else WholeDocuments)(token_file, **options)
+
+
+class WholeDocuments:
+    """Records of one part of a corpus, put together into sequences, none of them cut.
+
+    A record longer than a sequence is left out. The others are taken from the longest to the shortest, and each goes
+    where it leaves the least room (best fit decreasing, Johnson 1973); what stays free is padding at the end. The
+    label of an input is the token after it in its record, if that is an answer. The samples depend on the file alone,
+    not on ranks. A preference pair is one record: both its documents stand in one sequence, the chosen one first.
+
+    Args:
+        token_file: With a loss mask.
+        split: "train", "held_out" or "all".
+        sequence_length: S, tokens a sequence.
+        held_out_fraction: The share of the corpus's tokens that is never trained on, in (0, 1); "all" ignores it.
+        pack: "stream", a token sees all records before it in its sequence; or "documents", only its own.
+
+    Attributes:
+        left_out: Records of the part that are longer than a sequence.
+
+    Raises:
+        UserError: A value is out of range, or no record is left.
+    """
+
+    def __init__(
+        self,
+        token_file: TokenFile,
+        *,
+        split: str,
+        sequence_length: int,
+        held_out_fraction: float = HELD_OUT_FRACTION,
+        pack: str = "stream",
+    ) -> None:
+        require_known("split", split, SPLITS)
+        require_known("pack", pack, PACKS)
+        if sequence_length < 1:
+            raise UserError(f"sequence_length is {sequence_length}\nallowed: at least 1 token\nfix: for example 4096")
+        self.token_file = token_file
+        self.split = split
+        self.sequence_length = sequence_length
+        self.held_out_fraction = held_out_fraction
+        self.pack = pack
+        self._each = 2 if token_file.pairs else 1  # documents of a record
+        sizes = np.diff(token_file.document_offsets[:: self._each])
+        part = np.ones(len(sizes), bool)
+        if split != "all":
+            held = held_out_documents(token_file, held_out_fraction)[:: self._each]  # a pair's documents have one key
+            part = held if split == "held_out" else ~held
+        taken = np.flatnonzero(part & (sizes <= sequence_length))
+        self.left_out = int(part.sum()) - len(taken)
+        if not len(taken) and split != "held_out":  # without one, an evaluation has no sequences
+            raise UserError(
+                f"data {token_file.path}: no record to train on is left, all {self.left_out} are longer than "
+                f"sequence_length {sequence_length}\nallowed: at least {int(sizes[part].min(initial=2**62))} tokens, "
+                f"the shortest record\nfix: --sequence-length {_round(int(sizes[part].max(initial=1)))}, as the longest"
+            )
+        self._records, self._ends = _best_fit(taken, sizes, sequence_length)
+
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+        return len(self._ends)
+
+    @property
+    def eos_id(self) -> int:
+        """The id of padding."""
+        return self.token_file.eos_id
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two corpora only if they hold the same tokens and answers in the same documents."""
+        return self.token_file.fingerprint
+
+    def records(self, index: int) -> Ids:
+        """Return which records of the file are in sample `index`, int64 `[records]`.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"no sample {index} among {len(self)}")
+        return self._records[int(self._ends[index - 1]) if index else 0 : int(self._ends[index])]
+
+    def labels_in(self, index: int) -> int:
+        """Return how many places of sample `index` have a token."""
+        return sum(stop - start for start, stop in self._ranges(index))
+
+    def counted_in(self, index: int) -> int:
+        """Return how many labels of sample `index` count in the loss."""
+        return sum(int(self.token_file.answers_in(range(start + 1, stop)).sum()) for start, stop in self._ranges(index))
+
+    def text_bytes(self, index: int) -> int:
+        """Return how many bytes of text the answers in sample `index` have."""
+        return sum(self.token_file.bytes_between(*each) for each in self._ranges(index))
+
+    def documents(self, index: int) -> tuple[int, ...] | None:
+        """Return how many tokens each document of sample `index` has, in order; None in a stream."""
+        return None if self.pack == "stream" else tuple(stop - start for start, stop in self._ranges(index))
+
+    def pairs(self, index: int, places: range) -> tuple[Ids, Ids]:
+        """Return inputs and labels of sample `index` at some real places, each int64 `[len(places)]`.
+
+        A label is `IGNORE_INDEX` where the next token is no answer, or there is none. Only these tokens are read.
+        """
+        inputs, labels = np.empty(len(places), np.int64), np.full(len(places), IGNORE_INDEX, np.int64)
+        before = filled = 0
+        for start, stop in self._ranges(index):
+            skip = max(-(-(before - places.start) // places.step), 0)  # the first place that is in this document
+            first = places.start + skip * places.step - before + start
+            inside = range(first, min(stop, places.stop - before + start), places.step)
+            before += stop - start
+            if not inside:
+                continue
+            count = len(inside)
+            inputs[filled : filled + count] = self.token_file.tokens[inside.start : inside.stop : inside.step]
+            following = range(inside.start + 1, min(inside.stop, stop - 1) + 1, inside.step)
+            answers = self.token_file.answers_in(following)
+            wanted = self.token_file.tokens[following.start : following.stop : following.step].astype(np.int64)
+            labels[filled : filled + len(following)] = np.where(answers, wanted, IGNORE_INDEX)
+            filled += count
+        return inputs, labels
+
+    def drawn(self, position: int, seed: int) -> int:
+        """Return which sample stands at `position` of the endless order of training."""
+        epoch, place = divmod(position, len(self))
+        return permutation(len(self), seed, epoch)(place)
+
+    def evaluated(self, count: int | None = None) -> Sequence[int]:
+        """Return the samples of an evaluation in order, at most `count`."""
+        return range(len(self))[:count]
+
+    def prompt(self, most: int) -> list[int]:
+        """Return a record up to its first answer, at most its last tokens, for a sample of what a model writes."""
+        if not len(self):
+            return [self.eos_id]
+        start, stop = next(iter(self._ranges(0)))
+        first = start + int(np.argmax(self.token_file.answers_in(range(start, stop))))
+        return [int(each) for each in self.token_file.tokens[max(start, first - most) : first]]
+
+    def _ranges(self, index: int) -> list[tuple[int, int]]:
+        offsets = self.token_file.document_offsets
+        documents = (self.records(index)[:, None] * self._each + np.arange(self._each)).flat
+        return [(int(offsets[each]), int(offsets[each + 1])) for each in documents]
+
+
+def _best_fit(taken: Ids, sizes: Ids, length: int) -> tuple[Ids, Ids]:
+    """Return records in the order of their sequences, and where each sequence ends in it."""
+    order = taken[np.argsort(-sizes[taken], kind="stable")]
+    rooms: list[int] = []  # sizes of room that some sequence has, ascending
+    with_room: dict[int, list[int]] = {}
+    of = np.empty(len(order), np.int64)
+    count = 0
+    for place, size in enumerate(sizes[order].tolist()):
+        at = bisect_left(rooms, size)
+        if at < len(rooms):
+            room = rooms[at]
+            sequence = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[at]
+        else:
+            room, sequence, count = length, count, count + 1
+        of[place] = sequence
+        if left := room - size:
+            if left not in with_room:
+                insort(rooms, left)
+            with_room.setdefault(left, []).append(sequence)
+    together = np.argsort(of, kind="stable")
+    return order[together], np.cumsum(np.bincount(of, minlength=count))
+
+
+def _round(tokens: int) -> int:
+    """Return a number of tokens rounded up to a multiple of 64."""
+    return -(-tokens // 64) * 64

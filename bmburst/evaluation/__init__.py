@@ -1,0 +1,1 @@
+"""Evaluation of long context: passkey retrieval, and loss by position."""

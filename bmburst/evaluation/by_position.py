@@ -1,0 +1,93 @@
+"""Loss by position: how much text before a token helps a model to predict it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmburst.mesh import Mesh
+from bmburst_ops.constants import IGNORE_INDEX
+
+FORMAT = "bmburst-loss-by-position-1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PositionBin:
+    """Labels of the tokens at some positions.
+
+    Attributes:
+        first: First position, the number of tokens before the input token.
+        last: Last position.
+        nats: Sum of the losses.
+        tokens: Labels.
+        loss: Mean in nats per token.
+    """
+
+    first: int
+    last: int
+    nats: float
+    tokens: int
+    loss: float
+
+
+class LossByPosition:
+    """Sums token losses in bins of positions: 0, 1, 2 to 3, 4 to 7, and so on in powers of two.
+
+    Args:
+        length: Tokens of a sequence; positions are less than this.
+        device: Of the losses.
+    """
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        bins = (length - 1).bit_length() + 1
+        self._length = length
+        self._borders = torch.tensor([1 << index for index in range(bins - 1)], dtype=torch.int64, device=device)
+        self._nats = torch.zeros(bins, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(bins, dtype=torch.float64, device=device)  # exact up to 2**53
+
+    def add(self, losses: Tensor, positions: Tensor, labels: Tensor) -> None:
+        """Add this rank's tokens, all `[rows, tokens]`: losses in nats, positions, and labels, of which
+        `IGNORE_INDEX` does not count.
+        """
+        counted = labels != IGNORE_INDEX
+        index = torch.bucketize(positions[counted], self._borders, right=True)
+        self._nats.index_add_(0, index, losses[counted].double())
+        self._counts.index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
+
+    def bins(self, mesh: Mesh) -> list[PositionBin]:
+        """Return the bins that have a label, summed over all ranks; every rank calls it."""
+        found = []
+        for index in range(len(self._nats)):
+            nats, count = mesh.sum(float(self._nats[index])), round(mesh.sum(float(self._counts[index])))
+            if count:
+                first, last = (1 << index) >> 1, min((1 << index) - 1, self._length - 1)
+                found.append(PositionBin(first=first, last=last, nats=nats, tokens=count, loss=nats / count))
+        return found
+
+
+def to_json(settings: Mapping[str, Any], measured: Mapping[str, Any], bins: Sequence[PositionBin]) -> dict[str, Any]:
+    """Return what is written to the file of an evaluation.
+
+    Args:
+        settings: Of the evaluation, `checkpoint` among them.
+        measured: Loss of the whole text.
+        bins: Of the positions.
+    """
+    return {
+        "format": FORMAT,
+        "model": settings["checkpoint"],
+        "settings": dict(settings),
+        "measured": dict(measured),
+        "bins": [asdict(each) for each in bins],
+    }
+
+
+def table(bins: Sequence[PositionBin], perplexity: Callable[[float], float]) -> str:
+    """Return the bins as lines of at most 80 columns."""
+    lines = [f"{'position':>16}  {'tokens':>14}  {'loss':>9}  {'perplexity':>12}"]
+    for each in bins:
+        span = str(each.first) if each.first == each.last else f"{each.first}-{each.last}"
+        lines.append(f"{span:>16}  {each.tokens:>14,}  {each.loss:>9.4f}  {perplexity(each.loss):>12.4f}")
+    return "\n".join(lines)

@@ -1,0 +1,283 @@
+"""Passkey retrieval: whether a model finds a number that one sentence of a long text names."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bmburst.amounts import short, tokens
+from bmburst.data.tokenizer import PromptTokenizer, TokenIds
+from bmburst.errors import UserError
+from bmburst.inference.answering import Progress
+from bmburst.inference.generator import Generator
+from bmburst.inference.prompts import Answer, Prompt, PromptEncoder
+
+FILLER = (" The grass is green.", " The sky is blue.", " The sun is yellow.", " Here we go.", " There and back again.")
+KEY = " The pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = " What is the pass key? The pass key is"
+FORMAT = "bmburst-passkey-1"
+_SPARE_TOKENS = 8  # of an answer beyond the digits: a space, a quotation mark, what ends the number
+_ELLIPSES = ("...", "\u2026")
+_FORMS = 10**6  # depths that differ by less have the same keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PasskeyTest:
+    """What is asked. The prompts depend on these values and the tokenizer alone.
+
+    Attributes:
+        lengths: Tokens of the prompts, ascending.
+        depths: Where in the text the sentence with the number stands: 0 at the beginning, 1 at the end.
+        samples: Prompts of each length and depth.
+        digits: Digits of a number.
+        seed: Of the numbers.
+        with_key: Whether the sentence is there. Without it only chance finds the number.
+
+    Raises:
+        UserError: A value is out of its bounds.
+    """
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    samples: int = 5
+    digits: int = 5
+    seed: int = 0
+    with_key: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise UserError(
+                f"lengths {self.lengths}\nallowed: at least one length, of 1 token or more\nfix: 4K,...,64K"
+            )
+        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
+            raise UserError(f"depths {_listed(self.depths)}\nallowed: numbers from 0 to 1\nfix: 0,.25,.5,.75,1")
+        for name, least, most in (("samples", 1, 10**6), ("digits", 1, 18), ("seed", 0, 2**63)):
+            if not least <= getattr(self, name) <= most:
+                raise UserError(f"{name} {getattr(self, name)}\nallowed: {least} to {most}\nfix: --{name} {least + 4}")
+        for name in ("lengths", "depths"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise UserError(f"{name} {_listed(getattr(self, name))}\nallowed: each once\nfix: leave out the second")
+
+    def key(self, length: int, depth: float, sample: int) -> str:
+        """Return the digits of a prompt. They do not depend on which other lengths and depths are asked."""
+        random = np.random.default_rng([self.seed, length, round(depth * _FORMS), sample])
+        return str(random.integers(10 ** (self.digits - 1), 10**self.digits))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PasskeyCell:
+    """What a model answered at one length and depth.
+
+    Attributes:
+        length: Tokens of each prompt.
+        depth: Of the sentence with the number.
+        right: Answers whose digits are those of the key.
+        asked: Prompts that were answered; 0 if the length was refused.
+        answers: Of each prompt: `key`, `answer` (text), `right`.
+        refused: Why the length was refused; None if it was measured.
+    """
+
+    length: int
+    depth: float
+    right: int = 0
+    asked: int = 0
+    answers: tuple[dict[str, Any], ...] = field(default=())
+    refused: str | None = None
+
+
+class PasskeyPrompts:
+    """Makes prompts of an exact number of tokens: filler, the sentence with the number, and the question at the end.
+
+    Each piece is tokenized as it is behind other text, and pieces are joined as tokens. The sentence stands between two
+    sentences of filler, as near to its depth as there is such a place.
+
+    Args:
+        tokenizer: The model's.
+        test: What is asked.
+        encoder: Checks that tokens are in the model's vocabulary.
+
+    Raises:
+        UserError: A length is shorter than the sentence and the question, or the tokenizer is not the model's.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer, test: PasskeyTest, encoder: PromptEncoder) -> None:
+        self._tokenizer, self._test, self._encoder = tokenizer, test, encoder
+        text = "".join(FILLER)
+        plain, whole = (tokenizer.encode_prompt(text, add_special_tokens=added) for added in (False, True))
+        self._start = whole[: _offset(whole, plain)]
+        self._context = text
+        sentences = [self._piece(sentence) for sentence in FILLER]
+        self._filler = np.concatenate(sentences)
+        self._ends = np.cumsum([len(each) for each in sentences])
+        self._question = self._piece(QUESTION)
+        least = max(len(self._fixed(test.key(length, depth, 0))) for length in test.lengths for depth in test.depths)
+        if min(test.lengths) < least:
+            raise UserError(
+                f"lengths: {min(test.lengths)} tokens are too few for the question\n"
+                f"allowed: at least {least} tokens with this tokenizer\nfix: --lengths {_round_up(least)} or more"
+            )
+        self.prompt(min(test.lengths), test.depths[0], 0)  # refuses tokens that the model does not know
+
+    def prompt(self, length: int, depth: float, sample: int) -> tuple[Prompt, str]:
+        """Return a prompt of `length` tokens, and the digits that answer it."""
+        key = self._test.key(length, depth, sample)
+        sentence = self._piece(KEY.format(key=key)) if self._test.with_key else np.zeros(0, np.int64)
+        room = max(length - len(self._start) - len(sentence) - len(self._question), 0)
+        filler, ends = self._text(room)
+        place = int(ends[np.abs(ends - depth * room).argmin()])
+        ids = np.concatenate([self._start, filler[:place], sentence, filler[place:], self._question])
+        source = f"passkey {short(length)} at depth {depth:g}"
+        assert len(ids) == length, (len(ids), length)
+        return self._encoder.ids(ids, source), key
+
+    def new_tokens(self, length: int, depth: float, sample: int) -> int:
+        """Return the tokens of an answer, at most."""
+        return len(self._piece(f" {self._test.key(length, depth, sample)}")) + _SPARE_TOKENS
+
+    def _text(self, room: int) -> tuple[TokenIds, TokenIds]:
+        """Return filler of `room` tokens that ends with a whole sentence, and the places where sentences may stand."""
+        unit = len(self._filler)
+        units = -(-room // unit)
+        cut = units * unit - room  # off the beginning
+        ends = (np.arange(units)[:, None] * unit + self._ends).reshape(-1) - cut
+        return np.tile(self._filler, units)[cut:], np.concatenate([[0], ends[ends > 0]])
+
+    def _fixed(self, key: str) -> TokenIds:
+        return np.concatenate([self._start, self._piece(KEY.format(key=key)), self._question])
+
+    def _piece(self, text: str) -> TokenIds:
+        """Return the tokens of a text that stands behind filler."""
+        before, whole = (self._tokenizer.encode(each) for each in (self._context, self._context + text))
+        is_prefix = len(before) < len(whole) and np.array_equal(whole[: len(before)], before)
+        return whole[len(before) :] if is_prefix else self._tokenizer.encode(text)
+
+
+def measure_passkeys(
+    generator: Generator,
+    prompts: PasskeyPrompts,
+    test: PasskeyTest,
+    *,
+    on_tokens: Callable[[int], object] = lambda _: None,
+    on_length: Callable[[Sequence[PasskeyCell]], object] = lambda _: None,
+) -> list[PasskeyCell]:
+    """Ask a model and return a cell for each length and depth; every rank calls it and gets the same ones.
+
+    Args:
+        generator: The model, greedy here whatever its generation_config.json says.
+        prompts: Of the same test.
+        test: What is asked.
+        on_tokens: Called with the prompt tokens that were computed since the last call.
+        on_length: Called with the cells of each length, when it is measured or refused.
+    """
+    cells = []
+    for length in test.lengths:
+        found = _measure_length(generator, prompts, test, length, on_tokens)
+        on_length(found)
+        cells += found
+    return cells
+
+
+def _measure_length(
+    generator: Generator, prompts: PasskeyPrompts, test: PasskeyTest, length: int, on_tokens: Callable[[int], object]
+) -> list[PasskeyCell]:
+    asked = [(depth, sample) for depth in test.depths for sample in range(test.samples)]
+    new = max(prompts.new_tokens(length, *each) for each in asked)
+    if problem := generator.why_too_long(length, new):
+        reason = "; ".join(problem.splitlines()[:2])
+        on_tokens(length * len(asked))
+        return [PasskeyCell(length=length, depth=depth, refused=reason) for depth in test.depths]
+    made = [prompts.prompt(length, *each) for each in asked]
+    options = generator.options(max_new_tokens=new, temperature=0.0, repetition_penalty=1.0, num_samples=1)
+    answers = generator.generate([prompt for prompt, _ in made], options, progress=Progress(tokens=on_tokens))
+    judged = [_judged(key, answer) for (_, key), answer in zip(made, answers, strict=True)]
+    cells = []
+    for row, depth in enumerate(test.depths):
+        own = tuple(judged[row * test.samples : (row + 1) * test.samples])
+        right = sum(each["right"] for each in own)
+        cells.append(PasskeyCell(length=length, depth=depth, right=right, asked=len(own), answers=own))
+    return cells
+
+
+def _judged(key: str, answer: Answer) -> dict[str, Any]:
+    """Compare the first number of an answer with the key."""
+    text = answer.text or ""
+    number = re.search(r"[0-9]+", text)
+    return {"key": key, "answer": text, "right": number is not None and number[0] == key}
+
+
+def to_json(model: str, settings: Mapping[str, Any], test: PasskeyTest, cells: Sequence[PasskeyCell]) -> dict[str, Any]:
+    """Return what is written to the file of an evaluation; `settings` are those besides the test's."""
+    return {
+        "format": FORMAT,
+        "model": model,
+        "settings": {**asdict(test), **settings},
+        "cells": [asdict(cell) for cell in cells],
+    }
+
+
+def read_lengths(option: str, text: str) -> tuple[int, ...]:
+    """Return the lengths that `4K,...,1M` or `4K,6K,8K` name; `...` stands for the powers of two between.
+
+    Raises:
+        UserError: A word is no length, or `...` does not stand between a smaller and a larger one.
+    """
+    words = [word.strip() for word in text.split(",")]
+    refusal = UserError(
+        f"{option} {text}\nallowed: numbers of tokens, ascending, with ... for the powers of two between two of them\n"
+        f"fix: {option} 4K,...,64K"
+    )
+    found: list[int] = []
+    between = False
+    for word in words:
+        if word in _ELLIPSES:
+            if not found or between:
+                raise refusal
+            between = True
+            continue
+        try:
+            length = tokens(word)
+        except ValueError:
+            raise refusal from None
+        if length <= (found[-1] if found else 0):
+            raise refusal
+        if between:
+            powers = (1 << exponent for exponent in range(found[-1].bit_length(), length.bit_length()))
+            found += [power for power in powers if power < length]
+        found.append(length)
+        between = False
+    if between:
+        raise refusal
+    return tuple(found)
+
+
+def read_depths(option: str, text: str) -> tuple[float, ...]:
+    """Return the depths of an option.
+
+    Raises:
+        UserError: A word is no number from 0 to 1.
+    """
+    try:
+        found = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= depth <= 1 for depth in found):
+        raise UserError(f"{option} {text}\nallowed: numbers from 0 to 1, with commas\nfix: {option} 0,.25,.5,.75,1")
+    return found
+
+
+def _offset(whole: TokenIds, plain: TokenIds) -> int:
+    """Return where `plain` begins in `whole`: behind the special tokens that start a text."""
+    for offset in range(len(whole) - len(plain) + 1):
+        if np.array_equal(whole[offset : offset + len(plain)], plain):
+            return offset
+    return 0
+
+
+def _round_up(length: int) -> int:
+    return -(-length // 64) * 64
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)

@@ -1,0 +1,113 @@
+"""Checks the paths of a run's data, and the defaults that follow from what lies there. Does not import torch."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from bmburst.errors import UserError
+from bmburst.train.sections import STANDARD_LIBRARY
+
+PLACEHOLDER = "PATH/TO/"
+"""How a recipe names a path that is the user's."""
+
+
+def require_filled(name: str, value: object, option: str) -> None:
+    """Check that a path is not a recipe's placeholder.
+
+    Args:
+        name: The field.
+        value: Its value.
+        option: The option that gives it.
+
+    Raises:
+        UserError: It is.
+    """
+    if str(value).startswith(PLACEHOLDER):
+        raise UserError(
+            f"{name} {value} is the placeholder of a recipe\nallowed: a path of your own\n"
+            f"fix: add {option} to the command, or change it in the recipe"
+        )
+
+
+def check_sources(source: str, text_field: str) -> None:
+    """Check a source, or all sources of a mixture, by `check_data_path`."""
+    for each in _sources(source):
+        check_data_path(each, text_field)
+
+
+def check_data_path(source: str, text_field: str) -> None:
+    """Check that a text source exists, may be read and begins as text; "stdlib" always passes.
+
+    Args:
+        source: As in `DataConfig`.
+        text_field: As in `DataConfig`.
+
+    Raises:
+        UserError: It is missing, unreadable, empty or no text, a directory without text files, or JSONL whose first
+            line has no such field.
+    """
+    if source == STANDARD_LIBRARY:
+        return
+    require_filled("data.source", source, "--data FILE")
+    path = Path(source)
+    try:
+        if not path.exists():
+            raise UserError(
+                f"data {source}: no such file or directory\n"
+                "allowed: a text or JSONL file, a directory, a token file, or stdlib for Python's own sources\n"
+                "fix: correct the path"
+            )
+        empty = not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
+        is_readable = os.access(path, os.R_OK)
+    except OSError as error:
+        raise UserError(f"data {source}: cannot be read: {error.strerror}\nfix: give a file that can be read") from None
+    if not is_readable:
+        raise UserError(f"data {source}: no permission to read it\nfix: chmod +r, or give another file")
+    if not (path.is_dir() or path.is_file()):
+        raise UserError(
+            f"data {source}: is a device, a pipe or a socket\n"
+            "allowed: a text or JSONL file, a directory, a token file\nfix: save the text in a file"
+        )
+    if empty:
+        raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
+    # numpy comes with it, and the command line's help does without.
+    from bmburst.data.records import hold_records
+    from bmburst.data.sources import check_beginnings, find_sources
+    from bmburst.data.token_file import is_token_file
+
+    if not is_token_file(path) and not hold_records(files := find_sources([path]), text_field):
+        check_beginnings(files, text_field=text_field)
+
+
+def set_defaults_of_records(given: dict[str, Any]) -> None:
+    """Where the data are records, keep them apart and read them with the model's own tokenizer, unless given.
+
+    Preference pairs are always kept apart: other data are then refused for what they are, not for their packing.
+    """
+    if (given.get("dpo") or {}).get("beta") is not None:
+        given.setdefault("pack", "documents")
+    values = given.get("data") or {}
+    source, folder = values.get("source"), given.get("init_from")
+    if not isinstance(source, str | Path) or source == STANDARD_LIBRARY:
+        return
+    # numpy comes with it, and the command line's help does without.
+    from bmburst.data.corpus import are_records
+
+    try:
+        sources = _sources(str(source))
+    except UserError:
+        return  # refused where the paths are checked
+    if not any(are_records(each, str(values.get("text_field", "text"))) for each in sources):
+        return
+    given.setdefault("pack", "documents")
+    if values.get("tokenizer") is None and folder is not None and (Path(folder) / "tokenizer.json").is_file():
+        given["data"] = {**values, "tokenizer": str(folder)}
+
+
+def _sources(source: str) -> list[str]:
+    """Return the sources of a mixture, or the one source itself."""
+    # numpy comes with it, and the command line's help does without.
+    from bmburst.data.mixture import read_mixture
+
+    found = None if source == STANDARD_LIBRARY else read_mixture(source)
+    return [source] if found is None else [each.path for each in found]

@@ -1,0 +1,175 @@
+"""A run as the planner sees it, and the host memory that it needs and may use. Does not import torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bmburst.amounts import GIB
+from bmburst.errors import UserError
+from bmburst.plan.candidates import Candidate, Offload, Task, with_attention_choice
+from bmburst.plan.memory import HOST_SHARE, host_state, memory_of
+from bmburst.recompute.policy import AUTO
+from bmburst.schedule.hardware import HOST, Hardware, hardware_like
+from bmburst.train.config import TrainConfig
+from bmburst.train.sections import OptimizerConfig
+
+_MEMORY = Path("/proc/meminfo")
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_GROWS = ("/sys/bus/virtio/drivers/virtio_mem/virtio*", "/sys/bus/vmbus/drivers/hv_balloon/*-*")
+"""Devices that give memory to a virtual machine as it is used: the total then begins at a fraction."""
+_UNDECIDED = "block-keep-attention"
+
+
+def available_bytes() -> int | None:
+    """Return the free bytes of this host, at most its container's limit; None where Linux does not tell."""
+    return _least(_line("MemAvailable:"))  # not less what the container uses: that counts the cache of files
+
+
+def total_bytes() -> int | None:
+    """Return the bytes of this host, at most its container's limit; None where they may grow or Linux does not tell."""
+    grows = any(any(Path("/").glob(pattern[1:])) for pattern in _GROWS)
+    return None if grows else _least(_line("MemTotal:"))
+
+
+def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> Candidate:
+    """Return the way in which a run trains; packed documents are taken for whole sequences.
+
+    Args:
+        config: The run. Where its recompute policy is "auto", the way has the trainer's default.
+        ranks: In all.
+        nodes: On which they are.
+        hardware: By which an attention strategy that is not named is the fastest.
+
+    Raises:
+        UserError: The ranks cannot run it.
+    """
+    config.validate(ranks)
+    shape, parallel = config.mesh_shape(ranks), config.parallel
+    task = Task(
+        model=config.model,
+        sequence=config.sequence_length,
+        gpus=ranks,
+        nodes=nodes,
+        batch=config.batch_size,
+        micro_batch=config.micro_batch_size,
+        dtype=config.dtype,
+        loss_chunk=config.loss_chunk_tokens,
+        mlp_chunk=config.mlp_chunk_tokens,
+        lora=config.lora if config.lora.is_on else None,
+    )
+    way = Candidate(
+        task=task,
+        data=shape.data,
+        tensor=shape.tensor,
+        recompute=_UNDECIDED if config.recompute == AUTO else config.recompute,
+        zero=parallel.zero_level,
+        transport=_transport(parallel.transport, hardware),
+        offload=_offload(config.optimizer),
+    )
+    return with_attention_choice(way, parallel.strategy, parallel.head_parallel, hardware)
+
+
+def _offload(optimizer: OptimizerConfig) -> Offload:
+    if optimizer.offload_weights:
+        return Offload.WEIGHTS
+    return Offload.OPTIMIZER if optimizer.offload else Offload.NOTHING
+
+
+def _transport(asked: str, hardware: Hardware) -> str:
+    """Return what moves blocks inside a node where a run asks for a transport, as attention finds it."""
+    if hardware.name == hardware_like(HOST).name:
+        return "gloo"
+    return "nccl" if asked in ("nccl", "gloo") else "peer"
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The memory of a host for a run, in bytes.
+
+    Attributes:
+        has: What is free, or what `host_memory` of the configuration says.
+        is_given: Whether the configuration says it.
+    """
+
+    has: float
+    is_given: bool
+
+    @classmethod
+    def of(cls, config: TrainConfig, available: Sequence[int | None]) -> "HostMemory | None":
+        """Return the memory of the host that has least; None where nobody knows.
+
+        Args:
+            config: The run.
+            available: `available_bytes` of each host.
+        """
+        if config.host_memory is not None:
+            return cls(config.host_memory * GIB, is_given=True)
+        known = [each for each in available if each is not None]
+        return cls(min(known), is_given=False) if known else None
+
+    def require(self, way: Candidate, hardware: Hardware) -> None:
+        """Check that it is enough for a run.
+
+        Raises:
+            UserError: It is not.
+        """
+        needed, most = memory_of(way, hardware).in_host, HOST_SHARE * self.has
+        if needed <= most:
+            return
+        what = [f"recompute {way.recompute}"] if way.policy.offloads else []
+        what += {Offload.OPTIMIZER: ["optimizer.offload"], Offload.WEIGHTS: ["optimizer.offload_weights"]}.get(
+            way.offload, []
+        )
+        source = "host_memory is" if self.is_given else "free are"
+        raise UserError(
+            f"{' and '.join(what)}: {_gib(needed)} GiB of memory are needed on each host\n"
+            f"allowed: {_gib(most)} GiB: {source} {_gib(self.has)}, of which {_gib(self.has - most)} "
+            f"({1 - HOST_SHARE:.0%}) are kept in reserve\n{_fix(way, most)}"
+        )
+
+
+def check_host_memory(config: TrainConfig, ranks: int) -> None:
+    """Check, before ranks start on this host alone, that it has the memory that a run gives and needs.
+
+    Raises:
+        UserError: It has not.
+    """
+    total = total_bytes()
+    if config.host_memory is not None and total is not None and config.host_memory * GIB > total:
+        raise UserError(
+            f"host_memory {config.host_memory:g} GiB is more than this machine has\n"
+            f"allowed: at most {total / GIB:.1f} GiB\nfix: --host-memory {int(total / GIB)}G, or leave it out"
+        )
+    memory = HostMemory.of(config, [available_bytes()])
+    if memory is not None:
+        hardware = hardware_like(HOST)
+        memory.require(planned(config, ranks, 1, hardware), hardware)
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f}" if nbytes >= GIB else f"{nbytes / GIB:.2g}"
+
+
+def _fix(way: Candidate, most: float) -> str:
+    """Return what to do where a way needs more host memory than there is."""
+    if sum(host_state(way).values()) > most:
+        out = "--optimizer.offload_weights" if way.offload is Offload.WEIGHTS else "--optimizer.offload"
+        return f"fix: leave {out} out, use more hosts, or train a smaller model"
+    return "fix: --recompute block-keep-attention:0.5, or auto, which takes what fits"
+
+
+def _line(name: str) -> int | None:
+    try:
+        lines = _MEMORY.read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+    except (OSError, StopIteration):
+        return None
+
+
+def _least(nbytes: int | None) -> int | None:
+    if nbytes is None:
+        return None
+    try:
+        return min(nbytes, int(_LIMIT.read_text(encoding="ascii")))
+    except (OSError, ValueError):  # no container, or none with a limit
+        return nbytes

@@ -1,0 +1,226 @@
+"""What a run shows on rank 0's terminal: lines at the start, a progress bar, a table at the end; 80 columns wide."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from bmburst.amounts import GIB, short
+from bmburst.schedule.mesh_shape import MeshShape
+from bmburst.train.config import TrainConfig
+from bmburst.train.metrics import EvalMetrics, StepMetrics
+
+if TYPE_CHECKING:
+    from bmburst.plan.memory import Memory  # numpy comes with it, and the help does without
+
+Row = tuple[str, str]
+
+
+def beginning(
+    config: TrainConfig, shape: MeshShape, sequences: tuple[int, int], tokenizer: str, memory: "Memory | None"
+) -> str:
+    """Return the lines at the start of a run: model, data, ranks, step, learning rate, memory and folder.
+
+    Args:
+        config: The run, with a recompute policy and `output`.
+        shape: The mesh.
+        sequences: Of an epoch, and held out.
+        tokenizer: Its name.
+        memory: What the planner expects; None where it cannot say.
+    """
+    model, optimizer, schedule = config.model, config.optimizer, config.schedule
+    name = config.preset or (config.init_from.name if config.init_from else "model")
+    adapters = config.lora.parameters(model)
+    trained = f", {counted(adapters)} of adapters trained" if adapters else ""
+    tokens = config.batch_size * config.sequence_length
+    axes = [(axis, getattr(shape, axis)) for axis in ("data", "sequence", "tensor")]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1)
+    epochs = config.steps * config.batch_size / max(sequences[0], 1)
+    rows = [
+        ("model", f"{name}: {counted(model.num_parameters)} parameters{trained}, {config.dtype}"),
+        ("data", f"{config.data.source} ({tokenizer}): {sequences[0]:,} sequences, {sequences[1]:,} held out"),
+        ("ranks", f"{shape.size}{f': {mesh}' if mesh else ''}; recompute {config.recompute}"),
+        ("step", f"{short(tokens, commas=True)} tokens: {config.batch_size} x {config.sequence_length:,}"),
+        ("steps", f"{config.steps:,}: {counted(config.steps * tokens)} tokens, {epochs:.2g} epochs"),
+        ("lr", f"{optimizer.lr:.3g}, {schedule.kind}, after {schedule.warmup_steps} steps of warm-up"),
+    ]
+    if memory is not None:
+        host = f", {bytes_text(memory.in_host)} of each host" if memory.in_host else ""
+        rows.append(("memory", f"{bytes_text(memory.total)} of each rank expected{host}"))
+    return table([*rows, ("folder", str(config.output))])
+
+
+def ending(found: Mapping[str, float]) -> str:
+    """Return the table at the end of a run.
+
+    Args:
+        found: `bmburst.train.report.Summary.values`.
+    """
+    skipped = f", {found['skipped_steps']:.0f} skipped" if found["skipped_steps"] else ""
+    rows: list[Row] = [("steps", f"{found['steps']:,.0f}{skipped}; medians of all but the first:")]
+    rows.append(("time a step", seconds_text(found["seconds"])))
+    rows += _one(found, "data_seconds", "waiting for data", seconds_text)
+    rows += _one(found, "exposed_seconds", "waiting for ranks", seconds_text)
+    rank = found.get("tokens_per_second_per_gpu")
+    of_rank = "" if rank is None else f", {_digits(rank)} a rank"
+    rows.append(("tokens/s", f"{_digits(found['tokens_per_second'])}{of_rank}"))
+    rows += _one(found, "mfu", "MFU", "{:.1%}".format)
+    rows += _one(found, "mfu_kernel", "MFU of kernels", "{:.1%}, attention's backward counted 2.5 times".format)
+    rows += _one(found, "hardware_tflops", "FLOP/s a rank", lambda value: prefixed(1e12 * value, "FLOP/s"))
+    reserved = found.get("reserved_gib")
+    held = "" if reserved is None else f", {bytes_text(reserved * GIB)} reserved"
+    rows += _one(found, "memory_gib", "peak memory", lambda value: f"{bytes_text(value * GIB)}{held}")
+    return table(rows)
+
+
+def _one(found: Mapping[str, float], name: str, title: str, show: Callable[[float], str]) -> list[Row]:
+    return [(title, show(found[name]))] if name in found else []
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return rows of a title and a value, the values below each other."""
+    width = max(len(title) for title, _ in rows)
+    return "\n".join(f"  {title:<{width}}  {value}" for title, value in rows)
+
+
+def counted(number: float) -> str:
+    """Return a count in three digits: 8.03B, 1.07M, 819K, 50."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{_digits(number / size)}{unit}"
+    return f"{number:.0f}"
+
+
+def prefixed(value: float, unit: str) -> str:
+    """Return a rate in three digits with its prefix: 412 TFLOP/s, 6.44 GFLOP/s."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{_digits(value / size)} {prefix}{unit}"
+    return f"{_digits(value)} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time in three digits: 1,969 s, 2.43 s, 375 ms, 336 us."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds * 1e6)} us"
+
+
+def bytes_text(nbytes: float) -> str:
+    """Return an amount of memory in GiB, or in MiB below one."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes * 1024 / GIB:.0f} MiB"
+
+
+def _digits(number: float) -> str:
+    """Return a number in three digits, or all before the point: 12,346, 98.7, 4.61."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+# Where nobody watches a bar move, a log wants a line now and then.
+_PLAIN_INTERVAL = 10.0
+_FIRST = "the first step takes longest"
+
+
+class ProgressBar:
+    """A bar on a terminal; elsewhere (a log, a pipe) a plain line at the first and last step and every 10 seconds.
+
+    Args:
+        total_steps: Steps of the whole run.
+        first_step: First step of this process, 1 unless resumed.
+        stream: Where to write; stderr.
+        interval: Seconds between plain lines.
+    """
+
+    def __init__(
+        self, total_steps: int, first_step: int = 1, stream: TextIO | None = None, interval: float = _PLAIN_INTERVAL
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._total, self._first, self._interval = total_steps, first_step, interval
+        self._start = time.monotonic()
+        self._last_line = -float("inf")
+        self._bar = self._open_bar() if self._stream.isatty() else None
+
+    def begin(self) -> None:
+        """Say in a log, as the bar does, why the first step lasts."""
+        if self._bar is None:
+            self._print(_FIRST)
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Show a finished step."""
+        if self._bar is not None:
+            self._bar.set_description_str(_numbers(metrics), refresh=False)
+            self._bar.update(1)
+            return
+        now = time.monotonic()
+        if now - self._last_line < self._interval and metrics.step < self._total:
+            return
+        self._last_line = now
+        done = metrics.step - self._first + 1
+        left = (now - self._start) / done * (self._total - metrics.step)
+        self._print(f"step {metrics.step}/{self._total}  {_numbers(metrics)}  {_clock(left)} left")
+
+    def update_eval(self, metrics: EvalMetrics) -> None:
+        """Show an evaluation, as a line that stays."""
+        rest = "" if metrics.perplexity is None else f", perplexity {metrics.perplexity:.2f}"
+        unit = "nats/pair" if metrics.reward_margin is not None else "nats/token"
+        numbers = ", ".join(_quality(metrics))
+        self.note(f"step {metrics.step}: held-out loss {metrics.loss:.4f} {unit}, {numbers}{rest}")
+
+    def note(self, text: str) -> None:
+        """Show a line that stays, above the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            self._print(text)
+
+    def piece(self, text: str) -> None:
+        """Show a piece of text as it is, below a bar that is closed."""
+        self._stream.write(text)
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the bar as it stands; lines come below it then."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_bar(self) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(
+            total=self._total,
+            initial=self._first - 1,
+            file=self._stream,
+            dynamic_ncols=True,
+            desc=_FIRST,
+            bar_format="step {n_fmt}/{total_fmt} |{bar}| {desc}  [{elapsed}, {remaining} left]",
+        )
+
+    def _print(self, text: str) -> None:
+        self.piece(text + "\n")
+
+
+def _numbers(metrics: StepMetrics) -> str:
+    words = f"loss {metrics.loss:.4f}", *_quality(metrics), f"{metrics.tokens_per_second:,.0f} tokens/s"
+    return "  ".join(words)
+
+
+def _quality(metrics: StepMetrics | EvalMetrics) -> list[str]:
+    """Return the numbers beside a loss, in words: of text, or of preference pairs."""
+    words = [] if metrics.bits_per_byte is None else [f"{metrics.bits_per_byte:.3f} bits/byte"]
+    if metrics.reward_margin is not None and metrics.reward_accuracy is not None:
+        words += [f"margin {metrics.reward_margin:.4f}", f"accuracy {metrics.reward_accuracy:.3f}"]
+    return words
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"

@@ -1,0 +1,254 @@
+"""The text of a run: found, checked before ranks start, tokenized by the first rank of each host, opened by all."""
+
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+from bmburst import data
+from bmburst.data.batches import Sequences
+from bmburst.data.corpus import Text, find_corpus, has_tokens, require_cache, tokenize
+from bmburst.data.mixture import MixedFiles, mixed, read_mixture
+from bmburst.data.records import PAIRS
+from bmburst.data.whole_documents import WholeDocuments, pack_sequences
+from bmburst.errors import UserError
+from bmburst.runtime import Runtime
+from bmburst.runtime.watchdog import beat
+from bmburst.train.config import TrainConfig
+
+_PLENTY = 16  # bytes of text, or tokens, for each token of a sequence: so many are enough without a look
+_QUICK = 8 << 20  # bytes of text that are tokenized in a second or two
+
+
+def token_cache(config: TrainConfig, folder: Path) -> Path:
+    """Return where the tokens of a run are kept: as configured, else beside its folder."""
+    return config.data.cache or folder.parent / "tokens"
+
+
+def find_text(config: TrainConfig) -> data.TokenFile | Text:
+    """Return the token file or the text that a configuration names.
+
+    Raises:
+        UserError: There is none, or its tokenizer cannot be had.
+    """
+    wanted = config.data
+    return find_corpus(
+        wanted.source, wanted.tokenizer, text_field=wanted.text_field, chat_template=wanted.chat_template
+    )
+
+
+def parts_of(config: TrainConfig) -> list[TrainConfig]:
+    """Return the run on each source of a mixture alone; empty for data that are not a mixture.
+
+    Raises:
+        UserError: The file of the mixture is not valid.
+    """
+    sources = read_mixture(config.data.source) or ()
+    return [config.replace(data=replace(config.data, source=source.path)) for source in sources]
+
+
+def check_text(config: TrainConfig, cache: Path | None = None) -> data.TokenFile | Text:
+    """Check, before ranks start, that the text has a sequence to train on, where that is in doubt and seen quickly.
+
+    A text is tokenized for it in a temporary folder, as it will be by the ranks; a long one is left to them.
+
+    Args:
+        config: The run.
+        cache: Where the ranks will keep the tokens; None where that can be written.
+
+    Returns:
+        The token file or the text that the configuration names.
+
+    Raises:
+        UserError: The tokenizer cannot be had, or tokens cannot be kept; or the text is too short, cannot be read, or
+            has tokens that the model does not know.
+    """
+    source, field = config.data.source, config.data.text_field
+    if parts := parts_of(config):
+        for part in parts:
+            check_text(part, cache)
+        return find_text(parts[0])
+    text = find_text(config)
+    if isinstance(text, data.TokenFile):
+        _require_sequence(text, config)
+        if config.sample_tokens:
+            _require_tokenizer(text)
+        return text
+    if cache is not None:
+        require_cache("data.cache", cache, text, text_field=field)
+    if text.encoder is not None:
+        return _check_records(config, text, cache)
+    if config.dpo.is_on:
+        raise _misfit(source, config, pairs=False)
+    enough = min(_QUICK, _PLENTY * config.sequence_length / (1 - config.data.held_out_fraction))
+    if any(size > enough for size in accumulate(file.path.stat().st_size for file in text.files)):
+        return text
+    left_out: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
+        try:
+            corpus = tokenize(text, Path(folder) / "text.tokens", text_field=field, on_skip=left_out.append)
+            corpus = replace(corpus, path=Path(source))  # the folder is gone when a message is read
+            corpus.require_vocab(config.model.vocab_size)
+            _require_sequence(corpus, config)
+        except UserError:
+            for line in left_out:  # else the ranks say so
+                _say_left_out(line)
+            raise
+    return text
+
+
+def _check_records(config: TrainConfig, text: Text, cache: Path | None) -> data.TokenFile | Text:
+    """Tokenize all records, so that no rank meets a bad line, and check them; they are kept where ranks look for them.
+
+    Args:
+        config: The run.
+        text: The records.
+        cache: As in `check_text`; None keeps nothing.
+    """
+    with tempfile.TemporaryDirectory(prefix="bmburst-text-") as folder:
+        corpus = data.open_corpus(
+            config.data.source,
+            config.data.tokenizer,
+            cache or folder,
+            text_field=config.data.text_field,
+            chat_template=config.data.chat_template,
+            progress=cache is not None,
+        )
+        corpus = replace(corpus, path=Path(config.data.source))
+        corpus.require_vocab(config.model.vocab_size)
+        sequences = sequences_of(corpus, config, "train")
+        if isinstance(sequences, WholeDocuments) and sequences.left_out:
+            _say_left_out(f"{sequences.left_out} records longer than sequence_length {config.sequence_length}")
+        sequences_of(corpus, config, "held_out")
+    return text
+
+
+def bytes_of_tokens(config: TrainConfig, cache: Path, text: data.TokenFile | Text) -> int:
+    """Estimate the bytes that `open_text` will write into a cache: 0 if the tokens are there already.
+
+    For the byte tokenizer the estimate is exact except for the table of documents. Other tokenizers are assumed to make
+    one token of four bytes.
+
+    Args:
+        config: The run.
+        cache: Folder of the token cache.
+        text: What `check_text` returned.
+    """
+    if parts := parts_of(config):
+        return sum(bytes_of_tokens(part, cache, find_text(part)) for part in parts)
+    if isinstance(text, data.TokenFile) or has_tokens(cache, text, text_field=config.data.text_field):
+        return 0
+    tokenizer, size = text.tokenizer, sum(file.path.stat().st_size for file in text.files)
+    each = 1 if tokenizer.name == data.ByteTokenizer.name else 4
+    return size // each * (2 if tokenizer.vocab_size <= 1 << 16 else 4)
+
+
+def _require_sequence(corpus: data.TokenFile, config: TrainConfig) -> None:
+    plenty = _PLENTY * config.sequence_length
+    if (
+        config.dpo.is_on
+        or corpus.loss_mask is not None
+        or corpus.token_count * (1 - config.data.held_out_fraction) <= plenty
+    ):  # else documents need not be counted
+        sequences_of(corpus, config, "train")
+
+
+def _require_tokenizer(corpus: data.TokenFile) -> None:
+    """Check that the tokenizer of a token file can be had: training does without, the sample at its end does not."""
+    name = corpus.tokenizer_name
+    try:
+        is_same = data.load_tokenizer(name).identity == corpus.tokenizer_identity
+        problem = "" if is_same else f"tokenizer '{name}' is not the one that '{corpus.path}' was made with"
+    except UserError as error:
+        problem, *_ = str(error).splitlines()
+    if problem:
+        raise UserError(
+            f"{problem}\nthe sample at the end of training needs the tokenizer of '{corpus.path}'\n"
+            "fix: --data.tokenizer with its present path, or --sample-tokens 0"
+        )
+
+
+def open_text(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile | MixedFiles:
+    """Return the tokens of a run; every rank calls it. The first rank of each host tokenizes, the others wait.
+
+    Args:
+        config: The run.
+        folder: Its folder, beside which tokens are kept unless the configuration says where.
+        runtime: This rank; the job's first shows progress, and says which files are left out.
+
+    Raises:
+        UserError: The text cannot be read, or has tokens that the model does not know.
+    """
+    sources = read_mixture(config.data.source)
+    if sources is None:
+        return _open_one(config, folder, runtime)
+    files = tuple(_open_one(part, folder, runtime) for part in parts_of(config))
+    corpus = MixedFiles(files, tuple(source.weight for source in sources))
+    corpus.require_one_tokenizer()
+    return corpus
+
+
+def _open_one(config: TrainConfig, folder: Path, runtime: Runtime) -> data.TokenFile:
+    import bmtrain as bmt
+
+    cache = token_cache(config, folder)
+    is_main = runtime.rank == 0
+
+    def opened() -> data.TokenFile:  # tokens that were written just now are not read again
+        return data.open_corpus(
+            config.data.source,
+            config.data.tokenizer,
+            cache,
+            text_field=config.data.text_field,
+            chat_template=config.data.chat_template,
+            progress=is_main,
+            on_skip=_say_left_out if is_main else lambda _: None,
+        )
+
+    if runtime.local_rank == 0:
+        began = time.time()
+        corpus = opened()
+        if config.data.verify and corpus.path.stat().st_mtime < began:
+            corpus.verify(beat)
+    bmt.synchronize()
+    corpus = opened()
+    corpus.require_vocab(config.model.vocab_size)
+    return corpus
+
+
+def sequences_of(corpus: data.TokenFile | MixedFiles, config: TrainConfig, split: str) -> Sequences:
+    """Return the run's sequences of a split: "train" or "held_out".
+
+    Raises:
+        UserError: There is none, or data of preference pairs and preference training do not go together.
+    """
+    for file in (corpus,) if isinstance(corpus, data.TokenFile) else corpus.files:
+        if file.pairs != config.dpo.is_on:
+            raise _misfit(file.path, config, pairs=file.pairs)
+    make = partial(
+        pack_sequences,
+        split=split,
+        sequence_length=config.sequence_length,
+        held_out_fraction=config.data.held_out_fraction,
+        pack=config.pack,
+    )
+    return mixed(corpus, make)
+
+
+def _misfit(source: str | Path, config: TrainConfig, *, pairs: bool) -> UserError:
+    if pairs:
+        return UserError(
+            f"data {source}: holds preference pairs, and dpo.beta is not given\n"
+            "allowed: pairs in preference training only\nfix: --dpo.beta 0.1"
+        )
+    return UserError(
+        f"data {source}: holds no preference pairs, and dpo.beta is {config.dpo.beta}\nallowed: JSONL of {PAIRS}\n"
+        "fix: give such data, or leave dpo.beta out"
+    )
+
+
+def _say_left_out(file: str) -> None:
+    sys.stderr.write(f"left out: {file}\n")

@@ -1,0 +1,116 @@
+"""Fine-tuning data from the command line: built ahead or by the run, refused before any rank starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bmburst.cli import main
+from bmburst.data import TokenFile
+from bmburst.train.resolve import resolve
+from tests import chat, tiny
+from tests.cli.commands import refused
+from tests.refusals import says
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a model, its chat tokenizer and conversations."""
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tmp_path / "model", tiny.config(vocab_size=chat.VOCAB, max_position_embeddings=256))
+    chat.directory(tmp_path / "model", chat.MARKED)
+    chat.write(tmp_path / "chats.jsonl", *chat.records(40))
+    return tmp_path
+
+
+def train(*argv):
+    options = "--nproc 2 --steps 2 --batch-size 2 --sequence-length 128 --eval-sequences 2 --sample-tokens 4"
+    return ["train", *options.split(), "--init-from", "model", *argv]
+
+
+def test_conversations_are_trained_on_as_they_are(here, capfd):
+    assert main(train("--data", "chats.jsonl", "--output", "runs/a", "--checkpoint-every", "1")) == 0
+    made = json.loads(Path("runs/a/config.json").read_text())
+    assert (made["pack"], made["data"]["tokenizer"]) == ("documents", "model")
+    corpus, *others = Path("runs/tokens").glob("*.tokens")
+    assert not others and TokenFile.open(corpus).loss_mask is not None
+    assert len(Path("runs/a/metrics.jsonl").read_text().splitlines()) == 2
+    assert Path("runs/a/sample.txt").read_text()
+    assert main(["train", "--resume", "--output", "runs/a", "--steps", "3"]) == 0
+    # The same tokens from a file that was built ahead, with text beside them.
+    assert main(["data", "--input", "chats.jsonl", "--tokenizer", "model", "--output", "chats.tokens"]) == 0
+    says(capfd.readouterr().out, "40 records", "answers", "tokens", "###", lines=99)
+    (here / "book.txt").write_text("once upon a time. " * 60)
+    (here / "mix.yaml").write_text(
+        "sources:\n- {path: chats.tokens, weight: 3}\n- {path: book.txt, weight: 1}\n- {path: chats.jsonl, weight: 1}\n"
+    )
+    assert main(train("--data", "mix.yaml", "--output", "runs/b")) == 0
+    assert main(["train", "--resume", "--output", "runs/b", "--steps", "3"]) == 0
+    assert len(Path("runs/b/metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_pack_and_tokenizer_that_are_given_are_kept(here):
+    given = {"data.source": "chats.jsonl", "init_from": "model", "sequence_length": 128}
+    assert resolve((), given).pack == "documents"
+    assert resolve((), given | {"pack": "stream"}).pack == "stream"
+    assert resolve((), given | {"data.tokenizer": "other"}).data.tokenizer == "other"
+    assert resolve((), given | {"data.source": "stdlib"}).pack == "stream"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "chats.jsonl:41 | not valid JSON"),
+        ({"a": 1}, "chats.jsonl:41 | no known key"),
+        ({"messages": [{"content": "x"}]}, "chats.jsonl:41 | role"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "chats.jsonl:41 | chat template | robot"),
+    ],
+    ids=str,
+)
+def test_a_bad_line_is_refused_before_ranks_start(here, capsys, monkeypatch, line, words):
+    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    chat.write(here / "chats.jsonl", *chat.records(40), line)
+    says(refused(capsys, *train("--data", "chats.jsonl", "--output", "runs/a")), words, "fix: ")
+    says(refused(capsys, "data", "--input", "chats.jsonl", "--tokenizer", "model", "--output", "x.tokens"), words)
+    (here / "mix.yaml").write_text("sources: [{path: chats.jsonl, weight: 3}]\n")
+    says(refused(capsys, *train("--data", "mix.yaml", "--output", "runs/a")), words)
+
+
+def test_what_else_is_refused_before_ranks_start(here, capsys, monkeypatch):
+    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    run = train("--output", "runs/a")
+    says(refused(capsys, *run, "--data", "none.jsonl"), "none.jsonl", "no such file", "fix: ")
+    found = refused(capsys, *run, "--data", "chats.jsonl", "--sequence-length", "8")
+    says(found, "chats.jsonl", "no record", "sequence_length 8", "fix: ")
+    says(
+        refused(capsys, *run, "--data", "chats.jsonl", "--data.tokenizer", "bytes"), "chats.jsonl:1", "no chat template"
+    )
+    chat.directory(here / "model", None)
+    told = refused(capsys, *run, "--data", "chats.jsonl")
+    says(told, "chats.jsonl:1", "'model'", "no chat template", "fix: ", "--chat-template")
+    (here / "mix.yaml").write_text("sources: [{path: chats.jsonl, weight: 0}]\n")
+    says(refused(capsys, *run, "--data", "mix.yaml"), "mix.yaml", "weight 0", "above 0", "fix: ")
+    (here / "mix.yaml").write_text("sources: [{path: gone.jsonl, weight: 1}]\n")
+    says(refused(capsys, *run, "--data", "mix.yaml"), "gone.jsonl", "no such file", "fix: ")
+
+
+def test_the_length_filter_and_its_report(here, capsys):
+    command = ["data", "--input", "chats.jsonl", "--tokenizer", "model", "--output", "chats.tokens"]
+    told = refused(capsys, *command, "--max-tokens", "8")
+    says(told, "all 40", "--max-tokens 8", "fix: ")
+    assert not Path("chats.tokens").exists()
+    assert main([*command, "--max-tokens", "60"]) == 0
+    out = capsys.readouterr().out
+    kept = TokenFile.open("chats.tokens")
+    assert max(b - a for a, b in zip(kept.document_offsets, kept.document_offsets[1:], strict=False)) <= 60
+    says(out, f"{kept.document_count} records", f"left out: {40 - kept.document_count} records", "60", lines=99)
+    assert max(map(len, out.splitlines()[1:])) <= 80
+    (here / "a.txt").write_text("abc")
+    says(
+        refused(capsys, "data", "--input", "a.txt", "--output", "y", "--max-tokens", "60"), "a.txt", "records", "fix: "
+    )
+
+
+def test_evaluation_counts_answers_alone(here, capfd):
+    assert main(["eval", "--checkpoint", "model", "--data", "chats.jsonl", "--tokenizer", "model", "--nproc", "2"]) == 0
+    assert "nan" not in capfd.readouterr().out

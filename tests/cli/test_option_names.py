@@ -1,0 +1,48 @@
+"""Options of other trainers are met with ours."""
+
+import pytest
+
+from bmburst.cli import main
+from bmburst.config import leaves, nearest_name
+from bmburst.train.config import TrainConfig
+from tests.refusals import says
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "meant"),
+    [
+        ("train", "--learning-rate", "--optimizer.lr"),
+        ("train", "--num_train_epochs", "--steps"),
+        ("train", "--gradient-accumulation-steps=4", "--batch-size"),
+        ("train", "--per_device_train_batch_size", "--micro-batch-size"),
+        ("train", "--training.seq_len", "--sequence-length"),
+        ("train", "--max-length", "--sequence-length"),
+        ("train", "--bf16", "--dtype"),
+        ("train", "--model_name_or_path", "--init-from"),
+        ("train", "--gradient_checkpointing", "--recompute"),
+        ("train", "--context-parallel", "--sequence-parallel"),
+        ("train", "--tp", "--tensor-parallel"),
+        ("train", "--lora_r", "--lora.rank"),
+        ("train", "--max_grad_norm", "--optimizer.clip_norm"),
+        ("train", "--save-steps", "--checkpoint-every"),
+        ("train", "--warmup-steps", "--schedule.warmup_steps"),
+        ("train", "--presett", "--preset"),
+        ("plan", "--sequence-length", "--seq"),
+        ("plan", "--num-gpus", "--gpus"),
+        ("generate", "--max-tokens", "--max-new-tokens"),
+        ("generate", "--model", "--checkpoint"),
+        ("eval", "--dataset", "--data"),
+        ("data", "--train-file", "--input"),
+    ],
+)
+def test_the_option_that_is_meant_is_named(capsys, command, given, meant):
+    assert main([command, given, "3"]) == 2
+    says(capsys.readouterr().err, f"'{given.partition('=')[0]}'", f"did you mean '{meant}'", "fix:", lines=2)
+
+
+def test_names_of_files_too():
+    known = {leaf.name: leaf for leaf in leaves(TrainConfig())}
+    assert nearest_name("learning_rate", known) == "optimizer.lr"
+    assert nearest_name("training.local_batch_size", known) == "micro_batch_size"
+    assert nearest_name("optimizer.lrr", known) == "optimizer.lr"
+    assert nearest_name("frobnicate", known) is None

@@ -1,0 +1,299 @@
+"""Records become the ids and answers of transformers, are packed whole, and bad lines are refused by number."""
+
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from bmburst.data import Batches, ByteTokenizer, evaluation_batches, load_tokenizer, open_corpus
+from bmburst.data.chat import RecordEncoder
+from bmburst.data.records import Record, read_records
+from bmburst.data.sources import find_sources
+from bmburst.data.token_file import TokenFile
+from bmburst.data.token_writer import Masked, write_masked_file
+from bmburst.data.whole_documents import WholeDocuments, pack_sequences
+from bmburst_ops.constants import IGNORE_INDEX
+from tests import chat, tiny
+from tests.refusals import refused
+
+LONG = chat.conversation("hi", "hello </s> \u4e16", "more\n", " yes \n", "last", "end")
+SYSTEM = [{"role": "system", "content": "be short"}, *chat.conversation("hi", "ok")]
+
+
+def theirs(folder, messages, **options):
+    peer = PreTrainedTokenizerFast.from_pretrained(folder)
+    return peer.apply_chat_template(messages, return_dict=True, **options)
+
+
+def ours(folder, messages, file=None):
+    return RecordEncoder(load_tokenizer(str(folder)), file).encode(Record(name="x:1", messages=tuple(messages)))
+
+
+@pytest.mark.parametrize("template", [chat.PLAIN, chat.MARKED], ids=["prefixes", "marked"])
+@pytest.mark.parametrize("messages", [LONG, SYSTEM, chat.conversation("q", "a")], ids=["long", "system", "short"])
+def test_ids_and_answers_are_those_of_transformers(tmp_path, template, messages):
+    """The plain template has no markers: its answers are held to those that the marked one gives transformers."""
+    folder = chat.directory(tmp_path / "t", template)
+    marked = theirs(chat.directory(tmp_path / "m", chat.MARKED), messages, return_assistant_tokens_mask=True)
+    found = ours(folder, messages)
+    assert found.ids.tolist() == marked["input_ids"] == theirs(folder, messages)["input_ids"]
+    assert found.answers.tolist() == [bool(each) for each in marked["assistant_masks"]]
+    answers = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
+    assert load_tokenizer(str(folder))._tokenizer.decode(
+        found.ids[found.answers], skip_special_tokens=False
+    ) == "".join(answers)
+    assert found.answer_bytes == len("".join(answers).encode())
+
+
+def test_a_template_of_a_file_is_used(tmp_path):
+    folder = chat.directory(tmp_path / "t", None)
+    (tmp_path / "chat.jinja").write_text(chat.MARKED)
+    found = ours(folder, LONG, tmp_path / "chat.jinja")
+    wanted = theirs(folder, LONG, chat_template=chat.MARKED, return_assistant_tokens_mask=True)
+    assert (found.ids.tolist(), found.answers.tolist()) == (
+        wanted["input_ids"],
+        list(map(bool, wanted["assistant_masks"])),
+    )
+
+
+def read(path):
+    return list(read_records(find_sources([path])))
+
+
+def test_prompt_and_completion(tmp_path):
+    folder = chat.directory(tmp_path / "t")
+    path = chat.write(
+        tmp_path / "x.jsonl",
+        {"prompt": "2+2=", "completion": " 4\u4e16", "id": 7},
+        {"prompt": LONG[:3], "completion": LONG[3:4]},
+        {"text": "abc"},
+    )
+    plain, talk, text = (RecordEncoder(load_tokenizer(str(folder))).encode(each) for each in read(path))
+    tokenizer = load_tokenizer(str(folder))
+    assert plain.ids.tolist() == [*tokenizer.encode_prompt("2+2= 4\u4e16"), tokenizer.eos_id]
+    assert plain.answers.tolist() == [False] * 4 + [True] * 6
+    assert talk.ids.tolist() == theirs(folder, LONG[:4])["input_ids"]
+    whole = ours(folder, LONG[:4]).answers
+    first = len(theirs(folder, LONG[:3], add_generation_prompt=True)["input_ids"])
+    assert talk.answers.tolist() == [bool(at >= first and each) for at, each in enumerate(whole)]
+    assert text.ids.tolist() == [1, *tokenizer.encode("abc"), 1]
+    assert text.answers.tolist() == [False] + [True] * 4
+    by_bytes = RecordEncoder(ByteTokenizer()).encode(read(path)[0])
+    assert by_bytes.ids.tolist() == [*"2+2= 4\u4e16".encode(), 256]
+    assert by_bytes.answers.sum() == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "not valid JSON"),
+        ([1], "not a JSON object"),
+        ({"question": "a"}, "no known key | question | messages | completion"),
+        ({"messages": []}, "messages | role"),
+        ({"messages": [{"content": "a"}]}, "message 1 | role"),
+        ({"messages": [{"role": "robot", "content": "a"}, *LONG]}, "chat template | no role robot"),
+        ({"messages": LONG[:1]}, "no answer"),
+        ({"messages": chat.conversation("a", "")}, "message 2 | empty"),
+        ({"prompt": "a", "completion": ""}, "completion | empty"),
+        ({"prompt": 3, "completion": "a"}, "prompt is 3 | text"),
+    ],
+    ids=str,
+)
+def test_a_bad_line_is_refused_by_its_number(tmp_path, line, words):
+    folder = chat.directory(tmp_path / "t", chat.MARKED)
+    path = chat.write(tmp_path / "x.jsonl", {"messages": LONG}, "", line)
+    with refused(f"{path}:3", words, "fix: "):
+        open_corpus(path, str(folder), tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.tokens"))
+
+
+def test_without_a_chat_template(tmp_path):
+    path = chat.write(tmp_path / "x.jsonl", {"messages": LONG})
+    with refused(f"{path}:1", "no chat template", "fix: ", "--chat-template"):
+        open_corpus(path, str(chat.directory(tmp_path / "t", None)), tmp_path)
+    with refused(f"{path}:1", "'bytes'", "no chat template", "fix: ", "--tokenizer"):
+        open_corpus(path, None, tmp_path)
+    with refused("none.jinja", "fix: "):
+        open_corpus(path, None, tmp_path, chat_template=tmp_path / "none.jinja")
+
+
+def test_a_template_whose_prefixes_are_none(tmp_path):
+    path = chat.write(tmp_path / "x.jsonl", {"messages": chat.conversation("q", "a", "b", "c")})
+    with refused(f"{path}:1", "chat template", "differently", "fix: ", "generation", "--chat-template"):
+        open_corpus(path, str(chat.directory(tmp_path / "t", chat.FORGETS)), tmp_path)
+    chat.write(path, {"messages": LONG[1:]})
+    with refused(f"{path}:1", "begins with an answer", "fix: ", "generation"):
+        open_corpus(path, str(chat.directory(tmp_path / "t")), tmp_path)
+
+
+def masked_file(path, documents):
+    """Write documents of given (length, answer places)."""
+    made = []
+    for number, (length, places) in enumerate(documents):
+        answers = np.zeros(length, bool)
+        answers[places] = True
+        ids = np.arange(length) % 200 + number % 50
+        made.append(Masked(ids, answers, 3 * int(answers.sum()), number * 7919))
+    return write_masked_file(path, made, ByteTokenizer())
+
+
+def test_a_file_with_a_loss_mask(tmp_path):
+    documents = [(5, [1, 4]), (9, [3]), (1, []), (11, range(1, 11))]
+    file = masked_file(tmp_path / "x", documents)
+    wanted = np.concatenate([np.isin(np.arange(length), list(places)) for length, places in documents])
+    for start in range(27):
+        for stop in range(start, 27):
+            for step in (1, 2, 5):
+                places = range(start, stop, step)
+                assert (file.answers_in(places) == wanted[start:stop:step]).all()
+    assert file.text_bytes == 3 * wanted.sum()
+    assert [file.bytes_between(0, i) for i in range(27)] == (3 * np.append(0, wanted.cumsum())).tolist()
+    file.verify()
+    other = masked_file(tmp_path / "y", [(5, [1, 3]), *documents[1:]])
+    assert other.fingerprint != file.fingerprint
+    data = bytearray((tmp_path / "x").read_bytes())
+    at = data.index(file.loss_mask.tobytes(), 64 + 64)
+    data[at] ^= 1
+    (tmp_path / "x").write_bytes(data)
+    with refused("loss mask", "checksum", "fix: "):
+        TokenFile.open(tmp_path / "x").verify()
+
+
+def test_text_is_written_as_before(tmp_path):
+    file = tiny.token_file(tmp_path / "x", ["abc"])
+    assert b'"version": 1' in (tmp_path / "x").read_bytes()
+    assert file.loss_mask is None and file.answers_in(range(4)).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(2, 14), min_size=3, max_size=20), st.integers(14, 30), st.sampled_from([1, 2, 3]))
+def test_records_are_packed_whole_and_read_in_parts(tmp_path_factory, lengths, size, step):
+    rng = np.random.default_rng(sum(lengths))
+    documents = [
+        (length, rng.choice(np.arange(1, length), rng.integers(1, length), replace=False)) for length in lengths
+    ]
+    file = masked_file(tmp_path_factory.mktemp("p") / "x", documents)
+    seen = []
+    for split in ("train", "held_out"):
+        sequences = WholeDocuments(file, split=split, sequence_length=size, held_out_fraction=0.3, pack="documents")
+        assert len(sequences) <= 1 + 2 * sum(lengths) // size
+        for index in range(len(sequences)):
+            numbers = sequences.records(index).tolist()
+            seen += numbers
+            offsets = file.document_offsets
+            tokens = [file.tokens[offsets[d] : offsets[d + 1]].astype(np.int64) for d in numbers]
+            labels = []
+            for ids, d in zip(tokens, numbers, strict=True):
+                own = np.full(len(ids), IGNORE_INDEX)
+                at = np.sort(documents[d][1])
+                own[at - 1] = ids[at]
+                labels.append(own)
+            ids, labels = np.concatenate(tokens), np.concatenate(labels)
+            real = len(ids)
+            assert real == sequences.labels_in(index) <= size
+            assert sequences.documents(index) == tuple(map(len, tokens))
+            assert sequences.counted_in(index) == (labels != IGNORE_INDEX).sum() > 0
+            for first in range(real):
+                for stop in (first, (first + real) // 2, real):
+                    inputs, found = sequences.pairs(index, range(first, stop, step))
+                    assert (inputs == ids[first:stop:step]).all() and (found == labels[first:stop:step]).all()
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_best_fit_leaves_little_room(tmp_path):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 60, 400).tolist()
+    sequences = WholeDocuments(
+        masked_file(tmp_path / "x", [(n, [1]) for n in lengths]), split="all", sequence_length=100
+    )
+    assert len(sequences) <= 1.02 * sum(lengths) / 100
+
+
+def test_no_record_is_left(tmp_path):
+    file = masked_file(tmp_path / "x", [(9, [1]), (7, [1]), (8, [3])])
+    kept = WholeDocuments(file, split="all", sequence_length=8)
+    assert (kept.left_out, sum(map(kept.counted_in, range(len(kept))))) == (1, 2)
+    with refused("3 are longer", "sequence_length 6", "7 tokens", "fix: ", "--sequence-length"):
+        WholeDocuments(file, split="all", sequence_length=6)
+    one = masked_file(tmp_path / "y", [(9, [1])])
+    with refused("one text", "at least 2", "fix: "):
+        WholeDocuments(one, split="train", sequence_length=16)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_resume_in_an_epoch_on_any_ranks(tmp_path, ranks):
+    file = masked_file(tmp_path / "x", [(n % 9 + 2, [1]) for n in range(90)])
+    sequences = pack_sequences(file, split="train", sequence_length=16, pack="documents")
+
+    def taken(batches, steps):
+        return [next(batches).taken for _ in range(steps)]
+
+    alone = Batches(sequences, batch_size=4, seed=3)
+    wanted = taken(alone, 20)
+    begun = Batches(sequences, batch_size=4, seed=3)
+    taken(begun, 5)
+    state = json.loads(json.dumps(begun.state_dict()))
+    for rank in range(ranks):
+        resumed = Batches(sequences, batch_size=4, seed=3, data_rank=rank, data_parallel=ranks)
+        resumed.load_state_dict(state)
+        assert taken(resumed, 15) == wanted[5:]
+    epoch = [each for step in wanted for each in step][: len(sequences)]
+    assert sorted(epoch) == list(range(len(sequences)))
+    other = pack_sequences(masked_file(tmp_path / "y", [(9, [1])] * 9 + [(8, [2])]), split="train", sequence_length=16)
+    with refused("corpus", "fix: "):
+        Batches(other, batch_size=4, seed=3).load_state_dict(state)
+
+
+def test_an_evaluation_takes_every_held_out_record_once(tmp_path):
+    file = masked_file(tmp_path / "x", [(n % 9 + 2, [1]) for n in range(90)])
+    sequences = pack_sequences(file, split="held_out", sequence_length=16, held_out_fraction=0.2, pack="documents")
+    batches = list(evaluation_batches(sequences, batch_size=4))
+    assert sum(batch.label_count for batch in batches) == sum(len(sequences.records(i)) for i in range(len(sequences)))
+
+
+def test_a_data_set_of_the_package(tmp_path, monkeypatch):
+    """The package is not needed by tests: what is read of it is `load_from_disk`, which returns rows or splits."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "dataset_dict.json").write_text("{}")
+    rows = [{"messages": LONG}, {"messages": SYSTEM}, {"messages": chat.conversation("x", "y")}]
+    tokenizer = str(chat.directory(tmp_path / "t"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with refused(folder, "datasets", "fix: pip install datasets"):
+        open_corpus(folder, tokenizer, tmp_path / "cache")
+    package = types.ModuleType("datasets")
+    package.load_from_disk = lambda path: {"train": rows} if path == str(folder) else None
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    found = open_corpus(folder, tokenizer, tmp_path / "cache")
+    same = open_corpus(chat.write(tmp_path / "x.jsonl", *rows), tokenizer, tmp_path / "cache")
+    assert found.fingerprint == same.fingerprint
+    rows.append({"messages": [{"content": "a"}]})
+    (folder / "dataset_dict.json").write_text("{ }")
+    with refused(f"{folder}:4", "role", "fix: "):
+        open_corpus(folder, tokenizer, tmp_path / "other")
+    package.load_from_disk = lambda _: {"test": rows}
+    with refused("'train'", "test", "fix: "):
+        open_corpus(folder, tokenizer, tmp_path / "another")
+
+
+def test_shards_are_read_a_line_at_a_time(tmp_path):
+    """Memory does not grow with the records."""
+    import tracemalloc
+
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for shard in range(4):
+        with (shards / f"{shard}.jsonl").open("w") as file:
+            for number in range(200):
+                file.write(json.dumps({"prompt": f"{shard} {number}", "completion": "x" * 20_000}) + "\n")
+    tracemalloc.start()
+    corpus = open_corpus(shards, "bytes", tmp_path / "cache")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert corpus.text_bytes == 4 * 200 * 20_000
+    assert peak < corpus.text_bytes / 4

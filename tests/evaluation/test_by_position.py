@@ -1,0 +1,117 @@
+"""`bmburst eval --by-position`: sums over all ranks and sequences are those of transformers on one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bmburst.outputs import is_picture
+from tests.cli.commands import refused
+from tests.distributed.programs import run_program
+from tests.refusals import says
+from tests.train import run_program as program
+
+MODEL = Path(__file__).with_name("passkey")
+
+
+@pytest.mark.parametrize("pack", ["stream", "documents"])
+def test_bins_equal_transformers(pack, tmp_path):
+    run_program(3, _equal_transformers, tmp_path, pack)
+
+
+def _equal_transformers(folder, pack):
+    from transformers import LlamaForCausalLM
+
+    from bmburst.data import PackedSequences, evaluation_batches, open_corpus
+    from bmburst.train import evaluate
+    from bmburst.train.resolve import EvalConfig
+    from bmburst.train.trainer import Trainer
+
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    trainer = Trainer(program.config(folder, "run"))
+    with torch.no_grad():
+        for parameter in trainer.optimizer.param_groups[0]["params"]:
+            parameter.mul_(15)
+    saved = trainer.save()
+    texts = ["the quick brown fox " * 4, "jumps", "over the lazy dog, and back " * 2]
+    source = folder / "text.jsonl"
+    if trainer.mesh.sequence_rank == 0:
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    trainer.mesh.sum(0.0)  # all wait for the file
+    config = EvalConfig(checkpoint=saved, data=str(source), sequence_length=43, pack=pack)
+    plain, none = evaluate.evaluate_checkpoint(config)
+    assert none == []
+    measured, bins = evaluate.evaluate_checkpoint(
+        EvalConfig(checkpoint=saved, data=str(source), sequence_length=43, pack=pack, by_position=True)
+    )
+
+    model = LlamaForCausalLM.from_pretrained(saved)
+    corpus = open_corpus(str(source), "bytes", folder, text_field="text")
+    sequences = PackedSequences(corpus, split="all", sequence_length=43, pack=pack)
+    sums: dict[int, list[float]] = {}
+    for batch in evaluation_batches(sequences, limit=None):
+        for row in range(len(batch)):
+            ids, labels = (torch.as_tensor(each) for each in batch.read(row, range(43)))
+            lengths = (43,) if batch.documents is None else batch.documents[row]
+            start = 0
+            for length in lengths:
+                part = slice(start, start + length)
+                with torch.no_grad():
+                    logits = model(ids[None, part]).logits[0]
+                losses = torch.nn.functional.cross_entropy(logits, labels[part], reduction="none")
+                for position in range(length):
+                    if labels[start + position] != -100:
+                        sums.setdefault(position.bit_length(), []).append(losses[position].item())
+                start += length
+    assert len(sums) == 7
+    assert [each.first for each in bins] == [0, 1, 2, 4, 8, 16, 32]
+    assert [each.last for each in bins] == [0, 1, 3, 7, 15, 31, 42]
+    for index, each in enumerate(bins):
+        assert each.tokens == len(sums[index])
+        assert each.nats == pytest.approx(sum(sums[index]), rel=1e-5)
+        assert each.loss == pytest.approx(sum(sums[index]) / len(sums[index]), rel=1e-5)
+    assert sum(each.tokens for each in bins) == measured.tokens == plain.tokens
+    assert sum(each.nats for each in bins) == pytest.approx(measured.loss * measured.tokens, rel=1e-12)
+    assert measured.loss == pytest.approx(plain.loss, rel=1e-6)
+
+
+def test_the_command_writes_bins_and_a_picture(tmp_path):
+    (tmp_path / "text.txt").write_text("The grass is green. The sky is blue. " * 20)
+    given = ["--checkpoint", str(MODEL), "--data", "text.txt", "--sequence-length", "300", "--by-position"]
+    done = subprocess.run(
+        [sys.executable, "-m", "bmburst", "eval", *given, "--nproc", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "by_position.json").read_text())
+    assert sum(each["tokens"] for each in found["bins"]) == found["measured"]["tokens"] == 741
+    assert [each["first"] for each in found["bins"]] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert found["bins"][-1]["last"] == 299
+    assert found["model"] == str(MODEL)
+    assert is_picture(tmp_path / "by_position.png")
+    assert f"{found['bins'][-1]['loss']:.4f}" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--by-position", "--output", "x.txt"), "--output x.txt | .json"),
+        (("--by-position", "--output", "other.json"), "other.json | exists | by position"),
+        (("--output", "x.json"), "--output x.json | no effect | --by-position"),
+        (("--by-position", "maybe"), "by_position | maybe | true or false"),
+    ],
+)
+def test_bad_input_is_refused(options, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("other.json").write_text('{"format": "bmburst-passkey-1"}')
+    Path("text.txt").write_text("some text")
+    says(refused(capsys, "eval", "--checkpoint", str(MODEL), "--data", "text.txt", *options), words)

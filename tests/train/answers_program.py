@@ -1,0 +1,92 @@
+"""What every rank does in the test of training on answers: some steps on packed conversations."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from tests import chat, tiny
+from tests.train import run_program
+
+STEPS, TOKENS = 3, 97
+SHAPE = tiny.config(vocab_size=chat.VOCAB, max_position_embeddings=TOKENS)
+
+
+class Case(NamedTuple):
+    """How a step is done; none of it may change what comes out."""
+
+    data: int
+    sequence: int
+    layout: str
+    micro: int
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+CASES = [
+    Case(1, 1, "zigzag", 1),
+    Case(1, 1, "zigzag", 4),
+    Case(2, 1, "contiguous", 1),
+    Case(1, 2, "zigzag", 2),
+    Case(1, 3, "contiguous", 1),  # the first rank of a sequence may have no answer, and the last only padding
+    Case(1, 3, "striped", 4),
+]
+
+
+def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
+    """Return a case's configuration."""
+    return run_program.config(
+        folder,
+        f"run-{case}",
+        model=SHAPE,
+        sequence_length=TOKENS,
+        pack="documents",
+        batch_size=4,
+        micro_batch_size=case.micro,
+        init_from=folder / "model",
+        optimizer=OptimizerConfig(clip_norm=None),
+        data=DataConfig(source=str(folder / "chats.jsonl"), tokenizer=str(folder / "model"), held_out_fraction=0.2),
+        parallel=ParallelConfig(data_parallel=case.data, sequence_parallel=case.sequence, layout=case.layout),
+        **changes,
+    )
+
+
+def train_all(folder: Path, size: int) -> None:
+    """Do every case of this number of ranks."""
+    for case in CASES:
+        if case.data * case.sequence == size:
+            _train(folder, case)
+
+
+def result(folder: Path, case: Case) -> dict[str, Any]:
+    """Return what `train_all` left of a case."""
+    loaded: dict[str, Any] = torch.load(folder / f"{case}.pt", weights_only=True)
+    return loaded
+
+
+def _train(folder: Path, case: Case) -> None:
+    from bmburst.train.trainer import Trainer
+    from bmburst.zero import gather, named_shards
+
+    trainer = Trainer(config(folder, case, eval_sequences=10**6))
+    trainer.restore()
+    shards = named_shards(trainer.model)
+    seen: dict[str, Any] = {"evaluated": trainer.evaluate().loss, "losses": [], "tokens": [], "fewest": []}
+    for step in range(STEPS):
+        batch = trainer.next_batch()
+        facts = trainer.backward(batch)
+        if step == 0:
+            seen["gradients"] = {s.name: gather(s, s.storage.grad) for s in shards}
+        trainer.update(facts)
+        seen["losses"].append(facts.loss)
+        seen["tokens"].append(facts.tokens)
+    # A batch of which no label counts: no gradient, no loss, and all ranks go on.
+    batch.labels.fill_(-100)
+    facts = trainer.backward(batch)
+    norm = facts.grad_norm
+    trainer.update(facts)
+    seen["of nothing"] = [facts.loss, norm, float(facts.tokens)]
+    if trainer.is_main:
+        torch.save(seen, folder / f"{case}.pt")

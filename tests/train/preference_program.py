@@ -1,0 +1,156 @@
+"""What every rank does in the test of preference training: a step on packed pairs, in fp64, and with the trainer."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bmburst.blocks.lora import LoRAConfig
+from bmburst.train.config import DataConfig, DPOConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from tests import chat, tiny
+from tests.train import run_program
+
+TOKENS, BATCH, BETA = 131, 3, 0.3
+SHAPE = tiny.config(vocab_size=chat.VOCAB, max_position_embeddings=TOKENS)  # of 4 heads on 2: GQA
+LORA = LoRAConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
+
+
+class Case(NamedTuple):
+    """How a step is done; none of it may change what comes out."""
+
+    data: int
+    sequence: int
+    tensor: int
+    layout: str
+    micro: int
+    lora: bool
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Ranks in all, and in a tensor group: what processes are started with."""
+        return self.data * self.sequence * self.tensor, self.tensor
+
+
+CASES = [
+    Case(1, 1, 1, "zigzag", 1, True),
+    Case(1, 1, 1, "zigzag", 3, False),
+    Case(1, 2, 1, "zigzag", 3, True),
+    Case(1, 2, 1, "balanced", 1, False),
+    Case(1, 3, 1, "contiguous", 1, True),  # the answers of a pair lie on different ranks
+    Case(3, 1, 1, "zigzag", 1, False),
+    Case(1, 3, 1, "striped", 3, False),
+    Case(1, 1, 2, "zigzag", 1, True),
+]
+
+
+def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
+    """Return a case's configuration."""
+    other = None if case.lora else folder / "other"
+    values: dict[str, Any] = {
+        "model": SHAPE,
+        "sequence_length": TOKENS,
+        "pack": "documents",
+        "batch_size": BATCH,
+        "micro_batch_size": case.micro,
+        "init_from": folder / "model",
+        "optimizer": OptimizerConfig(lr=2e-3, clip_norm=None),
+        "data": DataConfig(source=str(folder / "pairs.jsonl"), tokenizer=str(folder / "model"), held_out_fraction=0.2),
+        "parallel": ParallelConfig(
+            data_parallel=case.data,
+            sequence_parallel=case.sequence,
+            tensor_parallel=case.tensor,
+            layout=case.layout,  # type: ignore[arg-type]
+        ),
+        "lora": LORA if case.lora else LoRAConfig(),
+        "dpo": DPOConfig(beta=BETA, reference=other),
+    }
+    return run_program.config(folder, f"run-{case}", **values | changes)
+
+
+def train_all(folder: Path, group: tuple[int, int]) -> None:
+    """Do every case of these ranks."""
+    for case in CASES:
+        if case.group == group:
+            _train(folder, case)
+
+
+def result(folder: Path, case: Case) -> dict[str, Any]:
+    """Return what `train_all` left of a case."""
+    loaded: dict[str, Any] = torch.load(folder / f"{case}.pt", weights_only=True)
+    return loaded
+
+
+def adapter(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return an adapter's random numbers by its name: with those of a fresh one the margin would be 0."""
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.randn(shape, dtype=torch.float64, generator=generator) * 0.1
+
+
+def _train(folder: Path, case: Case) -> None:
+    import bmtrain as bmt
+
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.model import Llama
+    from bmburst.train.objective import PairObjective
+    from bmburst.train.trainer import Trainer
+    from bmburst.zero import gather, named_shards, scatter
+
+    trainer = Trainer(config(folder, case, eval_sequences=10**6))
+    trainer.restore()
+    evaluated = trainer.evaluate()
+    batch = trainer.next_batch()
+    first = trainer.backward(batch)
+    trainer.update(first)
+    seen: dict[str, Any] = {
+        "trained": [first.loss, first.grad_norm, *(first.rewards or ())],
+        "evaluated": [evaluated.loss, evaluated.reward_margin, evaluated.reward_accuracy, evaluated.tokens],
+        "second": trainer.step().loss,
+    }
+
+    mesh = trainer.mesh
+    make = partial(
+        Llama,
+        SHAPE,
+        attention=partial(BurstAttention, group=mesh.sequence, layout=case.layout),
+        dtype=torch.float64,
+        loss_chunk=16,
+    )
+    model = make(lora=LORA if case.lora else None, seed=None)
+    from bmburst.checkpoint import hugging_face
+
+    hugging_face.load(model, folder / "model")
+    shards = named_shards(model)
+    for shard in shards:
+        if ".lora_" in shard.name:
+            scatter(shard, adapter(shard.name, shard.shape))
+    reference = None
+    if not case.lora:
+        reference = make(seed=None)
+        hugging_face.load(reference, folder / "other")
+    objective = PairObjective(model, mesh, trainer.cut, trainer.runtime.device, BETA, reference)
+    manager = bmt.optim.OptimManager(loss_scale=None)
+    step = objective.begin(batch)
+    for part in batch.micro_batches(case.micro):
+        manager.backward(step.forward(part))
+    assert step.rewards is not None
+    seen["exact"] = [mesh.sum(float(each)) / mesh.shape.size for each in (step.share, *step.rewards)]
+    # A frozen weight has no gradient on any rank.
+    trained = [s for s in shards if not case.lora or ".lora_" in s.name]
+    assert all(s.storage.grad is None for s in shards if s not in trained)
+    seen["gradients"] = {s.name: gather(s, s.storage.grad, dtype=torch.float64) for s in trained}
+
+    batch.labels.fill_(-100)  # pairs without answers: the margin is 0, and nothing moves
+    for shard in shards:
+        shard.storage.grad = None
+    empty = objective.begin(batch)
+    for part in batch.micro_batches(case.micro):
+        manager.backward(empty.forward(part))
+    seen["of nothing"] = mesh.sum(float(empty.share)) / mesh.shape.size
+    moved = sum(float(s.storage.grad.abs().sum()) for s in trained if s.storage.grad is not None)
+    seen["moved"] = mesh.sum(moved)
+    if trainer.is_main:
+        torch.save(seen, folder / f"{case}.pt")

@@ -1,0 +1,104 @@
+"""Training on packed conversations is training on each alone, with loss on its answers: on any ranks and microbatches.
+
+The reference is transformers in one process: its template, its mask, its model, one conversation at a time, and
+the sum of the answer tokens' losses over their number in the whole batch.
+"""
+
+import json
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from bmburst.data import Batches, open_corpus
+from bmburst.data.whole_documents import pack_sequences
+from bmburst.train.step import learning_rate
+from tests import chat, tiny
+from tests.distributed.programs import run_program
+from tests.train import answers_program as program
+
+CASES = pytest.mark.parametrize("case", program.CASES, ids=str)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with random weights, conversations, and what ranks make of them."""
+    folder = tmp_path_factory.mktemp("answers")
+    tiny.save(folder / "model", program.SHAPE, std=0.1)
+    chat.directory(folder / "model", chat.MARKED)
+    chat.write(folder / "chats.jsonl", *chat.records(40))
+    for size in (1, 2, 3):
+        run_program(size, program.train_all, folder, size)
+    return folder
+
+
+def conversations(folder, numbers):
+    """Return ids and labels of records of the file, as transformers has them."""
+    peer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+    lines = (folder / "chats.jsonl").read_text().splitlines()
+    for number in numbers:
+        found = peer.apply_chat_template(
+            json.loads(lines[number])["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"])
+        yield ids, ids.masked_fill(mask == 0, -100)
+
+
+def summed(model, pairs):
+    """Return the sum of answer losses and how many there are."""
+    total, count = 0.0, 0
+    for ids, labels in pairs:
+        logits = model(ids[None]).logits[0, :-1]
+        total = total + torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
+        count += int((labels[1:] != -100).sum())
+    return total, count
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    model, config = tiny.load(folder / "model"), program.config(folder, program.CASES[0])
+    corpus = open_corpus(folder / "chats.jsonl", str(folder / "model"), folder)
+    options = {"sequence_length": program.TOKENS, "held_out_fraction": 0.2, "pack": "documents"}
+    sequences = pack_sequences(corpus, split="train", **options)
+    held = pack_sequences(corpus, split="held_out", **options)
+    with torch.no_grad():
+        total, count = summed(model, conversations(folder, (n for i in range(len(held)) for n in held.records(i))))
+    found = {"evaluated": total.item() / count, "losses": [], "tokens": []}
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
+    rates = config.optimizer
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": rates.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(rates.beta1, rates.beta2),
+        eps=rates.eps,
+    )
+    batches = Batches(sequences, batch_size=config.batch_size, seed=config.seed)
+    for step in range(program.STEPS):
+        taken = next(batches).taken
+        total, count = summed(model, conversations(folder, (n for index in taken for n in sequences.records(index))))
+        loss = total / count
+        loss.backward()
+        if step == 0:
+            found["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.schedule, rates.lr, step + 1, config.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(loss.item())
+        found["tokens"].append(count)
+    return found
+
+
+@CASES
+def test_equals_transformers_on_each_conversation(folder, reference, case):
+    ours = program.result(folder, case)
+    assert ours["tokens"] == reference["tokens"]
+    assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+    assert ours["evaluated"] == pytest.approx(reference["evaluated"], rel=1e-6)
+    assert ours["gradients"].keys() == reference["gradients"].keys()
+    for name, wanted in reference["gradients"].items():
+        assert ((ours["gradients"][name] - wanted).norm() / wanted.norm()).item() < 3e-6, name
+
+
+@CASES
+def test_a_batch_without_answers_changes_nothing(folder, case):
+    assert program.result(folder, case)["of nothing"] == [0.0, 0.0, 0.0]

@@ -1,0 +1,70 @@
+"""Fine-tuning end to end: conversations, packed, an adapter on 2 ranks, merged, and transformers answers as trained."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from bmburst.cli import main
+from bmburst.train.resolve import resolve
+from tests import chat, tiny
+from tests.distributed.programs import run_program
+
+SHAPE = tiny.config(vocab_size=chat.VOCAB, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+ANSWERS = {"capital of France?": "Paris", "2 + 2?": "four", "who are you?": "a toy"}
+HELD_OUT = ("colour of grass?", "green")  # one of the four conversations, copies included, by its content
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A base with random weights and a chat template, conversations, and an adapter that has learnt them."""
+    folder = tmp_path_factory.mktemp("tuned")
+    tiny.save(folder / "base", SHAPE, std=0.1)
+    chat.directory(folder / "base")
+    records = [{"messages": chat.conversation(*pair)} for pair in (*ANSWERS.items(), HELD_OUT)]
+    chat.write(folder / "chats.jsonl", *records * 16)
+    run_program(2, _train, folder)
+    return folder
+
+
+def _train(folder):
+    from bmburst.train.trainer import run
+
+    options = {
+        "init_from": folder / "base",
+        "data.source": folder / "chats.jsonl",
+        "output": folder / "run",
+        "sequence_length": 128,
+        "batch_size": 2,
+        "steps": 60,
+        "checkpoint_every": 0,
+        "eval_every": 0,
+        "sample_tokens": 0,
+        "lora.rank": 16,
+        "lora.alpha": 32,
+        "lora.targets": "all-linear",
+        "optimizer.lr": 0.01,
+        "schedule.warmup_steps": 5,
+    }
+    run(resolve((), {name: str(value) for name, value in options.items()}))
+
+
+def answers(model, tokenizer):
+    """Return what transformers generates for each question, up to the end of its turn."""
+    model, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), {}
+    peer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    end = peer.convert_tokens_to_ids("<|im_end|>")
+    for question in ANSWERS:
+        asked = peer.apply_chat_template(
+            chat.conversation(question), add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        made = model.generate(**asked, max_new_tokens=16, do_sample=False, eos_token_id=end, pad_token_id=0)
+        found[question] = peer.decode(made[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    return found
+
+
+def test_the_merged_model_answers_as_trained(folder):
+    words = ["convert", str(folder / "run"), str(folder / "merged"), "--to", "huggingface", "--merge"]
+    assert main([*words, "--base", str(folder / "base")]) == 0
+    assert answers(folder / "merged", folder / "merged") == ANSWERS
+    untrained = answers(folder / "base", folder / "base")
+    assert all(untrained[question] != answer for question, answer in ANSWERS.items())

@@ -1,0 +1,174 @@
+"""LoRA runs: what their checkpoints hold, that they resume exactly, and what they refuse."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bmburst.blocks.lora import LoRAConfig
+from bmburst.cli import main
+from bmburst.train.config import OptimizerConfig, ParallelConfig, ScheduleConfig
+from tests import tiny
+from tests.distributed.programs import run_program
+from tests.refusals import refused, says
+from tests.train import run_program as program
+
+LORA = LoRAConfig(rank=2, alpha=4, targets=("q_proj", "down_proj"))
+
+
+def base(folder):
+    tiny.save(folder / "base", program.SHAPE)
+
+
+def trainer(folder, name, **changes):
+    from bmburst.train.trainer import Trainer
+
+    # Its rate does not depend on the number of steps.
+    schedule = ScheduleConfig(kind="constant", warmup_steps=0)
+    changes = {"lora": LORA, "schedule": schedule, "init_from": folder / "base", "parallel": ParallelConfig()} | changes
+    return Trainer(program.config(folder, name, **changes))
+
+
+def state(made):
+    from bmburst.optim import state_names
+    from bmburst.zero import gather, named_shards
+
+    found = {}
+    for shard in named_shards(made.model):
+        found[shard.name] = gather(shard)
+        if shard.storage.requires_grad:
+            found |= {f"{shard.name}.{key}": made.optimizer.state_of(shard, key).clone() for key in state_names(shard)}
+    return found
+
+
+def require_equal(ours, wanted):
+    assert ours.keys() == wanted.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+CASES = [
+    (1, {}),
+    (2, {"dtype": "bfloat16", "optimizer": OptimizerConfig(offload=True, offload_weights=True)}),
+    (3, {"recompute": "block", "optimizer": OptimizerConfig(offload=True)}),
+    (2, {"parallel": ParallelConfig(data_parallel=2, zero_level=2)}),
+]
+
+
+@pytest.mark.parametrize(("size", "changes"), CASES)
+def test_resumes_exactly_and_pefts_model_is_ours(tmp_path, size, changes):
+    base(tmp_path)
+    run_program(size, _resumes_exactly, tmp_path, changes)
+    require_pefts(tmp_path, changes.get("dtype", "float32"))
+
+
+def _resumes_exactly(folder, changes):
+    made = trainer(folder, "run", **changes)
+    made.restore()
+    before = state(made)
+    first = [made.step() for _ in range(3)]
+    saved = made.save()
+    assert first[-1].loss < first[0].loss
+    after = state(made)
+    for name, tensor in before.items():
+        is_trained = ".lora_" in name
+        assert torch.equal(tensor, after[name]) != is_trained or not tensor.any(), name
+    names = {path.name for path in saved.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "state.json"} < names
+    assert not any(name.startswith("model") for name in names)
+    assert sum(path.stat().st_size for path in saved.iterdir()) < 120_000
+    other = trainer(folder, "run", resume=True, **changes)
+    other.restore()
+    require_equal(state(other), after)
+    assert [(each.loss, each.grad_norm) for each in (other.step(), other.step())] == [
+        (each.loss, each.grad_norm) for each in (made.step(), made.step())
+    ]
+    require_equal(state(other), state(made))
+
+
+def require_pefts(folder, dtype):
+    """PEFT reads the checkpoint as it is, and merges to the same weights as `bmburst convert`."""
+    from peft import PeftModel
+
+    checkpoint = folder / "run" / "checkpoints" / "step-000003"
+    values = json.loads((checkpoint / "adapter_config.json").read_text())
+    assert (values["r"], values["lora_alpha"], set(values["target_modules"])) == (2, 4, set(LORA.targets))
+    assert values["base_model_name_or_path"] == str(folder / "base")
+    model = PeftModel.from_pretrained(tiny.load(folder / "base"), checkpoint)
+    numbers = load_file(checkpoint / "adapter_model.safetensors")
+    found = {name.replace(".default", ""): each for name, each in model.state_dict().items() if "lora_" in name}
+    assert found.keys() == numbers.keys()
+    assert all(torch.equal(found[name].to(getattr(torch, dtype)), numbers[name]) for name in numbers)
+    assert all(each.any() for each in numbers.values())
+    assert main(["convert", str(folder / "run"), str(folder / "merged"), "--to", "huggingface", "--merge"]) == 0
+    merged, wanted = tiny.load(folder / "merged").state_dict(), model.merge_and_unload().state_dict()
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-6, atol=1e-7)
+
+
+def test_another_number_of_ranks_goes_on(tmp_path):
+    base(tmp_path)
+    for size, steps in ((2, 2), (3, 4), (1, 5)):
+        run_program(size, _train, tmp_path, steps)
+    run_program(1, _train_alone, tmp_path)
+
+
+def _train(folder, steps):
+    made = trainer(folder, "run", steps=steps, resume=(folder / "run" / "checkpoints").exists())
+    made.restore()
+    made.train()
+
+
+def _train_alone(folder):
+    made, whole = trainer(folder, "run", resume=True), trainer(folder, "whole")
+    made.restore()
+    whole.restore()
+    for _ in range(5):
+        whole.step()
+    for name, tensor in state(whole).items():
+        torch.testing.assert_close(state(made)[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_is_not_resumed_with_other_adapters(tmp_path):
+    base(tmp_path)
+    run_program(1, _a_run_is_not_resumed_with_other_adapters, tmp_path)
+
+
+def _a_run_is_not_resumed_with_other_adapters(folder):
+    made = trainer(folder, "run")
+    made.restore()
+    made.step()
+    made.save()
+    for lora, words in (
+        (LoRAConfig(rank=3, alpha=4, targets=LORA.targets), ("lora.rank is 3", "fix: --lora.rank 2")),
+        (LoRAConfig(rank=2, alpha=5, targets=LORA.targets), ("lora.alpha is 5", "fix: --lora.alpha 4")),
+        (LoRAConfig(rank=2, alpha=4), ("lora.targets", "v_proj", "fix: --lora.targets q_proj,down_proj")),
+    ):
+        other = trainer(folder, "run", resume=True, lora=lora)
+        with refused(*words):
+            other.restore()
+
+
+def test_the_command_line_trains_an_adapter(tmp_path, capsys, monkeypatch):
+    base(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: the quick brown fox, {i * i} times.\n" for i in range(400)))
+    run = tmp_path / "run"
+    words = f"train --init-from {tmp_path / 'base'} --data.source {text} --output {run} --nproc 2 --steps 2"
+    words += " --batch-size 1 --sequence-length 48 --sample-tokens 0 --eval-sequences 1"
+    words += " --lora.rank 2 --lora.targets v_proj,all-linear"
+    assert main(words.split()) == 0
+    assert (run / "checkpoints" / "step-000002" / "adapter_model.safetensors").is_file()
+    assert main(["train", "--output", str(run), "--resume", "--steps", "3"]) == 0
+    assert (run / "checkpoints" / "step-000003" / "adapter_config.json").is_file()
+    capsys.readouterr()
+    for more, said in (
+        ("--resume --lora.rank 4 --steps 5", "lora.rank | 4 | 2 | fix: "),
+        ("--resume --lora.targets q_prj --steps 5", "q_prj | allowed: | fix: q_proj"),
+    ):
+        assert main(["train", "--output", str(run), *more.split()]) == 2
+        says(capsys.readouterr().err.strip(), said)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert main(["train", "--output", str(run), "--resume", "--steps", "5"]) == 2
+    says(capsys.readouterr().err.strip(), f"{tmp_path / 'base'} | fix: ")

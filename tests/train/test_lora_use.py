@@ -1,0 +1,191 @@
+"""Trained adapters are evaluated, generated with and merged; those of another model are refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bmburst.blocks.lora import LoRAConfig
+from bmburst.checkpoint.adapter import adapter_shapes
+from bmburst.checkpoint.files import nbytes
+from bmburst.checkpoint.hugging_face import expected_shapes
+from bmburst.cli import main
+from bmburst.train.clock import FlopsMeter
+from bmburst.train.config import OptimizerConfig, TrainConfig
+from bmburst.train.resolve import EvalConfig
+from tests import tiny
+from tests.distributed.programs import run_program
+from tests.refusals import refused, says
+from tests.train import run_program as program
+
+LORA = LoRAConfig(rank=2, alpha=8, targets=("all-linear",))
+SHAPE = tiny.config(vocab_size=tiny.BYTES, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1)
+PROMPT = list(range(97, 110))
+
+
+def config(folder, **changes):
+    changes = {"lora": LORA, "init_from": folder / "base", "optimizer": OptimizerConfig(lr=0.1)} | changes
+    return program.config(folder, "run", steps=4, eval_every=0, **{"parallel": program.ParallelConfig(), **changes})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a base, a run whose adapter says something, the merged model, and another base of the shape."""
+    folder = tmp_path_factory.mktemp("lora")
+    tiny.save(folder / "base", SHAPE)
+    tiny.save(folder / "other", SHAPE, seed=9)
+    run_program(2, _train, folder)
+    words = ["convert", str(folder / "run"), str(folder / "merged"), "--to", "huggingface", "--merge"]
+    assert main(words) == 0
+    return folder
+
+
+def _train(folder):
+    from bmburst.train.trainer import run
+
+    run(config(folder))
+
+
+def losses(folder, *asked):
+    """Return the loss of each of some pairs of model and adapter on one text, over 2 ranks."""
+    run_program(2, _losses, folder, asked)
+    return json.loads((folder / "losses.json").read_text())
+
+
+def _losses(folder, asked):
+    from bmburst.train.evaluate import evaluate_checkpoint
+
+    found = []
+    for model, adapter in asked:
+        given = {"checkpoint": folder / model, "adapter": None if adapter is None else folder / adapter}
+        text = str(folder / "text.txt")
+        measured, _ = evaluate_checkpoint(EvalConfig(**given, data=text, sequence_length=64, max_sequences=4))
+        found.append(measured.loss)
+    (folder / "losses.json").write_text(json.dumps(found))
+
+
+def test_evaluation_adds_the_adapter(trained):
+    base, merged, unmerged, run = losses(
+        trained, ("base", None), ("merged", None), ("base", "run"), ("run/checkpoints/step-000004", None)
+    )
+    assert merged < base - 0.1
+    assert [unmerged, run] == pytest.approx([merged, merged], rel=1e-6, abs=0)
+
+
+def test_answers_are_those_of_the_merged_model(trained):
+    from bmburst.inference.generator import Generator, Source
+
+    def answer(*given):
+        source = Source.open(*(trained / each for each in given))
+        assert source.tokenizer is not None or given == ("base",) or given == ("merged",)
+        (found,) = Generator(source).generate([PROMPT], max_new_tokens=12, logprobs=1)
+        return found
+
+    plain, wanted = answer("base"), answer("merged")
+    for given in (("base", "run"), ("run",), ("base", "run/checkpoints/step-000004")):
+        found = answer(*given)
+        assert found.tokens == wanted.tokens
+        assert [each.logprob for each in found.logprobs] == pytest.approx([each.logprob for each in wanted.logprobs])
+    assert plain.tokens != wanted.tokens
+
+
+def test_the_sample_of_a_run_is_written_with_its_adapter(trained):
+    run_program(2, _the_sample_of_a_run_is_written_with_its_adapter, trained)
+
+
+def _the_sample_of_a_run_is_written_with_its_adapter(folder):
+    from bmburst.inference.generator import Generator
+    from bmburst.train.trainer import Trainer
+
+    made = Trainer(config(folder, resume=True))
+    made.restore()
+    (found,) = Generator(made.model).generate([PROMPT], max_new_tokens=12)
+    (wanted,) = Generator(folder / "merged").generate([PROMPT], max_new_tokens=12)
+    assert found.tokens == wanted.tokens
+
+
+def test_the_command_line_takes_adapters(trained, capfd):
+    adapter = ["--adapter", str(trained / "run")]
+    for model in (["--checkpoint", str(trained / "base"), *adapter], ["--checkpoint", str(trained / "run")]):
+        assert main(["generate", *model, "--prompt", "line 1:", "--max-new-tokens", "4", "--nproc", "1"]) == 0
+        text = ["--data", str(trained / "text.txt"), "--sequence-length", "64", "--max-sequences", "2"]
+        assert main(["eval", *model, *text, "--nproc", "2"]) == 0
+        passkeys = ["--lengths", "700", "--depths", ".5", "--samples", "1", "--output", str(trained / "keys.json")]
+        assert main(["eval", *model, "--passkey", *passkeys, "--nproc", "1"]) == 0
+    assert capfd.readouterr().out.count("perplexity") == 2
+
+
+def test_adapters_of_another_model_are_refused(trained, capfd, tmp_path, monkeypatch):
+    monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    run, other, base = (str(trained / name) for name in ("run", "other", "base"))
+    text = ["--data", str(trained / "text.txt")]
+    prompt = ["--prompt", "line 1:", "--nproc", "2"]
+    tiny.save(tmp_path / "small", tiny.config(vocab_size=tiny.BYTES, hidden_size=8, num_heads=2, num_kv_heads=1))
+    shutil.copytree(trained / "run", tmp_path / "run")
+    capfd.readouterr()
+    resumed = ["train", "--output", str(tmp_path / "run"), "--resume", "--steps", "9"]
+    for words, said in (
+        (["convert", run, str(tmp_path / "out"), "--to", "huggingface", "--merge", "--base", other], "another model"),
+        (["convert", run, str(tmp_path / "out"), "--to", "huggingface", "--merge", "--base", run], "LoRA adapter"),
+        (["generate", "--checkpoint", other, "--adapter", run, *prompt], "another model"),
+        (["generate", "--checkpoint", str(tmp_path / "small"), "--adapter", run, *prompt], "another model"),
+        (["generate", "--checkpoint", base, "--adapter", base, *prompt], "no adapter"),
+        (["generate", "--checkpoint", run, "--adapter", run, *prompt], "LoRA adapter"),
+        (["eval", "--checkpoint", other, "--adapter", run, *text], "another model"),
+        (["eval", "--checkpoint", str(tmp_path / "small"), "--adapter", run, *text], "another model"),
+        (["eval", "--checkpoint", base, "--adapter", base, *text], "no adapter"),
+        (["eval", "--checkpoint", run, "--adapter", run, *text], "LoRA adapter"),
+        ([*resumed, "--init-from", other], "another model"),
+        (["train", "--init-from", str(trained / "run/checkpoints/step-000004"), *text], "LoRA adapter"),
+    ):
+        assert main(words) == 2, words
+        says(capfd.readouterr().err.strip(), said, "fix: ")
+
+
+def test_a_base_in_another_dtype_is_the_same_model(trained, tmp_path):
+    words = ["convert", str(trained / "base"), str(tmp_path / "half"), "--to", "huggingface", "--dtype", "bfloat16"]
+    assert main(words) == 0
+    merge = ["--to", "huggingface", "--merge", "--base", str(tmp_path / "half")]
+    assert main(["convert", str(trained / "run"), str(tmp_path / "merged"), *merge]) == 0
+    found, wanted = (load_file(each / "merged" / "model.safetensors") for each in (tmp_path, trained))
+    for name, weight in wanted.items():
+        assert found[name].dtype == torch.bfloat16
+        torch.testing.assert_close(found[name].float(), weight, rtol=2**-7, atol=2**-9)
+
+
+def test_a_base_that_moved_is_named_again(trained, tmp_path):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    shutil.copytree(trained / "base", tmp_path / "moved")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"init_from": str(tmp_path / "gone")}))
+    words = ["train", "--output", str(tmp_path / "run"), "--resume", "--steps", "5", "--nproc", "2"]
+    assert main(words) == 2
+    assert main([*words, "--init-from", str(tmp_path / "moved")]) == 0
+    said = json.loads((tmp_path / "run/checkpoints/step-000005/adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(tmp_path / "moved")
+
+
+def test_options_without_effect_are_refused():
+    for changes, words in (({"alpha": 32.0}, ("lora.alpha 32", "lora.rank")), ({"targets": ("o_proj",)}, ("o_proj",))):
+        with refused(*words, "fix: --lora.rank 16"):
+            LoRAConfig(**changes)
+    with refused("lora.rank 4", "init_from", "checkpoint_every never", "fix: --init-from DIR"):
+        TrainConfig(lora=LoRAConfig(rank=4))
+    assert TrainConfig(lora=LoRAConfig(rank=4), checkpoint_every=None).lora.is_on
+
+
+def test_what_a_run_needs_counts_adapters_alone(trained):
+    shapes = adapter_shapes(LORA, expected_shapes(SHAPE)).values()
+    count = sum(rows * columns for rows, columns in shapes)
+    assert LORA.parameters(SHAPE) == count > 0
+    files = (trained / "run/checkpoints/step-000004").glob("*.safetensors")
+    written = sum(path.stat().st_size for path in files if path.name != "random.safetensors")
+    assert nbytes(config(trained)) == pytest.approx(written, rel=0.5) and nbytes(config(trained)) < written
+    given = {"model": SHAPE, "recompute": "none", "ranks": 1, "peak": 1e12}
+    full, adapted = FlopsMeter(**given).of(100, 0, 1), FlopsMeter(**given, adapters=count).of(100, 0, 1)
+    weights = SHAPE.num_parameters - SHAPE.vocab_size * SHAPE.hidden_size
+    assert full.mfu == pytest.approx(600 * weights / 1e12)
+    assert adapted.mfu == pytest.approx((400 * weights + 600 * count) / 1e12)
+    assert full.tflops - adapted.tflops == pytest.approx((200 * weights - 600 * count) / 1e12)

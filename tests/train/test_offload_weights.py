@@ -1,0 +1,357 @@
+"""A run with weights, gradients and optimizer in host memory is the run with the optimizer alone there."""
+
+import pytest
+import torch
+
+from bmburst.train.config import OptimizerConfig, ParallelConfig
+from tests.distributed.programs import run_program
+from tests.refusals import refusal_of, says
+from tests.train import run_program as program
+
+STEPS = 20
+
+
+def trainer(folder, name, streams, dtype, **changes):
+    from bmburst.train.trainer import Trainer
+
+    optimizer = OptimizerConfig(offload=True, offload_weights=streams, clip_norm=1.0, lr=0.01)  # some steps
+    changes.setdefault("parallel", ParallelConfig())
+    return Trainer(program.config(folder, name, dtype=dtype, optimizer=optimizer, steps=STEPS, **changes))
+
+
+def held(made):
+    """Return this rank's weights and optimizer state by name."""
+    from bmburst.optim import state_names
+    from bmburst.zero import named_shards
+
+    found = {}
+    for shard in named_shards(made.model):
+        found[shard.name] = shard.local().detach().clone()
+        for key in state_names(shard):
+            found[f"{shard.name}.{key}"] = made.optimizer.state_of(shard, key).clone()
+    return found
+
+
+def losses(made, steps):
+    return [(step.loss, step.grad_norm) for step in (made.step() for _ in range(steps))]
+
+
+def require_equal(ours, wanted):
+    assert ours.keys() == wanted.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+CASES = [
+    (1, "bfloat16", "block+every-2+keep-attention-last-1", {"micro_batch_size": 1}),
+    (2, "float32", "none", {}),
+    (3, "bfloat16", "block-keep-attention+offload", {}),
+    (2, "float32", "block+every-2", {"micro_batch_size": 2}),
+    (2, "bfloat16", "block", {"parallel": ParallelConfig(data_parallel=2)}),
+    (2, "float32", "none", {"parallel": ParallelConfig(tensor_parallel=2)}),
+]
+
+
+@pytest.mark.parametrize(("size", "dtype", "policy", "changes"), CASES)
+def test_twenty_steps_are_equal(tmp_path, size, dtype, policy, changes):
+    tensor = changes.get("parallel", ParallelConfig()).tensor_parallel
+    run_program(size, _twenty_steps_are_equal, tmp_path, dtype, policy, changes, tensor=tensor)
+
+
+def _twenty_steps_are_equal(folder, dtype, policy, changes):
+    resident, streamed = (
+        trainer(folder, f"run-{streams}", streams, dtype, recompute=policy, **changes) for streams in (False, True)
+    )
+    for _ in range(2):
+        assert losses(streamed, STEPS // 2) == losses(resident, STEPS // 2)
+        assert streamed.evaluate().loss == resident.evaluate().loss
+    require_equal(held(streamed), held(resident))
+
+
+def test_either_reads_the_checkpoint_of_the_other(tmp_path):
+    run_program(2, _either_reads_the_checkpoint_of_the_other, tmp_path)
+
+
+def _either_reads_the_checkpoint_of_the_other(folder):
+    for dtype in ("float32", "bfloat16"):
+        for wrote in (False, True):
+            name = f"{dtype}-{wrote}"
+            made = trainer(folder, name, wrote, dtype)
+            made.save()  # before its first step there is no state
+            fresh = trainer(folder, name, wrote, dtype, resume=True)
+            fresh.restore()
+            require_equal(held(fresh), held(made))
+            losses(made, 3)
+            made.save()  # while weights are being updated
+            for reads in (wrote, not wrote):
+                other = trainer(folder, name, reads, dtype, resume=True)
+                if reads:
+                    other.model.model.layers[0].prefetch()  # old weights
+                other.restore()
+                require_equal(held(other), held(made))
+            assert losses(other, 3) == losses(made, 3)
+            require_equal(held(other), held(made))
+
+
+def test_bmtrain_saves_loads_and_initializes_it(tmp_path):
+    run_program(2, _bmtrain_saves_loads_and_initializes_it, tmp_path)
+
+
+def _bmtrain_saves_loads_and_initializes_it(folder):
+    import bmtrain as bmt
+
+    streamed, resident = (trainer(folder, f"run-{streams}", streams, "bfloat16") for streams in (True, False))
+    for made in (streamed, resident):
+        losses(made, 2)
+        bmt.save(made.model, str(folder / f"{made is streamed}.pt"))
+    ours, wanted = (torch.load(folder / f"{is_ours}.pt", weights_only=True) for is_ours in (True, False))
+    require_equal(ours, wanted)
+    other = trainer(folder, "other", True, "bfloat16", seed=3)
+    losses(other, 1)
+    other.model.model.layers[0].prefetch()  # old weights
+    bmt.load(other.model, str(folder / "False.pt"))
+    require_equal(weights(other), weights(resident))
+    batch = resident.next_batch()
+    assert other.backward(batch).loss == resident.backward(batch).loss
+    for made in (other, resident):
+        for number, layer in enumerate(made.model.model.layers):
+            for info in layer._param_info:
+                info["parameter"]._init_method = lambda tensor, by=number: tensor.fill_(by + 0.5)
+            layer.init_parameters()
+    require_equal(weights(other), weights(resident))
+
+
+def weights(made):
+    return {name: tensor for name, tensor in held(made).items() if name.endswith("weight")}
+
+
+def test_reads_after_a_step_wait_for_the_update(tmp_path):
+    run_program(1, _reads_after_a_step_wait_for_the_update, tmp_path)
+
+
+def _reads_after_a_step_wait_for_the_update(folder):
+    import time
+
+    from bmburst.optim import host_shard_adam
+
+    update, made = host_shard_adam._update, {}
+    for is_late in (False, True):
+        made[is_late], order = trainer(folder, f"run-{is_late}", True, "bfloat16"), []
+
+        def late(*args, wait=0.02 * is_late, order=order):
+            time.sleep(wait)
+            order.append(args[0].shard.order)
+            update(*args)
+
+        host_shard_adam._update = late
+        losses(made[is_late], 2)
+        made[is_late].evaluate()
+        assert order == 2 * [0, 0, 1, 1]  # as forward needs them
+    require_equal(held(made[True]), held(made[False]))
+    losses(made[True], 1), losses(made[False], 1)
+    assert made[True].evaluate() == made[False].evaluate()
+    losses(made[True], 1), losses(made[False], 1)
+    assert made[True].backward(made[True].next_batch()).loss == made[False].backward(made[False].next_batch()).loss
+
+
+def test_an_error_in_an_update_ends_the_run(tmp_path):
+    run_program(1, _an_error_in_an_update_ends_the_run, tmp_path)
+
+
+def _an_error_in_an_update_ends_the_run(folder):
+    from bmburst.optim import host_shard_adam
+
+    def fails(*_):
+        raise MemoryError("no room")
+
+    made = trainer(folder, "run", True, "bfloat16")
+    host_shard_adam._update = fails
+    losses(made, 1)
+    with pytest.raises(MemoryError, match="no room"):
+        made.evaluate()
+
+
+def test_gradients_that_are_not_finite_change_nothing(tmp_path):
+    run_program(2, _gradients_that_are_not_finite_change_nothing, tmp_path)
+
+
+def _gradients_that_are_not_finite_change_nothing(folder):
+    import bmtrain as bmt
+
+    made = trainer(folder, "run", True, "bfloat16")
+    losses(made, 1)
+    before = held(made)
+    if bmt.rank() == 1:
+        made.optimizer.gradients()[0].fill_(torch.nan)  # backward adds to it
+    facts = made.backward(made.next_batch())
+    assert not facts.is_finite
+    made.update(facts)
+    require_equal(held(made), before)
+    assert made.step().grad_norm > 0
+
+
+def test_copies_that_come_late_are_waited_for(tmp_path):
+    run_program(1, _copies_that_come_late_are_waited_for)
+
+
+def _copies_that_come_late_are_waited_for():
+    from concurrent.futures import Future
+
+    from bmburst.comm.host_shards import HostShard, ShardCopies
+    from bmburst.optim import host_shard_adam
+    from bmburst.optim.host_shard_adam import ShardUpdate
+    from tests.train.lazy_streams import late_copies
+
+    with late_copies():
+        streams, made = [], torch.cuda.Stream
+        torch.cuda.Stream = lambda: streams.append(made()) or streams[-1]
+        copies, reader = ShardCopies(), made()
+
+        def block_of(number):
+            weights = [torch.nn.Parameter(torch.full((size,), float(number))) for size in (5, 3)]
+            return [HostShard(each, number, copies.memory) for each in weights]
+
+        blocks, read = [block_of(number) for number in range(4)], []
+        for n, block in enumerate([*blocks, *reversed(blocks)]):
+            copies.show(block, reader)
+            for shard in block:
+                seen = shard.parameter.data
+                assert seen.data_ptr() != shard.weights.data_ptr()
+                reader.add(lambda seen=seen: read.append(seen.clone()))
+            copies.hide(block, reader)
+            assert all(shard.parameter.data_ptr() == shard.weights.data_ptr() for shard in block)
+            copies.prefetch(blocks[min(n + 1, 3)])
+        for stream in (*streams, reader):  # copies run as early as they may
+            stream.run_to(len(stream.work))
+        wanted = [0, 0, 1, 1, 2, 2, 3, 3]
+        assert [tensor.unique().item() for tensor in read] == [*wanted, *reversed(wanted)]
+        # What was prefetched is not taken after an update.
+        copies.prefetch(blocks[0])
+        for shard in blocks[0]:
+            update = Future()
+            shard.update_with(update)
+            update.set_result(shard.weights.fill_(7.0))
+        copies.show(blocks[0], torch.cuda.current_stream())
+        assert [shard.parameter.data.unique().item() for shard in blocks[0]] == [7, 7]
+        copies.hide(blocks[0], reader)
+        # BMTrain adds a gradient to the one before, which may still be on its way.
+        for block in (*blocks[1:], *blocks[1:], blocks[3]):
+            copies.bring_gradients(block)
+            for shard in block:
+                before, shard.parameter.grad = shard.parameter.grad, torch.zeros_like(shard.weights)
+                total = shard.order + (0 if before is None else before[0].item())
+                reader.add(lambda made=shard.parameter.grad, total=total: made.fill_(total))
+            copies.send_gradients(block, reader)
+        for block in blocks[1:]:
+            for shard in block:
+                shard.wait_for_gradient()
+                assert shard.parameter.grad.unique().item() == shard.order * (3 if block is blocks[3] else 2)
+        # An update waits for the gradient.
+        copies.bring_gradients(blocks[0])
+        for shard in blocks[0]:
+            shard.parameter.grad = torch.zeros_like(shard.weights)
+            reader.add(lambda made=shard.parameter.grad: made.fill_(2.0))
+        copies.send_gradients(blocks[0], reader)
+        state = host_shard_adam.initial_state(shard.weights)
+        rates = {"lr": 1.0, "betas": (0.5, 0.5), "eps": 0.0, "weight_decay": 0.0, "scale": 1.0}
+        late = host_shard_adam.LateUpdates()
+        late.start([ShardUpdate(shard=shard, gradient=shard.parameter.grad, factor=0.5, state=state, **rates)])
+        shard.settle()
+        assert state["exp_avg"].unique().item() == 0.5
+        assert shard.weights.unique().item() == 6.0
+
+
+def test_an_input_without_gradient_is_no_exception(tmp_path):
+    run_program(2, _an_input_without_gradient_is_no_exception)
+
+
+def _an_input_without_gradient_is_no_exception():
+    import bmtrain as bmt
+
+    from bmburst.blocks.layers import Linear
+    from bmburst.blocks.streamed import StreamedBlock
+    from bmburst.comm.host_shards import ShardCopies
+    from bmburst.zero import gather, gradient_of, named_shards
+
+    found = []
+    for streams in (False, True):
+        copies, sizes = ShardCopies(), [(4, 6), (6, 4), (4, 4)]  # buffers of different sizes
+        linears = [Linear(a, b, dtype=torch.float32) for a, b in sizes]
+        blocks = [
+            StreamedBlock(each, copies, number) if streams else bmt.Block(each, use_checkpoint=False)
+            for number, each in enumerate(linears)
+        ]
+        model = bmt.TransformerBlockList(blocks)
+        for shard in named_shards(model):
+            shard.local().copy_(torch.linspace(-1, 1, shard.count))
+        for _ in range(2):
+            model(torch.ones(3, 4)).square().sum().backward()
+        found.append([gather(shard, gradient_of(shard)) for shard in named_shards(model)])
+    for ours, wanted in zip(found[1], found[0], strict=True):
+        assert wanted.abs().sum() > 0
+        assert torch.equal(ours, wanted)
+
+
+def test_halves_are_the_master_but_for_ties():
+    run_program(1, _halves_are_the_master_but_for_ties)
+
+
+def _halves_are_the_master_but_for_ties():
+    from bmburst.optim.host_shard_adam import join, split
+
+    low = torch.arange(1 << 16, dtype=torch.int32)
+    for high in (*range(0, 1 << 16, 251), 0x7F7F, 0x7F80, 0xFF80, 0x0000, 0x8000, 0x3F80, 0x3F81):
+        bits = (high - (1 << 16) if high > 0x7FFF else high) * (1 << 16) + low
+        master = bits.view(torch.float32)
+        if master.isnan().all():
+            continue
+        weights, remainder = torch.empty(1 << 16, dtype=torch.bfloat16), torch.empty(1 << 16, dtype=torch.int16)
+        scratch, found = torch.empty(1 << 16, dtype=torch.int32), torch.empty(1 << 16)
+        split(master, weights, remainder, scratch)
+        nan = master.isnan()
+        assert torch.equal(weights[~nan], master.bfloat16()[~nan])
+        join(weights, remainder, found, scratch)
+        assert torch.equal(found.isnan(), nan)
+        off = (found.view(torch.int32) - bits)[~nan]
+        is_tie = (low == 1 << 15)[~nan] & (weights.view(torch.int16) == high - (1 << 16 if high > 0x7FFF else 0))[~nan]
+        assert torch.equal(off, -is_tie.to(torch.int32))
+
+
+def test_what_cannot_be_is_refused_before_work(tmp_path):
+    says(refusal_of(OptimizerConfig, offload_weights=True), "offload_weights", "fix: | --optimizer.offload")
+    parallel = ParallelConfig(zero_level=2)
+    optimizer = OptimizerConfig(offload=True, offload_weights=True)
+    says(
+        refusal_of(program.config, tmp_path, "run", parallel=parallel, optimizer=optimizer), "zero_level 2", "fix: | 3"
+    )
+
+
+def test_memory_and_state_are_prepared_while_other_work_goes_on(tmp_path):
+    run_program(2, _memory_and_state_are_prepared, tmp_path)
+
+
+def _memory_and_state_are_prepared(folder):
+    from bmburst.blocks.model import Llama
+    from bmburst.comm.host_memory import HostMemory
+    from bmburst.optim import host_shard_adam
+    from bmburst.optim.adamw import AdamW
+
+    memory = HostMemory()
+    model = Llama(program.SHAPE, offload_weights=True, host_memory=memory)
+    shards = [each for layer in model.model.layers for each in layer._shards]
+    assert memory.nbytes == 2 * sum(each.weights.nbytes for each in shards)  # weights and gradients, no more
+    tokens = torch.arange(24).view(1, -1)
+    for _ in range(2):
+        model.loss(tokens, tokens, tokens).backward()
+    assert memory.nbytes == 2 * sum(each.weights.nbytes for each in shards)
+    addresses = {tensor.data_ptr() for each in shards for tensor in (each.weights, each.parameter.grad)}
+    assert len(addresses) == 2 * len(shards)
+    # The state that is prepared is the one that a step makes.
+    ready, lazy = (trainer(folder, f"run-{number}", True, "bfloat16") for number in range(2))
+    ready.optimizer.prepare()
+    prepared = {id(future.result()[host_shard_adam.MEAN]) for future in ready.optimizer._coming.values()}
+    assert losses(ready, 2) == losses(lazy, 2)
+    require_equal(held(ready), held(lazy))
+    assert {id(state[host_shard_adam.MEAN]) for state in ready.optimizer.state.values()} == prepared
+    ready.optimizer.prepare()  # nothing is missing
+    AdamW(torch.nn.Linear(2, 2).parameters()).prepare()  # nothing is in host memory

@@ -1,0 +1,183 @@
+"""Preference training on packed pairs is DPO on each pair alone: on any ranks, layouts and microbatches.
+
+The reference is the formula of TRL's sigmoid loss, on transformers' model in fp64, in one process, pair by pair:
+
+    logits = (log p(chosen) - log p(rejected)) - (log p_ref(chosen) - log p_ref(rejected))
+    loss = -log sigmoid(beta logits), mean over pairs
+    rewards = beta (log p - log p_ref) of each answer; margin and accuracy compare those of a pair
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.func import functional_call
+from transformers import PreTrainedTokenizerFast
+
+from bmburst.data import Batches, open_corpus
+from bmburst.data.whole_documents import pack_sequences
+from tests import chat, tiny
+from tests.distributed.programs import run_program
+from tests.train import preference_program as program
+
+CASES = pytest.mark.parametrize("case", program.CASES, ids=str)
+
+
+def pairs(count):
+    """Return half of them as text, half as messages: of one prompt, answers of different lengths."""
+    rng, found = np.random.default_rng(5), []
+    for number in range(count):
+        chosen, rejected = (" ".join(rng.choice(["one", "two", "\u4e16"], int(rng.integers(1, 5)))) for _ in range(2))
+        texts = f"{number}: ", chosen + "!", rejected
+        messages = [
+            [{"role": role, "content": text}]
+            for role, text in zip(("user", "assistant", "assistant"), texts, strict=True)
+        ]
+        found.append(dict(zip(("prompt", "chosen", "rejected"), (texts, messages)[number % 2], strict=True)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two models with random weights, pairs, and what ranks make of them."""
+    folder = tmp_path_factory.mktemp("preference")
+    for name, seed in (("model", 0), ("other", 1)):
+        tiny.save(folder / name, program.SHAPE, std=0.1, seed=seed)
+        chat.directory(folder / name, chat.MARKED)
+    chat.write(folder / "pairs.jsonl", *pairs(30))
+    for size, tensor in sorted({case.group for case in program.CASES}):
+        run_program(size, program.train_all, folder, (size, tensor), tensor=tensor)
+    return folder
+
+
+def documents(folder, number):
+    """Return ids and labels of the chosen and of the rejected answer of a line, as transformers has them."""
+    peer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+    line = json.loads((folder / "pairs.jsonl").read_text().splitlines()[number])
+    for key in ("chosen", "rejected"):
+        if isinstance(line["prompt"], str):
+            before, after = (peer(line[each])["input_ids"] for each in ("prompt", key))
+            ids = torch.tensor([*before, *after, peer.eos_token_id])
+            answers = torch.arange(len(ids)) >= len(before)
+        else:
+            both = peer.apply_chat_template(
+                line["prompt"] + line[key], return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids, answers = torch.tensor(both["input_ids"]), torch.tensor(both["assistant_masks"]).bool()
+        yield ids, ids.masked_fill(~answers, -100)
+
+
+def log_probability(model, weights, ids, labels):
+    logits = functional_call(model, weights, (ids[None],)).logits[0, :-1]
+    every = logits.log_softmax(-1).gather(-1, labels[1:].clamp(min=0)[:, None])[:, 0]
+    return every[labels[1:] != -100].sum()
+
+
+def dpo(folder, model, weights, before, numbers):
+    """Return the mean loss, margin and accuracy of lines by the formula above."""
+    found = []
+    for number in numbers:
+        sides = [
+            [log_probability(model, each, ids, labels) for each in (weights, before)]
+            for ids, labels in documents(folder, number)
+        ]
+        rewards = [program.BETA * (ours - theirs) for ours, theirs in sides]
+        margin = rewards[0] - rewards[1]
+        found.append(torch.stack([-torch.nn.functional.logsigmoid(margin), margin.detach(), (margin > 0).double()]))
+    return torch.stack(found).mean(0)
+
+
+def samples(folder, split):
+    corpus = open_corpus(folder / "pairs.jsonl", str(folder / "model"), folder)
+    return pack_sequences(corpus, split=split, sequence_length=program.TOKENS, held_out_fraction=0.2, pack="documents")
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """Return by whether there are adapters: losses of the first batch and of all held-out pairs, and gradients."""
+    model = tiny.load(folder / "model").double()
+    base = {name: each.detach() for name, each in model.named_parameters()}
+    other = {name: each.detach() for name, each in tiny.load(folder / "other").double().named_parameters()}
+    train, held = samples(folder, "train"), samples(folder, "held_out")
+    (*taken,) = next(Batches(train, batch_size=program.BATCH, seed=0)).taken
+    first = [n for index in taken for n in train.records(index)]
+    found = {"pairs": len(first), "held": [n for i in range(len(held)) for n in held.records(i)]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        for lora in (True, False):
+            if lora:
+                leaves = {}
+                for name, each in base.items():
+                    if name.split(".")[-2] in program.LORA.targets:
+                        stem, (out, inward) = name.removesuffix(".weight"), each.shape
+                        shapes = {".lora_A": (program.LORA.rank, inward), ".lora_B": (out, program.LORA.rank)}
+                        for end, shape in shapes.items():
+                            leaves[stem + end] = program.adapter(stem + end, shape).requires_grad_()
+                weights = base | {
+                    f"{stem}.weight": base[f"{stem}.weight"]
+                    + program.LORA.scale * leaves[f"{stem}.lora_B"] @ leaves[f"{stem}.lora_A"]
+                    for stem in {name.rpartition(".")[0] for name in leaves}
+                }
+            else:
+                leaves = weights = {name: each.clone().requires_grad_() for name, each in base.items()}
+            before = base if lora else other
+            values = dpo(folder, model, weights, before, first)
+            gradients = torch.autograd.grad(values[0], list(leaves.values()))
+            with torch.no_grad():
+                evaluated = dpo(folder, model, base, before, found["held"]).tolist()
+                start = dpo(folder, model, base, before, first).tolist()
+            found[lora] = {
+                "values": values.tolist(),
+                "gradients": dict(zip(leaves, gradients, strict=True)),
+                "evaluated": evaluated,
+                "start": start,
+            }
+    return found
+
+
+@CASES
+def test_loss_and_gradients_equal_the_formula_in_fp64(folder, reference, case):
+    ours, wanted = program.result(folder, case), reference[case.lora]
+    assert reference["pairs"] > program.BATCH  # some sequence holds several
+    assert ours["exact"] == pytest.approx(wanted["values"], rel=1e-12)
+    assert 0 < wanted["values"][2] < 1
+    assert ours["gradients"].keys() == wanted["gradients"].keys()
+    for name, gradient in wanted["gradients"].items():
+        assert ((ours["gradients"][name] - gradient).norm() / gradient.norm()).item() < 1e-11, name
+
+
+@CASES
+def test_the_trainer_starts_from_the_formula(folder, reference, case):
+    ours, wanted = program.result(folder, case), reference[case.lora]
+    loss, norm, margin, accuracy = ours["trained"]
+    # Adapters begin with zero: the model is its reference.
+    assert [loss, margin, accuracy] == pytest.approx(wanted["start"], rel=2e-5, abs=1e-6)
+    if case.lora:
+        assert loss == pytest.approx(math.log(2), rel=1e-6)
+    else:
+        exact = math.sqrt(
+            sum(float(each.square().sum()) for each in program.result(folder, case)["gradients"].values())
+        )
+        assert norm == pytest.approx(exact, rel=1e-4)
+    *numbers, tokens = ours["evaluated"]
+    assert numbers == pytest.approx(wanted["evaluated"], rel=2e-5, abs=1e-6)
+    labels = [label for n in reference["held"] for _, label in documents(folder, n)]
+    assert tokens == sum(int((label != -100).sum()) for label in labels)
+
+
+@CASES
+def test_a_step_moves_all_ranks_alike(folder, case):
+    ours = program.result(folder, case)
+    peers = [program.result(folder, each) for each in program.CASES if each.lora == case.lora]
+    assert ours["second"] == pytest.approx(peers[0]["second"], rel=1e-5)
+    assert ours["second"] != pytest.approx(ours["trained"][0], rel=1e-4)
+
+
+@CASES
+def test_pairs_without_answers_change_nothing(folder, case):
+    ours = program.result(folder, case)
+    assert ours["of nothing"] == pytest.approx(math.log(2), rel=1e-12)
+    assert ours["moved"] == 0

@@ -1,0 +1,97 @@
+"""Preference training that cannot work is refused before ranks start."""
+
+import json
+
+import pytest
+
+from bmburst.train.resolve import check_paths, resolve
+from bmburst.train.text import check_text
+from tests import chat, tiny
+from tests.refusals import refused
+from tests.train import preference_program as program
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refusals")
+    tiny.save(folder / "model", program.SHAPE)
+    tiny.save(folder / "small", tiny.config(vocab_size=chat.VOCAB, hidden_size=16, max_position_embeddings=131))
+    tiny.save(folder / "foreign", program.SHAPE)
+    for name in ("model", "foreign"):
+        chat.directory(folder / name)
+    path = folder / "foreign" / "tokenizer.json"
+    values = json.loads(path.read_text())
+    words = values["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    path.write_text(json.dumps(values))
+    chat.write(folder / "pairs.jsonl", *({**PAIR, "prompt": str(n)} for n in range(9)))
+    chat.write(folder / "chats.jsonl", *chat.records(9))
+    (folder / "text.txt").write_text("a text\n" * 100)
+    return folder
+
+
+def options(folder, data="pairs.jsonl", **more):
+    given = {"init_from": folder / "model", "data.source": folder / data, "sequence_length": 131, "dpo.beta": 0.1}
+    return {key: str(value) for key, value in (given | more).items() if value is not None}
+
+
+def test_pairs_have_defaults_of_records(folder):
+    config = resolve(options=options(folder))
+    assert config.pack == "documents"
+    assert config.data.tokenizer == str(folder / "model")
+    assert config.reference == folder / "model"
+    assert resolve(options=options(folder) | {"lora.rank": "2"}).reference is None
+    check_paths(config)
+    check_text(config)
+    plain = resolve(options=options(folder, **{"dpo.beta": None}))
+    assert config.optimizer.lr == pytest.approx(plain.optimizer.lr / 20, rel=0.05)
+
+
+@pytest.mark.parametrize("beta", ["0", "-0.1", "nan"])
+def test_beta_is_positive(folder, beta):
+    with refused("dpo.beta", beta, "above 0"):
+        resolve(options=options(folder, **{"dpo.beta": beta}))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"dpo.beta": None, "dpo.reference": "x"}, "dpo.reference x | no effect | --dpo.beta"),
+        ({"pack": "stream"}, "pack stream | pack documents | fix: "),
+        ({"init_from": None}, "without a reference | lora.rank | --init-from"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together(folder, more, words):
+    with refused(words):
+        resolve(options=options(folder, **more))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("small", "another model | hidden_size is 16 | 24 | fix: "),
+        ("foreign", "another tokenizer | model | one tokenizer | fix: "),
+        ("nowhere", "dpo.reference | no such directory | fix: "),
+    ],
+)
+def test_another_model_is_no_reference(folder, name, words):
+    config = resolve(options=options(folder, **{"dpo.reference": folder / name}))
+    with refused(name, words):
+        check_paths(config)
+
+
+@pytest.mark.parametrize("data", ["chats.jsonl", "text.txt"])
+def test_other_data_are_refused(folder, data):
+    config = resolve(options=options(folder, data))
+    check_paths(config)
+    with refused(data, "no preference pairs", "rejected", "dpo.beta", "fix: "):
+        check_text(config)
+
+
+def test_pairs_without_preference_training_are_refused(folder):
+    config = resolve(options=options(folder, **{"dpo.beta": None}))
+    with refused("pairs.jsonl", "preference pairs", "--dpo.beta"):
+        check_text(config)
