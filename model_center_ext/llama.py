@@ -14,7 +14,7 @@ from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.model import Llama as Blocks
 from bmburst.checkpoint.sharded_files import together
-from bmburst.comm.checks import contents, describe
+from bmburst.comm.checks import contents, describe_tensors
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.convert.model_center import ATTENTION_PLACES, BLOCK_PLACES, MLP_PLACES, model_center_name
 from bmburst.convert.weights import Weights, open_weights
@@ -214,13 +214,16 @@ class Llama(Blocks):
         labels: Tensor,
         length: int | None = None,
         mask: MaskOption | None = None,
+        *,
+        per_token: bool = False,
     ) -> Tensor:
         """Return the sum of this rank's token losses; see `bmburst.blocks.model.Llama.loss`.
 
         Raises:
             UserError: As there, or the ranks have no parts of one split batch.
         """
-        return super().loss(tokens, self._placed(tokens, positions, length), labels, length, mask)
+        placed = self._placed(tokens, positions, length)
+        return super().loss(tokens, placed, labels, length, mask, per_token=per_token)
 
     def _placed(self, ids: Tensor, positions: Tensor | None, length: int | Tensor | None) -> Tensor:
         """Return positions, having compared what the ranks of a sequence were given: parts of one batch.
@@ -234,8 +237,9 @@ class Llama(Blocks):
                 self._require_parts(ids, positions, length)
             whole = length if isinstance(length, int) else None
             told = contents(length) if isinstance(length, Tensor) else length
-            facts = f"input_ids {describe(ids)}\nlength {told}\npositions {'given' if positions is not None else None}"
-            return self._positions(ids, whole) if positions is None else positions, f"ModelCenter's Llama\n{facts}"
+            facts = f"ModelCenter's Llama\ninput_ids {describe_tensors(ids)}\nlength {told}"
+            facts += f"\npositions {'given' if positions is not None else None}"
+            return self._positions(ids, whole) if positions is None else positions, facts
 
         with self._sequence.first_calls("ModelCenter's Llama"):
             return self._sequence.decided(decide)

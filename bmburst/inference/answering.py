@@ -11,7 +11,7 @@ import torch
 from bmburst.amounts import GIB
 from bmburst.comm.protocol import gather_objects
 from bmburst.data.tokenizer import PromptTokenizer
-from bmburst.inference.batch import Batch, Engine
+from bmburst.inference.batch import Engine, GenerationBatch
 from bmburst.inference.prompts import Answer, Prompt, TokenLogprob
 from bmburst.inference.sampling import GenerationOptions, Sampled, Sampler, SamplerRow
 from bmburst.inference.text import TextStream
@@ -59,7 +59,7 @@ class Answering:
             torch.cuda.reset_peak_memory_stats(device)
         begin = time.perf_counter()
         length = max(map(len, self._prompts.values())) + options.max_new_tokens
-        batch = Batch(engine, engine.new_cache(len(self._prompts), length))
+        batch = GenerationBatch(engine, engine.new_cache(len(self._prompts), length))
 
         def computed(tokens: int) -> None:
             beat()

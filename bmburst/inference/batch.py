@@ -83,7 +83,7 @@ class Engine:
         return KVCache(weights.config, self.split, sequences, length, weights.dtype, weights.device)
 
 
-class Batch:
+class GenerationBatch:
     """Sequences of one cache that are prefilled and decoded together. Every rank calls the same methods.
 
     Args:
@@ -133,9 +133,9 @@ class Batch:
             self.logits = self._decoder.step(torch.tensor([token], device=self.engine.weights.device))
         return [tokens[early:]]
 
-    def copies(self, count: int) -> "Batch":
+    def copies(self, count: int) -> "GenerationBatch":
         """Return a batch of `count` sequences, each a copy of the only one of this batch."""
-        other = Batch(self.engine, self.cache.copied(0, count))
+        other = GenerationBatch(self.engine, self.cache.copied(0, count))
         other.logits = None if self.logits is None else self.logits.repeat(count, 1)
         return other
 

@@ -12,10 +12,11 @@ import torch
 from bmburst.amounts import GIB
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.config import LlamaConfig
+from bmburst.checkpoint.adapter import is_adapter_directory
 from bmburst.checkpoint.files import STATE_FILE, read_progress, verified, warn
 from bmburst.comm.checks import CheckedCommunicator, contents
 from bmburst.comm.protocol import gather_objects
-from bmburst.convert.weights import Weights, open_weights
+from bmburst.convert.weights import Weights, open_merged, open_weights
 from bmburst.data.tokenizer import TOKENIZER_FILE, PromptTokenizer, load_tokenizer
 from bmburst.errors import UserError, require_known
 from bmburst.inference.answering import Answering, Progress
@@ -26,9 +27,9 @@ from bmburst.inference.session import Ids, Session
 from bmburst.inference.text import TextStream
 from bmburst.inference.weights import GatheredWeights, ModelWeights, ResidentWeights
 from bmburst.mesh import Mesh
-from bmburst.plan.inference import InferenceMemory, chunk_of, usable
+from bmburst.plan.inference import RESERVE, InferenceMemory, chunk_of, usable
 from bmburst.schedule.cache_split import CacheSplit
-from bmburst.train.memory_plan import available_bytes
+from bmburst.train.planning import available_bytes
 
 if TYPE_CHECKING:
     from bmburst.blocks.model import Llama
@@ -51,8 +52,12 @@ class Source:
     tokenizer: PromptTokenizer | None
 
     @classmethod
-    def open(cls, given: Path) -> "Source":
+    def open(cls, given: Path, adapter: Path | None = None) -> "Source":
         """Open a directory of Hugging Face or ModelCenter, a checkpoint of bmburst, or a run folder.
+
+        Args:
+            given: The directory. One of an adapter stands for the adapter on the model that it names.
+            adapter: Directory, checkpoint or run folder of a LoRA adapter, merged into the weights as they are read.
 
         Raises:
             UserError: There is no such directory, no whole checkpoint or model in it, or it is of an unknown family.
@@ -62,13 +67,18 @@ class Source:
                 f"no directory {given}\nfix: give a directory of a Hugging Face, ModelCenter or bmburst model"
             )
         directory = verified(given, warn)
-        weights = open_weights(directory)
-        name = None
-        if (directory / STATE_FILE).exists():
-            name = read_progress(directory).tokenizer
-        elif (directory / TOKENIZER_FILE).is_file():
-            name = str(directory)
-        return cls(directory, weights, None if name is None else load_tokenizer(name))
+        places = [directory]
+        if adapter is not None:
+            places = [verified(adapter, warn), directory]
+            weights = open_merged(places[0], directory, "--checkpoint DIR")
+        elif is_adapter_directory(directory):
+            weights = open_merged(directory, None, "--checkpoint DIR --adapter ADAPTER")
+            places = [directory, weights.directory]
+        else:
+            weights = open_weights(directory)
+        names = (name for place in places if (name := _tokenizer_in(place)) is not None)
+        name = next(names, None)
+        return cls(places[-1], weights, None if name is None else load_tokenizer(name))
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of inference: the named one, or for "auto" that of the first query projection.
@@ -86,6 +96,13 @@ class Source:
     def nbytes(self, dtype: str) -> int:
         """Return the bytes of the weights in the dtype of inference."""
         return self.weights.config.num_parameters * self.dtype(dtype).itemsize
+
+
+def _tokenizer_in(directory: Path) -> str | None:
+    """Return the tokenizer that a directory has or names."""
+    if (directory / STATE_FILE).exists():
+        return read_progress(directory).tokenizer
+    return str(directory) if (directory / TOKENIZER_FILE).is_file() else None
 
 
 class Generator:
@@ -132,14 +149,14 @@ class Generator:
         if isinstance(model, Source):
             self.directory, self.tokenizer = model.directory, model.tokenizer
             device, kind = device_of_rank(comm), model.dtype(dtype)
-            self.memory = memory_of(model.weights.config, comm, cache, kind, chunk_tokens)
+            self.memory = inference_memory(model.weights.config, comm, cache, kind, chunk_tokens)
             self._available = available_memory(comm, device)
             if self.memory.longest(self._available) < 1:
                 raise UserError(_too_large(self.memory, self._available))
             weights = ResidentWeights.read(model.weights, kind, device, on_bytes)
         else:
             weights = GatheredWeights(model)
-            self.memory = memory_of(weights.config, comm, cache, weights.dtype, chunk_tokens)
+            self.memory = inference_memory(weights.config, comm, cache, weights.dtype, chunk_tokens)
             self._available = available_memory(comm, weights.device) + self.memory.weights
         self.config = weights.config
         self._engine = Engine.over(weights, comm, cache, chunk_tokens, kernel)
@@ -151,6 +168,10 @@ class Generator:
             UserError: One is unknown or out of its bounds.
         """
         return generation_options(self.directory, **given)
+
+    def why_too_long(self, prompt: int, new_tokens: int) -> str | None:
+        """Return why a prompt of so many tokens and its answer do not fit the memory, or None; equal on all ranks."""
+        return too_long(self.memory, self._available, prompt + new_tokens, prompt)
 
     def session(self, max_tokens: int) -> Session:
         """Return an empty text with room for `max_tokens` tokens, prompts and answers.
@@ -255,7 +276,7 @@ def device_of_rank(comm: CheckedCommunicator) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def memory_of(
+def inference_memory(
     config: LlamaConfig, comm: CheckedCommunicator, cache: str, dtype: torch.dtype, chunk_tokens: int | None
 ) -> InferenceMemory:
     """Return the memory that a model needs on this rank of a group.
@@ -306,7 +327,7 @@ def require_room(
     Raises:
         UserError: They do not.
     """
-    memory = memory_of(source.weights.config, comm, cache, source.dtype(dtype), chunk_tokens)
+    memory = inference_memory(source.weights.config, comm, cache, source.dtype(dtype), chunk_tokens)
     available = available_memory(comm, device_of_rank(comm))
     if memory.longest(available) < 1:
         raise UserError(_too_large(memory, available))
@@ -327,7 +348,8 @@ def too_long(memory: InferenceMemory, available: float, length: int, prompt: int
         return None
     asked = f"a prompt of {prompt:,} tokens and {length - prompt:,} new ones" if prompt else f"{length:,} tokens"
     return (
-        f"{asked} need {memory.total(1, length) / GIB:.1f} GiB of a rank's memory, {available / GIB:.1f} are free\n"
+        f"{asked} need {memory.total(1, length) / GIB:.1f} GiB of a rank's memory, {available / GIB:.1f} are free "
+        f"({RESERVE:.0%} of a GPU are kept in reserve)\n"
         f"allowed: at most {memory.longest(available):,} tokens, prompt and answer\n"
         "fix: a shorter prompt, fewer new tokens, or more ranks (--nproc)"
     )
@@ -335,7 +357,8 @@ def too_long(memory: InferenceMemory, available: float, length: int, prompt: int
 
 def _too_large(memory: InferenceMemory, available: float) -> str:
     return (
-        f"the weights take {memory.weights / GIB:.1f} GiB of each rank's memory, {available / GIB:.1f} are free\n"
+        f"the weights take {memory.weights / GIB:.1f} GiB of each rank's memory, {available / GIB:.1f} are free "
+        f"({RESERVE:.0%} of a GPU are kept in reserve)\n"
         "allowed: weights that fit a rank with some cache\nfix: --dtype bfloat16, or a device with more memory"
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from bmburst.config.fields import shown
 from bmburst.config.files import parse_json, read_bytes
+from bmburst.data.chat import ChatTemplate, first_line
 from bmburst.data.tokenizer import PromptTokenizer, TokenIds
 from bmburst.errors import UserError
 
@@ -34,49 +35,6 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-
-class ChatTemplate:
-    """Writes messages as the text that a model was trained on: the chat template of its directory.
-
-    Args:
-        directory: It holds tokenizer.json, and the template in chat_template.jinja or tokenizer_config.json.
-
-    Raises:
-        UserError: There is no template, it cannot be read, or transformers is not installed.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        try:
-            from transformers import PreTrainedTokenizerFast
-        except ImportError as error:
-            raise UserError(
-                "chat templates need transformers, and importing it failed\nfix: pip install 'bmburst[hugging-face]'"
-            ) from error
-        try:
-            # Not AutoTokenizer: it would run code of the directory, and ask whether it may.
-            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        except Exception as error:  # of the file, of JSON, or a bare one of the tokenizers package
-            raise UserError(
-                f"{directory}: cannot read the tokenizer for its chat template: {_first_line(error)}\n"
-                "fix: copy the directory again, or give prompts as text without chat"
-            ) from error
-        if not self._tokenizer.chat_template:
-            raise UserError(
-                f"{directory} has no chat template, in chat_template.jinja or tokenizer_config.json\n"
-                "allowed: prompts and tokens\nfix: leave chat and messages out, or add the template"
-            )
-
-    def render(self, messages: Messages) -> str:
-        """Return the text of messages up to where the answer begins.
-
-        Raises:
-            Exception: The template refuses them, or fails.
-        """
-        text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
-        return str(text)
 
 
 class PromptEncoder:
@@ -163,7 +121,7 @@ class PromptEncoder:
             text = self._loaded.render(messages)
         except Exception as error:  # of jinja2, or whatever the template's code raises
             raise UserError(
-                f"{source}: the chat template refuses the messages: {_first_line(error)}\nfix: change their roles"
+                f"{source}: the chat template refuses the messages: {first_line(error)}\nfix: change their roles"
             ) from error
         return self._checked(tokenizer.encode_prompt(text, add_special_tokens=False), source)
 
@@ -293,10 +251,6 @@ def _is_message(message: object) -> bool:
         and isinstance(message.get("role"), str)
         and bool(message["role"])
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from bmburst.config import read_json
-from bmburst.config.fields import convert, field, shown, spec_of
+from bmburst.config.fields import convert_value, field, shown, spec_of
 from bmburst.data.tokenizer import TokenIds
-from bmburst.errors import UserError
+from bmburst.errors import UserError, with_fix
 
 GENERATION_CONFIG = "generation_config.json"
 _MODEL_CONFIG = "config.json"
@@ -159,10 +159,10 @@ def _converted(label: str, name: str, value: Any, annotation: Any) -> Any:
         return tuple(strings)
     declared = _FIELDS[name]
     try:
-        return convert(label, value, annotation, spec_of(declared))
+        return convert_value(label, value, annotation, spec_of(declared))
     except UserError as error:
         default = "leave it out" if declared.default in ((), None) else f"{label} {declared.default}"
-        raise UserError(f"{error}\nfix: {default}") from None
+        raise with_fix(error, default) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ import torch
 from bmburst.comm.checks import contents
 from bmburst.data.tokenizer import TokenIds
 from bmburst.errors import UserError
-from bmburst.inference.batch import Batch, Engine
+from bmburst.inference.batch import Engine, GenerationBatch
 from bmburst.inference.prompts import PromptEncoder
 from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
 
@@ -34,7 +34,7 @@ class Session:
     def __init__(self, engine: Engine, max_tokens: int, options: Callable[..., GenerationOptions]) -> None:
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
             raise UserError(f"max_tokens {max_tokens!r}\nallowed: at least 1 token\nfix: for example 4096")
-        self._batch, self._options = Batch(engine, engine.new_cache(1, max_tokens)), options
+        self._batch, self._options = GenerationBatch(engine, engine.new_cache(1, max_tokens)), options
         self._tokens: list[int] = []
         self._encoder = PromptEncoder(None, engine.weights.config.vocab_size)
 

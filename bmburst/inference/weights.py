@@ -158,8 +158,17 @@ class ResidentWeights:
             flat, total = target.view(-1), prod(target.shape)
             for begin in range(0, total, step):
                 end = min(begin + step, total)
-                flat[begin:end].copy_(source.read(name, begin, end))
+                flat[begin:end].copy_(source.read(name, begin, end, dtype))
                 on_bytes((end - begin) * dtype.itemsize)
+        return self
+
+    @classmethod
+    def of(cls, model: "Llama") -> "ResidentWeights":
+        """Gather the weights of a model in training, adapters merged. Every rank of the world calls it."""
+        source = GatheredWeights(model)
+        self = cls(source.config, source.dtype, source.device)
+        for name, target in self.places().items():
+            target.copy_(source.whole(name))
         return self
 
     def places(self) -> Mapping[str, Tensor]:
@@ -181,8 +190,9 @@ class ResidentWeights:
 class GatheredWeights:
     """The weights of a model in training, gathered from all ranks when they are read. A `ModelWeights`.
 
-    A block lives as long as its reader holds it. Every rank of the world reads the same, in the same order. Good for
-    a few tokens of a model that is in memory anyway; for more, save it and read it as `ResidentWeights`.
+    Adapters are merged into what is gathered. A block lives as long as its reader holds it. Every rank of the world
+    reads the same, in the same order. Good for a few tokens of a model that is in memory anyway; for more, save it and
+    read it as `ResidentWeights`.
 
     Args:
         model: The model, on all ranks.
@@ -193,25 +203,31 @@ class GatheredWeights:
     def __init__(self, model: "Llama") -> None:
         from bmburst.zero import named_shards
 
-        self.config = model.config
+        self.config, self._lora = model.config, model.lora
         self._shards: dict[str, NamedShard] = {shard.name: shard for shard in named_shards(model)}
         first = self._shards[EMBEDDING]
-        self.dtype, self.device = first.dtype, first.storage.device
+        self.dtype, self.device = first.dtype, first.device
 
     def table(self, name: str) -> Tensor:
         """See `ModelWeights.table`."""
-        return self._gathered(EMBEDDING if name == HEAD and self.config.tie_embeddings else name)
+        return self.whole(EMBEDDING if name == HEAD and self.config.tie_embeddings else name)
 
     def layer(self, index: int) -> LayerWeights:
         """See `ModelWeights.layer`."""
         layer = LayerWeights.empty(self.config, self.dtype, self.device)
         for name, place in layer.places(self.config).items():
-            place.copy_(self._gathered(f"{_LAYER}{index}.{name}"))
+            place.copy_(self.whole(f"{_LAYER}{index}.{name}"))
         return layer
 
-    def _gathered(self, name: str) -> Tensor:
+    def whole(self, name: str) -> Tensor:
+        """Return a weight by its name in Hugging Face's models, with its adapter."""
         from bmburst.zero import gather
 
         full = gather(self._shards[name])
         assert full is not None  # every rank receives it
-        return full.detach()
+        a, b = (self._shards.get(f"{name.removesuffix('.weight')}.lora_{letter}") for letter in "AB")
+        if a is None or b is None or self._lora is None:
+            return full.detach()
+        wide = torch.promote_types(full.dtype, torch.float32)
+        outward, inward = (self.whole(each.name).to(wide) for each in (b, a))
+        return torch.addmm(full.detach().to(wide), outward, inward, alpha=self._lora.scale).to(full.dtype)

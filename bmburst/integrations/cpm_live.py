@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bmburst.amounts import whole_number
 from bmburst.attention.biased import BiasedSequence, biased_attention
-from bmburst.comm.checks import describe
-from bmburst.errors import UserError
+from bmburst.comm.checks import describe_tensors
+from bmburst.errors import UserError, with_fix
 from bmburst.integrations.cpm_live_batch import AntPart, BeePart, SplitSequences, SplitTokens
 from bmburst_ops.biased import RelativeBias, ant_bias, bee_bias
 from bmburst_ops.errors import KernelError
@@ -32,7 +32,7 @@ __all__ = [
     "SplitTokens",
 ]
 
-_CONFIGURED = "fix: take it from the configuration that the model's checkpoint has"
+_CONFIGURED = "take it from the configuration that the model's checkpoint has"
 _GUIDE = "fix: docs/cpm_live.md shows the lines of the model that change"
 
 
@@ -63,11 +63,11 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
     ) -> None:
         super().__init__()
         if int4:
-            raise UserError("int4 weights are not supported\nallowed: None or False, and dtype float16 or bfloat16")
+            raise UserError("int4 weights are not supported\nallowed: None or False\nfix: dtype float16 or bfloat16")
         if dropout_p:
             raise UserError(
-                f"dropout_p {dropout_p} on attention weights is not supported\nallowed: None or 0, as CPM-Live's own "
-                "configurations have it"
+                f"dropout_p {dropout_p} on attention weights is not supported\nallowed: None or 0\n"
+                "fix: leave it out, as CPM-Live's own configurations do"
             )
         sizes = {"dim_model": dim_model, "num_heads": num_heads, "dim_head": dim_head}
         dim_model, num_heads, dim_head = (_count(name, size) for name, size in sizes.items())
@@ -129,7 +129,7 @@ class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no 
                 raise UserError(f"{wanted}, got {type(hidden).__name__}\n{_GUIDE}")
             is_cast = torch.is_autocast_enabled(hidden.device.type) and hidden.is_floating_point()
             if hidden.dim() != 3 or hidden.shape[-1] != self.dim_model or not (hidden.dtype == dtype or is_cast):
-                raise UserError(f"{wanted}, got {describe(hidden)}\nfix: dim_model and dtype as the model's")
+                raise UserError(f"{wanted}, got {describe_tensors(hidden)}\nfix: dim_model and dtype as the model's")
         return tuple(given.values())
 
 
@@ -243,19 +243,22 @@ def _count(name: str, value: object) -> int:
     try:
         return whole_number(name, value, 1)
     except UserError as error:
-        raise UserError(f"{error}\n{_CONFIGURED}") from None
+        raise with_fix(error, _CONFIGURED) from None
 
 
 def _require_dtype(dtype: object) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         names = "torch.float16, torch.bfloat16 or torch.float32"
-        raise UserError(f"dtype must be one of floating point, got {dtype!r}\nallowed: {names}")
+        raise UserError(f"dtype must be one of floating point, got {dtype!r}\nallowed: {names}\nfix: pass one of them")
 
 
 def _require_number(name: str, value: object, least: float) -> None:
     if not isinstance(value, int | float) or not (least <= value < math.inf and abs(value) < math.inf):
         bound = "a finite number" if least < 0 else f"a number of at least {least:g}"
-        raise UserError(f"{name} must be {bound}, got {value!r}\nallowed: as CPM-Live, init_mean 0 and init_std 1")
+        raise UserError(
+            f"{name} must be {bound}, got {value!r}\nallowed: as CPM-Live, init_mean 0 and init_std 1\n"
+            "fix: pass such a number"
+        )
 
 
 def _refuse_dense(name: str, value: object) -> NoReturn:

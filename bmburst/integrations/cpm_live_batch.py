@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bmburst.attention.biased import BiasedSequence
-from bmburst.comm.checks import CheckedCommunicator, contents, describe
+from bmburst.comm.checks import CheckedCommunicator, contents, describe_tensors
 from bmburst.comm.protocol import broadcast_object
 from bmburst.comm.transports import TRANSPORTS
 from bmburst.errors import UserError, require_known
@@ -15,7 +15,7 @@ from bmburst.integrations.cpm_live_checks import (
     additional_rows,
     lengths,
     relations,
-    require_batch,
+    require_mapping,
     require_segment_types,
     require_segments,
     vectors,
@@ -165,7 +165,7 @@ class SplitSequences:
         Raises:
             UserError: On every rank of the group: the reader has no batch, or one that cannot be sent.
         """
-        return require_batch(broadcast_object(self.mesh.sequence, data))
+        return require_mapping(broadcast_object(self.mesh.sequence, data))
 
     def bee(self, data: Data) -> BeePart:
         """Return this rank's part of a batch of CPM-Bee's `MixedDataset`, the same on all ranks of the group.
@@ -178,7 +178,7 @@ class SplitSequences:
         """
 
         def decide() -> tuple[tuple[dict[str, Tensor], Tensor, Tensor, tuple[Tensor, Tensor]], str]:
-            whole = vectors(require_batch(data), _BEE_VECTORS)
+            whole = vectors(require_mapping(data), _BEE_VECTORS)
             real = lengths(data, "length", *whole["inputs"].shape)
             related, rows = relations(data, whole, real), additional_rows(data)
             told = whole | {"length": real, "segment_rel": related, "ext_ids": rows[0], "ext_sub": rows[1]}
@@ -216,7 +216,7 @@ class SplitSequences:
 
         def decide() -> tuple[tuple[dict[str, Tensor], Tensor], str]:
             require_segment_types(num_segments)
-            whole = vectors(require_batch(data), _ANT_VECTORS)
+            whole = vectors(require_mapping(data), _ANT_VECTORS)
             real = lengths(data, "len_ctx", *whole["ctx"].shape)
             require_segments(whole["segment"], num_segments)
             return (whole, real), self._told(f"ant of {num_segments} segments", whole | {"len_ctx": real})
@@ -298,9 +298,9 @@ def _valid(loss_sum: Tensor, target: Tensor) -> Tensor:
             )
     if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
         raise UserError(
-            f"loss_sum must be one number in floating point, got {describe(loss_sum)}\n"
+            f"loss_sum must be one number in floating point, got {describe_tensors(loss_sum)}\n"
             "fix: FusedCrossEntropy(ignore_index=-100, reduction='sum')"
         )
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise UserError(f"target must be labels, got {describe(target)}\nfix: target of the same part")
+        raise UserError(f"target must be labels, got {describe_tensors(target)}\nfix: target of the same part")
     return count_valid(target)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bmburst.amounts import array_of, whole_number
-from bmburst.errors import UserError
+from bmburst.errors import UserError, with_fix
 
 Data = Mapping[str, Any]
 """A batch of CPM-Live's loaders: NumPy arrays or tensors of whole sequences, by name."""
@@ -17,7 +17,7 @@ _INT32 = torch.iinfo(torch.int32)
 _TRUTHS = ("context",)  # arrays of bools; the others hold whole numbers
 
 
-def require_batch(data: object) -> Data:
+def require_mapping(data: object) -> Data:
     """Check that a batch is a mapping, and return it.
 
     Raises:
@@ -45,7 +45,7 @@ def ints(data: Data, name: str) -> Tensor:
     try:
         found = array_of(f"'{name}' of the batch", data[name])
     except UserError as error:
-        raise UserError(f"{error}\nfix: pass what CPM-Live's loader yields") from None
+        raise with_fix(error, "pass what CPM-Live's loader yields") from None
     if found.size and found.dtype.kind not in ("iub" if name in _TRUTHS else "iu"):  # an empty list becomes float64
         kind = type(data[name]).__name__ if found.dtype.kind in "OUS" else f"{found.dtype} of shape {list(found.shape)}"
         raise UserError(
@@ -53,7 +53,10 @@ def ints(data: Data, name: str) -> Tensor:
         )
     for value in (found.min(initial=0), found.max(initial=0)):
         if not _INT32.min <= int(value) <= _INT32.max:
-            raise UserError(f"'{name}' of the batch holds {value}\nallowed: what int32 holds, below {_INT32.max + 1}")
+            raise UserError(
+                f"'{name}' of the batch holds {value}\nallowed: {_INT32.min} to {_INT32.max}, as int32 holds\n"
+                "fix: pass what CPM-Live's loader yields"
+            )
     return torch.from_numpy(found.astype(np.int32))
 
 
@@ -68,7 +71,7 @@ def vectors(data: Data, names: Iterable[str]) -> dict[str, Tensor]:
     if len(shape) != 2 or not shape.numel():
         raise UserError(
             f"'{first}' of the batch must be [batch, length], got {list(shape)}\n"
-            "allowed: one sequence and one token, or more of both"
+            "allowed: one sequence and one token, or more of both\nfix: pass what CPM-Live's loader yields"
         )
     for name, vector in found.items():
         if vector.shape != shape:
@@ -112,7 +115,8 @@ def relations(data: Data, whole: Mapping[str, Tensor], real: Tensor) -> Tensor:
         least = f", the least {int(found.min())}" if found.numel() else ""
         raise UserError(
             f"'segment_rel' must be [{batch}, entries], none below 0, got {list(found.shape)}{least}\n"
-            "allowed: for each sequence the squares of relations of its samples, one after another"
+            "allowed: for each sequence the squares of relations of its samples, one after another\n"
+            "fix: pass what CPM-Bee's loader yields"
         )
     segment, count, first = (whole[name] for name in ("segment_ids", "num_segments", "segment_rel_offset"))
     is_real = torch.arange(length) < real[:, None]
@@ -122,8 +126,8 @@ def relations(data: Data, whole: Mapping[str, Tensor], real: Tensor) -> Tensor:
         raise UserError(
             f"token {at} of sequence {b} has segment {int(segment[b, at])} of {int(count[b, at])}, with relations at "
             f"offset {int(first[b, at])} of {found.shape[1]}\n"
-            "allowed: a segment below their number, and a whole square of "
-            "relations at its offset"
+            "allowed: a segment below their number, and a whole square of relations at its offset\n"
+            "fix: pass what CPM-Bee's loader yields"
         )
     return found
 
@@ -152,7 +156,7 @@ def require_segment_types(num_segments: object) -> None:
     try:
         whole_number("num_segments", num_segments, 1)
     except UserError as error:
-        raise UserError(f"{error}\nfix: the model's segment_types") from None
+        raise with_fix(error, "the model's segment_types") from None
 
 
 def require_segments(segment: Tensor, num_segments: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bmburst.attention.options import AttentionOptions
-from bmburst.comm.checks import contents, describe
+from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, whole_batch
@@ -136,7 +136,7 @@ class SplitSequences:
         if unknown:
             raise UserError(
                 f"SplitSequences has no option {unknown[0]!r}\n"
-                f"allowed: {', '.join(sorted(_OPTIONS))}; the model itself sets scale and mask"
+                f"allowed: {', '.join(sorted(_OPTIONS))}\nfix: leave it out; the model itself sets scale and mask"
             )
         if layout == "balanced":
             raise UserError(
@@ -244,14 +244,14 @@ def _count(valid: Tensor | int | None) -> Tensor | int | None:
     is_count = isinstance(valid, int) and not isinstance(valid, bool) and valid >= 0
     is_tensor = isinstance(valid, Tensor) and valid.numel() == 1 and not valid.is_floating_point()
     if valid is not None and not is_count and not is_tensor:
-        got = describe(valid) if isinstance(valid, Tensor) else repr(valid)
+        got = describe_tensors(valid) if isinstance(valid, Tensor) else repr(valid)
         raise UserError(f"valid must be a number of labels, got {got}\nfix: what split.valid(*parts) returns, or None")
     return valid
 
 
 def _number(loss: Tensor) -> float:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = describe(loss) if isinstance(loss, Tensor) else type(loss).__name__
+        got = describe_tensors(loss) if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(f"a loss must be a tensor of one number, got {got}\nfix: what part.loss(model) returns")
     return float(loss.item())
 

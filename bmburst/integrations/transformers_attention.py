@@ -269,7 +269,8 @@ def _window(function: Callable[..., Any]) -> int | None:
     if _is(function, "and_masks"):
         others = [part for part in inside["mask_functions"] if part is not causal_mask_function]
         if len(others) == 1 and len(inside["mask_functions"]) == 2 and _is(others[0], "sliding_window_overlay"):
-            return int(getclosurevars(others[0]).nonlocals["sliding_window"])
+            # 0 is none: Qwen2-MoE without windows makes a mask of 0 tokens all the same, for layers that it has not.
+            return int(getclosurevars(others[0]).nonlocals["sliding_window"]) or None
     name = function.__qualname__.split(".")[0]
     raise _cannot(
         f"a mask that is neither causal nor a causal window ({name})",

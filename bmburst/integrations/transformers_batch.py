@@ -45,7 +45,7 @@ def whole_batch(
     if not _are_integers(input_ids) or input_ids.dim() != 2 or 0 in input_ids.shape:
         raise UserError(
             f"input_ids must be token ids [batch, length], got {_kind(input_ids)}\n"
-            "allowed: a tensor of int64 with one token or more, as tokenizers give it with return_tensors='pt'"
+            "allowed: a tensor of int64 with one token or more\nfix: call the tokenizer with return_tensors='pt'"
         )
     given = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "attention_mask": attention_mask}
     for name, tensor in given.items():
@@ -85,12 +85,18 @@ def _largest(input_ids: Tensor, labels: Tensor | None) -> int | None:
     if input_ids.is_cuda:
         return None
     if bool((input_ids < 0).any()):
-        raise UserError(f"input_ids hold {int(input_ids.min())}\nallowed: at least 0; -100 is allowed in labels only")
+        raise UserError(
+            f"input_ids hold {int(input_ids.min())}\nallowed: at least 0\n"
+            "fix: use the padding token; -100 is for labels only"
+        )
     if labels is None:
         return int(input_ids.max())
     wrong = (labels < 0) & (labels != IGNORE_INDEX)
     if bool(wrong.any()):
-        raise UserError(f"labels hold {int(labels[wrong][0])}\nallowed: at least 0, or {IGNORE_INDEX} for no loss")
+        raise UserError(
+            f"labels hold {int(labels[wrong][0])}\nallowed: at least 0, or {IGNORE_INDEX}\n"
+            f"fix: mark tokens without a loss by {IGNORE_INDEX}"
+        )
     return max(int(input_ids.max()), int(labels.max()))
 
 
@@ -112,7 +118,10 @@ def _shaped(name: str, tensor: Tensor | None, input_ids: Tensor, *, integers: bo
         return None
     if not (_are_integers(tensor) if integers else isinstance(tensor, Tensor) and tensor.layout == torch.strided):
         what = "integers" if integers else "0 and 1"
-        raise UserError(f"{name} must be a tensor of {what}, got {_kind(tensor)}\nallowed: {list(input_ids.shape)}")
+        raise UserError(
+            f"{name} must be a tensor of {what}, got {_kind(tensor)}\n"
+            f"allowed: {list(input_ids.shape)}, dense\nfix: pass a tensor of the shape of input_ids"
+        )
     if name == "position_ids" and tensor.dim() == 2 and tensor.shape == (1, input_ids.shape[1]):
         tensor = tensor.expand(len(input_ids), -1)
     if tensor.shape != input_ids.shape:

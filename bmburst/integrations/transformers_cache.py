@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from bmburst.attention.call import AttentionCall
-from bmburst.comm.checks import contents, describe
+from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.inference.earlier import merge_earlier, striped_tiles
 from bmburst.integrations.transformers import SplitSequences
@@ -270,7 +270,7 @@ def generate(
         for name in ("num_beams", "num_return_sequences"):
             if (options.get(name) or getattr(config, name, None) or 1) > 1:
                 raise _no_beams()
-        return None, f"generate\nseed {seed}\ninput_ids {describe(input_ids)} {contents(input_ids)}"
+        return None, f"generate\nseed {seed}\ninput_ids {describe_tensors(input_ids)} {contents(input_ids)}"
 
     with mesh.sequence.checking():
         mesh.sequence.decided(decide)

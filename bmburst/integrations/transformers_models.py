@@ -1,6 +1,7 @@
 """Checks that a transformers model is exact on a split sequence, and sets its activation checkpointing."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -141,6 +142,10 @@ def recompute(model: torch.nn.Module, policy: str = "block-keep-attention") -> N
         raise UserError(
             f"recomputed layers would draw other random numbers: the model has {dropout}\n"
             "fix: set it to 0, or model.gradient_checkpointing_enable()"
+        )
+    if chosen.every > 1:
+        raise UserError(
+            f"recompute policy '{chosen.name}' is for bmburst's own models\nfix: {replace(chosen, every=1).name}"
         )
     store = HostStore()
     for layer, own in zip(layers, chosen.of_layers(len(layers)), strict=True):

@@ -7,7 +7,7 @@ import torch
 
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.local import run_ranks
-from bmburst.inference.batch import Batch
+from bmburst.inference.batch import GenerationBatch
 from tests.inference.models import FAMILIES, Greedy, engine, greedy, logits, prompt
 
 UNEVEN = (13, 5, 1, 30)
@@ -19,7 +19,7 @@ def answers(
     comm: CheckedCommunicator, family: str, cache: str, chunk: int, prompts: list[tuple[int, ...]]
 ) -> list[list[int]]:
     made = engine(family, comm, cache, chunk)
-    batch = Batch(made, made.new_cache(len(prompts), max(map(len, prompts)) + STEPS))
+    batch = GenerationBatch(made, made.new_cache(len(prompts), max(map(len, prompts)) + STEPS))
     batch.prefill(prompts)
     return torch.stack([chosen.tokens for chosen in batch.decode(Greedy(), STEPS)], 1).tolist()
 
@@ -48,7 +48,7 @@ def test_chunks_change_nothing(family: str, ranks: int, cache: str, chunk: int) 
 def turns(comm: CheckedCommunicator, family: str, cache: str, chunk: int, texts: list[tuple[int, ...]]) -> Any:
     """Return the logits behind each turn and behind each of the steps that follow it, and the text."""
     made = engine(family, comm, cache, chunk)
-    batch = Batch(made, made.new_cache(1, sum(map(len, texts)) + len(texts) * STEPS))
+    batch = GenerationBatch(made, made.new_cache(1, sum(map(len, texts)) + len(texts) * STEPS))
     seen, text = [], []
     for turn in texts:
         batch.prefill([turn])

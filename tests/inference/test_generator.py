@@ -16,7 +16,7 @@ from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.local import run_ranks
 from bmburst.inference import generator as generating
 from bmburst.inference.answering import Progress
-from bmburst.inference.batch import Batch, Engine
+from bmburst.inference.batch import Engine, GenerationBatch
 from bmburst.inference.generator import Generator
 from bmburst.inference.prompts import Answer
 from bmburst.mesh import Mesh
@@ -192,7 +192,7 @@ def test_a_batch_that_is_split_by_tokens_takes_one_prompt_each() -> None:
 
     def body(comm: CheckedCommunicator) -> None:
         engine = over(comm, cache="tokens")._engine
-        batch = Batch(engine, engine.new_cache(2, 20))
+        batch = GenerationBatch(engine, engine.new_cache(2, 20))
         batch.prefill([prompt(4), prompt(5)])
         refuse(lambda: batch.prefill([prompt(3), prompt(3)]), "one prompt each")
 

@@ -27,7 +27,7 @@ def expected() -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (3, 4))])
 def test_tokens_equal_transformers(ranks: int, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
     run_processes(ranks, program.run, tmp_path)
     seen = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]

@@ -18,7 +18,7 @@ from tests.model_center_ext import program
 Results = dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids=lambda size: f"{size}-ranks")
+@pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.long)], ids=lambda size: f"{size}-ranks")
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     assert find_spec("model_center") is not None, "model-center 1.0.2 is not installed: make install"
     folder = tmp_path_factory.mktemp("job")
