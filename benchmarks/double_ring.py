@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: dict[netns.Port, dict[str, RepeatTimes]] = {}
     for port in args.port:
         at = replace(shape, port=port)
-        results[port] = measure(at, job)
+        results[port] = time_on_network(at, job)
         print(table(at, job, results[port]), flush=True)
     if args.output is not None:
         words = sys.argv[1:] if arguments is None else arguments
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(shape: netns.Shape, job: AttentionJob) -> dict[str, RepeatTimes]:
+def time_on_network(shape: netns.Shape, job: AttentionJob) -> dict[str, RepeatTimes]:
     """Run the job on every rank of a network.
 
     Raises:

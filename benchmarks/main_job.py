@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.engine.machine import describe
+from benchmarks.engine.machine import describe_run
 from benchmarks.engine.report import versions
 
 _WARM_UP = 10  # steps that are not timed: kernels are chosen and memory is taken
@@ -44,7 +44,7 @@ def main() -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     runs = [train(ranks, args.options) for ranks in args.ranks]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = describe(["python", "-m", "benchmarks.main_job", *sys.argv[1:]], device, max(args.ranks))
+    machine = describe_run(["python", "-m", "benchmarks.main_job", *sys.argv[1:]], device, max(args.ranks))
     name = f"main_job_{machine['device'].split()[-1].lower() if device == 'cuda' else 'cpu'}_{time.strftime('%Y%m')}"
     for run in runs:
         lines = "".join(json.dumps(line) + "\n" for line in run.metrics)

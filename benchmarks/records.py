@@ -57,7 +57,7 @@ def derived() -> Iterator[tuple[Path, str]]:
     yield _MEASURED, _with_rows(_MEASURED.read_text(encoding="utf-8"))
     for path in sorted(_RESULTS.glob("plan_accuracy_*.md")):
         head, line, _ = path.read_text(encoding="utf-8").partition("\n---\n")
-        yield path, f"{head}{line}\n{accuracy.markdown(accuracy.compare())}\n"
+        yield path, f"{head}{line}\n{accuracy.markdown(accuracy.compare_predictions())}\n"
 
 
 def _with_rows(text: str) -> str:

@@ -10,6 +10,7 @@ import itertools
 import os
 import statistics
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ import bmburst
 from benchmarks.engine.machine import write_record
 from benchmarks.engine.timing import RankGroup, in_turns
 from bmburst.attention.call import head_shapes
-from bmburst.schedule.cost import Placement
-from bmburst.schedule.hardware import HOST, hardware_like
+from bmburst.schedule.cost import Placement, Problem
+from bmburst.schedule.hardware import HOST, hardware_like, load_hardware
 from bmburst.schedule.layout import make_layout
 from bmburst.schedule.mask import Mask
 from bmburst.schedule.strategy import choose_strategy
@@ -39,6 +40,7 @@ CASES = (
     ((32, 8), 131072, "documents"),
 )
 STRATEGIES = ("heads", "gather", "ring")
+_META: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
 WARM_UP, REPEATS, SECONDS = 5, 31, 2.0
 
 
@@ -66,6 +68,25 @@ def main() -> int:
             options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     dist.destroy_process_group()
     return 0
+
+
+def predicted(row: Mapping[str, Any], ranks: int) -> tuple[str, dict[str, float]]:
+    """Return what "auto" takes in a recorded case on H200s, and the predicted milliseconds of each measured strategy.
+
+    Args:
+        row: A row of the record.
+        ranks: The number of GPUs.
+    """
+    layout = make_layout("zigzag", ranks, row["tokens"] // ranks)
+    q, k = (torch.empty(1, layout.tokens, row[heads], HEAD_DIM, **_META) for heads in ("query_heads", "kv_heads"))
+    mask, machine = _mask(row["mask"], row["tokens"]), load_hardware("h200")
+    problem = Problem(head_shapes(layout, q, k), row["tokens"], mask, Placement("peer"), machine)
+
+    def choose(strategy: str) -> Strategy:
+        return choose_strategy(strategy, problem.shapes, problem.length, mask, problem.placement, machine)
+
+    costs = {strategy: 1e3 * problem.cost(choose(strategy)).total for strategy in STRATEGIES if strategy in row}
+    return _name(choose("auto"), ranks), costs
 
 
 def _mask(name: str, tokens: int) -> Mask:

@@ -35,7 +35,7 @@ def median_tokens(tokens: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def document_lengths(tokens: int) -> tuple[int, ...]:
+def sample_document_lengths(tokens: int) -> tuple[int, ...]:
     """Return the lengths of the documents that are packed into a sequence, the same wherever they are drawn.
 
     Log-normal with the median of `median_tokens` and sigma 1.3, of 16 tokens to `tokens`: long-tailed, as corpora are.
@@ -58,7 +58,7 @@ def visible_pairs(mask: str, tokens: int) -> float:
     Under a causal mask, half of all: the diagonal is left out, as publications do.
     """
     if mask == "documents":
-        return float(sum(n * (n + 1) // 2 for n in document_lengths(tokens)))
+        return float(sum(n * (n + 1) // 2 for n in sample_document_lengths(tokens)))
     if mask == "window":
         seen = window_tokens(tokens)
         return float(tokens * seen - seen * (seen - 1) // 2)
@@ -68,7 +68,7 @@ def visible_pairs(mask: str, tokens: int) -> float:
 def facts(mask: str, tokens: int) -> dict[str, Any]:
     """Return what a row says of the mask beyond its name; nothing of causal and full."""
     if mask == "documents":
-        lengths = document_lengths(tokens)
+        lengths = sample_document_lengths(tokens)
         found = {"number": len(lengths), "median": statistics.median(lengths), "longest": max(lengths)}
         return {"documents": found | {"drawn_median": median_tokens(tokens), "sigma": SIGMA, "seed": SEED}}
     return {"window": window_tokens(tokens)} if mask == "window" else {}
@@ -77,14 +77,14 @@ def facts(mask: str, tokens: int) -> dict[str, Any]:
 def mask_of(name: str, tokens: int) -> Mask:
     """Return the mask of that name for `burst_attention`, in global positions of a sequence of so many tokens."""
     if name == "documents":
-        return Documents(document_lengths(tokens))
+        return Documents(sample_document_lengths(tokens))
     return SlidingWindow(window_tokens(tokens)) if name == "window" else make_mask(name)
 
 
 def pattern_of(name: str, tokens: int) -> Band | Segments:
     """Return the same for one kernel call on all queries and keys."""
     if name == "documents":
-        edges = tuple(accumulate(document_lengths(tokens), initial=0))
+        edges = tuple(accumulate(sample_document_lengths(tokens), initial=0))
         return Segments(CAUSAL, edges, edges)
     if name == "window":
         return Band(window_tokens(tokens) - 1, 0)
@@ -189,7 +189,8 @@ class Selection(BaseSelection):
         for heads, kv_heads in self.heads or ():
             if kv_heads < 1 or heads < 1 or heads % kv_heads:
                 raise UserError(
-                    f"--heads {heads} --kv-heads {kv_heads}\nallowed: heads that are a multiple of kv heads, 1 and more"
+                    f"--heads {heads} --kv-heads {kv_heads}\nallowed: 1 or more, heads a multiple of kv heads\n"
+                    "fix: for example --heads 32 --kv-heads 8"
                 )
         super().__post_init__()
 

@@ -38,7 +38,9 @@ def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tu
     for name in ("heads", "kv_heads", "head_dim"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}\nallowed: at least 1")
+            raise UserError(
+                f"--{name.replace('_', '-')} {value}\nallowed: at least 1\nfix: leave it out for the suite's own"
+            )
     if len(ranks) > 1:
         given = f"--gpus {args.gpus}" if args.ranks is None else f"--ranks {args.ranks}"
         raise UserError(f"{given}: attention takes one number of ranks\nfix: run the command once for each")

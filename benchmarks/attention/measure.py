@@ -23,12 +23,21 @@ from benchmarks.attention.cells import (
     plain_causal,
 )
 from benchmarks.attention.methods import LocalKernel, all_methods
-from benchmarks.attention.methods.method import Attend, Calls, Method, OneGpu, Setting, both, forward, prepare
+from benchmarks.attention.methods.method import (
+    Attend,
+    Calls,
+    Method,
+    OneGpu,
+    Setting,
+    both,
+    forward_without_grad,
+    prepare,
+)
 from benchmarks.engine.job import Job
 from benchmarks.engine.kind import ONE_GPU, Row
 from benchmarks.engine.machine import Gauge
 from benchmarks.engine.rank import RankRun
-from benchmarks.engine.timeline import record
+from benchmarks.engine.timeline import record_timeline
 from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient
 from bmburst.amounts import GIB
 from bmburst_ops.constants import ATTENTION_BACKWARD
@@ -116,7 +125,7 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, jo
         together = [getattr(own, _CALL[direction]) for own in (calls, *others)]
         row[direction] = _measure(together, _flops(cell, direction, factor), setting, job) | {"bytes": moved}
         if job.trace_folder is not None:
-            record(together[0], job.trace_folder, f"{cell.key}/{direction}", setting.group)
+            record_timeline(together[0], job.trace_folder, f"{cell.key}/{direction}", setting.group)
     return row
 
 
@@ -181,7 +190,7 @@ def measure_accuracy(method: Method, cell: Cell, setting: Setting) -> dict[str, 
     grad_in, out_in = _cutters(method, cell, group)
     q, k, v = (grad_in(t).contiguous().requires_grad_() for t in whole.inputs[:3])
     attend = method.bind(cell, setting)
-    found = forward(attend, q, k, v), *both(attend, q, k, v, out_in(whole.inputs[3]).contiguous())
+    found = forward_without_grad(attend, q, k, v), *both(attend, q, k, v, out_in(whole.inputs[3]).contiguous())
     expected = out_in(whole.exact[0]), *(grad_in(t) for t in whole.exact[1:])
     found, expected = (tuple(method.real(t, cell, group.rank) for t in tensors) for tensors in (found, expected))
     return {"errors": dict(zip(_ERRORS, _errors(found, expected, group), strict=True))}

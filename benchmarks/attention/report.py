@@ -16,7 +16,7 @@ from benchmarks.engine.report import (
     known,
     plot_methods,
     ranks_name,
-    save,
+    save_figure,
     spread_name,
 )
 from bmburst.amounts import short
@@ -173,7 +173,7 @@ def _picture(suite: str, title: str, rows: Rows[Cell], stem: Path) -> Path:
         finish(lower, f"{name}: TFLOP/s a GPU")
         lower.set_xlabel("sequences at once" if suite == "batch" else "tokens of the whole sequence")
     finish_figure(figure, title, axes[1][0])
-    return save(figure, _path(suite, rows[0][0], stem))
+    return save_figure(figure, _path(suite, rows[0][0], stem))
 
 
 def _path(suite: str, cell: Cell, stem: Path) -> Path:

@@ -130,18 +130,20 @@ def _settle(args: argparse.Namespace, kind: Kind[Any]) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.repeats < 1:
-        raise UserError(f"--repeats {args.repeats}\nallowed: at least 1")
+        raise UserError(f"--repeats {args.repeats}\nallowed: at least 1\nfix: --repeats 5, or leave it out")
     for name in ("cell_seconds", "cell_timeout", "budget"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} {value:g}\nallowed: seconds above 0")
+            raise UserError(
+                f"--{name.replace('_', '-')} {value:g}\nallowed: seconds above 0\nfix: leave it out for the default"
+            )
     if args.gpus is not None and args.ranks is not None:
         raise UserError("--gpus and --ranks cannot be combined\nfix: --gpus for GPUs, --ranks for ranks on the CPU")
     if args.list:
         return
     if args.output is not None:
         if args.output.suffix != ".json":  # tables and pictures get the same name with other endings
-            raise UserError(f"--output {args.output}\nallowed: a .json file")
+            raise UserError(f"--output {args.output}\nallowed: a .json file\nfix: --output results.json")
         _require_output(args.output, kind)
     if args.trace is not None:
         require_folder("--trace", args.trace)
@@ -170,7 +172,7 @@ def _place(args: argparse.Namespace) -> tuple[str, tuple[int, ...]]:
     if not gpus:
         raise UserError("this machine has no GPU\nfix: --ranks 2 --tokens 1024 measures on CPU ranks over gloo")
     if wanted is not None and max(wanted) > gpus:
-        raise UserError(f"--gpus {args.gpus}, but this machine has {gpus}\nallowed: 1 to {gpus}")
+        raise UserError(f"--gpus {args.gpus}, but this machine has {gpus}\nallowed: 1 to {gpus}\nfix: --gpus {gpus}")
     return "cuda", wanted or (gpus,)
 
 
@@ -187,7 +189,7 @@ def _measure(
     args: argparse.Namespace, kind: Kind[Any], cells: Sequence[Any], device: str, ranks: tuple[int, ...]
 ) -> int:
     from benchmarks.engine.job import Job, run_job
-    from benchmarks.engine.machine import describe
+    from benchmarks.engine.machine import describe_run
     from benchmarks.engine.report import markdown
 
     status = 0
@@ -199,7 +201,7 @@ def _measure(
             "deadline": 0.0 if args.budget is None else time.time() + args.budget,
             "trace": "" if args.trace is None else str(args.trace.absolute()),
         }
-        header: dict[str, Any] | None = describe(["bmburst", *sys.argv[1:]], device, max(ranks))
+        header: dict[str, Any] | None = describe_run(["bmburst", *sys.argv[1:]], device, max(ranks))
         for start in kind.starts(args, cells, ranks):
             status = run_job(Job(**shared, **start), header=header, cell_timeout=args.cell_timeout)
             header = None  # the others go on with this run

@@ -83,7 +83,8 @@ class BaseSelection:
             if bad:
                 raise UserError(
                     f"--tokens {bad[0]} on {ranks} ranks\n"
-                    f"allowed: multiples of {2 * ranks}, so that every method cuts the sequence evenly"
+                    f"allowed: multiples of {2 * ranks}, so that every method cuts the sequence evenly\n"
+                    f"fix: for example --tokens {2 * ranks * max(1, bad[0] // (2 * ranks))}"
                 )
 
     @property

@@ -34,7 +34,7 @@ _PACKAGES = (
 )
 
 
-def describe(command: Sequence[str], device: str, ranks: int) -> dict[str, Any]:
+def describe_run(command: Sequence[str], device: str, ranks: int) -> dict[str, Any]:
     """Return the header of a run, as JSON knows it.
 
     Args:
@@ -77,7 +77,7 @@ def write_record(path: Path | None, module: str, ranks: int = 1, **found: Any) -
     """Write what a module of `benchmarks` found, and its machine, as JSON; nothing where there is no path."""
     if path is not None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        machine = describe(["python", "-m", module, *sys.argv[1:]], device, ranks)
+        machine = describe_run(["python", "-m", module, *sys.argv[1:]], device, ranks)
         path.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -61,14 +61,14 @@ def by_method(rows: Rows[C], column: Callable[[C], int]) -> dict[str, dict[int, 
     return found
 
 
-def device_name(cell: BaseCell) -> str:
+def rank_kind(cell: BaseCell) -> str:
     """Return what a rank of the cell is."""
     return "GPU" if cell.device == "cuda" else "CPU rank"
 
 
 def ranks_name(cell: BaseCell) -> str:
     """Return where a cell runs, for example `2 GPUs`."""
-    return f"{cell.ranks} {device_name(cell)}{'s' if cell.ranks > 1 else ''}"
+    return f"{cell.ranks} {rank_kind(cell)}{'s' if cell.ranks > 1 else ''}"
 
 
 def spread_name(ranks: int, chosen: dict[str, Any]) -> str:
@@ -127,7 +127,7 @@ def _run_lines(results: Results[Any]) -> list[str]:
 
 
 def versions(run: Mapping[str, Any]) -> str:
-    """Return the versions of a run's software, by what `benchmarks.engine.machine.describe` said of it."""
+    """Return the versions of a run's software, by what `benchmarks.engine.machine.describe_run` said of it."""
     names = ("python", "torch", "cuda", "cudnn", "nccl", "driver")
     stack = {name: run[name] for name in names if run.get(name)} | run["packages"]
     software = [f"bmburst {run['bmburst']} ({run['commit'] or 'unknown'})"]
@@ -217,7 +217,7 @@ def _styles_of(methods: list[str]) -> dict[str, dict[str, Any]]:
     return styles
 
 
-def save(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
     """Write a figure and return its path."""
     save_picture(figure, path)
     return path

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engine.report import blank, save
+from benchmarks.engine.report import blank, save_figure
 from benchmarks.engine.timing import RankGroup
 from bmburst.outputs import is_picture, require_own
 
@@ -40,7 +40,7 @@ _NAMES = (  # the first that is found in an event's name says what it is
 )
 
 
-def record(call: Callable[[], object], folder: Path, name: str, group: RankGroup) -> None:
+def record_timeline(call: Callable[[], object], folder: Path, name: str, group: RankGroup) -> None:
     """Write `FOLDER/NAME.json` on the first rank, for chrome://tracing or Perfetto, and of GPUs a picture beside it.
 
     Every rank calls it.
@@ -70,19 +70,19 @@ def record(call: Callable[[], object], folder: Path, name: str, group: RankGroup
     folder.mkdir(parents=True, exist_ok=True)
     path = timeline_file(folder, name)
     timeline.export_chrome_trace(str(path))
-    draw(path, path.with_suffix(".png"))
+    draw_timeline(path, path.with_suffix(".png"))
 
 
 def timeline_file(folder: Path, name: str) -> Path:
-    """Return the file that `record` writes for a name; its picture has the suffix .png."""
+    """Return the file that `record_timeline` writes for a name; its picture has the suffix .png."""
     return folder / f"{name.replace('/', '.')}.json"
 
 
 def require_timelines(folder: Path, names: Iterable[str]) -> None:
-    """Check that recording replaces only timelines and pictures that `record` wrote.
+    """Check that recording replaces only timelines and pictures that `record_timeline` wrote.
 
     Args:
-        folder: See `record`.
+        folder: See `record_timeline`.
         names: Of all timelines to record.
 
     Raises:
@@ -129,11 +129,11 @@ def hidden(moving: Sequence[Span], computing: Sequence[Span]) -> float:
     return float((ended - begun).sum() / whole)
 
 
-def draw(trace: Path, picture: Path) -> Path | None:
+def draw_timeline(trace: Path, picture: Path) -> Path | None:
     """Draw a timeline of one GPU.
 
     Args:
-        trace: What `record` wrote.
+        trace: What `record_timeline` wrote.
         picture: Where to.
 
     Returns:
@@ -153,7 +153,7 @@ def draw(trace: Path, picture: Path) -> Path | None:
     axes.set_xlabel("milliseconds")
     axes.grid(axis="x", alpha=0.3)
     axes.set_title(trace.stem, fontsize=11)
-    return save(figure, picture)
+    return save_figure(figure, picture)
 
 
 def _label(kind: str, spans: Sequence[Span], computing: Sequence[Span]) -> str:

@@ -106,10 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(map(str, planned)))
         return 0
-    from benchmarks.engine.machine import describe
+    from benchmarks.engine.machine import describe_run
 
     command = ["python", "-m", "benchmarks.faults", *(sys.argv[1:] if arguments is None else arguments)]
-    facts = describe(command, "cpu", 2) | {"cores": os.cpu_count(), "minutes": 0.0, "notes": []}
+    facts = describe_run(command, "cpu", 2) | {"cores": os.cpu_count(), "minutes": 0.0, "notes": []}
     output = args.output or _default_output(facts["device"])
     output.parent.mkdir(parents=True, exist_ok=True)
     log = OutcomeLog(facts, planned, output)
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="bmburst-faults-", dir=args.scratch))
     try:
         with Workspace(folder, log.say) as bench:
-            run(bench, left, log, jobs=args.jobs, seconds=60 * args.minutes)
+            inject_faults(bench, left, log, jobs=args.jobs, seconds=60 * args.minutes)
     except KeyboardInterrupt:
         log.say("ended; --resume goes on")
         return 130
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(not all(outcome.is_good for outcome in log.outcomes) or len(log.outcomes) < len(planned))
 
 
-def run(bench: Workspace, planned: Sequence[Fault], log: OutcomeLog, *, jobs: int, seconds: float) -> None:
+def inject_faults(bench: Workspace, planned: Sequence[Fault], log: OutcomeLog, *, jobs: int, seconds: float) -> None:
     """Inject faults, `jobs` at a time, until all are done or the time is over.
 
     Faults of a kind in `CHAINS` disturb the same run one after another; there is one such run per job.

@@ -33,7 +33,7 @@ class Workspace:
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self.say = folder, say
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        self._text = programs.write_text(folder / "text.txt")
+        self._text = programs.write_training_text(folder / "text.txt")
         self._count, self._lock = 0, Lock()
         self._bases: dict[int, UndisturbedRun] = {}
         self._mounts: list[Path] = []
@@ -288,6 +288,8 @@ class TerminatedRun(DisturbedRun):
         allowed = {0, 128 + signal.SIGTERM} if fault.target == "launcher" else {0, 1}
         if fault.target == "launcher" and fault.moment == "start":
             allowed.add(-signal.SIGTERM)  # its signal handler may not be installed yet
+        if fault.target == "launcher" and programs.newest(self.run) == STEPS:
+            allowed.add(-signal.SIGTERM)  # the run is complete, and the handler was removed
         return [] if status in allowed else [f"status {status}: {program.last_words}"]
 
 

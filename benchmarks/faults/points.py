@@ -164,7 +164,7 @@ def record(facts: Mapping[str, Any], planned: Sequence[Fault], outcomes: Sequenc
     """Return the whole record in Markdown.
 
     Args:
-        facts: Result of `benchmarks.engine.machine.describe`, with `cores`, `minutes` and `notes`.
+        facts: Result of `benchmarks.engine.machine.describe_run`, with `cores`, `minutes` and `notes`.
         planned: All requested faults.
         outcomes: Outcomes of the faults that were injected.
     """

@@ -332,7 +332,7 @@ def base_of(folder: Path, timing: RunTiming) -> UndisturbedRun:
     return UndisturbedRun(folder, timing, _losses(folder), read_lines(folder / "evals.jsonl"), _digests(folder))
 
 
-def write_text(path: Path) -> Path:
+def write_training_text(path: Path) -> Path:
     """Write the training text."""
     path.write_text("".join(f"line {i}: the quick brown fox, {i * i} times.\n" for i in range(400)))
     return path

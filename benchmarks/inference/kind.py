@@ -28,7 +28,9 @@ def _configure(group: argparse._ArgumentGroup) -> None:
 
 def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tuple[InferenceCell, ...]:
     if args.dtype == "float64":
-        raise UserError("--dtype float64 is not a dtype of inference\nallowed: bfloat16, float16, float32")
+        raise UserError(
+            "--dtype float64 is not a dtype of inference\nallowed: bfloat16, float16, float32\nfix: --dtype bfloat16"
+        )
     return list_cells(
         InferenceSelection(
             models=None if args.models is None else tuple(args.models.split(",")),

@@ -14,14 +14,14 @@ from torch import Tensor
 from benchmarks.attention.methods import LocalKernel, Setting
 from benchmarks.engine.kind import Row
 from benchmarks.engine.rank import RankRun
-from benchmarks.engine.timeline import record
+from benchmarks.engine.timeline import record_timeline
 from benchmarks.engine.timing import RankGroup
 from benchmarks.inference.cells import FULL, METHODS, NO_LAO, TRANSFORMERS, WARM_STEPS, WARM_TOKENS, InferenceCell
 from benchmarks.inference.peers import PeerPrefill, Transformers
 from bmburst.amounts import GIB
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.config import LlamaConfig
-from bmburst.inference.batch import Batch, Engine
+from bmburst.inference.batch import Engine, GenerationBatch
 from bmburst.inference.prefill import Prefill
 from bmburst.inference.sampling import Sampled
 from bmburst.inference.weights import ResidentWeights
@@ -111,7 +111,7 @@ class InferenceRun(RankRun[InferenceCell]):
         row = self._times(cell, counted) | {"tokens": ids[0, :_KEPT_TOKENS].tolist(), "rounds": len(counted)}
         row |= self._memory() | {"kernel": self.setting.kernel_name}
         if self.job.trace_folder is not None:
-            record(lambda: answer(prompts, WARM_STEPS), self.job.trace_folder, cell.key, self.setting.group)
+            record_timeline(lambda: answer(prompts, WARM_STEPS), self.job.trace_folder, cell.key, self.setting.group)
         return row
 
     def _round(self, answer: Answer, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[list[float], Tensor]:
@@ -158,7 +158,7 @@ class InferenceRun(RankRun[InferenceCell]):
         def answer(prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[list[float], Tensor]:
             length = len(prompts[0])
             begun = time.perf_counter()
-            batch = Batch(engine, engine.new_cache(len(prompts), length + new_tokens))
+            batch = GenerationBatch(engine, engine.new_cache(len(prompts), length + new_tokens))
             batch.prefill(prompts, lambda _: watchdog.beat())
             times, ids = [], []
             for chosen in batch.decode(Greedy(), new_tokens):

@@ -18,7 +18,7 @@ from benchmarks.engine.report import (
     known,
     plot_methods,
     ranks_name,
-    save,
+    save_figure,
 )
 from benchmarks.inference.cells import CAUSAL, SUITES, InferenceCell
 from bmburst.amounts import short
@@ -154,7 +154,7 @@ def _draw(title: str, rows: Rows[InferenceCell], path: Path) -> Path:
             _draw_bound(axes, rows, column, bound)
         finish(axes, name, logarithmic=bound == FIRST)
     finish_figure(figure, title, all_axes[0])
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 def _draw_bound(axes: Any, rows: Rows[InferenceCell], column: Callable[[InferenceCell], int], what: str) -> None:

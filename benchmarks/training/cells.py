@@ -131,7 +131,7 @@ class TrainSelection(BaseSelection):
         most = max(SHAPES[name].num_layers for name in self.presets or SUITES["step"].presets)
         for layers in self.layers or ():
             if not 1 <= layers <= most:
-                raise UserError(f"--layers {layers}\nallowed: 1 to {most}, the layers of the model")
+                raise UserError(f"--layers {layers}\nallowed: 1 to {most}\nfix: no more layers than the model has")
         super().__post_init__()
 
 

@@ -14,7 +14,7 @@ from bmburst.amounts import numbers
 from bmburst.errors import UserError
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import machine_of
-from bmburst.train.resolve import check_data_path
+from bmburst.train.data_paths import check_data_path
 
 if TYPE_CHECKING:
     from benchmarks.engine.rank import RankRun
@@ -55,7 +55,9 @@ def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tu
         raise UserError(f"--text {args.text} does not exist\nfix: name a text file or folder, or leave it out")
     check_data_path(args.text, "text")
     if args.dtype not in (None, "bfloat16", "float32"):
-        raise UserError(f"--dtype {args.dtype} is not a dtype of the trainer\nallowed: bfloat16, float32")
+        raise UserError(
+            f"--dtype {args.dtype} is not a dtype of the trainer\nallowed: bfloat16, float32\nfix: --dtype bfloat16"
+        )
     return list_cells(
         TrainSelection(
             presets=None if args.preset is None else tuple(args.preset.split(",")),

@@ -19,14 +19,14 @@ from benchmarks.attention.methods.method import prepare
 from benchmarks.engine.kind import Row
 from benchmarks.engine.machine import Gauge
 from benchmarks.engine.rank import RankRun
-from benchmarks.engine.timeline import record
+from benchmarks.engine.timeline import record_timeline
 from benchmarks.engine.timing import RankGroup, Times, in_turns, mark, milliseconds_between
 from benchmarks.training.cells import OURS, STEPS, Rates, TrainCell, bound, utilisation
 from benchmarks.training.methods import METHODS
 from bmburst.amounts import GIB
 from bmburst.attention.options import MaskOption
 from bmburst.data.sources import Document
-from bmburst.data.token_file import write_token_file
+from bmburst.data.token_writer import write_token_file
 from bmburst.schedule.hardware import hardware_of, machine_of
 from bmburst.train.config import DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from bmburst.train.metrics import StepMetrics
@@ -38,7 +38,7 @@ _MORE = 1.25  # random tokens over those of a sequence: a part is held out
 _SLOWLY = OptimizerConfig(lr=1e-5)  # of steps that are measured: random tokens teach nothing
 
 
-def build(cell: TrainCell, setting: Setting, data: DataConfig, folder: Path, *, steps: int) -> Trainer:
+def build_trainer(cell: TrainCell, setting: Setting, data: DataConfig, folder: Path, *, steps: int) -> Trainer:
     """Return a cell's trainer, before its first step. Every rank calls it.
 
     Args:
@@ -192,11 +192,11 @@ def _measure_steps(cell: TrainCell, run: TrainRun) -> Row:
     row = _choices(cell, run.setting)
     before = _measure_rates(cell, run.setting)
     run.gauge.clear()
-    trainer = build(cell, run.setting, _data(cell, run), run.folder, steps=1 << 30)
+    trainer = build_trainer(cell, run.setting, _data(cell, run), run.folder, steps=1 << 30)
     warm_up, milliseconds, found = _steps(trainer, run)
     row |= _memory(run.gauge, found[len(warm_up) :])
     if run.job.trace_folder is not None:
-        record(trainer.step, run.job.trace_folder, cell.key, run.setting.group)
+        record_timeline(trainer.step, run.job.trace_folder, cell.key, run.setting.group)
     del trainer
     gc.collect()
     run.gauge.clear()
@@ -291,7 +291,7 @@ def _measure_losses(cell: TrainCell, run: TrainRun) -> Row:
     """Return every step's loss in nats a token and gradient norm, and the time of a step. Every rank calls it."""
     text, steps = run.job.options["text"], run.job.options["steps"]  # 0: as many as the suite has
     data = DataConfig(source=text, tokenizer="bytes", cache=run.folder)
-    trainer = build(cell, run.setting, data, run.folder, steps=steps or STEPS[cell.suite])
+    trainer = build_trainer(cell, run.setting, data, run.folder, steps=steps or STEPS[cell.suite])
     milliseconds, found = _timed(trainer, trainer.config.steps, run)
     return {
         "recompute": METHODS[cell.method].recompute(cell),

@@ -11,7 +11,6 @@ from benchmarks.engine.kind import OK, Results, Row
 from benchmarks.engine.report import (
     Rows,
     blank,
-    device_name,
     finish,
     finish_figure,
     grid,
@@ -20,8 +19,9 @@ from benchmarks.engine.report import (
     known,
     note,
     plot_methods,
+    rank_kind,
     ranks_name,
-    save,
+    save_figure,
     spread_name,
 )
 from benchmarks.training.cells import Rates, TrainCell, bound, to_all_layers
@@ -47,7 +47,7 @@ def tables(results: Results[TrainCell], notes: dict[str, int]) -> list[str]:
     """Return all tables as lines; see `grid` for the notes."""
     shown = (
         (over_tokens, _steps),
-        (derived, _derived),
+        (extrapolated, _derived),
         (over_ranks, _scaling),
         (partial(trained, suite="loss"), _losses),
         (partial(trained, suite="curve"), _curves),
@@ -79,7 +79,7 @@ def over_ranks(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCel
             yield title, rows
 
 
-def derived(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCell]]]:
+def extrapolated(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCell]]]:
     """Yield the same for what was measured with several numbers of layers, none of them all."""
     for title, rows in groups(
         results.cell_rows("step"),
@@ -260,7 +260,7 @@ def _curves(rows: Rows[TrainCell], notes: dict[str, int]) -> list[str]:
             f"| median of {MEDIAN_STEPS} steps around it | {' | '.join(smooth)} |",
             "",
             f"{row['milliseconds']['median']:.0f} ms a step, "
-            f"{cell.tokens / row['milliseconds']['median'] * 1e3 / cell.ranks:.0f} tokens/s a {device_name(cell)}.",
+            f"{cell.tokens / row['milliseconds']['median'] * 1e3 / cell.ranks:.0f} tokens/s a {rank_kind(cell)}.",
             "",
         ]
     return lines
@@ -342,7 +342,7 @@ def _panels(
         plot_methods(axes, rows, column, value)
         finish(axes, name, logarithmic=name == _LOGARITHMIC)
     finish_figure(figure, title, all_axes[0])
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 def _draw_curves(title: str, rows: Rows[TrainCell], path: Path) -> Path:
@@ -365,7 +365,7 @@ def _draw_curves(title: str, rows: Rows[TrainCell], path: Path) -> Path:
         _finish_curves(axes, "difference from one rank's, relative")
         axes.set_yscale("log")
     figure.suptitle(title, fontsize=12)
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 def _finish_curves(axes: Any, title: str) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from benchmarks.attention.cells import document_lengths, window_tokens
+from benchmarks.attention.cells import sample_document_lengths, window_tokens
 
 
 def visible(mask: str, tokens: int) -> Tensor:
@@ -13,7 +13,7 @@ def visible(mask: str, tokens: int) -> Tensor:
         return torch.ones(tokens, tokens, dtype=torch.bool)
     seen = key <= query
     if mask == "documents":
-        number = torch.repeat_interleave(torch.tensor(document_lengths(tokens)))
+        number = torch.repeat_interleave(torch.tensor(sample_document_lengths(tokens)))
         seen &= number[query] == number[key]
     if mask == "window":
         seen &= key > query - window_tokens(tokens)

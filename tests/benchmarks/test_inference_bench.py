@@ -95,6 +95,7 @@ def test_default_cells_are_those_of_the_papers_tables_and_a_million_tokens():
     assert {(each.suite, each.batch) for each in more} == {("prompt", 1), ("batch", 4)}
 
 
+@pytest.mark.long
 def test_every_method_gives_the_same_tokens_on_one_and_two_ranks(tmp_path, monkeypatch, capsys):
     """In fp32, with and without a mask, one prompt and two; chunks are the methods' own."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

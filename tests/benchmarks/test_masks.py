@@ -12,7 +12,6 @@ from benchmarks.attention import measure
 from benchmarks.attention.cells import (
     Cell,
     Selection,
-    document_lengths,
     facts,
     forward_flops,
     list_cells,
@@ -21,6 +20,7 @@ from benchmarks.attention.cells import (
     one_gpu_cell,
     pattern_of,
     plain_causal,
+    sample_document_lengths,
     visible_pairs,
     window_tokens,
 )
@@ -69,9 +69,9 @@ def test_work_is_that_of_the_mask_at_full_size(tokens):
 
 
 def test_documents_are_long_tailed_and_always_the_same():
-    assert document_lengths(131072)[:3] == document_lengths(524288)[:3] == (7641, 5086, 1578)
+    assert sample_document_lengths(131072)[:3] == sample_document_lengths(524288)[:3] == (7641, 5086, 1578)
     for tokens in (131072, 524288, 1 << 22):
-        lengths = document_lengths(tokens)
+        lengths = sample_document_lengths(tokens)
         assert sum(lengths) == tokens and min(lengths) >= 16
     logs = [math.log(n) for n in lengths]
     assert len(logs) > 500
@@ -83,7 +83,7 @@ def test_short_sequences_have_short_documents_and_windows():
     assert [median_tokens(n) for n in (64, 1024, 32768, 1 << 20)] == [16, 64, 2048, 2048]
     assert [window_tokens(n) for n in (8, 256, 65536, 262144)] == [1, 16, 4096, 4096]
     for tokens in range(1, 200):
-        lengths = document_lengths(tokens)
+        lengths = sample_document_lengths(tokens)
         assert sum(lengths) == tokens and (min(lengths) >= 16 or lengths == (tokens,))
 
 
@@ -175,7 +175,7 @@ def test_tables_say_what_was_packed(tmp_path):
     assert (
         "## Attention of packed causal documents over tokens in all: 32 q / 8 kv heads, head dim 128, bfloat16" in text
     )
-    lengths = document_lengths(131072)
+    lengths = sample_document_lengths(131072)
     drawn = "drawn log-normal, median 2048, sigma 1.3, seed 0"
     packed = f"{len(lengths)} documents, median {statistics.median(lengths):g}, longest {max(lengths)}; {drawn}"
     assert f"- 128K tokens: {packed}." in text

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.attention.cells import Cell
 from benchmarks.attention.methods import LocalKernel, Setting, all_methods
 from benchmarks.attention.methods.kernel import flash_attention_2
-from benchmarks.attention.methods.method import both, forward, prepare
+from benchmarks.attention.methods.method import both, forward_without_grad, prepare
 from benchmarks.engine.timing import RankGroup
 from bmburst.errors import UserError
 from tests.benchmarks.masked import visible
@@ -131,7 +131,7 @@ def _compare(at, group):
     out_grad = method.cut_output(grad, at, group.rank).contiguous()
     assert tuple(out_grad.shape) == method.output_shape(at)
     attend = method.bind(at, Setting(group=group, kernel=LocalKernel()))
-    found = forward(attend, *mine), *both(attend, *mine, out_grad)
+    found = forward_without_grad(attend, *mine), *both(attend, *mine, out_grad)
     expected = method.cut_output(exact[0], at, group.rank), *(method.cut_input(t, at, group.rank) for t in exact[1:])
     for name, ours, right in zip(("O", "dQ", "dK", "dV"), found, expected, strict=True):
         error = ((ours - right).norm() / right.norm()).item()

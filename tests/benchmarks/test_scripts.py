@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import main_job
+from benchmarks import families, main_job
 from benchmarks.engine.machine import write_record
+from tests.docs.scripts import run_script
 
 SCRIPTS = sorted(
     path.stem
@@ -27,7 +28,8 @@ def test_a_script_says_how_it_is_used(name, monkeypatch, capsys):
 
 
 def test_there_are_scripts():
-    assert {"biased", "double_ring", "elementwise", "main_job", "plan_measure", "records", "step_parts"} <= {*SCRIPTS}
+    known = {"biased", "double_ring", "elementwise", "families", "logprobs", "main_job", "plan_measure", "records"}
+    assert known | {"step_parts", "strategies"} <= {*SCRIPTS}
 
 
 def test_a_record_says_what_was_run_and_where(tmp_path, monkeypatch):
@@ -38,6 +40,31 @@ def test_a_record_says_what_was_run_and_where(tmp_path, monkeypatch):
     assert content["machine"]["command"] == "python -m benchmarks.elementwise --tokens 8"
     assert {"date", "device", "python", "torch", "bmburst", "commit"} <= content["machine"].keys()
     write_record(None, "benchmarks.elementwise")
+
+
+def test_a_pass_of_log_probabilities_is_measured_on_two_ranks(tmp_path):
+    words = ["-m", "benchmarks.logprobs", "--small", "--tokens", "65", "--repeats", "1", "--output", "found.json"]
+    run_script(tmp_path, 2, words)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["tokens"] == 65
+    assert [row["pass"].split(",")[0] for row in found["rows"]] == ["log-probabilities"] * 2 + ["mean loss"]
+    assert all(row["seconds"] > 0 for row in found["rows"])
+    text = (tmp_path / "found.md").read_text()
+    assert "65 tokens over 2 ranks" in text
+    assert text.count("| - |") == 3  # no memory without a GPU
+
+
+def test_families_are_tried_on_two_ranks(tmp_path):
+    """Qwen2-MoE's window of 0 tokens is none; a softcap is refused; a type of other sizes is too large to be tried."""
+    types = ["mistral", "qwen2_moe", "gemma2", "xlm-roberta-xl"]
+    run_script(tmp_path, 2, ["-m", "benchmarks.families", "--rank", ".", "--types", *types])
+    rows = [json.loads(line) for line in (tmp_path / "families.jsonl").read_text().splitlines()]
+    assert [row["type"] for row in rows] == types
+    assert [row["result"] for row in rows[:3]] == ["exact", "exact", "refused"]
+    assert "softcap" in rows[2]["reason"]
+    text = families.table(rows, 2)
+    assert "2 exact" in text and "\nmistral, qwen2_moe.\n" in text
+    assert re.search(r"^\| gemma2 \| refused \| .*softcap", text, re.M)
 
 
 def test_the_main_jobs_record_has_the_machine_and_a_row_a_run():

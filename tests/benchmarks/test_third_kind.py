@@ -11,7 +11,7 @@ from benchmarks.engine import job as job_module
 from benchmarks.engine import kind as kind_module
 from benchmarks.engine.kind import OK, BaseCell, BaseSelection, Kind, Results, selection_of
 from benchmarks.engine.rank import RankRun
-from benchmarks.engine.report import blank, grid, groups, is_measured, plot_methods, save
+from benchmarks.engine.report import blank, grid, groups, is_measured, plot_methods, save_figure
 from bmburst.cli import main
 from tests.distributed.processes import run_processes
 from tests.refusals import says
@@ -66,7 +66,7 @@ def draw(results, stem):
     rows = results.cell_rows("sum")
     figure = blank(4, 4)
     plot_methods(figure.subplots(), rows, column, lambda row: row["sum"])
-    return [save(figure, stem.with_name(f"{stem.name}-sums.png"))] if is_measured(rows) else []
+    return [save_figure(figure, stem.with_name(f"{stem.name}-sums.png"))] if is_measured(rows) else []
 
 
 KIND = Kind(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.engine.timeline import draw, hidden, lanes
+from benchmarks.engine.timeline import draw_timeline, hidden, lanes
 
 EVENTS = [
     {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000},
@@ -53,8 +53,8 @@ def test_many_spans_are_not_compared_in_pairs():
 def test_a_picture_is_drawn_where_a_gpu_took_part(tmp_path):
     trace, picture = tmp_path / "t.json", tmp_path / "t.png"
     trace.write_text(json.dumps({"traceEvents": EVENTS}))
-    assert draw(trace, picture) == picture
+    assert draw_timeline(trace, picture) == picture
     assert picture.read_bytes().startswith(b"\x89PNG")
     trace.write_text(json.dumps({"traceEvents": EVENTS[:1]}))
-    assert draw(trace, tmp_path / "none.png") is None
+    assert draw_timeline(trace, tmp_path / "none.png") is None
     assert not (tmp_path / "none.png").exists()

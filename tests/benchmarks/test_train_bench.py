@@ -272,7 +272,9 @@ def test_the_kernel_under_test_is_the_trainers_too(kernel, tmp_path, monkeypatch
 
     built = []
     monkeypatch.setattr(measure, "Trainer", lambda config: built.append(config.parallel.kernel))
-    measure.build(cell("ours"), Setting(group=None, kernel=None, kernel_name=kernel), DataConfig(), tmp_path, steps=1)
+    measure.build_trainer(
+        cell("ours"), Setting(group=None, kernel=None, kernel_name=kernel), DataConfig(), tmp_path, steps=1
+    )
     assert built == [kernel]
 
 
@@ -290,6 +292,7 @@ def run(tmp_path_factory):
     return folder / "r.json", words
 
 
+@pytest.mark.long
 def test_every_method_trains_to_the_losses_of_one_rank(run):
     rows = json.loads(run[0].read_text())["rows"]
     losses = {key: row for key, row in rows.items() if key.startswith("loss/")}
@@ -301,6 +304,7 @@ def test_every_method_trains_to_the_losses_of_one_rank(run):
         assert furthest(row, one) < 2e-6 and furthest(row, one, "grad_norms") < 2e-5, key
 
 
+@pytest.mark.long
 def test_a_step_is_measured_beside_its_bound(run):
     rows = json.loads(run[0].read_text())["rows"]
     for method, layout in (("ours", "zigzag"), ("tensor-v1", "contiguous")):
@@ -315,6 +319,7 @@ def test_a_step_is_measured_beside_its_bound(run):
         assert row["mfu"] is None and row["peak_memory_gib"] is None and row["tensor"] == (1 if method == "ours" else 2)
 
 
+@pytest.mark.long
 def test_the_same_command_starts_nothing_more(run, monkeypatch):
     output, words = run
     before = json.loads(output.read_text())["rows"]

@@ -30,7 +30,9 @@ def bench(tmp_path_factory):
     assert not processes(f"{bench.mark}/")
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(
+    "kind", ["term", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("kill", "stop", "disk"))]
+)
 def test_a_disturbed_run_goes_on_as_if_it_had_not_been(bench, kind):
     outcomes = []
     chain = CHAINS[kind](bench, bench.folder / kind, outcomes.append)
@@ -48,6 +50,7 @@ def test_a_flipped_bit_is_seen(bench, target):
     assert outcome.is_good, outcome
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["fresh", "resumed"])
 def test_one_of_two_runs_in_a_folder_trains_as_it_was_told(bench, target):
     outcome = SINGLE["pair"](bench, Fault("pair", "offset", target, 3), bench.folder / f"pair-{target}")

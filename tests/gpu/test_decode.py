@@ -116,7 +116,7 @@ def test_a_graph_equals_eager_while_lengths_grow(batch, windowed):
 def test_results_do_not_hang_on_the_tuning(tuning):
     q, cache, scale = make(3, 3000, 32, 8, 128, torch.bfloat16)
     lengths = counts(3000, 17, 2049)
-    ours, lse = triton_decode.attend(q, *cache, lengths, None, scale, torch.float32, tuning=tuning)
+    ours, lse = triton_decode.decode_attention(q, *cache, lengths, None, scale, torch.float32, tuning=tuning)
     exact, exact_lse = decode_attention(q.double(), *cache.double(), lengths, scale=scale)
     assert (ours - exact).norm() < ERRORS[q.dtype] * exact.norm()
     torch.testing.assert_close(lse.double(), exact_lse, rtol=2e-6, atol=1e-5)

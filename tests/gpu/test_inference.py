@@ -6,7 +6,7 @@ import torch
 from bmburst.comm.groups import communicator
 from bmburst.comm.one_shot import small_sums
 from bmburst.convert.weights import open_weights
-from bmburst.inference.batch import Batch, Engine
+from bmburst.inference.batch import Engine, GenerationBatch
 from bmburst.inference.sampling import GenerationOptions, Sampler, SamplerRow
 from bmburst.inference.weights import ResidentWeights
 from tests.gpu.test_gpus import run_nccl
@@ -68,7 +68,7 @@ def _tokens(places, prompts, expected) -> None:
         for cache in ("auto", "tokens"):
             for chunk in (None, 64):
                 engine = Engine.over(weights, comm, cache, chunk)
-                batch = Batch(engine, engine.new_cache(len(prompts), max(map(len, prompts)) + STEPS))
+                batch = GenerationBatch(engine, engine.new_cache(len(prompts), max(map(len, prompts)) + STEPS))
                 batch.prefill(prompts)
                 found = torch.stack([chosen.tokens for chosen in batch.decode(Greedy(), STEPS)], 1)
                 assert found.tolist() == expected[family], (family, cache, chunk)
@@ -86,7 +86,7 @@ def _graphs(place) -> None:
     found = []
     for is_captured in (True, False):
         engine = Engine.over(weights, comm, "tokens")
-        batch = Batch(engine, engine.new_cache(2, 100))
+        batch = GenerationBatch(engine, engine.new_cache(2, 100))
         if not is_captured:
             batch._decoder.may_capture = False
         batch.prefill([prompt(7), prompt(33)])

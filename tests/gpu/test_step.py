@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bmburst.blocks.presets import PRESETS
+from bmburst.loss import token_logprobs
 from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.counts import CURRENT
 from bmburst.plan.memory import memory_of
@@ -32,6 +33,23 @@ def test_groups_of_chunks_are_all_logits_at_once(gathered):
     for found, wanted in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(loss, exact), strict=True):
         # Gradients of logits are rounded to bf16 before they are multiplied, results once more.
         assert (found.double() - wanted).norm() < 2**-8 * wanted.norm()
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 2.0**-12)])
+def test_logprobs_with_factors_of_their_own(dtype, scale):
+    """On tensor cores; factors of a mean over many tokens must not be lost in fp16."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    hidden, weight = (torch.randn(n, 256, device="cuda", generator=generator).to(dtype) for n in (1001, 1003))
+    labels = torch.randint(1003, (1001,), device="cuda", generator=generator)
+    factors = torch.randn(1001, device="cuda", generator=generator) * scale
+    leaves = hidden.requires_grad_(), (weight / 16).requires_grad_()
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    wanted = torch.log_softmax(exact[0] @ exact[1].t(), -1).gather(-1, labels[:, None])[:, 0]
+    ours = token_logprobs(*leaves, labels, chunk=96)
+    torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(ours, leaves, factors)
+    for one, other in zip(found, torch.autograd.grad(wanted, exact, factors.double()), strict=True):
+        assert (one.double() - other).norm() < 2**-7 * other.norm()
 
 
 def test_the_loss_takes_the_memory_of_its_formula():

@@ -204,7 +204,7 @@ def prepare(method: Method, cell: Cell, setting: Setting) -> Calls:
     """Return the method on random q, k, v and dO of this rank's shapes."""
     attend = method.bind(cell, setting)
     q, k, v, grad = random_inputs(method, cell, setting.group.device, setting.group.rank)
-    return Calls(lambda: forward(attend, q, k, v), lambda: both(attend, q, k, v, grad))
+    return Calls(lambda: forward_without_grad(attend, q, k, v), lambda: both(attend, q, k, v, grad))
 
 
 def random_inputs(method: Method, cell: Cell, device: torch.device, seed: int) -> tuple[Tensor, ...]:
@@ -217,7 +217,7 @@ def random_inputs(method: Method, cell: Cell, device: torch.device, seed: int) -
     return *(t.requires_grad_() for t in inputs), grad
 
 
-def forward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def forward_without_grad(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return attention's output, as inference does."""
     with torch.no_grad():
         return attend(q, k, v)

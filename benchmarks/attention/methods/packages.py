@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention.cells import LLAMA3, PLAIN_MASKS, Cell, Traffic, document_lengths, sizes
+from benchmarks.attention.cells import LLAMA3, PLAIN_MASKS, Cell, Traffic, sample_document_lengths, sizes
 from benchmarks.attention.methods.kernel import flash_attention_2
 from benchmarks.attention.methods.method import Attend, Method, Setting
 
@@ -133,7 +133,7 @@ class RingFlashAttention(PackageMethod):
         """See `Method.positions`; -1 for padding."""
         if cell.mask != "documents":
             return super().positions(cell, rank)
-        return torch.tensor(zigzag_positions(document_lengths(cell.tokens), cell.ranks, rank))
+        return torch.tensor(zigzag_positions(sample_document_lengths(cell.tokens), cell.ranks, rank))
 
     def cut_input(self, whole: Tensor, cell: Cell, rank: int) -> Tensor:
         """See `Method.cut_input`: padding holds zeros."""
@@ -177,7 +177,7 @@ class RingFlashAttentionLlama3(RingFlashAttention):
     def bind(self, cell: Cell, setting: Setting) -> Attend:
         """See `Method.bind`."""
         package, group = self.load(setting), setting.group
-        edges = [0, *accumulate(document_lengths(cell.tokens))]
+        edges = [0, *accumulate(sample_document_lengths(cell.tokens))]
         offsets = torch.tensor(edges, dtype=torch.int32, device=group.device)
         told = package.llama3_flash_attn_prepare_cu_seqlens(offsets, True, group.rank, group.size)
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
@@ -220,7 +220,7 @@ def _chunk(length: int, size: int) -> int:
 
 
 def _chunks(cell: Cell) -> list[int]:
-    return [_chunk(n, cell.ranks) for n in document_lengths(cell.tokens)]
+    return [_chunk(n, cell.ranks) for n in sample_document_lengths(cell.tokens)]
 
 
 def _stride(cell: Cell) -> int:

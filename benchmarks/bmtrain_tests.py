@@ -1,0 +1,185 @@
+"""Runs BMTrain's own test files on the host runtime: `python -m benchmarks.bmtrain_tests CLONE --output FILE.md`.
+
+CLONE is a clone of https://github.com/OpenBMB/BMTrain at the tag v1.0.1. Each file runs by `bmburst launch` in a copy
+of the clone's folder `tests`, on as many ranks as its `test_all.py` gives it, without GPUs. The record is written anew
+after each file: a table of what passed, in how many seconds, and why the rest did not.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine.machine import describe_run
+from benchmarks.engine.report import versions
+from bmburst.errors import UserError
+
+_ROOT = Path(__file__).parents[1]
+_RUNNER = "test_all.py"  # BMTrain's own, which names most files and their ranks
+_UNLISTED = {"grad_accu": 1, "inspector_hidden": 4, "store": 4}  # what it does not name
+_ENDED = 124  # status of a file that ran too long, as of timeout(1)
+PASSED, FAILED, LATE, SKIPPED = "passes", "fails", "not done", "not run"
+_GIB = 1 << 30
+# Bytes of memory that a file needs where its models are of a size for GPUs.
+_MEMORY = {"training": 40 * _GIB}  # 4 ranks train 0.55 billion parameters each, whole, with their moments
+# Why, of those that fail on any machine: found by reading the test and BMTrain 1.0.1.
+KNOWN = {
+    "grad_accu": "BMTrain 1.0.1 has no `CheckpointBlockContext`, on GPUs neither",
+    "store": "BMTrain 1.0.1 has no `allgather_object`, on GPUs neither",
+    "optim_state": "BMTrain 1.0.1 gives `torch.optim.Adam.state_dict` an argument that it does not take, on GPUs too",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one test file did.
+
+    Attributes:
+        name: Of the file, without "test_" and ".py".
+        ranks: On which it ran.
+        result: `PASSED`, `FAILED`, `LATE` or `SKIPPED`.
+        seconds: From its start to its end.
+        why: Why it did not pass; empty where it did.
+    """
+
+    name: str
+    ranks: int
+    result: str
+    seconds: float
+    why: str = ""
+
+    def row(self) -> str:
+        """Return its row of the table."""
+        return f"| `test_{self.name}.py` | {self.ranks} | {self.result} | {self.seconds:.0f} | {self.why} |"
+
+
+def main() -> int:
+    """Run the command line and return the exit status: 0 if the record was written."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clone", type=Path, help="clone of BMTrain")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.md", help="the record")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help='files to run, such as "optim" (default: all)')
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="seconds a file may take (1800)")
+    args = parser.parse_args()
+    try:
+        files = find_files(args.clone, args.only)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    words = [args.clone.name, "--output", args.output.name, "--timeout", f"{args.timeout:g}"]
+    machine = describe_run(["python", "-m", "benchmarks.bmtrain_tests", *words], "cpu", max(files.values()))
+    outcomes: list[Outcome] = []
+    for name, ranks in files.items():
+        outcomes.append(run_file(args.clone, name, ranks, args.timeout))
+        print(outcomes[-1].row(), flush=True)
+        args.output.write_text(record(outcomes, machine))
+    return 0
+
+
+def find_files(clone: Path, only: Sequence[str] | None = None) -> dict[str, int]:
+    """Return the ranks of each test file of a clone, by name in alphabetical order.
+
+    Args:
+        clone: Of BMTrain.
+        only: Names that are wanted; None: all.
+
+    Raises:
+        UserError: The folder is no clone of BMTrain, or has no file of a name.
+    """
+    runner = clone / "tests" / _RUNNER
+    if not runner.is_file():
+        raise UserError(
+            f"{clone} is no clone of BMTrain: it lacks tests/{_RUNNER}\n"
+            "fix: git clone --branch v1.0.1 https://github.com/OpenBMB/BMTrain"
+        )
+    named = {name: int(ranks) for name, ranks in re.findall(r'\("(\w+)", (\d+)\)', runner.read_text())}
+    names = sorted(path.stem.removeprefix("test_") for path in runner.parent.glob("test_*.py") if path.name != _RUNNER)
+    unknown = sorted({*(only or ())} - {*names})
+    if unknown:
+        raise UserError(f"BMTrain has no test {', '.join(unknown)}\nallowed: {' '.join(names)}\nfix: name one of these")
+    return {name: (named | _UNLISTED).get(name, 1) for name in names if not only or name in only}
+
+
+def run_file(clone: Path, name: str, ranks: int, timeout: float) -> Outcome:
+    """Run one test file on the host runtime.
+
+    Args:
+        clone: Of BMTrain.
+        name: Of the file, without "test_" and ".py".
+        ranks: On which it runs.
+        timeout: Seconds after which it is ended.
+    """
+    needed = _MEMORY.get(name, 0)
+    if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        why = f"its models need about {needed // _GIB} GiB on {ranks} ranks of one host"
+        return Outcome(name=name, ranks=ranks, result=SKIPPED, seconds=0, why=why)
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    with tempfile.TemporaryDirectory(prefix="bmtrain-tests-") as scratch:
+        folder = shutil.copytree(clone / "tests", Path(scratch) / "tests")
+        command = [sys.executable, "-m", "bmburst", "launch", "--nproc", str(ranks), "--", f"test_{name}.py"]
+        log = Path(scratch) / "log"
+        started = time.perf_counter()
+        with log.open("w") as output:
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                status = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGTERM)  # the launcher ends its ranks
+                process.wait(60)
+                status = _ENDED
+        seconds = time.perf_counter() - started
+        return judge(name, ranks, status, seconds, log.read_text())
+
+
+def judge(name: str, ranks: int, status: int, seconds: float, output: str) -> Outcome:
+    """Return the outcome of a file that ended.
+
+    Args:
+        name: Of the file.
+        ranks: On which it ran.
+        status: Its exit status.
+        seconds: It took.
+        output: What it printed to either stream.
+    """
+    if status == 0:
+        return Outcome(name=name, ranks=ranks, result=PASSED, seconds=seconds)
+    if status == _ENDED:
+        why = f"was ended after {seconds:.0f} seconds: its tensors are of a size for GPUs"
+        return Outcome(name=name, ranks=ranks, result=LATE, seconds=seconds, why=why)
+    errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception)\b.*$", output, re.M)
+    last = errors[-1] if errors else (output.strip().splitlines() or ["nothing was printed"])[-1]
+    shown = re.sub(r" \(/\S+\)", "", last).replace("|", "\\|")[:160]
+    why = f"{KNOWN[name]}: `{shown}`" if name in KNOWN else f"`{shown}`"
+    return Outcome(name=name, ranks=ranks, result=FAILED, seconds=seconds, why=why)
+
+
+def record(outcomes: Sequence[Outcome], machine: dict[str, Any]) -> str:
+    """Return the record as Markdown."""
+    count = {result: sum(o.result == result for o in outcomes) for result in (PASSED, FAILED, LATE, SKIPPED)}
+    lines = [
+        "# BMTrain's own tests on the host runtime",
+        "",
+        f"{machine['date']}, {machine['device']}: {versions(machine)}. Recorded by `{machine['command']}`.",
+        "",
+        f"{len(outcomes)} files of BMTrain 1.0.1, unmodified: {count[PASSED]} pass, {count[FAILED]} fail, "
+        f"{count[LATE]} were not done in time, {count[SKIPPED]} need more memory than this host has.",
+        "",
+        "| file | ranks | result | seconds | why |",
+        "| --- | --- | --- | --- | --- |",
+        *(outcome.row() for outcome in outcomes),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

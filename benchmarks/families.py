@@ -1,0 +1,216 @@
+"""Which causal LMs of transformers are exact on a split sequence: `python -m benchmarks.families`.
+
+Every model type of the installed transformers is made with its default configuration but for tiny sizes, random weights
+and no dropout. One batch goes through it whole, with transformers' own attention, and split over the ranks: logits,
+loss and all gradients must agree to 1e-5, relative, in fp64 (some models compute norms in fp32 all the same). A
+gradient whose norm is below a hundredth of the largest is compared with that hundredth: the gradient of a bias of keys
+is zero but for rounding. Windows are made smaller than the sequence. A type is "exact" if they agree, "refused" with
+bmburst's message, "not made" where the tiny model cannot be made or run by transformers alone, and "different" where
+they do not agree: that is a bug.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine.machine import write_record
+
+TOKENS, VOCABULARY, WINDOW, TOLERANCE = 37, 61, 7, 1e-5
+LARGEST = 3_000_000  # parameters of a model that is tried
+KINDS = ("exact", "different", "refused", "not made")
+# In the names of all families; each takes those that it has.
+SIZES = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads",), 2),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "mlp_intermediate_size"), 16),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+    **dict.fromkeys(("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("pad_token_id", "bos_token_id"), 0),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    "rotary_dim": 4,
+    "eos_token_id": 1,
+}
+
+
+def main() -> int:
+    """Run the command line and return the exit status: 1 if a type gives other results on a split sequence."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="that share the sequence (default: 2)")
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types (default: all)")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        return _rank(options.rank, options.types)
+    from bmburst.runtime.launch import LaunchSpec, launch
+
+    with tempfile.TemporaryDirectory(prefix="bmburst-families-") as folder:
+        words = ["--rank", folder, *(["--types", *options.types] if options.types else [])]
+        status = launch(LaunchSpec(nproc=options.ranks), ["-m", "benchmarks.families", *words])
+        file = Path(folder) / "families.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    write_record(options.output, "benchmarks.families", options.ranks, rows=rows)
+    print(text := table(rows, options.ranks))
+    if options.output is not None:
+        options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    return status or int(any(row["result"] == "different" for row in rows))
+
+
+def table(rows: Sequence[dict[str, Any]], ranks: int) -> str:
+    """Return the results as Markdown: the exact types in a line, the others with their reasons."""
+    version = rows[0]["transformers"] if rows else ""
+    by_kind = {kind: [row for row in rows if row["result"] == kind] for kind in KINDS}
+    counts = ", ".join(f"{len(found)} {kind}" for kind, found in by_kind.items())
+    lines = [f"transformers {version}, {ranks} ranks, {len(rows)} model types: {counts}.", "", "Exact:"]
+    lines += [", ".join(row["type"] for row in by_kind["exact"]) + ".", ""]
+    lines += ["| type | result | reason |", "|---|---|---|"]
+    others = (row for kind in KINDS[1:] for row in by_kind[kind])
+    return "\n".join([*lines, *(f"| {row['type']} | {row['result']} | {row['reason']} |" for row in others)])
+
+
+def _rank(folder: Path, types: Sequence[str] | None) -> int:
+    """Try every type on this rank; the first one writes a line each."""
+    import torch
+    import torch.distributed as dist
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from bmburst.integrations.transformers import SplitSequences, register
+    from bmburst.mesh import Mesh
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    register()
+    split = SplitSequences(Mesh.over_process_group())
+    for name in types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        result, reason = _tried(name, split)
+        reasons: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, (result, reason))
+        if dist.get_rank() == 0:
+            result, reason = max(reasons, key=lambda each: KINDS.index(each[0]) if each[0] != "different" else 9)
+            row = {"type": name, "result": result, "reason": reason, "transformers": transformers.__version__}
+            with (folder / "families.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            sys.stderr.write(f"{name}: {result}, {reason}\n")
+        gc.collect()
+    dist.destroy_process_group()
+    return 0
+
+
+def _tried(name: str, split: Any) -> tuple[str, str]:
+    """Return what becomes of a type, and why."""
+    import torch
+
+    from bmburst.errors import UserError
+
+    ids = torch.randint(2, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    try:
+        whole = _model(name, "eager")
+        logits = whole(ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        if not bool(logits.isfinite().all()):
+            raise ValueError("its tiny model gives numbers that are not finite")
+    except Exception as error:  # whatever a model of 200 types may raise
+        return "not made", _first_line(error)
+    try:
+        with contextlib.redirect_stdout(None):
+            model = _model(name, "bmburst")
+            part = split.part(ids)
+            seen: list[Any] = []
+            model.register_forward_hook(lambda _, __, output: seen.append(output.logits.detach()))
+            ours = part.loss(model)
+            ours.backward()
+    except UserError as error:
+        return "refused", _first_line(error)
+    except Exception as error:
+        return "refused", f"{type(error).__name__}: {_first_line(error)}"
+    return _compared(whole, logits, loss, model, part.whole(seen[0]), split.mean(ours.detach()))
+
+
+def _compared(whole: Any, logits: Any, loss: Any, model: Any, our_logits: Any, our_loss: float) -> tuple[str, str]:
+    """Return whether a step on split sequences is that on whole ones; gradients are averaged over the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    distances = {"logits": _distance(our_logits, logits), "loss": abs(our_loss / loss.item() - 1)}
+    theirs = dict(whole.named_parameters())
+    # A bias of keys has the gradient 0 but for rounding: softmax does not see it.
+    least = 1e-2 * max(float(p.grad.norm()) for p in theirs.values() if p.grad is not None)
+    for name, parameter in model.named_parameters():
+        wanted = theirs[name].grad
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        dist.all_reduce(gradient)
+        if wanted is not None:
+            difference = gradient / dist.get_world_size() - wanted
+            distances[name] = float(difference.norm()) / max(float(wanted.norm()), least)
+    worst = max(distances, key=lambda name: distances[name])
+    if distances[worst] < TOLERANCE:
+        return "exact", f"{distances[worst]:.1e}"
+    return "different", f"{worst}: {distances[worst]:.1e}"
+
+
+def _distance(found: Any, wanted: Any) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _model(name: str, attention: str) -> Any:
+    """Return a tiny model of a type in fp64, with weights by their names."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    default = AutoConfig.for_model(name)
+    own: dict[str, Any] = {key: value for key, value in SIZES.items() if getattr(default, key, None) is not None}
+    own = {key: value for key, value in own.items() if not isinstance(getattr(type(default), key, None), property)}
+    own |= {key: WINDOW for key in ("sliding_window",) if getattr(default, key, None)}
+    own |= {key: 0.0 for key, value in default.to_dict().items() if _is_dropout(key, value)}
+    if (getattr(default, "rope_parameters", None) or {"rope_theta": 0}).get("rope_theta", 0) is None:
+        own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # a type without a base of its own
+    values = getattr(default, "layer_types", None)
+    if values is not None and not isinstance(getattr(type(default), "layer_types", None), property):
+        own["layer_types"] = [*values[:1], *values[-1:]]  # both kinds, where there are two
+    config = AutoConfig.for_model(name, **own)
+    # The fused products of experts are not in fp64.
+    kinds = {"attn_implementation": attention, "experts_implementation": "eager"}
+    with torch.device("meta"):  # without memory: a type whose sizes have other names is large
+        size = AutoModelForCausalLM.from_config(config, **kinds).num_parameters()
+    if size > LARGEST:
+        raise ValueError(f"its sizes have other names: {size:,} parameters")
+    model = AutoModelForCausalLM.from_config(config, **kinds).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            is_norm = "norm" in key or "ln_" in key
+            parameter.normal_(float(is_norm and not key.endswith("bias")), 0.2, generator=generator)
+    return model
+
+
+def _is_dropout(key: str, value: object) -> bool:
+    return ("dropout" in key or "pdrop" in key or "layerdrop" in key) and isinstance(value, float) and value > 0
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].replace("|", "/")[:160]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""A pass through `token_logprobs`, time and memory: `bmburst launch --nproc 2 -- -m benchmarks.logprobs`.
+
+The model is MiniCPM-2B with a larger vocabulary, in bfloat16 with random weights, and one sequence is split over all
+ranks. Three passes are measured: log-probabilities of all tokens without gradients, as of a reference model; those with
+the backward pass of a loss that weighs each token by itself, as in DPO or GRPO; and, beside them, the mean loss of the
+tokens. A time is the median on the slowest rank, memory the largest peak of a rank that torch allocated, weights and
+gradients included, optimizer excluded. `--small` is a tiny case, which runs also on a CPU.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.engine.machine import write_record
+from bmburst.amounts import GIB
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.presets import PRESETS
+from bmburst.runtime import start
+
+BASE, VOCABULARY, TOKENS = "minicpm-2b", 130_560, 131_072
+POLICY = "block-keep-attention"
+WARM_UP, REPEATS = 2, 5
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of the sequence (default: {TOKENS})")
+    parser.add_argument("--recompute", default=POLICY, help=f"recompute policy (default: {POLICY})")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"passes that are measured (default: {REPEATS})")
+    parser.add_argument("--small", action="store_true", help="two layers and short sequences, to see it work")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    options = parser.parse_args()
+    runtime = start(seed=0)
+    tokens = min(options.tokens, 512) if options.small else options.tokens
+    model = _shape(tokens, small=options.small)
+    rows = list(_measured(model, tokens, options.recompute, options.repeats, runtime.device))
+    if runtime.rank == 0:
+        found: dict[str, Any] = {"tokens": tokens, "recompute": options.recompute, "parameters": model.num_parameters}
+        found |= {"vocabulary": model.vocab_size, "rows": rows}
+        write_record(options.output, "benchmarks.logprobs", runtime.world_size, **found)
+        print(text := table(found, runtime.world_size))
+        if options.output is not None:
+            options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _shape(tokens: int, *, small: bool) -> LlamaConfig:
+    """Return the measured model."""
+    model = replace(PRESETS[BASE], vocab_size=VOCABULARY, max_position_embeddings=max(tokens, 4096))
+    sizes: dict[str, Any] = {
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+    }
+    return replace(model, **sizes, num_kv_heads=4, head_dim=16) if small else model
+
+
+def _measured(
+    shape: LlamaConfig, tokens: int, recompute: str, repeats: int, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kind of pass; every rank calls it."""
+    import bmtrain as bmt
+
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.model import Llama
+    from bmburst.mesh import Mesh
+    from bmburst.sequence import SequenceShard
+
+    mesh = Mesh.over_bmtrain()
+    cut = SequenceShard.cut(tokens, layout="zigzag", group=mesh.sequence)
+    attention = partial(BurstAttention, group=mesh.sequence)
+    model = Llama(shape, attention=attention, dtype=torch.bfloat16, recompute=recompute)
+    manager = bmt.optim.OptimManager(loss_scale=None)
+    # The ranks of the sequence hold the same one.
+    ids = torch.randint(shape.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    part = cut.batch(ids)
+    factors = torch.rand(part.labels.shape, device=device) - 0.5
+
+    def logprobs() -> Tensor:
+        return 0 - model.loss(part.tokens, part.positions, part.labels, tokens, per_token=True)
+
+    def without_gradients() -> None:
+        with torch.no_grad():
+            logprobs()
+
+    def with_backward() -> None:
+        manager.backward((logprobs() * factors).sum() / tokens)
+
+    def of_the_mean() -> None:
+        manager.backward(model.loss(part.tokens, part.positions, part.labels, tokens) / tokens)
+
+    passes: dict[str, Callable[[], None]] = {
+        "log-probabilities, forward": without_gradients,
+        "log-probabilities, forward and backward": with_backward,
+        "mean loss, forward and backward": of_the_mean,
+    }
+    for name, work in passes.items():
+        seconds = []
+        for number in range(WARM_UP + repeats):
+            for parameter in model.parameters():
+                parameter.grad = None
+            if number == WARM_UP and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            bmt.synchronize()
+            began = time.perf_counter()
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        own = torch.tensor([[*seconds[WARM_UP:], peak]], dtype=torch.float64, device=device)
+        (everywhere,) = mesh.world.all_gather(own).wait()
+        *times, memory = everywhere.flatten(0, 1).amax(0).tolist()
+        yield {"pass": name, "seconds": statistics.median(times), "peak_gib": memory / GIB}
+
+
+def table(found: dict[str, Any], ranks: int) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        f"{found['tokens']:,} tokens over {ranks} ranks, {found['parameters'] / 1e9:.2f}B parameters, a vocabulary of "
+        f"{found['vocabulary']:,}, recompute {found['recompute']}:",
+        "",
+        "| pass | s | tokens/s a rank | GiB at most |",
+        "|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        pace = found["tokens"] / ranks / row["seconds"]
+        memory = f"{row['peak_gib']:.2f}" if row["peak_gib"] else "-"
+        lines.append(f"| {row['pass']} | {row['seconds']:.3f} | {pace:,.0f} | {memory} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
