@@ -1,5 +1,6 @@
 # make install   .venv with the package and what its tests need
-# make test      the tests
+# make test      the tests, in a quarter of an hour on two cores
+# make test-long those that take longer: more of the same cases, and installing a wheel
 # make train     the main job: a small LLaMA on long sequences, ARGS="..." for its options
 # make check     ruff and mypy, as CI runs them
 # make docs      the documentation site, in site/; make docs-serve shows it and builds it again at each change
@@ -12,20 +13,28 @@ BIN := $(VENV)/bin
 BMTRAIN := bmtrain==1.0.1
 MODEL_CENTER := model-center==1.0.2
 
-.PHONY: install test train check docs docs-serve clean
+.PHONY: install test test-long train check docs docs-serve clean
 
 install: $(VENV)/installed
 
 $(VENV)/installed: setup.py constraints.txt Makefile
+	@echo "installing into $(VENV), once; a few minutes"
 	$(PYTHON) -m venv $(VENV)
+	@echo "1/4 torch and numpy: the largest download"
 	$(BIN)/pip install --quiet --constraint constraints.txt "torch>=2.11" "numpy>=1.26" setuptools
+	@echo "2/4 bmburst and what its tests need"
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	@echo "3/4 BMTrain"
 	$(BIN)/python -m bmburst.runtime.install_bmtrain
+	@echo "4/4 ModelCenter"
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation $(MODEL_CENTER)
 	touch $@
 
 test: install
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not long" $(ARGS)
+
+test-long: install
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m long $(ARGS)
 
 train: install
 	$(BIN)/bmburst train $(ARGS)

@@ -5,7 +5,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from bmburst.config.fields import describe, number_text
+from bmburst.config.fields import describe_allowed, number_text
 from bmburst.config.tree import Leaf, leaves
 from bmburst.train.config import TrainConfig
 
@@ -25,7 +25,7 @@ def tables() -> str:
 
 def _row(leaf: Leaf) -> str:
     unit = f", in {leaf.spec.unit}" if leaf.spec.unit else ""
-    takes = f"({describe(leaf.annotation, leaf.spec)}{unit})"
+    takes = f"({describe_allowed(leaf.annotation, leaf.spec)}{unit})"
     cells = (f"`{leaf.name}`", _default(leaf), f"{_plain(leaf.spec.help)} {_plain(takes)}")
     return f"| {' | '.join(cells)} |"
 

@@ -2,10 +2,13 @@
 
 import re
 
+import pytest
+
 from benchmarks import netns
 from benchmarks.double_ring import main
 
 
+@pytest.mark.long
 def test_double_ring_over_slow_links(tmp_path, capsys):
     """Results are compared inside; here, that the kernel saw a third of the bytes at the slow ports."""
     file = tmp_path / "record.md"

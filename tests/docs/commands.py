@@ -16,9 +16,17 @@ def exists(words: list[str]) -> bool:
     if words[0] == "srun":
         words = words[words.index("bmburst") :]
     program, *rest = words
+    if words[:2] == ["git", "clone"]:
+        return rest[-1] == "https://github.com/OpenBMB/BMTrain" and f"v{REQUIREMENT.split('==')[1]}" in rest
+    if words[:2] == ["python", "-m"]:
+        return (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
     if program == "make":
-        targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
         return rest[0] in targets
+    if program == "docker":
+        return _docker(rest)
+    if program == "pip" and rest[0] == "wheel":
+        return rest[-1] == "." and (ROOT / "setup.py").is_file()
     if program == "pip" or program.endswith("/pip"):
         bmtrain = [word for word in rest if word.startswith("bmtrain")]
         return rest[0] == "install" and (not bmtrain or (bmtrain == [REQUIREMENT] and "--no-deps" in rest))
@@ -35,3 +43,11 @@ def exists(words: list[str]) -> bool:
     if program == ".venv/bin/pre-commit":  # of the extra "dev", which `make install` installs
         return (ROOT / ".pre-commit-config.yaml").is_file() and '"pre-commit' in (ROOT / "setup.py").read_text()
     return os.access(ROOT / program, os.X_OK)
+
+
+def _docker(words: list[str]) -> bool:
+    """Check a build of the image, or what the image bmburst runs."""
+    verb, *rest = words
+    if verb == "build":
+        return rest == ["--tag", "bmburst", "."] and (ROOT / "Dockerfile").is_file()
+    return verb == "run" and exists(rest[rest.index("bmburst") + 1 :])

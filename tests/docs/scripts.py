@@ -28,6 +28,10 @@ _STARTED = {"README.md"}  # here the first script of each launcher is started by
 _CLONED = {
     "training.md": ("README.md", "bmburst", "bmburst_ops"),
     "inference.md": ("README.md",),
+    "lora.md": ("README.md",),
+    "fine_tuning_data.md": ("README.md",),
+    "preference.md": ("README.md",),
+    "recipes.md": ("README.md", "recipes"),
 }  # what blocks read of the clone they run in
 
 
@@ -65,6 +69,8 @@ class Page:
                 self.main(["launch", "--dry-run", *words[2:]])
             count, *script = (word for word in words[len(launcher) :] if word != "--")
             printed = run_script(self.folder, int(count), script, host=launcher[0] == "bmburst")
+        elif words[0] == "python":
+            printed = run_script(self.folder, 1, words[1:])
         else:
             assert words[0] == "bmburst", f"nothing knows how to run: {shlex.join(words)}"
             launches = words[1] in ("train", "eval")  # their ranks run without the launcher that starts them

@@ -13,6 +13,8 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 
+from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.presets import preset
 from bmburst.cli import COMMANDS
 from bmburst.train.config import ParallelConfig
 from bmburst.train.metrics import EvalMetrics, StepMetrics
@@ -28,6 +30,7 @@ ELSEWHERE = {  # pages with a test of their own, which also looks at what is pri
     "cpm_live.md": "test_cpm_live.py",
     "families.md": "test_families.py",
     "hugging_face.md": "test_hugging_face.py",
+    "multi_node.md": "test_multi_node.py",
 }
 PAGES = {name: read_blocks(path) for name, path in PATHS.items()}
 OURS = {name: blocks for name, blocks in PAGES.items() if blocks and name not in ELSEWHERE}
@@ -60,6 +63,20 @@ def test_a_run_is_trained_resumed_and_evaluated(run_page) -> None:
     assert len((page.folder / "runs/small/metrics.jsonl").read_text().splitlines()) == 8
     assert (page.folder / "runs/longer/metrics.jsonl").is_file()
     assert (page.folder / "runs/python/checkpoints/step-000002/model.safetensors").is_file()
+
+
+def test_an_adapter_is_trained_resumed_merged_and_evaluated(run_page) -> None:
+    page = run_page("lora.md")
+    unmerged, merged = (float(loss) for loss in re.findall(r"^loss +(\S+)", page.printed, re.M))
+    assert merged == pytest.approx(unmerged, abs=1e-4)
+    lines = next(block.text for block in PAGES["lora.md"] if block.text.startswith("checkpoints/")).splitlines()
+    names = {path.name for path in (page.folder / "runs/tuned/checkpoints/step-000004").iterdir()}
+    assert names == {line.split()[0] for line in lines[1:]}
+
+
+def test_the_numbers_of_an_adapter_are_as_said() -> None:
+    count = LoRAConfig(rank=16).parameters(preset("llama-3-8b"))
+    assert f"{count:,} numbers for llama-3-8b with rank 16" in PATHS["lora.md"].read_text()
 
 
 def test_the_first_training_run_is_a_run(run_page) -> None:
@@ -155,6 +172,7 @@ def test_commands_that_are_not_run_exist(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("bmburst.runtime.launch.launch", lambda *_: 0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("bmburst.train.planning.available_bytes", lambda: None)
     for variable in LAUNCHED:
         monkeypatch.delenv(variable, raising=False)
     for block in OURS[name]:

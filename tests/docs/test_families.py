@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import families
 from bmburst.blocks.families import FAMILIES, SCALES
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import CommandParser, main
@@ -48,6 +49,19 @@ def test_the_shapes_are_the_presets() -> None:
         ]
         for name, shape in PRESETS.items()
     }
+
+
+def test_the_exact_models_of_transformers_are_those_of_the_record() -> None:
+    (path,) = (ROOT / "benchmarks" / "results").glob("families_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert not [row["type"] for row in rows if row["result"] == "different"]
+    exact = [row["type"] for row in rows if row["result"] == "exact"]
+    _, _, section = TEXT.partition("\n## Models of transformers\n")
+    listed = next(part for part in section.split("\n\n") if part.startswith(f"{exact[0]}, "))
+    assert listed.replace("\n", " ").rstrip(".").split(", ") == exact
+    assert f"{len(exact)} of {len(rows)} " in section
+    assert {"qwen2_moe", *FAMILIES} - {"minicpm"} <= {*exact}
+    assert families.table(rows, 2) in path.with_suffix(".md").read_text()
 
 
 def test_training_commands_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,3 +68,23 @@ def test_a_message_that_nobody_prints_is_noticed() -> None:
     assert not is_said("kernel 'fa4' wants the package flash-attn-4")
     assert not is_said("the ranks of this group disagree")
     assert not is_said("rank 3 was slow")
+
+
+def refusals() -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each refusal that is written where it is raised, with a gap for each value."""
+    for package in (*PACKAGES, "benchmarks"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("UserError", "KernelError") and node.args:
+                    text = node.args[0]
+                    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+                    words = (str(part.value) if isinstance(part, ast.Constant) else GAP for part in parts)
+                    yield f"{name}:{node.lineno}", "".join(words)
+
+
+def test_what_is_allowed_is_followed_by_a_fix() -> None:
+    found = [(place, text) for place, text in refusals() if re.search(r"^(allowed|known)", text, re.MULTILINE)]
+    assert len(found) > 100
+    lacking = [place for place, text in found if not re.search(r"(^|; )fix: |\0\Z", text, re.MULTILINE)]
+    assert lacking == []
