@@ -36,15 +36,16 @@ def _edges(mask):
 
 
 @lru_cache(maxsize=256)
-def problem(queries, keys, heads, kv_heads, mask):
-    """Return q, k, v, dO, dLSE in fp64, and out, lse, dq, dk, dv of the definition."""
+def problem(queries, keys, heads, kv_heads, mask, dim=8, dtype=torch.float64, with_lse=True):
+    """Return q, k, v, dO, dLSE in fp64, of values that `dtype` has, and out, lse, dq, dk, dv of the definition."""
     rng = torch.Generator().manual_seed(queries + 7 * keys)
-    shapes = [(2, queries, heads, 8), *[(2, keys, kv_heads, 8)] * 2, (2, queries, heads, 8), (2, heads, queries)]
-    q, k, v, grad, grad_lse = whole = tuple(torch.randn(s, generator=rng, dtype=torch.float64) for s in shapes)
+    shapes = [(2, queries, heads, dim), *[(2, keys, kv_heads, dim)] * 2, (2, queries, heads, dim), (2, heads, queries)]
+    drawn = (torch.randn(s, generator=rng, dtype=torch.float64) for s in shapes)
+    q, k, v, grad, grad_lse = whole = tuple(t.to(dtype).double() for t in drawn)
     q, k, v = inputs = tuple(t.clone().requires_grad_() for t in (q, k, v))
     seen = torch.from_numpy(visible(mask, queries, keys))
     many = [t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v)]
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, many[0]) * 8**-0.5
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, many[0]) * dim**-0.5
     scores = torch.where(seen, scores, -torch.inf)
     largest = scores.amax(-1, keepdim=True).clamp_min(-1e30).detach()
     weights = (scores - largest).exp()
@@ -52,7 +53,9 @@ def problem(queries, keys, heads, kv_heads, mask):
     sees = total > 0
     out = torch.einsum("bhqk,bkhd->bqhd", weights / torch.where(sees, total, 1), many[1])
     lse = torch.where(sees, torch.where(sees, total, 1).log() + largest, -torch.inf)[..., 0]
-    objective = (out * grad).sum() + torch.where(sees[..., 0], lse * grad_lse, 0).sum()
+    objective = (out * grad).sum()
+    if with_lse:
+        objective = objective + torch.where(sees[..., 0], lse * grad_lse, 0).sum()
     return whole, (out.detach(), lse.detach(), *torch.autograd.grad(objective, inputs))
 
 

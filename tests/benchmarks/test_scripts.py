@@ -28,8 +28,18 @@ def test_a_script_says_how_it_is_used(name, monkeypatch, capsys):
 
 
 def test_there_are_scripts():
-    known = {"biased", "double_ring", "elementwise", "families", "logprobs", "main_job", "plan_measure", "records"}
-    assert known | {"step_parts", "strategies"} <= {*SCRIPTS}
+    known = {
+        "biased",
+        "cross",
+        "double_ring",
+        "elementwise",
+        "families",
+        "logprobs",
+        "main_job",
+        "plan_measure",
+        "records",
+    }
+    assert known | {"records", "step_parts", "strategies"} <= {*SCRIPTS}
 
 
 def test_a_record_says_what_was_run_and_where(tmp_path, monkeypatch):
@@ -52,6 +62,18 @@ def test_a_pass_of_log_probabilities_is_measured_on_two_ranks(tmp_path):
     text = (tmp_path / "found.md").read_text()
     assert "65 tokens over 2 ranks" in text
     assert text.count("| - |") == 3  # no memory without a GPU
+
+
+def test_cross_attention_is_measured_beside_one_rank(tmp_path):
+    run_script(tmp_path, 2, ["-m", "benchmarks.cross", "--small", "--output", "found.json"])
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert len(rows) == 10
+    for row in rows:
+        if row["transport"] == "nccl":  # there is none on a CPU
+            assert "nccl" in row["refused"]
+        else:
+            assert row["forward"]["ratio"] > 0 and row["forward and backward"]["ratio"] > 0
+    assert (tmp_path / "found.md").read_text().count("| causal |") == 5
 
 
 def test_families_are_tried_on_two_ranks(tmp_path):

@@ -3,11 +3,13 @@
 from functools import partial
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
 from tests.distributed.programs import run_program
 from tests.train import test_offload as offload
+from tests.train import test_offload_weights as weights
 
 pytestmark = pytest.mark.gpu
 SIZES = (1, 0, 4096, 4097, 300_001)
@@ -23,6 +25,29 @@ def test_equals_the_resident_one():
 @pytest.mark.parametrize("size", range(1, min(torch.cuda.device_count(), 2) + 1))
 def test_trains_and_resumes(size, tmp_path):
     run_program(size, offload.trains_and_resumes, tmp_path, 1e-2, on_gpus=True, seconds=300)
+
+
+@pytest.mark.parametrize("size", range(1, min(torch.cuda.device_count(), 2) + 1))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_in_host_memory_train_as_those_on_the_gpu(size, dtype, tmp_path):
+    run_program(size, _weights_train_alike, tmp_path, dtype, on_gpus=True, seconds=300)
+
+
+def _weights_train_alike(folder, dtype):
+    resident, streamed = (
+        weights.trainer(folder, f"run-{streams}", streams, dtype, recompute="block+every-2+offload-first-1")
+        for streams in (False, True)
+    )
+    for _ in range(2):
+        ours, wanted = (weights.losses(made, weights.STEPS // 2) for made in (streamed, resident))
+        assert np.array(ours) == pytest.approx(np.array(wanted), rel=1e-3)
+        assert streamed.evaluate().loss == pytest.approx(resident.evaluate().loss, rel=1e-3)
+    assert not any(p.is_cuda for p in streamed.model.model.layers.parameters())
+    ours, wanted = weights.held(streamed), weights.held(resident)
+    assert ours.keys() == wanted.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor.cpu(), wanted[name].cpu(), rtol=1e-2, atol=1e-3)
+    assert [name for name, tensor in ours.items() if not torch.equal(tensor.cpu(), wanted[name].cpu())] == []
 
 
 def make(dtype, is_offloaded, piece=4096):

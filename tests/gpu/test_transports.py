@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import warnings
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from bmburst.comm.transports import PEER_GROUPS, over_transport
 from bmburst.errors import UserError
 from bmburst.recompute import checkpoint
 from bmburst.schedule.strategy_names import STRATEGIES
+from tests.attention.cross_oracle import problem
 from tests.attention.oracle import draw, reference
 from tests.comm.test_communicators import verbs
 from tests.distributed.programs import run_program
@@ -113,10 +115,10 @@ def _every_strategy():
                     assert max(excess) <= bound, (heads, kv_heads, options, excess)
 
 
-def attend_alone(q, k, v, grad, mask):
+def attend_alone(q, k, v, grad, mask, **keys):
     inputs = [t.clone().requires_grad_() for t in (q, k, v)]
     single = CheckedCommunicator(LocalCommunicator(0, [[MessageQueue()]]), torch.device("cpu"))
-    out = bmburst.burst_attention(*inputs, mask=mask, group=single, layout="contiguous")
+    out = bmburst.burst_attention(*inputs, mask=mask, group=single, layout="contiguous", **keys)
     return [out, *torch.autograd.grad(out, inputs, grad)]
 
 
@@ -124,6 +126,43 @@ def errors(got, exact):
     """Relative errors of output and gradients against fp64."""
     wanted = (exact[0], *exact[2:])
     return [((a.double().cpu() - b).norm() / b.norm()).item() for a, b in zip(got, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("size", range(1, min(GPUS, 4) + 1))
+def test_keys_of_another_sequence(size):
+    run("torch.distributed", size, _keys_of_another_sequence)
+
+
+def _keys_of_another_sequence():
+    comm = communicator(None)
+    queries, keys = 701, 1403
+    paired = bmburst.Documents((301, 1, 399), True, (700, 3, 700))
+    for (heads, kv_heads), mask in product(((8, 8), (8, 2)), ("full", "causal", paired)):
+        whole, exact = problem(queries, keys, heads, kv_heads, mask, 64, torch.bfloat16, with_lse=False)
+        q, k, v, grad = (t.cuda().bfloat16() for t in whole[:4])
+        alone = errors(attend_alone(q, k, v, grad, mask, key_layout="contiguous", key_length=keys), exact)
+        for layouts, strategy in product((("zigzag", "zigzag"), ("contiguous", "striped")), STRATEGIES):
+            for transport in ("auto", "nccl") if comm.size > 1 else ("auto",):
+                q_part, grad_part = (bmburst.shard(t, layout=layouts[0], group=comm) for t in (q, grad))
+                kv_parts = [bmburst.shard(t, layout=layouts[1], group=comm) for t in (k, v)]
+                inputs = [t.clone().requires_grad_() for t in (q_part, *kv_parts)]
+                options = {"mask": mask, "strategy": strategy, "transport": transport}
+                options |= dict(zip(("layout", "key_layout"), layouts, strict=True))
+                try:
+                    out = bmburst.burst_attention(*inputs, length=queries, key_length=keys, group=comm, **options)
+                except UserError as error:
+                    says(error, "cannot")
+                    assert strategy != "auto"
+                    continue
+                parts = [out, *torch.autograd.grad(out, inputs, grad_part)]
+                cut = [(layouts[0], queries)] * 2 + [(layouts[1], keys)] * 2
+                got = [
+                    bmburst.unshard(t, layout=layout, group=comm, length=length)
+                    for t, (layout, length) in zip(parts, cut, strict=True)
+                ]
+                excess = [ours / theirs for ours, theirs in zip(errors(got, exact), alone, strict=True)]
+                bound = EQUAL if strategy == "heads" and kv_heads >= comm.size else ADDED
+                assert max(excess) <= bound, (heads, kv_heads, options, excess)
 
 
 @pytest.mark.parametrize("program", ["torch.distributed", "bmtrain"])

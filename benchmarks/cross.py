@@ -1,0 +1,133 @@
+"""Cross-attention over ranks beside one GPU's kernel: `bmburst launch --nproc 2 -- -m benchmarks.cross`.
+
+64K queries and 128K keys, LLaMA-3-8B's heads, bfloat16. Each strategy and transport is called in turns with one GPU's
+kernel on all queries and keys. A ratio of 1 means that `n` ranks are `n` times as fast as that kernel. A time is the
+median on the slowest rank. `--small` is a tiny case, which runs also on a CPU.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.engine.machine import write_record
+from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient
+from bmburst.attention.api import burst_attention
+from bmburst.comm.groups import communicator, single_rank_group
+from bmburst.errors import UserError
+
+QUERIES, KEYS, HEADS, KV_HEADS, HEAD_DIM = 65_536, 131_072, 32, 8, 128
+METHODS = (("auto", "auto"), ("heads", "nccl"), ("gather", "auto"), ("burst", "auto"), ("kv", "auto"))
+MASKS = ("full", "causal")
+REPEATS, SECONDS = 7, 6.0
+
+
+class Inputs(NamedTuple):
+    """Queries, keys, values and the gradient of the output, each `[1, tokens, heads, head_dim]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+
+    @classmethod
+    def random(cls, queries: int, keys: int, device: torch.device) -> "Inputs":
+        """Return random ones, bfloat16 on a GPU, else float32."""
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        shapes = [(1, queries, HEADS, HEAD_DIM), *[(1, keys, KV_HEADS, HEAD_DIM)] * 2, (1, queries, HEADS, HEAD_DIM)]
+        *inputs, grad = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+        return cls(*(t.requires_grad_() for t in inputs), grad)
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="short sequences, to see it work")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    options = parser.parse_args()
+    is_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if is_gpu else "gloo")
+    device = torch.device("cuda", dist.get_rank()) if is_gpu else torch.device("cpu")
+    if is_gpu:
+        torch.cuda.set_device(device)
+    assert dist.group.WORLD is not None  # it was just made
+    group = RankGroup(process_group=dist.group.WORLD, rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+    lengths = (96, 160) if options.small else (QUERIES, KEYS)
+    rows = list(_measured(lengths, group, (2, 0.0) if options.small else (REPEATS, SECONDS)))
+    if group.rank == 0:
+        found: dict[str, Any] = {"queries": lengths[0], "keys": lengths[1], "heads": HEADS, "kv_heads": KV_HEADS}
+        write_record(options.output, "benchmarks.cross", group.size, **found, rows=rows)
+        print(text := table(found, rows, group.size))
+        if options.output is not None:
+            options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    dist.destroy_process_group()
+    return 0
+
+
+def _measured(lengths: Sequence[int], group: RankGroup, effort: tuple[int, float]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each mask, strategy and transport; every rank calls it."""
+    queries, keys = lengths
+    single = single_rank_group(communicator(None))
+    whole = Inputs.random(queries, keys, group.device)
+    part = Inputs.random(queries // group.size, keys // group.size, group.device)
+    for mask, (strategy, transport) in product(MASKS, METHODS):
+        one = _calls(whole, mask=mask, key_length=keys, layout="contiguous", group=single)
+        ours = _calls(part, mask=mask, key_length=keys, strategy=strategy, transport=transport)
+        row: dict[str, Any] = {"mask": mask, "strategy": strategy, "transport": transport}
+        try:
+            for direction, call in ours.items():
+                times = in_turns(call, one[direction], group=group, repeats=effort[0], seconds=effort[1])
+                row[direction] = {
+                    "milliseconds": Times.of(times[0]).median,
+                    "one_gpu_milliseconds": Times.of(times[1]).median,
+                    "ratio": quotient(times[1], times[0]) / group.size,
+                }
+        except UserError as error:
+            row["refused"] = str(error).splitlines()[0]
+        yield row
+
+
+def _calls(inputs: Inputs, **options: Any) -> dict[str, Callable[[], object]]:
+    attend = partial(burst_attention, inputs.q, inputs.k, inputs.v, **options)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend()
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(), inputs[:3], inputs.grad)
+
+    return {"forward": forward, "forward and backward": both}
+
+
+def table(found: dict[str, Any], rows: Sequence[dict[str, Any]], ranks: int) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        f"{found['queries']:,} queries x {found['keys']:,} keys over {ranks} ranks, {found['heads']} query and "
+        f"{found['kv_heads']} KV heads; ms, one GPU's ms on the whole, ratio to {ranks} times its speed:",
+        "",
+        "| mask | strategy | transport | forward | forward and backward |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["mask"], row["strategy"], row["transport"]]
+        for direction in ("forward", "forward and backward"):
+            times = row.get(direction)
+            cells.append(
+                f"{times['milliseconds']:.1f}, {times['one_gpu_milliseconds']:.1f}, {times['ratio']:.3f}"
+                if times
+                else row["refused"]
+            )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
