@@ -29,7 +29,7 @@ setup(
     packages=find_packages(include=["bmburst*", "bmburst_ops*", "model_center_ext*"]),
     package_data={
         "bmburst": ["py.typed", "plan/data/*.toml", "schedule/machines/*.toml"],
-        "bmburst_ops": ["py.typed"],
+        "bmburst_ops": ["py.typed", "*.c"],
         "model_center_ext": ["py.typed", "configs/*.json"],
     },
     python_requires=">=3.11",

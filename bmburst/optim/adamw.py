@@ -17,6 +17,7 @@ from bmburst.optim.host_shard_adam import REMAINDER, LateUpdates, ShardUpdate
 from bmburst.train.config import OptimizerConfig
 from bmburst.zero import NamedShard, named_shards, scatter_piece
 from bmburst_ops.fused import triton_twin
+from bmburst_ops.host_adamw import joined, split
 
 _EPS = 1e-6
 KERNELS = ("auto", "bmtrain")
@@ -113,7 +114,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             kept.settle()
         state = self.state.get(shard.storage) or self._initial_state(shard.storage)
         if name == MASTER and REMAINDER in state:
-            return _joined(shard.local(), shard.local(state[REMAINDER]))
+            return joined(shard.local(), shard.local(state[REMAINDER]))
         return shard.local(state[name])
 
     @torch.no_grad()
@@ -130,7 +131,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         state[STEP] = step
         if name == MASTER and REMAINDER in state:
             weights, remainder = shard.local(), shard.local(state[REMAINDER])
-            host_shard_adam.split(piece.cpu(), weights, remainder, torch.empty(len(piece), dtype=torch.int32))
+            split(piece.cpu(), weights, remainder)
         else:
             scatter_piece(shard, piece, state[name])
 
@@ -352,12 +353,6 @@ def state_names(shard: NamedShard) -> tuple[str, ...]:
 
 def _rates(group: dict[str, Any]) -> dict[str, Any]:
     return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-
-
-def _joined(weights: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    master, bits = (torch.empty(len(weights), dtype=dtype) for dtype in (torch.float32, torch.int32))
-    host_shard_adam.join(weights, remainder, master, bits)
-    return master
 
 
 def _names(dtype: torch.dtype) -> tuple[str, ...]:

@@ -1,21 +1,22 @@
 """AdamW's arithmetic in host memory, for weights that live on a GPU: copies in pieces that overlap with it.
 
-Of each piece the gradient comes from the GPU, torch's fused CPU AdamW updates moments and fp32 master weights where
+Of each piece the gradient comes from the GPU, `bmburst_ops.host_adamw` updates moments and fp32 master weights where
 they lie, and the weights go back, rounded to nearest even. While the processor is at one piece, the gradients of the
 next ones are on their way in and the weights of those before on their way out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bmburst_ops.host_adamw import adamw_, pieces
+
 MASTER, MEAN, SQUARE, STEP = "_param_fp32", "exp_avg", "exp_avg_sq", "step"
 PIECE = 1 << 22
-"""Numbers of a piece. The fused kernel's vectors divide it, so that results do not hang on it."""
+"""Numbers of a piece."""
 DEPTH = 3
 """Pieces that have pinned memory: one comes, one is worked on, one goes."""
 _WIDE = 4  # bytes of the widest dtype
@@ -49,8 +50,7 @@ class HostAdam:
     """Updates parameters on a GPU from state in host memory (arXiv:1711.05101, algorithm 2).
 
     It takes `2 * depth * piece` numbers of pinned memory, fewer where the largest parameter is smaller than a piece,
-    and as many again as a piece for the gradient in fp32, whatever the model. Where there is no GPU the same copies are
-    made in order, by BMTrain's host runtime.
+    whatever the model. Where there is no GPU the same copies are made in order, by BMTrain's host runtime.
 
     Args:
         piece: Numbers that are copied and updated at once; a multiple of 64.
@@ -76,7 +76,7 @@ class HostAdam:
             updates: Each parameter once. State and gradients must not change meanwhile.
             scale: Gradients are divided by it, in fp32.
         """
-        jobs = [(update, run) for update in updates for run in runs(update.weights.numel(), self._piece)]
+        jobs = [(update, run) for update in updates for run in pieces(update.weights.numel(), self._piece)]
         for update in updates:
             update.state[STEP] += 1
         if not jobs:
@@ -100,7 +100,7 @@ class HostAdam:
         for number, (update, run) in enumerate(jobs):
             slot = slots[number % depth]
             slot.here.synchronize()
-            weights = _arithmetic(update, run, slot, self._gradient, scale)
+            weights = _arithmetic(update, run, slot, scale)
             with torch.cuda.stream(self._outgoing):
                 update.weights.view(-1)[run].copy_(weights, non_blocking=True)
                 slot.gone.record(self._outgoing)
@@ -124,7 +124,6 @@ class HostAdam:
             for slot in self._slots:
                 slot.gone.synchronize()
             self._slots = [_Slot(numbers) for _ in range(self._depth)]
-            self._gradient = torch.empty(numbers, dtype=torch.float32, device="cpu")
 
 
 class _Slot:
@@ -143,82 +142,26 @@ class _Slot:
         return self._memory[name].view(dtype)[: run.stop - run.start]
 
 
-def _arithmetic(update: Update, run: slice, slot: _Slot, wide: Tensor, scale: float) -> Tensor:
+def _arithmetic(update: Update, run: slice, slot: _Slot, scale: float) -> Tensor:
     """Update a piece's state, and return its weights in pinned memory.
 
     Args:
         update: The parameter.
         run: The piece.
         slot: Holds the gradient, and the weights where they are their own master.
-        wide: Memory for the gradient in fp32.
         scale: See `HostAdam.step`.
     """
     dtype, state = update.weights.dtype, update.state
-    gradient, weights = slot.of("gradient", dtype, run), slot.of("weights", dtype, run)
-    if _is_master(update):
-        master = weights
-    else:
+    weights, master = slot.of("weights", dtype, run), None
+    if not _is_master(update):
         master = state[MASTER].view(-1)[run]
-        gradient = wide[: len(gradient)].copy_(gradient)
-    moments = state[MEAN].view(-1)[run], state[SQUARE].view(-1)[run]
-    adamw_(master, gradient, *moments, update, step=state[STEP], scale=scale)
-    if master is not weights:
         slot.gone.synchronize()  # the weights of the piece before have left this memory
-        weights.copy_(master)
+    moments = state[MEAN].view(-1)[run], state[SQUARE].view(-1)[run]
+    gradient = slot.of("gradient", dtype, run)
+    adamw_(weights, gradient, moments, update, step=state[STEP], scale=scale, master=master)
     return weights
-
-
-class Rates(Protocol):
-    """The rates of a step; see `Update`."""
-
-    @property
-    def lr(self) -> float:
-        """Learning rate."""
-
-    @property
-    def betas(self) -> tuple[float, float]:
-        """Decay of the moments."""
-
-    @property
-    def eps(self) -> float:
-        """Added to the root of the second moment."""
-
-    @property
-    def weight_decay(self) -> float:
-        """Per unit of `lr`."""
-
-
-def adamw_(
-    master: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, rates: Rates, *, step: int, scale: float
-) -> None:
-    """Do one AdamW step on fp32 tensors in host memory; the gradient is divided by `scale`, in place."""
-    torch._fused_adamw_(
-        [master],
-        [gradient],
-        [mean],
-        [square],
-        [],
-        [_number(step)],
-        lr=rates.lr,
-        beta1=rates.betas[0],
-        beta2=rates.betas[1],
-        weight_decay=rates.weight_decay,
-        eps=rates.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None if scale == 1 else _number(scale),
-    )
-
-
-def _number(value: float) -> Tensor:
-    return torch.tensor(float(value), device="cpu")
 
 
 def _is_master(update: Update) -> bool:
     """Whether weights are fp32 themselves: then no second copy is kept that could fall behind them."""
     return update.weights.dtype == torch.float32
-
-
-def runs(numbers: int, piece: int) -> Iterator[slice]:
-    """Yield the slices of `piece` numbers, and the last one of the rest."""
-    return (slice(*ends) for ends in pairwise((*range(0, numbers, piece), numbers)))

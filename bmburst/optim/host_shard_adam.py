@@ -1,12 +1,7 @@
 """AdamW of weights that live in host memory, one block after the other beside the next forward pass.
 
-A bf16 weight is the upper half of its fp32 master weight, so only what is missing of the master is kept: the remainder,
-a 16-bit integer. The host then holds 2 + 2 + 8 bytes for a weight and its state, where a master of its own takes 14.
-
-    remainder = bits(master) - bits(weight as fp32)        master = float(bits(weight as fp32) + remainder)
-
-Weights are rounded to nearest even, so that remainders lie in -32768 ... 32768. The largest does not fit in 16 bits: of
-a master exactly between two weights, of which the lower one is even, the last bit is lost.
+Of the master weights only what bf16 weights lack is kept, a 16-bit remainder (`bmburst_ops.host_adamw`). The host then
+holds 2 + 2 + 8 bytes for a weight and its state, where a master of its own takes 14.
 """
 
 from collections.abc import Sequence
@@ -19,11 +14,10 @@ import torch
 from torch import Tensor
 
 from bmburst.comm.host_shards import HostShard
-from bmburst.optim.host_adam import MASTER, MEAN, SQUARE, STEP, adamw_, runs
+from bmburst.optim.host_adam import MASTER, MEAN, SQUARE, STEP
+from bmburst_ops.host_adamw import adamw_
 
 REMAINDER = "_param_remainder"
-PIECE = 1 << 20
-"""Numbers that are updated at once: with master and gradient in fp32 they stay in the processor's caches."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -32,7 +26,7 @@ class ShardUpdate:
 
     Attributes:
         shard: Weights and gradient, the latter in `shard.parameter.grad`.
-        gradient: Flat, in the dtype of the weights, in host memory; it is multiplied by `factor` in place.
+        gradient: Flat, in the dtype of the weights, in host memory; only read.
         factor: Of the gradient, before it is divided by the scale; None for 1.
         state: Moments `exp_avg` and `exp_avg_sq`, fp32; `_param_remainder`, int16, of bf16 weights; `_param_fp32` of
             fp16 weights; and `step`, counted up.
@@ -88,48 +82,19 @@ def initial_state(weights: Tensor) -> dict[str, Any]:
     return {STEP: 0, **state}
 
 
-def join(weights: Tensor, remainder: Tensor, master: Tensor, bits: Tensor) -> None:
-    """Write the master weights of bf16 weights.
-
-    Args:
-        weights: bf16 `[n]`.
-        remainder: int16 `[n]`.
-        master: fp32 `[n]`, written.
-        bits: int32 `[n]`, overwritten.
-    """
-    master.copy_(weights)
-    bits.copy_(remainder)
-    master.view(torch.int32).add_(bits)
-
-
-def split(master: Tensor, weights: Tensor, remainder: Tensor, bits: Tensor) -> None:
-    """Write the bf16 weights nearest to master weights, and their remainders; the arguments are those of `join`."""
-    weights.copy_(master)
-    bits.view(torch.float32).copy_(weights)
-    torch.sub(master.view(torch.int32), bits, out=bits)
-    remainder.copy_(bits.clamp_max_((1 << 15) - 1))
-
-
 def _update(update: ShardUpdate, step: int) -> None:
     """Update a shard's weights and state; `step` counts from 1."""
     update.shard.wait_for_gradient()
-    weights, state = update.shard.weights, update.state
-    size = min(PIECE, len(weights))
-    gradient_in_fp32, master, bits = (torch.empty(size, dtype=d) for d in (torch.float32, torch.float32, torch.int32))
+    state = update.state
     with torch.no_grad():
-        for run in runs(len(weights), PIECE):
-            part, count = weights[run], run.stop - run.start
-            gradient = update.gradient[run]
-            if update.factor is not None:
-                gradient.mul_(update.factor)  # rounded, as where it is clipped on the GPU
-            gradient = gradient_in_fp32[:count].copy_(gradient)
-            if REMAINDER in state:
-                join(part, state[REMAINDER][run], master[:count], bits[:count])
-                of_part = master[:count]
-            else:
-                of_part = state[MASTER][run] if MASTER in state else part
-            adamw_(of_part, gradient, state[MEAN][run], state[SQUARE][run], update, step=step, scale=update.scale)
-            if REMAINDER in state:
-                split(of_part, part, state[REMAINDER][run], bits[:count])
-            elif MASTER in state:
-                part.copy_(of_part)
+        adamw_(
+            update.shard.weights,
+            update.gradient,
+            (state[MEAN], state[SQUARE]),
+            update,
+            step=step,
+            scale=update.scale,
+            factor=update.factor,
+            master=state.get(MASTER),
+            remainder=state.get(REMAINDER),
+        )

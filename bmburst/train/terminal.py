@@ -60,7 +60,7 @@ def ending(found: Mapping[str, float]) -> str:
     rows: list[Row] = [("steps", f"{found['steps']:,.0f}{skipped}; medians of all but the first:")]
     rows.append(("time a step", seconds_text(found["seconds"])))
     rows += _one(found, "data_seconds", "waiting for data", seconds_text)
-    rows += _one(found, "exposed_seconds", "waiting for ranks", seconds_text)
+    rows += _one(found, "exposed_seconds", "exposed communication", seconds_text)
     rank = found.get("tokens_per_second_per_gpu")
     of_rank = "" if rank is None else f", {_digits(rank)} a rank"
     rows.append(("tokens/s", f"{_digits(found['tokens_per_second'])}{of_rank}"))

@@ -34,6 +34,8 @@ def test_weights_in_host_memory_train_as_those_on_the_gpu(size, dtype, tmp_path)
 
 
 def _weights_train_alike(folder, dtype):
+    import bmtrain as bmt
+
     resident, streamed = (
         weights.trainer(folder, f"run-{streams}", streams, dtype, recompute="block+every-2+offload-first-1")
         for streams in (False, True)
@@ -47,7 +49,8 @@ def _weights_train_alike(folder, dtype):
     assert ours.keys() == wanted.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor.cpu(), wanted[name].cpu(), rtol=1e-2, atol=1e-3)
-    assert [name for name, tensor in ours.items() if not torch.equal(tensor.cpu(), wanted[name].cpu())] == []
+    if bmt.world_size() == 1:  # over two GPUs attention's backward adds in any order
+        assert [name for name, tensor in ours.items() if not torch.equal(tensor.cpu(), wanted[name].cpu())] == []
 
 
 def make(dtype, is_offloaded, piece=4096):

@@ -84,7 +84,7 @@ def test_the_table_at_the_end():
     }
     said = rows(ending(found))
     assert said["steps"].startswith("1,200, 3 skipped") and said["time a step"] == "19 s"
-    assert said["waiting for data"] == "336 us" and said["waiting for ranks"] == "42.1 ms"
+    assert said["waiting for data"] == "336 us" and said["exposed communication"] == "42.1 ms"
     assert said["tokens/s"] == "6,913, 3,457 a rank" and said["FLOP/s a rank"] == "412 TFLOP/s"
     assert said["MFU"] == "45.1%" and said["peak memory"] == "125.0 GiB, 130.9 GiB reserved"
     few = rows(ending({"steps": 1.0, "skipped_steps": 0.0, "seconds": 2e-6, "tokens_per_second": 4.613}))

@@ -1,0 +1,216 @@
+"""AdamW's arithmetic in host memory (arXiv:1711.05101, algorithm 2): a compiled kernel and its plain torch twin.
+
+The kernel, `host_adamw.c`, reads and writes each number once. It is compiled at its first use, in a fraction of a
+second, for the processor at hand. Where there is no C compiler, torch's own operations do the same, in about three
+times the time.
+
+A bf16 weight is the upper half of its fp32 master weight, so a master may be kept as what is missing of it: the
+remainder, a 16-bit integer.
+
+    remainder = bits(master) - bits(weight as fp32)        master = float(bits(weight as fp32) + remainder)
+
+Weights are rounded to nearest even, so that remainders lie in -32768 ... 32768. The largest does not fit in 16 bits: of
+a master exactly between two weights, of which the lower one is even, the last bit is lost.
+"""
+
+import ctypes
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from bmburst_ops.errors import KernelError, unknown_kernel
+
+KERNELS = ("auto", "c", "torch")
+PIECE = 1 << 20
+"""Numbers that torch's operations work on at once: what they write in between stays in the processor's caches."""
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC")
+
+
+class Rates(Protocol):
+    """The rates of a step."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate."""
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Decay of the moments."""
+
+    @property
+    def eps(self) -> float:
+        """Added to the root of the second moment."""
+
+    @property
+    def weight_decay(self) -> float:
+        """Per unit of `lr`; decoupled."""
+
+
+def adamw_(
+    weights: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    rates: Rates,
+    *,
+    step: int,
+    scale: float = 1.0,
+    factor: float | None = None,
+    master: Tensor | None = None,
+    remainder: Tensor | None = None,
+    kernel: Literal["auto", "c", "torch"] = "auto",
+) -> None:
+    """Do one step in place. All tensors are flat `[n]`, contiguous and in host memory.
+
+    Args:
+        weights: fp32, bf16 or fp16; written.
+        gradient: In the dtype of the weights; only read.
+        moments: The first and the second, fp32; updated.
+        rates: The rates.
+        step: Counts from 1.
+        scale: Gradients are divided by it, in fp32.
+        factor: Of the gradient, before it is divided by the scale. The product is rounded to the gradient's dtype.
+        master: fp32 master weights of 16-bit weights; updated.
+        remainder: In place of the master of bf16 weights, int16; updated. fp32 weights are their own master.
+        kernel: "c", "torch", or "auto" for the former where it can be compiled.
+
+    Raises:
+        KernelError: The kernel is not known, or cannot be compiled.
+    """
+    if kernel not in KERNELS:
+        raise unknown_kernel(kernel, KERNELS)
+    compiled = None if kernel == "torch" else _compiled()
+    if kernel == "c" and compiled is None:
+        raise KernelError("kernel 'c' needs a C compiler with OpenMP\nfix: install gcc, or kernel='auto'")
+    numbers = _numbers(rates, step, scale, factor)
+    if weights.dtype != torch.float16 and compiled is not None:
+        _call(compiled, weights, gradient, moments, numbers, master, remainder)
+        return
+    for run in pieces(len(weights), PIECE):
+        part, given, state = weights[run], gradient[run], (moments[0][run], moments[1][run])
+        if factor is not None:
+            given = given * factor
+        wide = given.float() if given.dtype != torch.float32 else given.clone()
+        of_part = part if master is None else master[run]
+        of_part = of_part if remainder is None else joined(part, remainder[run])
+        if compiled is not None:
+            _call(compiled, of_part, wide, state, _numbers(rates, step, scale, None), None, None)
+        else:
+            _by_torch(of_part, wide, state, rates, step, scale)
+        if remainder is not None:
+            split(of_part, part, remainder[run])
+        elif master is not None:
+            part.copy_(of_part)
+
+
+def joined(weights: Tensor, remainder: Tensor) -> Tensor:
+    """Return the fp32 master weights of bf16 weights and int16 remainders, all `[n]`."""
+    master = weights.float()
+    master.view(torch.int32).add_(remainder.int())
+    return master
+
+
+def split(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
+    """Write the bf16 weights nearest to fp32 master weights, and their int16 remainders, all `[n]`."""
+    weights.copy_(master)
+    difference = master.view(torch.int32) - weights.float().view(torch.int32)
+    remainder.copy_(difference.clamp_max_((1 << 15) - 1))
+
+
+def pieces(numbers: int, piece: int) -> Iterator[slice]:
+    """Yield the slices of `piece` numbers, and the last one of the rest."""
+    return (slice(*ends) for ends in pairwise((*range(0, numbers, piece), numbers)))
+
+
+def _by_torch(
+    master: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], rates: Rates, step: int, scale: float
+) -> None:
+    """Do a step on fp32 tensors by torch's fused operation, which divides the gradient in place."""
+    torch._fused_adamw_(
+        [master],
+        [gradient],
+        [moments[0]],
+        [moments[1]],
+        [],
+        [torch.tensor(float(step))],
+        lr=rates.lr,
+        beta1=rates.betas[0],
+        beta2=rates.betas[1],
+        weight_decay=rates.weight_decay,
+        eps=rates.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None if scale == 1 else torch.tensor(float(scale)),
+    )
+
+
+class _Numbers(ctypes.Structure):
+    """`rates` of `host_adamw.c`."""
+
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("factor", "scale", "decay", "rest1", "beta2", "rest2")),
+        *((name, ctypes.c_float) for name in ("step_size", "root", "eps")),
+        ("is_scaled", ctypes.c_int32),
+    )
+
+
+def _numbers(rates: Rates, step: int, scale: float, factor: float | None) -> _Numbers:
+    (first, second), lr = rates.betas, rates.lr
+    return _Numbers(
+        factor=1.0 if factor is None else factor,
+        scale=scale,
+        decay=1 - lr * rates.weight_decay,
+        rest1=1 - first,
+        beta2=second,
+        rest2=1 - second,
+        step_size=lr / (1 - first**step),
+        root=math.sqrt(1 - second**step),
+        eps=rates.eps,
+        is_scaled=factor is not None,
+    )
+
+
+def _call(
+    compiled: ctypes.CDLL,
+    weights: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    numbers: _Numbers,
+    master: Tensor | None,
+    remainder: Tensor | None,
+) -> None:
+    own = () if master is None and remainder is None else (master if remainder is None else remainder,)
+    name = "adamw_fp32" if not own else "adamw_master" if remainder is None else "adamw_remainder"
+    kinds = ((weights, gradient), (torch.float32,) if not own else (torch.bfloat16,)), (moments, (torch.float32,))
+    assert all(t.dtype in dtypes for tensors, dtypes in kinds for t in tensors)
+    tensors = (weights, *own, gradient, *moments)
+    assert all(t.is_contiguous() and len(t) == len(weights) and t.device.type == "cpu" for t in tensors)
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
+    threads = ctypes.c_int32(torch.get_num_threads())
+    getattr(compiled, name)(ctypes.c_int64(len(weights)), *pointers, ctypes.byref(numbers), threads)
+
+
+@cache
+def _compiled() -> ctypes.CDLL | None:
+    """Return the compiled kernel; None where that cannot be."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    if compiler is None:
+        return None
+    source = Path(__file__).with_suffix(".c")
+    with tempfile.TemporaryDirectory(prefix="bmburst-") as folder:  # of this process: others cannot change what it runs
+        library = Path(folder) / "host_adamw.so"
+        command = [compiler, *_FLAGS, str(source), "-o", str(library), "-lm"]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            return ctypes.CDLL(str(library))
+        except (OSError, subprocess.SubprocessError):
+            return None
