@@ -31,8 +31,8 @@ _WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}
 class FlashAttention4Kernel:
     """`Kernel` over `_flash_attn_fwd` and `_flash_attn_bwd` of flash-attn-4 (4.0.0b36): fp16 and bf16.
 
-    A head dim, mask, GQA ratio and dtype takes seconds to compile when first seen; the package's own
-    `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1` keeps the result on disk.
+    A head dim, mask, GQA ratio and dtype takes seconds to compile when first seen. The package keeps the result on disk
+    where `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1`, which bmburst's launcher sets.
     """
 
     name = "fa4"

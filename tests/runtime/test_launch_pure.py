@@ -144,6 +144,21 @@ def test_settings_leave_the_users_alone():
     assert not [name for name in run.defaults(1, 1, cuda=True) if "NVLS" in name or "MULTICAST" in name]
 
 
+def test_compiled_kernels_are_kept_where_no_one_else_can_put_any(tmp_path):
+    found = run.kernel_cache(tmp_path)
+    place = Path(found["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"])
+    assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1" and place.parent.parent == tmp_path
+    assert place.parent.stat().st_mode & 0o777 == 0o700
+    assert run.kernel_cache(tmp_path) == found
+    place.parent.chmod(0o777)
+    assert run.kernel_cache(tmp_path) == {}
+    place.parent.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    place.parent.symlink_to(tmp_path / "elsewhere")
+    assert run.kernel_cache(tmp_path) == {}
+    assert run.kernel_cache(tmp_path / "none") == {}
+
+
 def test_one_queue_for_all_streams_is_refused_on_gpus_only():
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     with refused("CUDA_DEVICE_MAX_CONNECTIONS", "unset"):

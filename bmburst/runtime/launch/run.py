@@ -7,6 +7,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -89,6 +90,26 @@ def open_defaults(environ: Mapping[str, str], nproc: int, cores: int, *, cuda: b
     return {name: value for name, value in found.items() if name not in environ}
 
 
+def kernel_cache(folder: Path) -> dict[str, str]:
+    """Return the variables with which FlashAttention-4 keeps compiled kernels for later runs of this user on this node.
+
+    The package loads what it finds there as code. The place is therefore a folder that belongs to this user and that no
+    one else can write or read; where it cannot be that, nothing is kept.
+
+    Args:
+        folder: A folder on a local disk: the package locks files, which network disks may not do.
+    """
+    own = folder / f"bmburst-{os.getuid()}"
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        state = own.lstat()
+    except OSError:
+        return {}
+    is_private = stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o077
+    return dict(zip(_KERNEL_CACHE, ("1", str(own / "flash-attn-4")), strict=True)) if is_private else {}
+
+
+_KERNEL_CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 _IN_ORDER = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM sends before it kills a job, by default or by --signal
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, *_IN_ORDER)
 _AFTER_KILL = 5.0  # seconds for the agent to see that killed ranks are gone
@@ -133,6 +154,8 @@ def check_launch(spec: LaunchSpec, command: Sequence[str]) -> CheckedLaunch:
     require_devices(spec.nproc, torch.cuda.device_count() if cuda else 0)
     cores = usable_cores()
     found = open_defaults(os.environ, spec.nproc, cores, cuda=cuda, nnodes=spec.nnodes)
+    if cuda and not any(name in os.environ for name in _KERNEL_CACHE):
+        found |= kernel_cache(Path(tempfile.gettempdir()))
     found[HANG_TIMEOUT] = f"{spec.hang_timeout:g}"
     found[START_TIMEOUT] = f"{spec.start_limit:g}"
     stand_in = spec.host_runtime and not cuda and importlib.util.find_spec("bmtrain") is not None
