@@ -8,7 +8,7 @@ median on the slowest rank. `--small` is a tiny case, which runs also on a CPU.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -68,8 +68,9 @@ def main() -> int:
             print(f"measured: {row['mask']}, {row['strategy']} over {row['transport']}", flush=True)
     if group.rank == 0:
         found: dict[str, Any] = {"queries": lengths[0], "keys": lengths[1], "heads": HEADS, "kv_heads": KV_HEADS}
-        write_record(options.output, "benchmarks.cross", group.size, **found, rows=rows)
-        print(text := table(found, rows, group.size))
+        found["rows"] = rows
+        write_record(options.output, "benchmarks.cross", group.size, **found)
+        print(text := table(found, group.size))
         if options.output is not None:
             options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     dist.destroy_process_group()
@@ -112,8 +113,8 @@ def _calls(inputs: Inputs, **options: Any) -> dict[str, Callable[[], object]]:
     return {"forward": forward, "forward and backward": both}
 
 
-def table(found: dict[str, Any], rows: Sequence[dict[str, Any]], ranks: int) -> str:
-    """Return the rows as Markdown."""
+def table(found: Mapping[str, Any], ranks: int) -> str:
+    """Return what was found as Markdown."""
     lines = [
         f"{found['queries']:,} queries x {found['keys']:,} keys over {ranks} ranks, {found['heads']} query and "
         f"{found['kv_heads']} KV heads; ms, one GPU's ms on the whole, ratio to {ranks} times its speed:",
@@ -121,7 +122,7 @@ def table(found: dict[str, Any], rows: Sequence[dict[str, Any]], ranks: int) -> 
         "| mask | strategy | transport | forward | forward and backward |",
         "|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row in found["rows"]:
         cells = [row["mask"], row["strategy"], row["transport"]]
         for direction in ("forward", "forward and backward"):
             times = row.get(direction)

@@ -1,7 +1,7 @@
 """Writes the tables of `results/` again after a JSON file there has changed: `python -m benchmarks.records`.
 
-- The tables of attention, training and strategies, from the JSON beside them. What stands above the first is written
-  by hand.
+- The tables of attention, training, strategies and cross-attention, from the JSON beside them. What stands above the
+  first is written by hand.
 - The planner's rows of this project's runs, `bmburst/plan/data/measured.toml`: their numbers. Rows are added by hand.
 - What `bmburst plan --check` prints, below the line in `results/plan_accuracy_*.md`.
 
@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import strategies
+from benchmarks import cross, strategies
 from benchmarks.engine.kind import KINDS, Results, load_kind
 from benchmarks.engine.report import markdown
 from bmburst.plan import accuracy
@@ -54,6 +54,10 @@ def derived() -> Iterator[tuple[Path, str]]:
     for path in sorted(_RESULTS.glob("strategies_*.md")):
         head, _, _ = path.read_text(encoding="utf-8").partition("\n| ")
         yield path, f"{head}\n{strategies.table(_rows(path.with_suffix('.json').name))}\n"
+    for path in sorted(_RESULTS.glob("cross_*.md")):
+        found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        head, _, _ = path.read_text(encoding="utf-8").partition(f"\n{found['queries']:,} queries x ")
+        yield path, f"{head}\n{cross.table(found, found['machine']['ranks'])}\n"
     yield _MEASURED, _with_rows(_MEASURED.read_text(encoding="utf-8"))
     for path in sorted(_RESULTS.glob("plan_accuracy_*.md")):
         head, line, _ = path.read_text(encoding="utf-8").partition("\n---\n")

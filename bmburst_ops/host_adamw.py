@@ -1,8 +1,8 @@
 """AdamW's arithmetic in host memory (arXiv:1711.05101, algorithm 2): a compiled kernel and its plain torch twin.
 
 The kernel, `host_adamw.c`, reads and writes each number once. It is compiled at its first use, in a fraction of a
-second, for the processor at hand. Where there is no C compiler, torch's own operations do the same, in about three
-times the time.
+second, for the processor at hand. Where there is no C compiler, torch's own operations do the same, in three times the
+time on one thread and twelve times on 16.
 
 A bf16 weight is the upper half of its fp32 master weight, so a master may be kept as what is missing of it: the
 remainder, a 16-bit integer.
