@@ -70,21 +70,30 @@ def with_fix(error: UserError, fix: str) -> UserError:
     return UserError("\n".join([*lines, f"fix: {fix}"]))
 
 
-def unknown(kind: str, value: object, known: Iterable[str]) -> UserError:
+_SHOWN = 16  # names that a message lists
+
+
+def unknown(kind: str, value: object, known: Iterable[str], lists: str = "") -> UserError:
     """Return the error for an unknown name; the message lists the known names and suggests the nearest.
 
     Args:
         kind: What the name is for, for example "layout".
         value: The unknown name.
-        known: The known names.
+        known: The known names. Of more than 16 the message shows the 8 that are most alike.
+        lists: The command that prints all, for a message that does not.
     """
     names = sorted(known)
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
-    return UserError(f"unknown {kind} '{value}'{hint}\nknown: {', '.join(names)}\nfix: give one of the known names")
+    shown = names if len(names) <= _SHOWN else difflib.get_close_matches(str(value), names, n=_SHOWN // 2, cutoff=0.0)
+    rest = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
+    listed = f"; {lists} lists them" if lists and rest else ""
+    return UserError(
+        f"unknown {kind} '{value}'{hint}\nknown: {', '.join(shown)}{rest}\nfix: give one of the known names{listed}"
+    )
 
 
-def require_known(kind: str, value: object, known: Iterable[str]) -> None:
+def require_known(kind: str, value: object, known: Iterable[str], lists: str = "") -> None:
     """Raise `unknown` unless `value` is one of the known names; it may be of any type.
 
     Raises:
@@ -92,4 +101,4 @@ def require_known(kind: str, value: object, known: Iterable[str]) -> None:
     """
     names = tuple(known)
     if not isinstance(value, str) or value not in names:
-        raise unknown(kind, value, names)
+        raise unknown(kind, value, names, lists)

@@ -257,5 +257,5 @@ def preset(name: str, kind: str = "preset") -> LlamaConfig:
     Raises:
         UserError: There is no preset of that name; the message names the nearest.
     """
-    require_known(kind, name, PRESETS)
+    require_known(kind, name, PRESETS, "bmburst train --help")
     return PRESETS[name]

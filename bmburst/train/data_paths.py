@@ -79,28 +79,33 @@ def check_data_path(source: str, text_field: str) -> None:
         check_beginnings(files, text_field=text_field)
 
 
-def set_defaults_of_records(given: dict[str, Any]) -> None:
-    """Where the data are records, keep them apart and read them with the model's own tokenizer, unless given.
+def set_defaults_of_data(given: dict[str, Any]) -> None:
+    """Read text with the tokenizer of the model that a run starts from, and keep records apart, unless given otherwise.
 
-    Preference pairs are always kept apart: other data are then refused for what they are, not for their packing.
+    Preference pairs are always kept apart: other data are then refused for what they are, not for their packing. A
+    token file of text has a tokenizer already.
     """
     if (given.get("dpo") or {}).get("beta") is not None:
         given.setdefault("pack", "documents")
     values = given.get("data") or {}
-    source, folder = values.get("source"), given.get("init_from")
-    if not isinstance(source, str | Path) or source == STANDARD_LIBRARY:
-        return
+    source, folder = values.get("source", STANDARD_LIBRARY), given.get("init_from")
+    if not isinstance(source, str | Path):
+        return  # refused where the fields are checked
     # numpy comes with it, and the command line's help does without.
     from bmburst.data.corpus import are_records
+    from bmburst.data.token_file import is_token_file
 
     try:
         sources = _sources(str(source))
-    except UserError:
+        are_tokens = all(each != STANDARD_LIBRARY and is_token_file(Path(each)) for each in sources)
+    except (OSError, UserError):
         return  # refused where the paths are checked
-    if not any(are_records(each, str(values.get("text_field", "text"))) for each in sources):
-        return
-    given.setdefault("pack", "documents")
-    if values.get("tokenizer") is None and folder is not None and (Path(folder) / "tokenizer.json").is_file():
+    text_field = str(values.get("text_field", "text"))
+    have_records = any(each != STANDARD_LIBRARY and are_records(each, text_field) for each in sources)
+    if have_records:
+        given.setdefault("pack", "documents")
+    has_own = folder is not None and (Path(folder) / "tokenizer.json").is_file()
+    if has_own and values.get("tokenizer") is None and (have_records or not are_tokens):
         given["data"] = {**values, "tokenizer": str(folder)}
 
 

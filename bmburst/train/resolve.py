@@ -24,7 +24,7 @@ from bmburst.convert.model_center import ModelCenterConfig, is_model_center
 from bmburst.errors import UserError
 from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.train.config import TrainConfig
-from bmburst.train.data_paths import check_sources, require_filled, set_defaults_of_records
+from bmburst.train.data_paths import check_sources, require_filled, set_defaults_of_data
 from bmburst.train.report import require_wandb
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = No
         )
     if given.get("init_from") is not None and "preset" not in given:
         given["preset"] = None
-    set_defaults_of_records(given)
+    set_defaults_of_data(given)
     return build_config(TrainConfig, overlay({"model": _base_model(given)}, given))
 
 

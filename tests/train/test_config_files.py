@@ -117,6 +117,24 @@ def test_init_from_brings_its_model_and_takes_rope_scaling(tmp_path):
     assert resolve((path,)) == config
 
 
+def test_text_is_read_with_the_tokenizer_of_the_model_that_a_run_starts_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder, _ = hugging_face(tmp_path / "hf")
+    (tmp_path / "text.txt").write_text("words and more words")
+    for source in ("text.txt", "stdlib"):
+        given = {"init_from": str(folder), "sequence_length": "512", "data.source": source}
+        assert resolve((), given).data.tokenizer is None  # that folder has none
+    Tokenizer(WordLevel({"[EOS]": 0, "words": 1}, unk_token="[EOS]")).save(str(folder / "tokenizer.json"))
+    for source in ("text.txt", "stdlib"):
+        given = {"init_from": str(folder), "sequence_length": "512", "data.source": source}
+        assert resolve((), given).data.tokenizer == str(folder)
+        assert resolve((), given | {"data.tokenizer": "bytes"}).data.tokenizer == "bytes"
+    assert resolve((), {"sequence_length": "512", "data.source": "text.txt"}).data.tokenizer is None
+    file = open_corpus("text.txt", "bytes", tmp_path)
+    given = {"init_from": str(folder), "sequence_length": "512", "data.source": str(file.path)}
+    assert resolve((), given).data.tokenizer is None  # a token file says its own
+
+
 def test_init_from_that_cannot_work_is_refused(tmp_path):
     folder, _ = hugging_face(tmp_path / "hf")
     options = {"init_from": str(folder), "sequence_length": "64"}

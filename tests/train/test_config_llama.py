@@ -225,4 +225,4 @@ def test_scalings_that_cannot_be_are_refused(values, words):
 
 
 def test_unknown_preset_names_the_nearest():
-    says(refusal_of(preset, "lama-tiny"), "'lama-tiny'", "'llama-tiny'", *PRESETS)
+    says(refusal_of(preset, "lama-tiny"), "'lama-tiny' | mean 'llama-tiny' | known: llama-tiny | 17 more | --help")
