@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, overload
 
 import torch
@@ -11,6 +12,7 @@ from bmburst.attention.call import decide
 from bmburst.attention.function import SequenceAttention
 from bmburst.attention.heads import executor_of
 from bmburst.attention.options import AttentionOptions, MaskOption, no_autocast, require_tensors
+from bmburst.attention.sink import check_sink, with_sink
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.comm.groups import communicator
 from bmburst.errors import UserError, unknown
@@ -29,6 +31,7 @@ def burst_attention(
     length: int | None = ...,
     key_layout: str | None = ...,
     key_length: int | None = ...,
+    sink: Tensor | None = ...,
     group: object = ...,
     scale: float | None = ...,
     kernel: str = ...,
@@ -50,6 +53,7 @@ def burst_attention(
     length: int | None = ...,
     key_layout: str | None = ...,
     key_length: int | None = ...,
+    sink: Tensor | None = ...,
     group: object = ...,
     scale: float | None = ...,
     kernel: str = ...,
@@ -70,6 +74,7 @@ def burst_attention(
     length: int | None = None,
     key_layout: str | None = None,
     key_length: int | None = None,
+    sink: Tensor | None = None,
     group: object = None,
     scale: float | None = None,
     kernel: str = "auto",
@@ -107,6 +112,9 @@ def burst_attention(
             tokens and padding of their own. "causal" and `SlidingWindow` are aligned at the bottom right: the last
             query sees the last key, query i is treated as key `i + key_length - length`. `Documents` take
             `key_lengths`. Other masks are refused. Default: queries and keys are one sequence.
+        sink: `[heads]`, any float dtype: a logit for each query head that takes a share of every row's softmax and has
+            no value, as in gpt-oss. Rows that see no key are not changed. Every rank gives all heads' sinks. Its
+            gradient is this rank's queries' part, which the caller adds up over the group as that of other weights.
         group: A `torch.distributed` process group, a `bmt.nccl` communicator, or None for the current mesh's sequence
             group or else the world.
         scale: Factor on the scores, above 0; default `head_dim ** -0.5`.
@@ -147,7 +155,7 @@ def burst_attention(
         transport=transport,
         deterministic=deterministic,
     )
-    out, lse = attend(q, k, v, length, group, options, key_length)
+    out, lse = attend(q, k, v, length, group, options, key_length, sink)
     return (out, lse) if return_lse else out
 
 
@@ -159,6 +167,7 @@ def attend(
     group: object,
     options: AttentionOptions,
     key_length: int | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; see `burst_attention`.
 
@@ -167,13 +176,16 @@ def attend(
     if torch.compiler.is_compiling():
         from bmburst.attention.uncompiled import uncompiled
 
-        found: tuple[Tensor, Tensor] = uncompiled(attend, q, k, v, length, group, options, key_length)
+        found: tuple[Tensor, Tensor] = uncompiled(attend, q, k, v, length, group, options, key_length, sink)
         return found
     comm = resolve_group(group)
     if isinstance(options.mask, tuple):
-        return _sample_by_sample(q, k, v, length, comm, options, key_length)
+        return _sample_by_sample(q, k, v, length, comm, options, key_length, sink)
+    if sink is not None:
+        comm.decided(partial(check_sink, q, sink))
     call = decide(comm, q, k, v, length, options, key_length)
-    out, lse = SequenceAttention.apply(executor_of(call), call, q, k, v)  # type: ignore[no-untyped-call]
+    executor, sinks = (executor_of(call), ()) if sink is None else (with_sink(executor_of(call)), (sink,))
+    out, lse = SequenceAttention.apply(executor, call, q, k, v, *sinks)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -185,6 +197,7 @@ def _sample_by_sample(
     comm: CheckedCommunicator,
     options: AttentionOptions,
     key_length: int | None,
+    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     masks = options.mask
     assert isinstance(masks, tuple)
@@ -202,7 +215,7 @@ def _sample_by_sample(
 
     comm.decided(check)
     parts = [
-        attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], length, comm, replace(options, mask=mask), key_length)
+        attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], length, comm, replace(options, mask=mask), key_length, sink)
         for i, mask in enumerate(masks)
     ]
     outs, lses = zip(*parts, strict=True)

@@ -89,7 +89,7 @@ class Prefix:
         executor: What runs the call.
         call: The attention of the prefix.
         rows: Local tokens of the prefix, on every rank.
-        inputs: q, k and v of all tokens.
+        inputs: q, k and v of all tokens, and a sink if there is one.
     """
 
     executor: Executor
@@ -129,7 +129,8 @@ class Prefix:
         out, lse = end
         if not self.rows:
             return out.detach(), lse.detach()
-        first = self.executor.forward(self.call, *(t[:, : self.rows] for t in self.inputs))
+        q, k, v, *others = self.inputs
+        first = self.executor.forward(self.call, *(t[:, : self.rows] for t in (q, k, v)), *others)
         return torch.cat((first.out, out), 1), torch.cat((first.lse, lse), 2)
 
 

@@ -16,7 +16,7 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
 
     Args:
         group: See `burst_attention`; None takes the mesh that is current now, else the world at each call.
-        options: The keyword arguments of `burst_attention`, except `length`, `key_length` and `return_lse`.
+        options: The keyword arguments of `burst_attention`, except `length`, `key_length`, `sink` and `return_lse`.
 
     Raises:
         UserError: The value of an option is unknown, or this rank is not in the group.
@@ -37,6 +37,7 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         length: int | None = None,
         mask: MaskOption | None = None,
         key_length: int | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Return attention's output.
 
@@ -47,12 +48,13 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
             length: Real tokens of the whole sequence. Positional: BMTrain's blocks drop late keywords.
             mask: Instead of the one that the module was made with.
             key_length: Real tokens of the keys' sequence, where it is another one than the queries'. Positional.
+            sink: See `burst_attention`. Positional.
 
         Returns:
             Shaped and typed as q.
         """
         options = self.options if mask is None else replace(self.options, mask=mask)
-        return attend(q, k, v, length, self.group, options, key_length)[0]
+        return attend(q, k, v, length, self.group, options, key_length, sink)[0]
 
     def extra_repr(self) -> str:
         """Show the options in `print(model)`."""

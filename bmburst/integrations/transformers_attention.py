@@ -40,7 +40,7 @@ _NOT_ASKED = frozenset(
 _ELSEWHERE = "train this model with another attn_implementation"
 
 _KNOWN = {
-    "s_aux": ("attention sinks (s_aux)", f"{_ELSEWHERE}: without its sinks it is another model"),
+    "s_aux": ("attention sinks (s_aux) over a split cache", "generate with another attn_implementation"),
     "softcap": (
         "logit softcap (attn_logit_softcapping)",
         f"{_ELSEWHERE}: with attn_logit_softcapping=None it is another model",
@@ -111,9 +111,9 @@ class SequenceMask:
             window=window,
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """Return attention's output; all are `[batch, local_tokens, heads, head_dim]`."""
-        return attend(q, k, v, self._length, self.comm, self._options(scale))[0]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sink: Tensor | None = None) -> Tensor:
+        """Return attention's output; all are `[batch, local_tokens, heads, head_dim]`, a sink is `[heads]`."""
+        return attend(q, k, v, self._length, self.comm, self._options(scale), sink=sink)[0]
 
     def attend_behind(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Return attention's output also to the tokens before, which a `SplitLayer` keeps."""
@@ -180,7 +180,7 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
-    **asked: object,
+    **asked: Any,
 ) -> tuple[Tensor, None]:
     """Return attention's output of this rank's tokens, as an attention function of transformers.
 
@@ -194,7 +194,8 @@ def attention(
         scaling: Factor on the scores; default `head_dim ** -0.5`.
         sliding_window: Must be the mask's, if given.
         is_causal: Must be true.
-        asked: Further arguments of the model, refused unless they change nothing.
+        asked: Further arguments of the model: `s_aux`, the attention sinks `[heads]`; others are refused unless they
+            change nothing.
 
     Returns:
         `[batch, local_tokens, heads, value_dim]`, and no attention weights.
@@ -213,6 +214,7 @@ def attention(
         attention_mask = attention_mask.given
     if not isinstance(attention_mask, SequenceMask):
         raise _not_split(attention_mask)
+    sink = asked.pop("s_aux", None) if layer is None else None
     _require_exact(attention_mask, dropout, sliding_window, asked)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise _cannot("attention that is not causal", _ELSEWHERE)
@@ -224,7 +226,7 @@ def attention(
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
     inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if layer is None:
-        out = attention_mask.attend(*inputs, scaling)
+        out = attention_mask.attend(*inputs, scaling, sink)
     else:
         out = attention_mask.attend_behind(layer, *inputs, scaling)
     return out[..., :width].contiguous(), None
