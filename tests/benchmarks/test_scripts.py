@@ -77,7 +77,7 @@ def test_cross_attention_is_measured_beside_one_rank(tmp_path):
 
 
 def test_families_are_tried_on_two_ranks(tmp_path):
-    """Qwen2-MoE's window of 0 tokens is none, gpt-oss has sinks; a softcap is refused; a type of other sizes is too large to be tried."""
+    """Qwen2-MoE's window of 0 is none, gpt-oss has sinks; a softcap is refused; other sizes are too large to try."""
     types = ["mistral", "qwen2_moe", "gpt_oss", "gemma2", "xlm-roberta-xl"]
     run_script(tmp_path, 2, ["-m", "benchmarks.families", "--rank", ".", "--types", *types])
     rows = [json.loads(line) for line in (tmp_path / "families.jsonl").read_text().splitlines()]
@@ -85,7 +85,7 @@ def test_families_are_tried_on_two_ranks(tmp_path):
     assert [row["result"] for row in rows[:4]] == ["exact", "exact", "exact", "refused"]
     assert "softcap" in rows[3]["reason"]
     text = families.table(rows, 2)
-    assert "3 exact" in text and "\ngpt_oss, mistral, qwen2_moe.\n" in text
+    assert "3 exact" in text and "\nmistral, qwen2_moe, gpt_oss.\n" in text
     assert re.search(r"^\| gemma2 \| refused \| .*softcap", text, re.M)
 
 
