@@ -246,6 +246,7 @@ def test_the_signatures_are_the_documented_ones():
         "length": None,
         "key_layout": None,
         "key_length": None,
+        "sink": None,
         "group": None,
         "scale": None,
         "kernel": "auto",

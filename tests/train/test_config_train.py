@@ -191,7 +191,7 @@ def test_bad_values_are_refused(name, value):
 
 def test_python_gets_the_presets_model():
     assert TrainConfig(preset="llama-2-7b").model == PRESETS["llama-2-7b"]
-    says(refusal_of(TrainConfig, preset="x"), "preset", "'x'", "llama-tiny")
+    says(refusal_of(TrainConfig, preset="x"), "preset", "'x'", "known: ", "--help")
     says(refusal_of(TrainConfig, preset=None), "preset", "model")
     says(refusal_of(TrainConfig, init_from=Path("x")), "init_from", "model", "fix: ")
     says(refusal_of(ParallelConfig, layout="ziczac"), "layout", "'ziczac'", "'zigzag'")
