@@ -6,7 +6,6 @@ median on the slowest rank. `--small` is a tiny case, which runs also on a CPU.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.engine.machine import write_record
-from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient
+from benchmarks.engine.machine import publish
+from benchmarks.engine.timing import RankGroup, Times, in_turns, quotient, start_ranks
 from bmburst.attention.api import burst_attention
 from bmburst.comm.groups import communicator, single_rank_group
 from bmburst.errors import UserError
@@ -53,11 +52,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="short sequences, to see it work")
     parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
     options = parser.parse_args()
-    is_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_gpu else torch.device("cpu")
-    if is_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if is_gpu else "gloo", device_id=device if is_gpu else None)
+    device = start_ranks()
     assert dist.group.WORLD is not None  # it was just made
     group = RankGroup(process_group=dist.group.WORLD, rank=dist.get_rank(), size=dist.get_world_size(), device=device)
     lengths = (96, 160) if options.small else (QUERIES, KEYS)
@@ -69,10 +64,7 @@ def main() -> int:
     if group.rank == 0:
         found: dict[str, Any] = {"queries": lengths[0], "keys": lengths[1], "heads": HEADS, "kv_heads": KV_HEADS}
         found["rows"] = rows
-        write_record(options.output, "benchmarks.cross", group.size, **found)
-        print(text := table(found, group.size))
-        if options.output is not None:
-            options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+        publish(options.output, "benchmarks.cross", table(found, group.size), group.size, **found)
     dist.destroy_process_group()
     return 0
 

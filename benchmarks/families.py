@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.machine import write_record
+from benchmarks.engine.machine import publish
 
 TOKENS, VOCABULARY, WINDOW, TOLERANCE = 37, 61, 7, 1e-5
 LARGEST = 3_000_000  # parameters of a model that is tried
@@ -66,10 +66,7 @@ def main() -> int:
         status = launch(LaunchSpec(nproc=options.ranks), ["-m", "benchmarks.families", *words])
         file = Path(folder) / "families.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    write_record(options.output, "benchmarks.families", options.ranks, rows=rows)
-    print(text := table(rows, options.ranks))
-    if options.output is not None:
-        options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    publish(options.output, "benchmarks.families", table(rows, options.ranks), options.ranks, rows=rows)
     return status or int(any(row["result"] == "different" for row in rows))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engine.machine import write_record
+from benchmarks.engine.machine import publish
 from bmburst.amounts import GIB
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import PRESETS
@@ -47,10 +47,8 @@ def main() -> int:
     if runtime.rank == 0:
         found: dict[str, Any] = {"tokens": tokens, "recompute": options.recompute, "parameters": model.num_parameters}
         found |= {"vocabulary": model.vocab_size, "rows": rows}
-        write_record(options.output, "benchmarks.logprobs", runtime.world_size, **found)
-        print(text := table(found, runtime.world_size))
-        if options.output is not None:
-            options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+        text = table(found, runtime.world_size)
+        publish(options.output, "benchmarks.logprobs", text, runtime.world_size, **found)
     return 0
 
 

@@ -7,7 +7,6 @@ Without GPUs the sequences are shorter, and the numbers say nothing but that the
 
 import argparse
 import itertools
-import os
 import statistics
 import sys
 from collections.abc import Mapping
@@ -19,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import bmburst
-from benchmarks.engine.machine import write_record
-from benchmarks.engine.timing import RankGroup, in_turns
+from benchmarks.engine.machine import publish
+from benchmarks.engine.timing import RankGroup, in_turns, start_ranks
 from bmburst.attention.call import head_shapes
 from bmburst.schedule.cost import Placement, Problem
 from bmburst.schedule.hardware import HOST, hardware_like, load_hardware
@@ -50,11 +49,8 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the cases (default: all)")
     parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
     options = parser.parse_args()
-    is_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
-    if is_cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None)
+    device = start_ranks()
+    is_cuda = device.type == "cuda"
     rows = []
     for heads, tokens, mask in CASES[: options.cases]:
         rows.append(_measure(heads, tokens if is_cuda else tokens // 64, mask, device))
@@ -62,10 +58,7 @@ def main() -> int:
             bmburst.empty_cache()
             torch.cuda.empty_cache()
     if dist.get_rank() == 0:
-        write_record(options.output, "benchmarks.strategies", dist.get_world_size(), rows=rows)
-        print(text := table(rows))
-        if options.output is not None:
-            options.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+        publish(options.output, "benchmarks.strategies", table(rows), dist.get_world_size(), rows=rows)
     dist.destroy_process_group()
     return 0
 

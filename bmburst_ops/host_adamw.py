@@ -91,10 +91,10 @@ def adamw_(
     compiled = None if kernel == "torch" else _compiled()
     if kernel == "c" and compiled is None:
         raise KernelError("kernel 'c' needs a C compiler with OpenMP\nfix: install gcc, or kernel='auto'")
-    numbers = _numbers(rates, step, scale, factor)
-    if weights.dtype != torch.float16 and compiled is not None:
-        _call(compiled, weights, gradient, moments, numbers, master, remainder)
+    if compiled is not None and weights.dtype != torch.float16:
+        _call(compiled, weights, gradient, moments, _numbers(rates, step, scale, factor), master, remainder)
         return
+    plain = _numbers(rates, step, scale, None)
     for run in pieces(len(weights), PIECE):
         part, given, state = weights[run], gradient[run], (moments[0][run], moments[1][run])
         if factor is not None:
@@ -103,7 +103,7 @@ def adamw_(
         of_part = part if master is None else master[run]
         of_part = of_part if remainder is None else joined(part, remainder[run])
         if compiled is not None:
-            _call(compiled, of_part, wide, state, _numbers(rates, step, scale, None), None, None)
+            _call(compiled, of_part, wide, state, plain)
         else:
             _by_torch(of_part, wide, state, rates, step, scale)
         if remainder is not None:
@@ -185,18 +185,23 @@ def _call(
     gradient: Tensor,
     moments: tuple[Tensor, Tensor],
     numbers: _Numbers,
-    master: Tensor | None,
-    remainder: Tensor | None,
+    master: Tensor | None = None,
+    remainder: Tensor | None = None,
 ) -> None:
-    own = () if master is None and remainder is None else (master if remainder is None else remainder,)
-    name = "adamw_fp32" if not own else "adamw_master" if remainder is None else "adamw_remainder"
-    kinds = ((weights, gradient), (torch.float32,) if not own else (torch.bfloat16,)), (moments, (torch.float32,))
-    assert all(t.dtype in dtypes for tensors, dtypes in kinds for t in tensors)
+    dtype = torch.float32 if master is None and remainder is None else torch.bfloat16
+    own: tuple[Tensor, ...]
+    if remainder is not None:
+        function, own = compiled.adamw_remainder, (remainder,)
+    elif master is not None:
+        function, own = compiled.adamw_master, (master,)
+    else:
+        function, own = compiled.adamw_fp32, ()
+    assert weights.dtype == gradient.dtype == dtype and moments[0].dtype == moments[1].dtype == torch.float32
     tensors = (weights, *own, gradient, *moments)
     assert all(t.is_contiguous() and len(t) == len(weights) and t.device.type == "cpu" for t in tensors)
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
     threads = ctypes.c_int32(torch.get_num_threads())
-    getattr(compiled, name)(ctypes.c_int64(len(weights)), *pointers, ctypes.byref(numbers), threads)
+    function(ctypes.c_int64(len(weights)), *pointers, ctypes.byref(numbers), threads)
 
 
 @cache

@@ -81,6 +81,14 @@ def write_record(path: Path | None, module: str, ranks: int = 1, **found: Any) -
         path.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n", encoding="utf-8")
 
 
+def publish(path: Path | None, module: str, text: str, ranks: int = 1, **found: Any) -> None:
+    """Print the table of what a module found; with a path, write it there as `write_record` and the table beside it."""
+    write_record(path, module, ranks, **found)
+    print(text)
+    if path is not None:
+        path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+
+
 def commit() -> str | None:
     """Return the commit of the source tree that runs, marked `+` where files differ; None outside a repository."""
     root = Path(__file__).parents[2]

@@ -18,6 +18,7 @@ from benchmarks.engine.job import REASON_FILE, Job
 from benchmarks.engine.kind import FAILED, OK, REFUSED, C, Row, load_kind
 from benchmarks.engine.machine import Gauge
 from benchmarks.engine.report import row_line
+from benchmarks.engine.timing import start_ranks
 from bmburst.attention.graphs import empty_cache
 from bmburst.errors import UserError
 from bmburst.runtime import watchdog
@@ -45,20 +46,14 @@ def _begin(folder: Path, *, runtime: str, tensor: int) -> torch.device:
         tensor: Ranks that share each matrix, under BMTrain.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    backend = "nccl" if on_gpu else "gloo"
-    options: dict[str, Any] = {"device_id": device} if on_gpu else {}
+    options: dict[str, Any] = {}
     if runtime == "bmtrain":
         from bmburst.runtime import start
 
         start(seed=0, tensor=tensor)
         # A meeting place of its own: the launcher's store is BMTrain's.
         options |= {"init_method": (folder / "meeting").as_uri(), "rank": rank, "world_size": world}
-    dist.init_process_group(backend, **options)
-    return device
+    return start_ranks(**options)
 
 
 class RankRun(ABC, Generic[C]):

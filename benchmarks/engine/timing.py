@@ -1,9 +1,11 @@
 """Times a call on the slowest rank, alternates calls, and has the plain collectives that peers are written with."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,6 +88,21 @@ class RankGroup:
             dist.P2POp(dist.irecv, received, group=self.process_group, group_peer=source),
         ]
         return received, dist.batch_isend_irecv(hops)
+
+
+def start_ranks(**options: Any) -> torch.device:
+    """Start torch.distributed as a launcher's variables say, and return this rank's device.
+
+    Args:
+        options: Further arguments of `torch.distributed.init_process_group`.
+    """
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", **options)
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device, **options)
+    return device
 
 
 LEAST = 3  # rounds that are measured however long they take

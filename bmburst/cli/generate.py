@@ -106,12 +106,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work.
     """
     if "RANK" in os.environ:
-        try:
-            return in_group(partial(_answer, args))
-        except UserError:
-            if leaves_errors_to_rank_0():
-                return 2
-            raise
+        return in_group(partial(_answer, args))
     if args.checkpoint is None:
         raise UserError("--checkpoint is missing\nfix: --checkpoint DIR, a directory of a model")
     nproc = ranks_to_start(args.nproc, fewest=1)
@@ -193,7 +188,13 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 
 def in_group(work: Callable[[], int]) -> int:
-    """Return what `work` does on this rank of torch.distributed's world, which exists while it runs."""
+    """Return what `work` does on this rank of torch.distributed's world, which exists while it runs.
+
+    Its status is 2 where what `work` refuses is shown by rank 0.
+
+    Raises:
+        UserError: `work` refuses something, and this rank shows it.
+    """
     import torch
     import torch.distributed as dist
 
@@ -204,6 +205,10 @@ def in_group(work: Callable[[], int]) -> int:
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device)
     try:
         return work()
+    except UserError:
+        if leaves_errors_to_rank_0():
+            return 2
+        raise
     finally:
         dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bmburst.amounts import short, tokens
 from bmburst.checkpoint.files import VERIFIED
-from bmburst.cli import leaves_errors_to_rank_0, ranks_to_start
+from bmburst.cli import ranks_to_start
 from bmburst.cli.generate import in_group, note_length, progress_bar
 from bmburst.cli.train import set_environment
 from bmburst.config import build_config, given_options, option_name, read_json, read_layer, write_json
@@ -66,12 +66,7 @@ def run_passkey(args: argparse.Namespace) -> int:
         UserError: Something given cannot work.
     """
     if "RANK" in os.environ:
-        try:
-            return in_group(partial(_measure, args))
-        except UserError:
-            if leaves_errors_to_rank_0():
-                return 2
-            raise
+        return in_group(partial(_measure, args))
     config, _ = _shared(args)
     nproc = ranks_to_start(config.nproc)
     if nproc == 1:

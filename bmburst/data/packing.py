@@ -21,6 +21,21 @@ class Split:
     held_out: Spans
 
 
+def require_packing(split: str, pack: str, sequence_length: int) -> None:
+    """Check the options of sequences packed from a corpus.
+
+    Raises:
+        UserError: A name is unknown, or there is no token in a sequence.
+    """
+    require_known("split", split, SPLITS)
+    require_known("pack", pack, PACKS)
+    if sequence_length < 1:
+        raise UserError(
+            f"sequence_length is {sequence_length}\nallowed: at least 1 token\n"
+            "fix: give the number of tokens of one training sequence, for example 4096"
+        )
+
+
 def split_documents(file: TokenFile, held_out_fraction: float) -> Split:
     """Hold out a part of the documents, chosen by a hash of their text.
 
@@ -148,13 +163,7 @@ class PackedSequences:
         held_out_fraction: float = HELD_OUT_FRACTION,
         pack: str = "stream",
     ) -> None:
-        require_known("split", split, SPLITS)
-        require_known("pack", pack, PACKS)
-        if sequence_length < 1:
-            raise UserError(
-                f"sequence_length is {sequence_length}\nallowed: at least 1 token\n"
-                "fix: give the number of tokens of one training sequence, for example 4096"
-            )
+        require_packing(split, pack, sequence_length)
         if split == "all":
             spans = np.array([[0, token_file.token_count]], np.int64)
         else:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bmburst.data.packing import HELD_OUT_FRACTION, PACKS, SPLITS, PackedSequences, held_out_documents
+from bmburst.data.packing import HELD_OUT_FRACTION, PackedSequences, held_out_documents, require_packing
 from bmburst.data.permutation import permutation
 from bmburst.data.token_file import TokenFile
-from bmburst.errors import UserError, require_known
+from bmburst.errors import UserError
 from bmburst_ops.constants import IGNORE_INDEX
 
 Ids = npt.NDArray[np.int64]
@@ -57,10 +57,7 @@ class WholeDocuments:
         held_out_fraction: float = HELD_OUT_FRACTION,
         pack: str = "stream",
     ) -> None:
-        require_known("split", split, SPLITS)
-        require_known("pack", pack, PACKS)
-        if sequence_length < 1:
-            raise UserError(f"sequence_length is {sequence_length}\nallowed: at least 1 token\nfix: for example 4096")
+        require_packing(split, pack, sequence_length)
         self.token_file = token_file
         self.split = split
         self.sequence_length = sequence_length

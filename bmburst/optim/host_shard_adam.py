@@ -7,7 +7,6 @@ holds 2 + 2 + 8 bytes for a weight and its state, where a master of its own take
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -59,10 +58,9 @@ class LateUpdates:
 
     def start(self, updates: Sequence[ShardUpdate]) -> None:
         """Start to update shards; weights, gradients and states must not be touched until they are settled."""
-        for _, block in groupby(sorted(updates, key=lambda each: each.shard.order), lambda each: each.shard.order):
-            for each in block:
-                each.state[STEP] += 1
-                each.shard.update_with(self._thread.submit(_update, each, each.state[STEP]))
+        for each in sorted(updates, key=lambda each: each.shard.order):
+            each.state[STEP] += 1
+            each.shard.update_with(self._thread.submit(_update, each, each.state[STEP]))
 
 
 def state_names(weights: Tensor) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ START_TIMEOUT = "BMBURST_START_TIMEOUT"
 HOST_RUNTIME = "BMBURST_HOST_RUNTIME"
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_KERNEL_CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:
@@ -109,7 +110,6 @@ def kernel_cache(folder: Path) -> dict[str, str]:
     return dict(zip(_KERNEL_CACHE, ("1", str(own / "flash-attn-4")), strict=True)) if is_private else {}
 
 
-_KERNEL_CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 _IN_ORDER = (signal.SIGTERM, signal.SIGUSR1)  # what SLURM sends before it kills a job, by default or by --signal
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, *_IN_ORDER)
 _AFTER_KILL = 5.0  # seconds for the agent to see that killed ranks are gone
