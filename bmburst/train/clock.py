@@ -15,6 +15,7 @@ from bmburst.mesh import Mesh
 from bmburst.plan.counts import hardware_flops, multiplied, step_flops
 from bmburst.runtime import host
 from bmburst.schedule.hardware import hardware_of
+from bmburst.train.config import TrainConfig
 from bmburst_ops.constants import ATTENTION_BACKWARD
 
 PROFILE_FOLDER = "profile"
@@ -182,6 +183,20 @@ class FlopsMeter:
             mfu_kernel=None if self.peak is None else kernel / rank_seconds / self.peak,
             tflops=done / rank_seconds / 1e12,
         )
+
+
+def flops_meter(config: TrainConfig, ranks: int, device: str | None) -> tuple[FlopsMeter, str]:
+    """Return the meter of a run, and why it does not know utilisation, empty where it does.
+
+    Args:
+        config: The run, with a recompute policy.
+        ranks: In all.
+        device: The GPU's name; None on a CPU.
+    """
+    peak, no_peak = known_peak(device, config.dtype)
+    adapters = config.lora.parameters(config.model)
+    meter = FlopsMeter(model=config.model, recompute=config.recompute, ranks=ranks, peak=peak, adapters=adapters)
+    return meter, no_peak
 
 
 def known_peak(device: str | None, dtype: str) -> tuple[float | None, str]:

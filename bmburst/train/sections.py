@@ -104,7 +104,7 @@ class ScheduleConfig:
     warmup_steps: int = field(
         "Steps of linear warm-up.",
         default=None,
-        default_text="a tenth of the steps, at least 10 and at most 2000; 10 for llama-tiny",
+        default_text="10 for 1M parameters to 2000 for 8B; with init_from a tenth of the steps, 10 to 2000",
         unit="steps",
         minimum=0,
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import torch
 
@@ -25,7 +26,7 @@ from bmburst.outputs import TRAINING_LOCK, held
 from bmburst.plan.counts import causal_pairs
 from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
-from bmburst.train.clock import FlopsMeter, StepClock, StepTiming, Timeline, known_peak, measure_waits
+from bmburst.train.clock import StepClock, StepTiming, Timeline, flops_meter, measure_waits
 from bmburst.train.config import TrainConfig, profiled_steps
 from bmburst.train.evaluate import generate
 from bmburst.train.loading import Loader, LocalBatch, causal_cut
@@ -104,6 +105,20 @@ class Trainer:
             data=parallel.data_parallel, sequence=parallel.sequence_parallel, heads=parallel.head_parallel
         )
         recompute = recompute_for(config, self.mesh, bmt.config["local_size"])  # checks memory, before text is read
+        attention = partial(
+            BurstAttention,
+            group=self.mesh.sequence,
+            layout=parallel.layout,
+            kernel=parallel.kernel,
+            strategy=parallel.strategy,
+            transport=parallel.transport,
+            deterministic=parallel.deterministic,
+        )
+        model, dtype = config.model, getattr(torch, config.dtype)
+        self._compiling: Thread | None = None
+        if not self.runtime.on_host:
+            sizes, packed = (model.num_heads, model.num_kv_heads, model.head_dim), config.pack == "documents"
+            self._compiling = attention().compile_ahead(*sizes, dtype, window=model.sliding_window, packed=packed)
         self.cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self.corpus = open_text(config, self.folder, self.runtime)
         self._held_out = sequences_of(self.corpus, config, "held_out")
@@ -117,15 +132,6 @@ class Trainer:
             data_parallel=self.mesh.shape.data,
         )
         self._loader = Loader(self.cut, self.runtime.device)
-        attention = partial(
-            BurstAttention,
-            group=self.mesh.sequence,
-            layout=parallel.layout,
-            kernel=parallel.kernel,
-            strategy=parallel.strategy,
-            transport=parallel.transport,
-            deterministic=parallel.deterministic,
-        )
         self.config = config.replace(recompute=recompute)
         self._per_host = bmt.config["local_size"]
         memory = HostMemory()
@@ -133,7 +139,7 @@ class Trainer:
             Llama,
             config.model,
             attention=attention,
-            dtype=getattr(torch, config.dtype),
+            dtype=dtype,
             zero_level=parallel.zero_level,
             loss_chunk=config.loss_chunk_tokens,
             mlp_chunk=config.mlp_chunk_tokens,
@@ -156,14 +162,7 @@ class Trainer:
         self._lag, self._stop = LagWatch(self._hosts), StopRequest()
         self._skips = SkippedSteps(self._hosts, config.max_skipped_steps)
         device = None if self.runtime.on_host else torch.cuda.get_device_name()
-        peak, self._no_peak = known_peak(device, config.dtype)
-        self._flops = FlopsMeter(
-            model=config.model,
-            recompute=recompute,
-            ranks=self.runtime.world_size,
-            peak=peak,
-            adapters=config.lora.parameters(config.model),
-        )
+        self._flops, self._no_peak = flops_meter(self.config, self.runtime.world_size, device)
 
     @property
     def is_main(self) -> bool:
@@ -194,8 +193,7 @@ class Trainer:
 
     def train(self) -> None:
         """Train to the last step, with evaluations and checkpoints on the way, and leave the run folder complete."""
-        config, total = self.config, self.config.steps
-        every = config.checkpoint_every
+        config, total, every = self.config, self.config.steps, self.config.checkpoint_every
         with self._stop.listening(), contextlib.ExitStack() as stack:
             if self.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -211,6 +209,8 @@ class Trainer:
             stack.callback(timeline.close)
             stopped = ""
             self.optimizer.prepare()
+            if self._compiling is not None:
+                self._compiling.join()
             while self.steps_done < total and not stopped:
                 with timeline.step(self.steps_done + 1):
                     metrics, facts = self._take_step()

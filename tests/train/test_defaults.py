@@ -8,7 +8,7 @@ import pytest
 from bmburst.blocks.lora import LoRAConfig
 from bmburst.blocks.presets import PRESETS, preset
 from bmburst.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
-from bmburst.train.defaults import PUBLISHED, published, rate_by_size
+from bmburst.train.defaults import PUBLISHED, published, rate_by_size, warmup_by_size
 from bmburst.train.resolve import resolve, write_run_config
 
 
@@ -16,10 +16,10 @@ from bmburst.train.resolve import resolve, write_run_config
     ("name", "lr", "warmup"),
     [
         ("llama-tiny", 2e-3, 10),
-        ("llama-2-13b", 3e-4, 40),
-        ("llama-3-8b", 3e-4, 40),
-        ("llama-3-70b", 1.5e-4, 40),
-        ("minicpm-2b", 1.1e-3, 40),
+        ("llama-2-13b", 3e-4, 2000),
+        ("llama-3-8b", 3e-4, 2000),
+        ("llama-3-70b", 1.5e-4, 2000),
+        ("minicpm-2b", 1.1e-3, 1064),
     ],
 )
 def test_presets_take_what_was_published(name, lr, warmup):
@@ -40,9 +40,11 @@ def test_other_models_follow_their_size():
             assert rate_by_size(PRESETS[name].num_parameters) == pytest.approx(PUBLISHED[name].lr, rel=0.3)
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 10), (100, 10), (250, 25), (100_000, 2000)])
-def test_a_tenth_of_the_steps_is_warm_up(steps, warmup):
-    assert TrainConfig(preset="llama-3-8b", steps=steps).schedule.warmup_steps == warmup
+@pytest.mark.parametrize(("parameters", "warmup"), [(10**3, 10), (10**6, 10), (125 * 10**6, 173), (8 * 10**9, 2000)])
+def test_warm_up_from_scratch_follows_the_size(parameters, warmup):
+    assert warmup_by_size(parameters) == warmup
+    for steps in (1, 30, 100_000):  # the first steps must be small, however few there are
+        assert TrainConfig(preset="llama-3-8b", steps=steps).schedule.warmup_steps == 2000
 
 
 def test_trained_weights_begin_lower(tmp_path):
@@ -59,6 +61,8 @@ def test_trained_weights_begin_lower(tmp_path):
     full, lora = (resolve((), {"init_from": str(tmp_path), "lora.rank": rank}) for rank in (0, 16))
     assert full.model == model
     assert (full.optimizer.lr, full.optimizer.beta2, full.optimizer.weight_decay) == (2e-5, 0.95, 0.1)
+    for steps, warmup in ((1, 10), (100, 10), (250, 25), (100_000, 2000)):
+        assert resolve((), {"init_from": str(tmp_path), "steps": steps}).schedule.warmup_steps == warmup
     assert (lora.optimizer.lr, lora.optimizer.beta2, lora.optimizer.weight_decay) == (2e-4, 0.999, 0.0)
 
 
@@ -74,6 +78,6 @@ def test_what_is_given_stays():
 def test_a_run_folder_holds_the_numbers(tmp_path):
     config = resolve((), {"preset": "llama-3-8b", "steps": 300, "output": str(tmp_path)})
     values = json.loads(write_run_config(config, tmp_path).read_text())
-    assert (values["optimizer"]["lr"], values["schedule"]["warmup_steps"]) == (3e-4, 30)
+    assert (values["optimizer"]["lr"], values["schedule"]["warmup_steps"]) == (3e-4, 2000)
     later = resolve((tmp_path / "config.json",), {"steps": 3000})  # a longer run goes on as it began
     assert (later.optimizer, later.schedule) == (config.optimizer, config.schedule)
