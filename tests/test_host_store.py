@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bmburst.comm.host_memory import HostMemory
+from bmburst.comm.host_memory import HostMemory, host_zeros
 from bmburst.recompute import checkpoint, host_store
 from bmburst.recompute.host_store import HostStore
 from tests.live_bytes import LiveBytes
@@ -80,6 +80,26 @@ def test_memory_that_copies_may_still_read_is_not_a_cpu_tensors(monkeypatch):
     assert memory.nbytes == host_store.AT_ONCE * 4096 and store.nbytes == allocated
     taken = [store.take(size, pinned=pinned) for size in (1024, 4096) for pinned in (True, False)]
     assert sum(map(len, taken)) == 2 * (1024 + 4096) and store.nbytes == allocated
+
+
+def test_prepared_blocks_are_waited_for_and_taken_in_order():
+    memory = HostMemory()
+    memory.wait()  # there is none
+    memory.prepare([4096, 8192, 4096])
+    memory.wait()
+    assert all(block.done() for blocks in memory._prepared.values() for block in blocks)
+    taken = [memory.take(size) for size in (8192, 4096, 4096, 4096)]
+    assert [len(block) for block in taken] == [8192, 4096, 4096, 4096]
+    assert len({block.data_ptr() for block in taken}) == 4 and memory.nbytes == 8192 + 3 * 4096
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 5), (1 << 20,)])
+def test_zeros_of_the_host(shape):
+    for dtype in (torch.float32, torch.int16):
+        made = host_zeros(torch.Size(shape), dtype)
+        assert made.shape == shape and made.dtype == dtype and not made.any()
+        made += 1  # they can be written
+        assert made.sum() == made.numel()
 
 
 def test_another_order_drops_what_was_sent_for_in_vain():

@@ -9,7 +9,7 @@ import mmap
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ class HostMemory:
             self.nbytes += size
             self._prepared[size].append(self._thread.submit(_block, size, device))
 
+    def wait(self) -> None:
+        """Wait until all blocks that nobody has taken are there; `take` raises what failed."""
+        wait([block for blocks in list(self._prepared.values()) for block in list(blocks)])
+
     def take(self, size: int) -> Tensor:
         """Return a block, uint8 `[size]` with any content; one that is prepared, or else a new one.
 
@@ -54,6 +58,15 @@ class HostMemory:
     def tensor(self, like: Tensor) -> Tensor:
         """Return a tensor of a tensor's shape and dtype in a block of its own."""
         return self.take(like.nbytes).view(like.dtype).view(like.shape)
+
+
+def host_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return zeros in ordinary host memory whose pages are there, in huge pages where the system has them.
+
+    Raises:
+        RuntimeError: The memory cannot be had.
+    """
+    return _block(shape.numel() * dtype.itemsize, None).view(dtype).view(shape)
 
 
 def _block(size: int, device: int | None) -> Tensor:

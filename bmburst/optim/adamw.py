@@ -9,6 +9,7 @@ import bmtrain as bmt
 import torch
 from torch.optim.adamw import adamw
 
+from bmburst.comm.host_memory import host_zeros
 from bmburst.comm.host_shards import host_shard
 from bmburst.errors import UserError, unknown
 from bmburst.optim import host_shard_adam
@@ -81,10 +82,14 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         if self._host is None and any(host_shard(each) for each in self._parameters()):
             raise UserError("weights are in host memory, and the optimizer is not\nfix: AdamW(..., offload=True)")
 
-    def prepare(self) -> None:
+    def prepare(self, after: Callable[[], None] = lambda: None) -> None:
         """Begin to make the state in host memory, in another thread; weights must not change until the first step.
 
         A first step would else wait for it: to touch 90 GiB takes 4 seconds on 16 cores, to copy weights as many.
+
+        Args:
+            after: Called first, in the thread. It waits for what is needed earlier: threads that touch new memory at
+                the same time hold each other up.
         """
         missing = [p for p in self._parameters() if p.requires_grad and not self.state.get(p)]
         if self._host is None or not missing:
@@ -99,6 +104,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
                 return self._initial_state(parameter)
 
         thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer-state")
+        thread.submit(after)
         self._coming = {parameter: thread.submit(make, parameter) for parameter in missing}
         thread.shutdown(wait=False)
 
@@ -361,7 +367,11 @@ def _names(dtype: torch.dtype) -> tuple[str, ...]:
 
 def _initial_state(parameter: torch.Tensor, device: torch.device) -> dict[str, Any]:
     weights = parameter.data
-    state = {name: torch.zeros(weights.shape, dtype=torch.float32, device=device) for name in _names(weights.dtype)}
+    shape, names = weights.shape, _names(weights.dtype)
+    if device == weights.device:
+        state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in names}
+    else:
+        state = {name: host_zeros(shape, torch.float32) for name in names}
     if MASTER in state:
         state[MASTER].copy_(weights.to(device))  # widened there, not in the GPU's memory
     return {STEP: 0, **state}

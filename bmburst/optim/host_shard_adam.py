@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.comm.host_memory import host_zeros
 from bmburst.comm.host_shards import HostShard
 from bmburst.optim.host_adam import MASTER, MEAN, SQUARE, STEP
 from bmburst_ops.host_adamw import adamw_
@@ -72,9 +73,9 @@ def state_names(weights: Tensor) -> tuple[str, ...]:
 
 def initial_state(weights: Tensor) -> dict[str, Any]:
     """Return the state of weights before their first step."""
-    state = {name: torch.zeros(weights.shape, dtype=torch.float32) for name in (MEAN, SQUARE)}
+    state = {name: host_zeros(weights.shape, torch.float32) for name in (MEAN, SQUARE)}
     if weights.dtype == torch.bfloat16:
-        state[REMAINDER] = torch.zeros(weights.shape, dtype=torch.int16)
+        state[REMAINDER] = host_zeros(weights.shape, torch.int16)
     elif weights.dtype == torch.float16:
         state[MASTER] = weights.float()
     return {STEP: 0, **state}

@@ -14,6 +14,7 @@ Preference training takes a twentieth of either: 1e-6 of 2e-5 (DPO, arXiv:2305.1
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeVar
@@ -66,7 +67,7 @@ def rate_by_size(parameters: int) -> float:
 
 def warmup_by_size(parameters: int) -> int:
     """Return the steps of warm-up from scratch of a model without published ones."""
-    return min(MOST_WARMUP, max(FEWEST_WARMUP, round(10 * (parameters / _TINY) ** _WARMUP_EXPONENT)))
+    return min(MOST_WARMUP, max(FEWEST_WARMUP, round(10 * math.pow(parameters / _TINY, _WARMUP_EXPONENT))))
 
 
 def published(model: LlamaConfig) -> Published:

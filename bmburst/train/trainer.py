@@ -116,7 +116,9 @@ class Trainer:
         )
         model, dtype = config.model, getattr(torch, config.dtype)
         self._compiling: Thread | None = None
-        if not self.runtime.on_host:
+        self.config, self._host_memory = config.replace(recompute=recompute), HostMemory()
+        if not self.runtime.on_host:  # both take long: they begin before all else
+            self._host_memory.prepare(offloaded_pieces(self.config, self.runtime.world_size))
             sizes, packed = (model.num_heads, model.num_kv_heads, model.head_dim), config.pack == "documents"
             self._compiling = attention().compile_ahead(*sizes, dtype, window=model.sliding_window, packed=packed)
         self.cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
@@ -132,9 +134,7 @@ class Trainer:
             data_parallel=self.mesh.shape.data,
         )
         self._loader = Loader(self.cut, self.runtime.device)
-        self.config = config.replace(recompute=recompute)
         self._per_host = bmt.config["local_size"]
-        memory = HostMemory()
         make_model = partial(
             Llama,
             config.model,
@@ -144,11 +144,9 @@ class Trainer:
             loss_chunk=config.loss_chunk_tokens,
             mlp_chunk=config.mlp_chunk_tokens,
             offload_weights=config.optimizer.offload_weights,
-            host_memory=memory,
+            host_memory=self._host_memory,
         )
         self.model = make_model(recompute=recompute, seed=config.seed, lora=config.lora if config.lora.is_on else None)
-        if not self.runtime.on_host:
-            memory.prepare(offloaded_pieces(self.config, self.runtime.world_size))
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self._objective = make_objective(config, self.model, make_model, self.mesh, self.cut, self.runtime.device)
         self._manager = bmt.optim.OptimManager(loss_scale=None)
@@ -208,7 +206,7 @@ class Trainer:
             timeline = Timeline(steps, self.folder, self.runtime.rank, on_gpu=on_gpu)
             stack.callback(timeline.close)
             stopped = ""
-            self.optimizer.prepare()
+            self.optimizer.prepare(after=self._host_memory.wait)
             if self._compiling is not None:
                 self._compiling.join()
             while self.steps_done < total and not stopped:

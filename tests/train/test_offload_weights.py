@@ -347,8 +347,10 @@ def _memory_and_state_are_prepared(folder):
     assert len(addresses) == 2 * len(shards)
     # The state that is prepared is the one that a step makes.
     ready, lazy = (trainer(folder, f"run-{number}", True, "bfloat16") for number in range(2))
-    ready.optimizer.prepare()
+    order = []
+    ready.optimizer.prepare(after=lambda: order.append("memory"))
     prepared = {id(future.result()[host_shard_adam.MEAN]) for future in ready.optimizer._coming.values()}
+    assert order == ["memory"]
     assert losses(ready, 2) == losses(lazy, 2)
     require_equal(held(ready), held(lazy))
     assert {id(state[host_shard_adam.MEAN]) for state in ready.optimizer.state.values()} == prepared
