@@ -1,8 +1,6 @@
 """`BurstAttention`: attention as a BMTrain module."""
 
-import contextlib
 from dataclasses import fields, replace
-from threading import Thread
 from typing import Any
 
 import bmtrain as bmt
@@ -16,7 +14,7 @@ from bmburst.schedule.documents import Documents
 from bmburst.schedule.layout import Contiguous
 from bmburst.schedule.mask import Causal, Mask, SlidingWindow
 from bmburst.schedule.ring_schedule import tiles
-from bmburst_ops.flash import BackwardInputs, queries_ahead
+from bmburst_ops.flash import BackwardInputs
 
 _FEW = 1024  # tokens: a kernel is compiled for any number, but may be another one for a single block of queries
 
@@ -66,13 +64,13 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         options = self.options if mask is None else replace(self.options, mask=mask)
         return attend(q, k, v, length, self.group, options, key_length, sink)[0]
 
-    def compile_ahead(
+    def compile_kernels(
         self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, window: int | None, packed: bool
-    ) -> Thread:
-        """Begin to compile the causal kernels of a rank's own keys in a thread, and return the thread.
+    ) -> None:
+        """Run the causal kernels of a rank's own keys on few tokens, so that they are compiled.
 
         FlashAttention-4 compiles forward and backward for about 20 seconds when it first sees a head dim, mask, GQA
-        ratio and dtype. An error in the thread is dropped: the first real call raises it again.
+        ratio and dtype.
 
         Args:
             heads: Query heads.
@@ -86,21 +84,12 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         mask: Mask = Documents((tokens // 2, tokens - tokens // 2)) if packed else Causal()
         mask = mask if window is None else SlidingWindow(window) & mask
         pattern = tiles(Contiguous(1, tokens), tokens, mask, 0, 0)[0].pattern
-        device = torch.device("cuda", torch.cuda.current_device())
-        ahead = queries_ahead(device, dtype, head_dim)
-        kernel, deterministic = self.options.kernel_for(mask, ahead, ahead), self.options.deterministic
-
-        def compile_all() -> None:
-            with contextlib.suppress(Exception), torch.cuda.device(device), torch.no_grad():
-                q = torch.zeros(1, tokens, heads, head_dim, device=device, dtype=dtype)
-                k = torch.zeros(1, tokens, kv_heads, head_dim, device=device, dtype=dtype)
-                lse = kernel.forward(q, k, k, pattern=pattern, scale=1.0).lse
-                given = BackwardInputs(q, q, k, k, lse, torch.zeros_like(lse))
-                kernel.backward(given, pattern=pattern, scale=1.0, deterministic=deterministic)
-
-        thread = Thread(target=compile_all, name="compile-kernels", daemon=True)
-        thread.start()
-        return thread
+        q = torch.zeros(1, tokens, heads, head_dim, device="cuda", dtype=dtype)
+        k = torch.zeros(1, tokens, kv_heads, head_dim, device="cuda", dtype=dtype)
+        kernel = self.options.kernel_for(mask, q, k)
+        lse = kernel.forward(q, k, k, pattern=pattern, scale=1.0).lse
+        given = BackwardInputs(q, q, k, k, lse, torch.zeros_like(lse))
+        kernel.backward(given, pattern=pattern, scale=1.0, deterministic=self.options.deterministic)
 
     def extra_repr(self) -> str:
         """Show the options in `print(model)`."""

@@ -3,14 +3,17 @@
 With tensor parallelism the residual stream holds this rank's tokens, and attention and MLP see all of the group's.
 """
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
+from threading import Thread
 
 import bmtrain as bmt
 import torch
 from torch import Tensor
 
 from bmburst import recompute
+from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.config import mlp_chunk as choose_chunk
@@ -21,8 +24,11 @@ from bmburst.blocks.recomputed import BlockSegments, recomputed_block
 from bmburst.recompute.host_store import HostStore
 from bmburst.recompute.policy import Policy
 from bmburst_ops.gated_mlp import gated_mlp
+from bmburst_ops.rms_norm import stream_norm
 from bmburst_ops.rotary import apply_rotary
 from bmburst_ops.swiglu import swiglu
+
+_FEW = 128  # tokens that a kernel is compiled with
 
 AttentionFactory = Callable[[], torch.nn.Module]
 """Returns one block's attention: forward(q, k, v, length, mask) on `[batch, local_tokens, heads, head_dim]`."""
@@ -193,3 +199,41 @@ class TransformerBlock(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain 
         is_needed = not recompute.is_recomputing(self._forward)
         mlp: Tensor = self.mlp(normed, cos.shape[1], is_needed=is_needed)
         return torch.add(hidden, mlp, alpha=self.factor)
+
+
+def compile_ahead(model: LlamaConfig, dtype: torch.dtype, attention: BurstAttention, *, packed: bool) -> Thread:
+    """Begin to compile the kernels of a block for this GPU in a thread, beside other work, and return the thread.
+
+    An error in it is dropped: the first block raises it again.
+
+    Args:
+        model: The shape.
+        dtype: Of weights and activations.
+        attention: Of the blocks; its kernels are those of a rank's own keys.
+        packed: Whether the masks of batches are documents.
+    """
+    device = torch.cuda.current_device()
+
+    def compile_all() -> None:
+        with contextlib.suppress(Exception), torch.cuda.device(device):
+            heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+            attention.compile_kernels(heads, kv_heads, head_dim, dtype, window=model.sliding_window, packed=packed)
+            _run_elementwise(model, dtype)
+
+    thread = Thread(target=compile_all, name="compile-kernels", daemon=True)
+    thread.start()
+    return thread
+
+
+def _run_elementwise(model: LlamaConfig, dtype: torch.dtype) -> None:
+    """Run norm, rotary embedding and activation on few tokens, forward and backward."""
+    new = partial(torch.zeros, device="cuda", dtype=dtype, requires_grad=True)
+    stream, weight = new(_FEW, model.hidden_size), new(model.hidden_size)
+    for added in (None, torch.zeros_like(stream)):
+        torch.autograd.backward(stream_norm(stream, added, weight, model.norm_eps), (stream.detach(), stream.detach()))
+    angles = torch.zeros(1, _FEW, model.head_dim // 2, device="cuda")
+    for heads in {model.num_heads, model.num_kv_heads}:
+        x = new(1, _FEW, heads, model.head_dim)
+        apply_rotary(x, angles, angles).backward(x.detach())
+    gate = new(_FEW, model.intermediate_size)
+    swiglu(gate, new(_FEW, model.intermediate_size)).backward(gate.detach())

@@ -98,6 +98,7 @@ class Trainer:
 
         from bmburst.attention.module import BurstAttention
         from bmburst.blocks.model import Llama
+        from bmburst.blocks.transformer import compile_ahead
         from bmburst.optim import build_optimizer
 
         parallel = config.parallel
@@ -114,13 +115,13 @@ class Trainer:
             transport=parallel.transport,
             deterministic=parallel.deterministic,
         )
-        model, dtype = config.model, getattr(torch, config.dtype)
+        dtype = getattr(torch, config.dtype)
         self._compiling: Thread | None = None
         self.config, self._host_memory = config.replace(recompute=recompute), HostMemory()
         if not self.runtime.on_host:  # both take long: they begin before all else
             self._host_memory.prepare(offloaded_pieces(self.config, self.runtime.world_size))
-            sizes, packed = (model.num_heads, model.num_kv_heads, model.head_dim), config.pack == "documents"
-            self._compiling = attention().compile_ahead(*sizes, dtype, window=model.sliding_window, packed=packed)
+            packed = config.pack == "documents"
+            self._compiling = compile_ahead(config.model, dtype, attention(), packed=packed)
         self.cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self.corpus = open_text(config, self.folder, self.runtime)
         self._held_out = sequences_of(self.corpus, config, "held_out")

@@ -119,3 +119,37 @@ def _adamws_kernel_is_bmtrains():
                 torch.testing.assert_close(ours.state[p][name], theirs.state[like][name], rtol=1e-6, atol=1e-7)
             assert ours.state[p]["step"] == theirs.state[like]["step"] == step + 1
             assert torch.equal(p.detach(), ours.state[p]["_param_fp32"].bfloat16())
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 700}, {"packed": True}], ids=str)
+def test_kernels_are_compiled_ahead(options):
+    """A block after `compile_ahead` compiles no kernel of attention, and no error hides in its thread."""
+    run_program(1, _kernels_are_compiled_ahead, options)
+
+
+def _kernels_are_compiled_ahead(options):
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks import transformer
+    from bmburst.schedule.documents import Documents
+    from bmburst.schedule.mask import SlidingWindow
+    from bmburst_ops.flash.limits import version_of
+
+    packed = options.pop("packed", False)
+    model = replace(PRESETS["llama-tiny"], head_dim=64, num_heads=8, num_kv_heads=2, **options)
+    sizes = model.num_heads, model.num_kv_heads, model.head_dim, torch.bfloat16
+    attention = BurstAttention()
+    attention.compile_kernels(*sizes, window=model.sliding_window, packed=packed)
+    transformer._run_elementwise(model, torch.bfloat16)
+    if version_of("flash-attn-4") is None:
+        return
+    from flash_attn.cute.interface import _bwd_postprocess_convert, _bwd_preprocess, _flash_attn_bwd, _flash_attn_fwd
+
+    caches = [f.compile_cache for f in (_flash_attn_fwd, _flash_attn_bwd, _bwd_preprocess, _bwd_postprocess_convert)]
+    compiled = [len(cache.cache) for cache in caches]
+    assert all(compiled)
+    q = torch.randn(1, 4096, model.num_heads, model.head_dim, device="cuda").bfloat16().requires_grad_()
+    k = torch.randn(1, 4096, model.num_kv_heads, model.head_dim, device="cuda").bfloat16().requires_grad_()
+    window = model.sliding_window
+    mask = Documents((1000, 3096)) if packed else "causal" if window is None else SlidingWindow(window)
+    attention(q, k, k, None, mask).sum().backward()
+    assert [len(cache.cache) for cache in caches] == compiled
