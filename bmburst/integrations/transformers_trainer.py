@@ -1,0 +1,189 @@
+"""Trainer of transformers, trainers derived from it such as TRL's SFTTrainer, and accelerate, on split sequences.
+
+Three assumptions of theirs do not hold there: that every rank reads batches of its own, that a rank's loss is the mean
+over its own labels, and that an evaluation has as many losses as there are ranks. `share_batches` changes the first,
+`SplitBatches` all three. docs/trainer.md is the guide.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from bmburst.errors import UserError
+from bmburst.integrations.transformers import Part, SplitSequences
+from bmburst.mesh import Mesh
+from bmburst_ops.constants import IGNORE_INDEX
+
+__all__ = ["SplitBatches", "share_batches"]
+
+_TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
+_PART = "part"  # where a micro-batch of a step carries its part
+_ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "label_smoothing_factor": (0,),
+        "loss_type": ("nll",),  # of TRL
+        "train_sampling_strategy": ("random", "sequential", "group_by_length"),  # "batch_rebalance" deals to ranks
+    }
+)
+"""Values of a Trainer's arguments with which split sequences are exact."""
+
+
+
+def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
+    """Make a loader read the batches of this rank's sequence group in place of its own, and return it.
+
+    The groups read what as many single ranks would. Where all ranks share each sequence, the batches are those of one
+    process.
+
+    Args:
+        loader: What `Accelerator.prepare` returned for a loader whose data set has a length.
+        mesh: The ranks.
+
+    Raises:
+        UserError: The loader does not go by ranks: its data set has no length, its batches come from one rank
+            (`dispatch_batches`) or are split (`split_batches`), or accelerate did not prepare it.
+    """
+    if mesh.world.size == 1:
+        return loader
+    batches = loader.batch_sampler
+    if not isinstance(batches, BatchSamplerShard) or batches.split_batches:
+        raise UserError(
+            f"batches of a {type(loader.dataset).__name__} cannot be shared by the ranks of a sequence\n"
+            "allowed: a loader from Accelerator.prepare whose data set has a length\n"
+            "fix: leave out dispatch_batches and split_batches; read an iterable data set into a list or a Dataset"
+        )
+    batches.num_processes, batches.process_index = mesh.shape.data, mesh.data_rank
+    if mesh.shape.data == 1:  # it would fill the last batch with samples from the start, as no single process does
+        batches.even_batches = False
+    return loader
+
+
+class SplitBatches:
+    """Makes a Trainer train on split sequences: `class SplitTrainer(SplitBatches, Trainer): pass`.
+
+    The ranks of a sequence group read the same batches, in the order in which as many ranks as there are groups would.
+    The loss of a step is the mean over the labels of all ranks and of all its micro-batches. An evaluation gives the
+    loss only.
+
+    Args:
+        arguments: Positional arguments of the Trainer.
+        split: Splits each batch.
+        options: Further arguments of the Trainer.
+
+    Raises:
+        UserError: An argument asks for another loss, for metrics of logits, or for an order of samples that goes by
+            ranks.
+    """
+
+    loss_is_scaled_for_ga = True  # for Trainer: the number of micro-batches must not divide the loss again
+
+    def __init__(self, *arguments: Any, split: SplitSequences, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.split = split
+        self._trainer: Any = self  # what a Trainer has, without types
+        _require_plain(self._trainer)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the Trainer's own loader, with the batches of this sequence group."""
+        return share_batches(super().get_train_dataloader(), self.split.mesh)  # type: ignore[misc]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return the Trainer's own loader, with the batches of this sequence group."""
+        return share_batches(super().get_eval_dataloader(eval_dataset), self.split.mesh)  # type: ignore[misc]
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Return the Trainer's own loader, with the batches of this sequence group."""
+        return share_batches(super().get_test_dataloader(test_dataset), self.split.mesh)  # type: ignore[misc]
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Tensor | None]:
+        """Return this rank's parts of the micro-batches of a step, and the number of labels of all ranks in them."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        parts = [self._part(batch) for batch in batches]
+        # A Trainer counts tokens and FLOPs by input_ids and adds up the ranks.
+        found = [{"input_ids": part.input_ids, _PART: part} for part in parts]
+        return found, self.split.valid(*parts) if parts else None
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        """Return the loss of a batch, a scalar in nats.
+
+        In training, this rank's share: its mean over the ranks is the mean of the labels of all micro-batches. In an
+        evaluation, the mean of the labels that the sequence group's batch has, on each of its ranks.
+        """
+        part = inputs.get(_PART)
+        loss = part.loss(model, num_items_in_batch) if isinstance(part, Part) else self._group_mean(model, inputs)
+        return (loss, {}) if return_outputs else loss
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        """Run the Trainer's own loop, with a loss for each sequence group in place of one for each rank.
+
+        Raises:
+            UserError: Predictions are asked for.
+        """
+        if not (self._trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only):
+            raise UserError(
+                "predictions are not gathered, because logits of a long sequence fit on no rank\n"
+                "fix: trainer.evaluate(), which gives the loss; or bmburst.integrations.transformers_cache.generate"
+            )
+        self._trainer.gather_function = self._gather_groups  # the loop itself sets it back
+        return super().evaluation_loop(dataloader, description, True, *arguments, **options)  # type: ignore[misc]
+
+    def _part(self, batch: dict[str, Any]) -> Part:
+        return self.split.part(**{name: batch[name] for name in _TAKEN if batch.get(name) is not None})
+
+    def _group_mean(self, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+        """Return the mean loss of the labels that the sequence group's batch has."""
+        part, group = self._part(batch), self.split.mesh.sequence
+        ranks = self.split.mesh.world.size
+        with torch.no_grad():
+            loss_sum = part.loss(model, valid=ranks)  # of a rank's labels: multiplied and divided by the ranks
+        counted = (part.labels != IGNORE_INDEX).sum()
+        (total,) = group.all_reduce(torch.stack([loss_sum.double(), counted.double()])).wait()
+        return total[0] / total[1]
+
+    def _gather_groups(self, losses: Tensor) -> Tensor:
+        """Return the losses of all sequence groups, without those of samples that only fill up the last batch.
+
+        `Accelerator.gather_for_metrics` would count a group once for each of its ranks, but in the last batch once.
+        """
+        (gathered,) = self.split.mesh.data.all_gather(losses).wait()
+        state = self._trainer.accelerator.gradient_state
+        kept = state.remainder if state.end_of_dataloader and state.remainder > 0 else gathered.numel()
+        return gathered.flatten()[:kept]
+
+
+def _require_plain(trainer: Any) -> None:
+    """Check that a Trainer asks for nothing that split sequences do not have."""
+    given = {"compute_loss_func": trainer.compute_loss_func, "compute_metrics": trainer.compute_metrics}
+    for name, value in given.items():
+        if value is not None:
+            raise UserError(
+                f"{name} needs the logits of a whole sequence, which fit on no rank\n"
+                "fix: leave it out; the loss on split sequences is cross entropy, and an evaluation gives the loss"
+            )
+    for name, allowed in _ALLOWED.items():
+        value = getattr(trainer.args, name, allowed[0])
+        if value not in allowed:
+            raise UserError(
+                f"{name}={value!r} is not exact on split sequences\n"
+                f"allowed: {', '.join(map(repr, allowed))}\nfix: leave it out"
+            )
