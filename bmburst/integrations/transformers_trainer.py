@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import Part, SplitSequences
 from bmburst.mesh import Mesh
-from bmburst_ops.constants import IGNORE_INDEX
 
 __all__ = ["SplitBatches", "share_batches"]
 
@@ -119,11 +118,12 @@ class SplitBatches:
     ) -> Any:
         """Return the loss of a batch, a scalar in nats.
 
-        In training, this rank's share: its mean over the ranks is the mean of the labels of all micro-batches. In an
-        evaluation, the mean of the labels that the sequence group's batch has, on each of its ranks.
+        In training it is this rank's share: its mean over the ranks is the mean over the labels of all micro-batches.
+        In an evaluation it is that of the sequence group: its mean over the groups is the mean over the labels of
+        their batches.
         """
         part = inputs.get(_PART)
-        loss = part.loss(model, num_items_in_batch) if isinstance(part, Part) else self._group_mean(model, inputs)
+        loss = part.loss(model, num_items_in_batch) if isinstance(part, Part) else self._group_loss(model, inputs)
         return (loss, {}) if return_outputs else loss
 
     def evaluation_loop(
@@ -148,17 +148,20 @@ class SplitBatches:
         return super().evaluation_loop(dataloader, description, True, *arguments, **options)  # type: ignore[misc]
 
     def _part(self, batch: dict[str, Any]) -> Part:
+        missing = sorted({"input_ids", "labels"} - set(batch))
+        if missing:  # a trainer with a loss of its own, such as DPO's
+            raise UserError(
+                f"a batch of {type(self).__name__} has no {missing[0]}, it has {', '.join(sorted(batch))}\n"
+                "allowed: batches of a causal LM\nfix: a collator that gives labels, such as DataCollatorWithFlattening"
+            )
         return self.split.part(**{name: batch[name] for name in _TAKEN if batch.get(name) is not None})
 
-    def _group_mean(self, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-        """Return the mean loss of the labels that the sequence group's batch has."""
-        part, group = self._part(batch), self.split.mesh.sequence
-        ranks = self.split.mesh.world.size
+    def _group_loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+        """Return the loss that one process in place of the sequence group would have."""
+        group = self.split.mesh.sequence
         with torch.no_grad():
-            loss_sum = part.loss(model, valid=ranks)  # of a rank's labels: multiplied and divided by the ranks
-        counted = (part.labels != IGNORE_INDEX).sum()
-        (total,) = group.all_reduce(torch.stack([loss_sum.double(), counted.double()])).wait()
-        return total[0] / total[1]
+            (total,) = group.all_reduce(self._part(batch).loss(model)).wait()
+        return total / group.size
 
     def _gather_groups(self, losses: Tensor) -> Tensor:
         """Return the losses of all sequence groups, without those of samples that only fill up the last batch.

@@ -31,6 +31,9 @@ ELSEWHERE = {  # pages with a test of their own, which also looks at what is pri
     "families.md": "test_families.py",
     "hugging_face.md": "test_hugging_face.py",
     "multi_node.md": "test_multi_node.py",
+    "trainer.md": "test_neighbours.py",
+    "trl.md": "test_neighbours.py",
+    "accelerate.md": "test_neighbours.py",
 }
 PAGES = {name: read_blocks(path) for name, path in PATHS.items()}
 OURS = {name: blocks for name, blocks in PAGES.items() if blocks and name not in ELSEWHERE}

@@ -1,0 +1,96 @@
+"""docs/trainer.md, trl.md and accelerate.md do what they say: on 1 and 2 ranks their scripts train as the originals.
+
+The original of a script is made from it: the lines under `# new` are left out, those under `# was:` are taken back. So
+nothing else may change for bmburst.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from bmburst.integrations import transformers_trainer
+from tests.docs.blocks import PATHS, read_blocks
+from tests.docs.scripts import Page, run_script
+
+# Each page's script, the file of its weights, and how many losses a run prints.
+SCRIPTS = {
+    "trainer.md": ("train_with_trainer.py", "model.safetensors", 10),
+    "trl.md": ("train_with_trl.py", "adapter_model.safetensors", 10),
+    "accelerate.md": ("train_with_accelerate.py", "adapter_model.safetensors", 16),
+}
+LONG = {"trl.md": "trl", "accelerate.md": "peft"}  # other trainers over the same code, and a package each needs
+CASES = [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in SCRIPTS]
+
+
+def original(script: str) -> str:
+    """Return a script as it is without bmburst."""
+    lines = []
+    for line in script.splitlines():
+        _, _, note = line.partition("  # ")
+        if not note.startswith("new"):
+            indent = line[: len(line) - len(line.lstrip())]
+            lines.append(indent + note.removeprefix("was: ") if note.startswith("was: ") else line)
+    return "\n".join(lines) + "\n"
+
+
+def numbers(printed: str) -> list[tuple[float, ...]]:
+    """Return the numbers of each line that begins with a loss."""
+    lines = re.findall(r"^(?:eval_)?loss \d.*$", printed, re.M)
+    return [tuple(float(number) for number in re.findall(r" ([\d.]+)", line)) for line in lines]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_script_trains_as_the_original_on_one_process(run_page, name: str) -> None:
+    if name in LONG:
+        pytest.importorskip(LONG[name])
+    script, weights, count = SCRIPTS[name]
+    page: Page = run_page(name)
+    runs = re.findall(rf"--nproc-per-node (\d) {script} (\w+)", PATHS[name].read_text())
+    assert {ranks for ranks, _ in runs} == {"1", "2"}
+
+    (page.folder / "original.py").write_text(original((page.folder / script).read_text()))
+    assert "bmburst" not in re.sub(r"#.*", "", (page.folder / "original.py").read_text())
+    expected = numbers(run_script(page.folder, 1, ["original.py", "original"], host=False))
+    assert len(expected) == count and expected[-2][0] < expected[0][0] - 0.1, expected
+
+    found = numbers(page.printed)
+    assert len(found) == count * len(runs)
+    for i, (ranks, folder) in enumerate(runs):
+        for ours, theirs in zip(found[count * i : count * (i + 1)], expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=2e-5), (ranks, folder)  # fp32 sums, 6 digits of 5 nats
+        ours, theirs = (load_file(page.folder / at / weights) for at in (folder, "original"))
+        assert ours.keys() == theirs.keys()
+        # AdamW divides by the gradient's size: weights with almost none differ by more than rounding.
+        assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours) < 5e-4
+
+
+@pytest.mark.long
+def test_groups_of_ranks_train_as_single_ranks(run_page) -> None:
+    """4 ranks in 2 groups equal 2 processes of plain Trainer: batches, losses, the last batches of an evaluation."""
+    page: Page = run_page("trainer.md")
+    script = (page.folder / "train_with_trainer.py").read_text()
+    (page.folder / "groups.py").write_text(script.replace("over_process_group()", "over_process_group(sequence=2)"))
+    (page.folder / "original.py").write_text(original(script))
+    expected = numbers(run_script(page.folder, 2, ["original.py", "original-2"], host=False))
+    found = numbers(run_script(page.folder, 4, ["groups.py", "groups"], host=False))
+    assert len(found) == len(expected) == 6
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-5)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_block_is_run(name: str) -> None:
+    blocks = read_blocks(PATHS[name])
+    assert {block.language for block in blocks} == {"python", "bash"}
+    assert [block.file for block in blocks if block.language == "python"] == [SCRIPTS[name][0]]
+    text = PATHS[name].read_text()
+    assert text.isascii() and max(map(len, re.sub(r"^\|.*$", "", text, flags=re.M).splitlines())) <= 120
+    for imported in re.findall(r"integrations\.transformers_trainer import (\w+)", text):
+        assert imported in transformers_trainer.__all__
+
+
+def test_the_original_is_what_the_marks_say() -> None:
+    assert original("a\nb  # new: why\n    c  # was: d\ne  # kept\n") == "a\n    d\ne  # kept\n"
+    assert Path(PATHS["trainer.md"]).read_text().count("  # was: ") == 2
