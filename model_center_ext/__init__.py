@@ -11,10 +11,17 @@ from bmburst.lazy import public_name
 if TYPE_CHECKING:
     from model_center_ext.config import LlamaConfig, config_files
     from model_center_ext.llama import Llama, LlamaOutput
+    from model_center_ext.loader import DistributedDataLoader
 
-__all__ = ["Llama", "LlamaConfig", "LlamaOutput", "config_files"]
+__all__ = ["DistributedDataLoader", "Llama", "LlamaConfig", "LlamaOutput", "config_files"]
 
-_HOMES = {"Llama": "llama", "LlamaConfig": "config", "LlamaOutput": "llama", "config_files": "config"}
+_HOMES = {
+    "DistributedDataLoader": "loader",
+    "Llama": "llama",
+    "LlamaConfig": "config",
+    "LlamaOutput": "llama",
+    "config_files": "config",
+}
 
 
 def __getattr__(name: str) -> Any:

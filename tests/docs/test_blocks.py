@@ -34,6 +34,7 @@ ELSEWHERE = {  # pages with a test of their own, which also looks at what is pri
     "trainer.md": "test_neighbours.py",
     "trl.md": "test_neighbours.py",
     "accelerate.md": "test_neighbours.py",
+    "model_center_finetune.md": "test_neighbours.py",
 }
 PAGES = {name: read_blocks(path) for name, path in PATHS.items()}
 OURS = {name: blocks for name, blocks in PAGES.items() if blocks and name not in ELSEWHERE}

@@ -1,4 +1,4 @@
-"""docs/trainer.md, trl.md and accelerate.md do what they say: on 1 and 2 ranks their scripts train as the originals.
+"""docs/trainer.md, trl.md, accelerate.md and model_center_finetune.md: on 1 and 2 ranks scripts train as the originals.
 
 The original of a script is made from it: the lines under `# new` are left out, those under `# was:` are taken back. So
 nothing else may change for bmburst.
@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+import model_center_ext
 from bmburst.integrations import transformers_trainer
 from tests.docs.blocks import PATHS, read_blocks
 from tests.docs.scripts import Page, run_script
@@ -37,7 +39,7 @@ def original(script: str) -> str:
 
 def numbers(printed: str) -> list[tuple[float, ...]]:
     """Return the numbers of each line that begins with a loss."""
-    lines = re.findall(r"^(?:eval_)?loss \d.*$", printed, re.M)
+    lines = re.findall(r"^(?:loss|eval_loss|accuracy) \d.*$", printed, re.M)
     return [tuple(float(number) for number in re.findall(r" ([\d.]+)", line)) for line in lines]
 
 
@@ -78,6 +80,44 @@ def test_groups_of_ranks_train_as_single_ranks(run_page) -> None:
     assert len(found) == len(expected) == 6
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, abs=2e-5)
+
+
+FINETUNE = "model_center_finetune.md"
+
+
+@pytest.mark.long
+def test_model_centers_finetuning_is_its_own_on_one_process(run_page) -> None:
+    page: Page = run_page(FINETUNE)
+    command = next(line for block in read_blocks(PATHS[FINETUNE]) for line in block.commands() if "one.pt" in line)
+    (page.folder / "original.py").write_text(original((page.folder / "finetune_toy.py").read_text()))
+    words = command.replace("finetune_toy.py", "original.py").replace("one.pt", "original.pt").split("-- ")[1].split()
+    expected = numbers(run_script(page.folder, 1, words))
+    assert len(expected) == 6 and len({line[0] for line in expected}) > 4, expected
+
+    found = numbers(page.printed)
+    assert len(found) == 2 * len(expected)
+    for ours, theirs in zip(found, expected * 2, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    weights = [torch.load(page.folder / "toy" / name) for name in ("one.pt", "two.pt", "original.pt")]
+    for ours in weights[:2]:
+        # AdamW divides by the gradient's size: weights with almost none differ by more than rounding.
+        assert max(float((ours[key] - weights[2][key]).abs().max()) for key in ours) < 5e-4
+
+
+def test_the_lines_that_change_are_those_of_the_script() -> None:
+    """ModelCenter's own file is not installed here: that its lines are these was looked up, and the result was run."""
+    diff, make, toy = (block for block in read_blocks(PATHS[FINETUNE]) if block.language in ("diff", "python"))
+    assert (make.file, toy.file) == ("make_toy.py", "finetune_toy.py")
+    lines = diff.text.splitlines()[1:]
+    assert all(line[:1] in "+- " for line in lines)
+    _, _, loop = diff.text.partition('             input_ids = data["input_ids"]\n')
+    for sign, text in (("+", toy.text), ("-", original(toy.text)), (" ", toy.text)):
+        there = {line.partition("  # ")[0].strip() for line in text.splitlines()}
+        of_loop = {line[1:].strip() for line in loop.splitlines() if line.startswith(sign)}
+        assert {line for line in of_loop if line not in ("...", "logits = logits[torch.where(index==1)]")} <= there
+    imported = re.findall(r"^\+from model_center_ext import (.+)$", diff.text, re.M)
+    assert imported == ["DistributedDataLoader, Llama"]
+    assert set(imported[0].split(", ")) <= set(model_center_ext.__all__)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
