@@ -32,7 +32,6 @@ _ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
 """Values of a Trainer's arguments with which split sequences are exact."""
 
 
-
 def share_batches(loader: DataLoader[Any], mesh: Mesh) -> DataLoader[Any]:
     """Make a loader read the batches of this rank's sequence group in place of its own, and return it.
 
