@@ -69,10 +69,11 @@ def test_a_script_trains_as_the_original_on_one_process(run_page, name: str) -> 
 
 @pytest.mark.long
 def test_groups_of_ranks_train_as_single_ranks(run_page) -> None:
-    """4 ranks in 2 groups equal 2 processes of plain Trainer: batches, losses, the last batches of an evaluation."""
+    """4 ranks in 2 groups, under FSDP2, equal 2 processes of plain Trainer, in the last batches of evaluations too."""
     page: Page = run_page("trainer.md")
     script = (page.folder / "train_with_trainer.py").read_text()
-    (page.folder / "groups.py").write_text(script.replace("over_process_group()", "over_process_group(sequence=2)"))
+    grouped = script.replace("over_process_group()", "over_process_group(sequence=2)")
+    (page.folder / "groups.py").write_text(grouped.replace('report_to="none"', 'report_to="none", fsdp=True'))
     (page.folder / "original.py").write_text(original(script))
     expected = numbers(run_script(page.folder, 2, ["original.py", "original-2"], host=False))
     found = numbers(run_script(page.folder, 4, ["groups.py", "groups"], host=False))
