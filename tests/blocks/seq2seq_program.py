@@ -1,0 +1,154 @@
+"""What every rank does in the tests of the encoder-decoder. Rank 0 leaves what it saw in a file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
+from bmburst.mesh import Mesh
+from bmburst.sequence import SequenceShard
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 19,
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 20,
+    "max_position_embeddings": 32,
+    "pad_token_id": 1,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and batch. `pairs`: source and target tokens of each pair, for all samples or for each."""
+
+    lengths: tuple[int, int] = (13, 29)
+    layouts: tuple[str, str] = ("contiguous", "zigzag")
+    dtype: torch.dtype = torch.float64
+    scaled: bool = False
+    recompute: str = "none"
+    zero_level: int = 3
+    pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+
+
+PACKED = (((4, 6, 3), (9, 1, 19)),)
+PADDED = (((9, 4), (17, 12)), ((5, 8), (28, 1)))
+CASES = {
+    "plain": Case(),
+    "fp32": Case(dtype=torch.float32),
+    "scaled, long source": Case((31, 7), ("zigzag", "striped"), scaled=True),
+    "striped": Case((11, 5), ("striped", "striped"), zero_level=2),
+    "block": Case((7, 7), ("striped", "zigzag"), recompute="block"),
+    "half": Case((9, 16), recompute="block-keep-attention:0.5"),
+    "keep": Case((5, 13), ("zigzag", "contiguous"), recompute="block-keep-attention", zero_level=2),
+    "packed": Case(pairs=PACKED),
+    "padded": Case(pairs=PADDED, recompute="block-keep-attention"),
+}
+BATCH = 2
+
+
+def data(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Return source tokens, decoder inputs and labels, the same on all ranks; padding among the tokens."""
+    generator = torch.Generator().manual_seed(sum(case.lengths))
+    source, target = (torch.randint(SIZES["vocab_size"], (BATCH, n), generator=generator) for n in case.lengths)
+    labels = torch.randint(SIZES["vocab_size"], target.shape, generator=generator)
+    labels[0, 2:4] = IGNORE_INDEX
+    if case.pairs is PADDED:
+        for row, (_, (real, _)) in enumerate(case.pairs):
+            labels[row, real:] = IGNORE_INDEX
+    return source, target, labels
+
+
+def run(weights: Path, output: Path) -> None:
+    """Compute logits, loss and gradients of each case; weights are those of each embedding scale."""
+    mesh = Mesh.over_bmtrain()
+    found = {name: _case(case, torch.load(weights), mesh) for name, case in CASES.items()}
+    if mesh.rank == 0:
+        torch.save(found, output)
+
+
+def _case(case: Case, weights: dict[str, Tensor], mesh: Mesh) -> dict[str, Any]:
+    from bmtrain import world_size
+
+    from bmburst.blocks.seq2seq import Pairs, Seq2Seq, Seq2SeqConfig
+    from bmburst.zero import gather, named_shards
+
+    model = Seq2Seq(
+        Seq2SeqConfig(**SIZES, scale_embedding=case.scaled),
+        source_layout=case.layouts[0],
+        target_layout=case.layouts[1],
+        group=mesh.sequence,
+        dtype=case.dtype,
+        recompute=case.recompute,
+        zero_level=case.zero_level,
+        seed=None,
+    )
+    model.load_weights(weights)
+    source_cut, target_cut = (
+        SequenceShard.cut(n, layout=layout, group=mesh.sequence)
+        for n, layout in zip(case.lengths, case.layouts, strict=True)
+    )
+    source, target, labels = data(case)
+    each = [Pairs(*pair) for pair in case.pairs]
+    pairs = each[0] if len(each) == 1 else each or None
+    masks: Any = (None, None)
+    if each:  # one for all samples, or a list with one for each
+        masks = (each[0].source, each[0].target) if len(each) == 1 else zip(*((p.source, p.target) for p in each))
+    source_mask, target_mask = masks
+    of_source = source_cut.batch(source, documents=source_mask)
+    of_target = target_cut.batch(target, labels, documents=target_mask)
+    with torch.no_grad():
+        logits = model.logits(of_source, of_target, case.lengths, pairs)
+    loss_sum = model.loss(of_source, of_target, case.lengths, pairs, chunk=3)
+    valid = int(mesh.sum(count_valid(of_target.labels).item()))
+    loss = global_mean(loss_sum, valid, world_size())
+    (loss / world_size()).backward()  # the division is OptimManager.scale_loss
+    (parts,) = mesh.sequence.all_gather(logits).wait()
+    gradients = {shard.name: gather(shard, shard.parameter.grad) for shard in named_shards(model)}
+    return {"logits": target_cut.join(parts), "loss": mesh.sum(loss.item()) / world_size(), "gradients": gradients}
+
+
+def learn(output: Path, steps: int) -> None:
+    """Learn to reverse sequences, and leave the loss of each step."""
+    import bmtrain as bmt
+
+    from bmburst.blocks.seq2seq import Seq2Seq, Seq2SeqConfig
+
+    mesh = Mesh.over_bmtrain()
+    lengths = 7, 8
+    sizes = {
+        **SIZES,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "d_model": 32,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+    }
+    model = Seq2Seq(Seq2SeqConfig(**sizes, init_std=0.1), group=mesh.sequence)
+    manager = bmt.optim.OptimManager(loss_scale=None)
+    manager.add_optimizer(bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=1e-2))
+    cuts = [
+        SequenceShard.cut(n, layout=layout, group=mesh.sequence)
+        for n, layout in zip(lengths, ("contiguous", "zigzag"), strict=True)
+    ]
+    generator, losses = torch.Generator().manual_seed(0), []
+    for _ in range(steps):
+        tokens = torch.randint(3, SIZES["vocab_size"], (32, lengths[0]), generator=generator)
+        backwards = tokens.flip(1)
+        start, end = torch.zeros(32, 1, dtype=torch.int64), torch.full((32, 1), 2)
+        source = cuts[0].batch(tokens)
+        target = cuts[1].batch(torch.cat((start, backwards), 1), torch.cat((backwards, end), 1))
+        loss = global_mean(model.loss(source, target, lengths), 32 * lengths[1], bmt.world_size())
+        manager.backward(loss)
+        manager.step()
+        manager.zero_grad()
+        losses.append(mesh.sum(loss.item()) / bmt.world_size())
+    if mesh.rank == 0:
+        torch.save(losses, output)
