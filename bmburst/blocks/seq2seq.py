@@ -271,8 +271,8 @@ class Stack(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         places = part.positions.clamp(max=self.config.max_position_embeddings - 1) + POSITION_OFFSET
         words = _rows(part.tokens, table, self.config.pad_token_id)
         hidden = self.layernorm_embedding(words * factor + _rows(places, self.embed_positions.weight))
-        hidden = self.layers(hidden, *args)
-        return hidden
+        last: Tensor = self.layers(hidden, *args)
+        return last
 
 
 class Seq2SeqModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types

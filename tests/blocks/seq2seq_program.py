@@ -98,12 +98,10 @@ def _case(case: Case, weights: dict[str, Tensor], mesh: Mesh) -> dict[str, Any]:
     source, target, labels = data(case)
     each = [Pairs(*pair) for pair in case.pairs]
     pairs = each[0] if len(each) == 1 else each or None
-    masks: Any = (None, None)
-    if each:  # one for all samples, or a list with one for each
-        masks = (each[0].source, each[0].target) if len(each) == 1 else zip(*((p.source, p.target) for p in each))
-    source_mask, target_mask = masks
-    of_source = source_cut.batch(source, documents=source_mask)
-    of_target = target_cut.batch(target, labels, documents=target_mask)
+    of_each = each * (BATCH // len(each)) if each else []
+    source_masks, target_masks = [p.source for p in of_each] or None, [p.target for p in of_each] or None
+    of_source = source_cut.batch(source, documents=source_masks)
+    of_target = target_cut.batch(target, labels, documents=target_masks)
     with torch.no_grad():
         logits = model.logits(of_source, of_target, case.lengths, pairs)
     loss_sum = model.loss(of_source, of_target, case.lengths, pairs, chunk=3)
@@ -123,17 +121,10 @@ def learn(output: Path, steps: int) -> None:
 
     mesh = Mesh.over_bmtrain()
     lengths = 7, 8
-    sizes = {
-        **SIZES,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "d_model": 32,
-        "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64,
-    }
-    model = Seq2Seq(Seq2SeqConfig(**sizes, init_std=0.1), group=mesh.sequence)
-    manager = bmt.optim.OptimManager(loss_scale=None)
-    manager.add_optimizer(bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=1e-2))
+    sizes = {**SIZES, "encoder_layers": 1, "decoder_layers": 1, "d_model": 32}
+    model = Seq2Seq(Seq2SeqConfig(**sizes, init_std=0.1), group=mesh.sequence, dtype=torch.float64)
+    manager = bmt.optim.OptimManager(loss_scale=None)  # BMTrain's own optimizers take no fp64
+    manager.add_optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
     cuts = [
         SequenceShard.cut(n, layout=layout, group=mesh.sequence)
         for n, layout in zip(lengths, ("contiguous", "zigzag"), strict=True)

@@ -78,8 +78,9 @@ def test_equals_transformers(size: int, expected: dict[str, Found], tmp_path: Pa
 def test_reversing_is_learned_alike_on_one_rank_and_on_two(tmp_path: Path) -> None:
     losses = []
     for size in (1, 2):
-        run_program(size, program.learn, tmp_path / f"{size}.pt", 150)
+        run_program(size, program.learn, tmp_path / f"{size}.pt", 80)
         losses.append(torch.load(tmp_path / f"{size}.pt"))
     assert losses[0][0] > 2.5  # nats: 16 tokens are equally likely
-    assert losses[0][-1] < 0.3
-    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+    print(losses[0][::8])
+    assert losses[0][-1] < 0.1
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
