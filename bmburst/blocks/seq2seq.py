@@ -90,7 +90,7 @@ class Seq2SeqConfig:
 class Pairs:
     """Source-target pairs that are packed into one source and one target sequence: no pair sees another.
 
-    A batch of padded samples has one `Pairs` for each, whose last pair is the padding of both sequences.
+    A batch of padded samples has one `Pairs` for each, whose last pair is the padding: at least one token of the target.
 
     Attributes:
         sources: Source tokens of each pair.

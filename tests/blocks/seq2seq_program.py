@@ -10,6 +10,7 @@ from torch import Tensor
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh
 from bmburst.sequence import SequenceShard
+from tests.refusals import refused
 
 SIZES: dict[str, Any] = {
     "vocab_size": 19,
@@ -143,3 +144,46 @@ def learn(output: Path, steps: int) -> None:
         losses.append(mesh.sum(loss.item()) / bmt.world_size())
     if mesh.rank == 0:
         torch.save(losses, output)
+
+
+def refusals() -> None:
+    """See what is said of bad configurations, options, weights and sequences."""
+    from bmburst.blocks.seq2seq import Seq2Seq, Seq2SeqConfig
+    from bmburst.zero import gather, named_shards
+
+    with refused("decoder_layers 0 | at least 1"):
+        Seq2SeqConfig(**{**SIZES, "decoder_layers": 0})
+    with refused("encoder_attention_heads 3 | d_model 16"):
+        Seq2SeqConfig(**{**SIZES, "encoder_attention_heads": 3})
+    with refused("activation_function | 'relu' | 'gelu'"):
+        Seq2SeqConfig.from_hugging_face({**SIZES, "activation_function": "relu"})
+    with refused("vocab_size | config.json"):
+        Seq2SeqConfig.from_hugging_face({name: SIZES[name] for name in SIZES if name != "vocab_size"})
+    config = Seq2SeqConfig.from_hugging_face({**SIZES, "dropout": 0.1})
+    assert config == Seq2SeqConfig(**SIZES)
+    for options, words in (
+        ({"source_layout": "balanced"}, "'balanced' | 'zigzag'"),
+        ({"recompute": "block+offload"}, "'block+offload' | block-keep-attention"),
+        ({"recompute": "blocks"}, "'blocks' | block"),
+        ({"zero_level": 1}, "zero_level 1 | 2 or 3"),
+        ({"attention": {"strategy": "rings"}}, "'rings' | ring"),
+    ):
+        with refused(words):
+            Seq2Seq(config, **options)
+    model = Seq2Seq(config)
+    weights = {shard.name: gather(shard) for shard in named_shards(model)}
+    name = "model.decoder.layers.1.encoder_attn.k_proj.bias"
+    with refused(f"{name} | missing | [16]"):
+        model.load_weights({key: weight for key, weight in weights.items() if key != name})
+    with refused(f"{name} | [15] | [16]"):
+        model.load_weights({**weights, name: torch.zeros(15)})
+    with refused("model.encoder.layers.2.fc1.bias | BartForConditionalGeneration"):
+        model.load_weights({**weights, "model.encoder.layers.2.fc1.bias": torch.zeros(1)})
+    with refused("final_logits_bias | not 0"):
+        model.load_weights({**weights, "final_logits_bias": torch.ones(1, 19)})
+    cut = SequenceShard.cut(33, layout="zigzag", size=1, rank=0)
+    part = cut.batch(torch.zeros(1, 33, dtype=torch.int64))
+    with refused("33 tokens | max_position_embeddings 32"):
+        model(part, part, (33, 33))
+    with refused("token id | 19 | 0 to 18"):
+        model(part._replace(tokens=part.tokens + 19), part, (32, 32))

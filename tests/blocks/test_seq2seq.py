@@ -60,7 +60,9 @@ def _error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-2))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "size", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_equals_transformers(size: int, expected: dict[str, Found], tmp_path: Path) -> None:
     torch.save(_bart().state_dict(), tmp_path / "weights.pt")
     run_program(size, program.run, tmp_path / "weights.pt", tmp_path / "found.pt")
@@ -78,9 +80,12 @@ def test_equals_transformers(size: int, expected: dict[str, Found], tmp_path: Pa
 def test_reversing_is_learned_alike_on_one_rank_and_on_two(tmp_path: Path) -> None:
     losses = []
     for size in (1, 2):
-        run_program(size, program.learn, tmp_path / f"{size}.pt", 80)
+        run_program(size, program.learn, tmp_path / f"{size}.pt", 56)
         losses.append(torch.load(tmp_path / f"{size}.pt"))
     assert losses[0][0] > 2.5  # nats: 16 tokens are equally likely
-    print(losses[0][::8])
     assert losses[0][-1] < 0.1
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    run_program(1, program.refusals)
