@@ -90,7 +90,8 @@ class Seq2SeqConfig:
 class Pairs:
     """Source-target pairs that are packed into one source and one target sequence: no pair sees another.
 
-    A batch of padded samples has one `Pairs` for each, whose last pair is the padding: at least one token of the target.
+    A batch of padded samples has one `Pairs` for each, whose last pair is the padding: at least one token of the
+    target.
 
     Attributes:
         sources: Source tokens of each pair.
@@ -448,8 +449,9 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         pairs: Pairs | Sequence[Pairs] | None,
         table: Tensor,
     ) -> Tensor:
-        longest = max(lengths)
-        if pairs is None and longest > self.config.max_position_embeddings:
+        each = [pairs] if isinstance(pairs, Pairs) else pairs or [Pairs(lengths[:1], lengths[1:])]
+        longest = max(tokens for one in each for tokens in (*one.sources, *one.targets))
+        if longest > self.config.max_position_embeddings:
             raise UserError(
                 f"a sequence has {longest} tokens\nallowed: max_position_embeddings "
                 f"{self.config.max_position_embeddings}\nfix: a model with more positions, or a shorter sequence"
