@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmburst.blocks.seq2seq_config import Pairs, Seq2SeqConfig
 from bmburst.loss import IGNORE_INDEX, count_valid, global_mean
 from bmburst.mesh import Mesh
 from bmburst.sequence import SequenceShard
@@ -78,7 +79,7 @@ def run(weights: Path, output: Path) -> None:
 def _case(case: Case, weights: dict[str, Tensor], mesh: Mesh) -> dict[str, Any]:
     from bmtrain import world_size
 
-    from bmburst.blocks.seq2seq import Pairs, Seq2Seq, Seq2SeqConfig
+    from bmburst.blocks.seq2seq import Seq2Seq
     from bmburst.zero import gather, named_shards
 
     model = Seq2Seq(
@@ -118,7 +119,7 @@ def learn(output: Path, steps: int) -> None:
     """Learn to reverse sequences, and leave the loss of each step."""
     import bmtrain as bmt
 
-    from bmburst.blocks.seq2seq import Seq2Seq, Seq2SeqConfig
+    from bmburst.blocks.seq2seq import Seq2Seq
 
     mesh = Mesh.over_bmtrain()
     lengths = 7, 8
@@ -148,7 +149,7 @@ def learn(output: Path, steps: int) -> None:
 
 def refusals() -> None:
     """See what is said of bad configurations, options, weights and sequences."""
-    from bmburst.blocks.seq2seq import Seq2Seq, Seq2SeqConfig
+    from bmburst.blocks.seq2seq import Seq2Seq
     from bmburst.zero import gather, named_shards
 
     with refused("decoder_layers 0 | at least 1"):
@@ -185,5 +186,7 @@ def refusals() -> None:
     part = cut.batch(torch.zeros(1, 33, dtype=torch.int64))
     with refused("33 tokens | max_position_embeddings 32"):
         model(part, part, (33, 33))
+    with refused("33 tokens | max_position_embeddings 32"):
+        model(part, part, (33, 33), Pairs((1, 32), (33, 1)))
     with refused("token id | 19 | 0 to 18"):
         model(part._replace(tokens=part.tokens + 19), part, (32, 32))
