@@ -217,12 +217,13 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         group: The ranks that share the sequences, for example `mesh.sequence`; see `BurstAttention`.
         dtype: dtype of weights and activations.
         recompute: "none", "block", "block-keep-attention" or "block-keep-attention:0.5". The fraction applies to the
-            decoder's self-attention; other attention is saved whole.
+            decoder's self-attention, and needs different layouts; other attention is saved whole.
         zero_level: BMTrain's ZeRO stage, 2 or 3.
         seed: Seed of the initial weights, which do not depend on the number of ranks; None leaves them uninitialized.
 
     Raises:
-        UserError: An option has an unknown value, or BMTrain was started with tensor parallelism.
+        UserError: An option has an unknown value, options exclude each other, or BMTrain was started with tensor
+            parallelism.
     """
 
     def __init__(
@@ -248,34 +249,29 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         policy = Policy.parse(recompute)
         if policy.is_of_model or policy.offload != "nothing":
             raise UserError(f"recompute policy '{recompute}' for an encoder-decoder\nfix: block-keep-attention or none")
+        if (
+            0 < policy.attention < 1 and source_layout == target_layout
+        ):  # equal lengths would be one sequence, mask full
+            raise UserError(
+                f"recompute policy '{recompute}' with source and target both '{source_layout}'\n"
+                "fix: block-keep-attention, or another source_layout"
+            )
+        if taken := sorted({"mask", "layout", "key_layout", "group"} & set(attention or ())):
+            raise UserError(
+                f"attention has {taken[0]!r}, which the model sets\nfix: source_layout, target_layout, group"
+            )
         attend = partial(BurstAttention, group=group, **(attention or {}))
         of_source = partial(attend, mask="full", layout=source_layout)
         of_target = partial(attend, mask="causal", layout=target_layout)
         across = partial(attend, mask="full", layout=target_layout, key_layout=source_layout)
-        whole = replace(policy, attention=min(1.0, math.ceil(policy.attention)))  # a full mask has no prefix
-        width = config.d_model
-        encoder = config.encoder_attention_heads, config.encoder_ffn_dim
-        decoder = config.decoder_attention_heads, config.decoder_ffn_dim
+        whole = replace(policy, attention=float(policy.attention > 0))  # a full mask has no prefix
+        encoder = config.d_model, config.encoder_attention_heads, config.encoder_ffn_dim
+        decoder = config.d_model, config.decoder_attention_heads, config.decoder_ffn_dim
+        encoders = [EncoderLayer(*encoder, of_source(), whole, dtype) for _ in range(config.encoder_layers)]
+        decoders = [DecoderLayer(*decoder, of_target(), policy, dtype, across()) for _ in range(config.decoder_layers)]
         self.config = config
-        self.model = Seq2SeqModel(
-            config,
-            Stack(
-                config,
-                [EncoderLayer(width, *encoder, of_source(), whole, dtype) for _ in range(config.encoder_layers)],
-                dtype,
-                zero_level,
-            ),
-            Stack(
-                config,
-                [
-                    DecoderLayer(width, *decoder, of_target(), policy, dtype, across())
-                    for _ in range(config.decoder_layers)
-                ],
-                dtype,
-                zero_level,
-            ),
-            dtype,
-        )
+        stacks = (Stack(config, layers, dtype, zero_level) for layers in (encoders, decoders))
+        self.model = Seq2SeqModel(config, *stacks, dtype)
         if seed is not None:
             self._initialize(seed)
 

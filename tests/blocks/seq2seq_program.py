@@ -167,6 +167,8 @@ def refusals() -> None:
         ({"recompute": "block+offload"}, "'block+offload' | block-keep-attention"),
         ({"recompute": "blocks"}, "'blocks' | block"),
         ({"zero_level": 1}, "zero_level 1 | 2 or 3"),
+        ({"recompute": "block-keep-attention:0.5", "source_layout": "zigzag"}, "both 'zigzag' | source_layout"),
+        ({"attention": {"mask": "causal"}}, "'mask' | source_layout"),
         ({"attention": {"strategy": "rings"}}, "'rings' | ring"),
     ):
         with refused(words):
