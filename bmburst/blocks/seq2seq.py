@@ -249,17 +249,14 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         policy = Policy.parse(recompute)
         if policy.is_of_model or policy.offload != "nothing":
             raise UserError(f"recompute policy '{recompute}' for an encoder-decoder\nfix: block-keep-attention or none")
-        if (
-            0 < policy.attention < 1 and source_layout == target_layout
-        ):  # equal lengths would be one sequence, mask full
+        if 0 < policy.attention < 1 and source_layout == target_layout:
+            # With equal lengths cross-attention would be planned as self-attention, whose full mask has no prefix.
             raise UserError(
                 f"recompute policy '{recompute}' with source and target both '{source_layout}'\n"
                 "fix: block-keep-attention, or another source_layout"
             )
         if taken := sorted({"mask", "layout", "key_layout", "group"} & set(attention or ())):
-            raise UserError(
-                f"attention has {taken[0]!r}, which the model sets\nfix: source_layout, target_layout, group"
-            )
+            raise UserError(f"attention has {taken[0]!r}, which the model sets\nfix: source_layout or target_layout")
         attend = partial(BurstAttention, group=group, **(attention or {}))
         of_source = partial(attend, mask="full", layout=source_layout)
         of_target = partial(attend, mask="causal", layout=target_layout)
@@ -270,8 +267,9 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         encoders = [EncoderLayer(*encoder, of_source(), whole, dtype) for _ in range(config.encoder_layers)]
         decoders = [DecoderLayer(*decoder, of_target(), policy, dtype, across()) for _ in range(config.decoder_layers)]
         self.config = config
-        stacks = (Stack(config, layers, dtype, zero_level) for layers in (encoders, decoders))
-        self.model = Seq2SeqModel(config, *stacks, dtype)
+        self.model = Seq2SeqModel(
+            config, Stack(config, encoders, dtype, zero_level), Stack(config, decoders, dtype, zero_level), dtype
+        )
         if seed is not None:
             self._initialize(seed)
 
