@@ -69,7 +69,7 @@ def data(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(weights: Path, output: Path) -> None:
-    """Compute logits, loss and gradients of each case; weights are those of each embedding scale."""
+    """Compute logits, loss and gradients of each case with the weights of a BART."""
     mesh = Mesh.over_bmtrain()
     found = {name: _case(case, torch.load(weights), mesh) for name, case in CASES.items()}
     if mesh.rank == 0:
