@@ -57,7 +57,7 @@ def initialize(model: torch.nn.Module, config: LlamaConfig, seed: int) -> None:
         shrinks = config.scale_depth is None and shard.name.endswith(_INTO_THE_STREAM)
         depth = math.sqrt(2 * config.num_layers) if shrinks else 1.0
         std = config.matrix_std / depth if _IN_BLOCKS in shard.name else config.init_std
-        scatter(shard, _normal(shard.shape, std, f"{seed} {shard.name}", device))
+        scatter(shard, draw_normal(shard.shape, std, f"{seed} {shard.name}", device))
 
 
 def _adapter(shape: tuple[int, ...], key: str, device: torch.device, *, is_zero: bool) -> Tensor:
@@ -67,7 +67,8 @@ def _adapter(shape: tuple[int, ...], key: str, device: torch.device, *, is_zero:
     return made if is_zero else made.uniform_(-bound, bound, generator=_generator(key, device))
 
 
-def _normal(shape: tuple[int, ...], std: float, key: str, device: torch.device) -> Tensor:
+def draw_normal(shape: tuple[int, ...], std: float, key: str, device: torch.device) -> Tensor:
+    """Return a tensor from N(0, std) in fp32; its numbers depend on `key` alone."""
     made = torch.empty(shape, dtype=torch.float32, device=device)
     return made.normal_(0.0, std, generator=_generator(key, device))
 

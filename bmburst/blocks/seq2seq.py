@@ -1,0 +1,384 @@
+"""An encoder-decoder on BMTrain as BART (arXiv:1910.13461): source and target are both split over the ranks.
+
+The encoder attends over the whole source. The decoder attends causally over the target, then from the target to the
+encoder's output (cross-attention). Each sequence has a `SequenceShard` of its own, so lengths, layouts and padding may
+differ. Norms follow the residual additions, positions are learned, and the head is the embedding table. Parameters are
+named as in transformers' `BartForConditionalGeneration`. There is no dropout.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import bmtrain as bmt
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, gelu, layer_norm, linear
+
+from bmburst import recompute
+from bmburst.attention.module import BurstAttention
+from bmburst.attention.options import MaskOption
+from bmburst.blocks.layers import Linear, Table, parameter, project
+from bmburst.blocks.model import draw_normal
+from bmburst.blocks.seq2seq_config import Pairs, Seq2SeqConfig
+from bmburst.errors import UserError
+from bmburst.loss import DEFAULT_CHUNK, require_ids, token_loss_sum
+from bmburst.recompute.policy import Policy
+from bmburst.sequence import ShardedBatch
+from bmburst.zero import named_shards, scatter
+from bmburst_ops.merge import accumulation_dtype
+
+POSITION_OFFSET = 2
+"""Rows of BART's position tables before that of position 0."""
+_TIED = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+_LOGITS_BIAS = "final_logits_bias"
+
+
+class _Masks(NamedTuple):
+    """The masks of a batch; None: those of the attention modules."""
+
+    source: MaskOption | None = None
+    target: MaskOption | None = None
+    cross: MaskOption | None = None
+
+    @classmethod
+    def of(cls, pairs: Pairs | Sequence[Pairs] | None) -> "_Masks":
+        if pairs is None:
+            return cls()
+        if isinstance(pairs, Pairs):
+            return cls(pairs.source, pairs.target, pairs.cross)
+        return cls(*(tuple(getattr(each, name) for each in pairs) for name in cls._fields))
+
+
+class LayerNorm(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+    """Layer norm with a learned scale and bias."""
+
+    def __init__(self, features: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.bias = parameter(features, dtype=dtype), parameter(features, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised `[..., features]`."""
+        return layer_norm(x, x.shape[-1:], self.weight, self.bias)
+
+
+class Attention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+    """Projections around `BurstAttention`, for self-attention and cross-attention."""
+
+    def __init__(self, width: int, heads: int, attention: BurstAttention, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads, self.attention = heads, attention
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            Linear(width, width, dtype=dtype, bias=True) for _ in range(4)
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        length: int,
+        mask: MaskOption | None,
+        keys: Tensor | None = None,
+        key_length: int | None = None,
+    ) -> Tensor:
+        """Return `[batch, local_tokens, d_model]`.
+
+        Args:
+            hidden: `[batch, local_tokens, d_model]`, which queries are made of.
+            length: Real tokens of their sequence.
+            mask: In place of the attention module's.
+            keys: `[batch, local_keys, d_model]`, which keys and values are made of; None: `hidden`.
+            key_length: Real tokens of the sequence of `keys`.
+        """
+        if keys is None:
+            projected = project(hidden, self.q_proj, self.k_proj, self.v_proj)
+        else:
+            projected = (self.q_proj(hidden), *project(keys, self.k_proj, self.v_proj))
+        query, key, value = (each.unflatten(-1, (self.heads, -1)) for each in projected)
+        mixed: Tensor = self.out_proj(self.attention(query, key, value, length, mask, key_length).flatten(2))
+        return mixed
+
+
+class _Layer(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+    """What layers of encoder and decoder share: self-attention and the feed-forward network, each with its norm."""
+
+    def __init__(
+        self, width: int, heads: int, inner: int, attention: BurstAttention, policy: Policy, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.policy = policy
+        self.self_attn = Attention(width, heads, attention, dtype=dtype)
+        self.self_attn_layer_norm = LayerNorm(width, dtype=dtype)
+        self.fc1 = Linear(width, inner, dtype=dtype, bias=True)
+        self.fc2 = Linear(inner, width, dtype=dtype, bias=True)
+        self.final_layer_norm = LayerNorm(width, dtype=dtype)
+
+    def forward(self, hidden: Tensor, *args: Any) -> Tensor:
+        """Return the hidden states after this layer; positional arguments only, because `bmt.Block` drops others."""
+        result: Tensor = recompute.checkpoint(self.policy, self._forward, hidden, *args)
+        return result
+
+    def _forward(self, hidden: Tensor, *args: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _attended(self, hidden: Tensor, length: int, mask: MaskOption | None) -> Tensor:
+        normed: Tensor = self.self_attn_layer_norm(hidden + self.self_attn(hidden, length, mask))
+        return normed
+
+    def _fed(self, hidden: Tensor) -> Tensor:
+        normed: Tensor = self.final_layer_norm(hidden + self.fc2(gelu(self.fc1(hidden))))
+        return normed
+
+
+class EncoderLayer(_Layer):
+    """A layer of the encoder: `(hidden, length, mask)` to hidden."""
+
+    def _forward(self, hidden: Tensor, length: int, mask: MaskOption | None) -> Tensor:
+        return self._fed(self._attended(hidden, length, mask))
+
+
+class DecoderLayer(_Layer):
+    """A layer of the decoder: `(hidden, encoded, length, key_length, mask, cross_mask)` to hidden."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        inner: int,
+        attention: BurstAttention,
+        policy: Policy,
+        dtype: torch.dtype,
+        cross: BurstAttention,
+    ) -> None:
+        super().__init__(width, heads, inner, attention, policy, dtype)
+        self.encoder_attn = Attention(width, heads, cross, dtype=dtype)
+        self.encoder_attn_layer_norm = LayerNorm(width, dtype=dtype)
+
+    def _forward(
+        self,
+        hidden: Tensor,
+        encoded: Tensor,
+        length: int,
+        key_length: int,
+        mask: MaskOption | None,
+        cross_mask: MaskOption | None,
+    ) -> Tensor:
+        hidden = self._attended(hidden, length, mask)
+        hidden = self.encoder_attn_layer_norm(
+            hidden + self.encoder_attn(hidden, length, cross_mask, encoded, key_length)
+        )
+        return self._fed(hidden)
+
+
+class Stack(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+    """The encoder or the decoder: positions, a norm of the embeddings, and layers."""
+
+    def __init__(self, config: Seq2SeqConfig, layers: Sequence[_Layer], dtype: torch.dtype, zero_level: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_positions = Table(config.max_position_embeddings + POSITION_OFFSET, config.d_model, dtype=dtype)
+        self.layernorm_embedding = LayerNorm(config.d_model, dtype=dtype)
+        # Recomputation is ours (bmburst.recompute): BMTrain's would communicate a second time.
+        self.layers = bmt.TransformerBlockList(
+            [bmt.Block(layer, use_checkpoint=False, zero_level=zero_level) for layer in layers]
+        )
+
+    def forward(self, part: ShardedBatch, table: Tensor, *args: Any) -> Tensor:
+        """Return `[batch, local_tokens, d_model]`; `table` is the gathered embedding, `args` those of the layers."""
+        factor = math.sqrt(self.config.d_model) if self.config.scale_embedding else 1.0
+        # Padding stands behind the last token, where there may be no row.
+        places = part.positions.clamp(max=self.config.max_position_embeddings - 1) + POSITION_OFFSET
+        words = _rows(part.tokens, table, self.config.pad_token_id)
+        hidden = self.layernorm_embedding(words * factor + _rows(places, self.embed_positions.weight))
+        last: Tensor = self.layers(hidden, *args)
+        return last
+
+
+class Seq2SeqModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+    """The shared embedding, encoder and decoder: `model` in transformers' names."""
+
+    def __init__(self, config: Seq2SeqConfig, encoder: Stack, decoder: Stack, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shared = Table(config.vocab_size, config.d_model, dtype=dtype)
+        self.encoder, self.decoder = encoder, decoder
+
+
+class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no types
+    """BART with its language model head, on this rank's parts of source and target.
+
+    Every rank of the world builds it with the same arguments and calls the same methods in the same order.
+
+    Args:
+        config: The model's configuration.
+        source_layout: Layout of the source's `SequenceShard`, not "balanced".
+        target_layout: Layout of the target's.
+        attention: Further options of every `BurstAttention`, for example `{"strategy": "gather"}`.
+        group: The ranks that share the sequences, for example `mesh.sequence`; see `BurstAttention`.
+        dtype: dtype of weights and activations.
+        recompute: "none", "block", "block-keep-attention" or "block-keep-attention:0.5". The fraction applies to the
+            decoder's self-attention, and needs different layouts; other attention is saved whole.
+        zero_level: BMTrain's ZeRO stage, 2 or 3.
+        seed: Seed of the initial weights, which do not depend on the number of ranks; None leaves them uninitialized.
+
+    Raises:
+        UserError: An option has an unknown value, options exclude each other, or BMTrain was started with tensor
+            parallelism.
+    """
+
+    def __init__(
+        self,
+        config: Seq2SeqConfig,
+        *,
+        source_layout: str = "contiguous",
+        target_layout: str = "zigzag",
+        attention: Mapping[str, Any] | None = None,
+        group: object = None,
+        dtype: torch.dtype = torch.float32,
+        recompute: str = "none",
+        zero_level: int = 3,
+        seed: int | None = 0,
+    ) -> None:
+        super().__init__()
+        if bmt.config["tp_size"] > 1:
+            raise UserError(f"tensor parallelism {bmt.config['tp_size']} with an encoder-decoder\nfix: tensor=1")
+        if zero_level not in (2, 3):
+            raise UserError(f"zero_level {zero_level}\nfix: 2 or 3")
+        if "balanced" in (source_layout, target_layout):
+            raise UserError("layout 'balanced' is made for one mask, and an encoder-decoder has 3\nfix: 'zigzag'")
+        policy = Policy.parse(recompute)
+        if policy.is_of_model or policy.offload != "nothing":
+            raise UserError(f"recompute policy '{recompute}' for an encoder-decoder\nfix: block-keep-attention or none")
+        if 0 < policy.attention < 1 and source_layout == target_layout:
+            # With equal lengths cross-attention would be planned as self-attention, whose full mask has no prefix.
+            raise UserError(
+                f"recompute policy '{recompute}' with source and target both '{source_layout}'\n"
+                "fix: block-keep-attention, or another source_layout"
+            )
+        if taken := sorted({"mask", "layout", "key_layout", "group"} & set(attention or ())):
+            raise UserError(f"attention has {taken[0]!r}, which the model sets\nfix: source_layout or target_layout")
+        attend = partial(BurstAttention, group=group, **(attention or {}))
+        of_source = partial(attend, mask="full", layout=source_layout)
+        of_target = partial(attend, mask="causal", layout=target_layout)
+        across = partial(attend, mask="full", layout=target_layout, key_layout=source_layout)
+        whole = replace(policy, attention=float(policy.attention > 0))  # a full mask has no prefix
+        encoder = config.d_model, config.encoder_attention_heads, config.encoder_ffn_dim
+        decoder = config.d_model, config.decoder_attention_heads, config.decoder_ffn_dim
+        encoders = [EncoderLayer(*encoder, of_source(), whole, dtype) for _ in range(config.encoder_layers)]
+        decoders = [DecoderLayer(*decoder, of_target(), policy, dtype, across()) for _ in range(config.decoder_layers)]
+        self.config = config
+        self.model = Seq2SeqModel(
+            config, Stack(config, encoders, dtype, zero_level), Stack(config, decoders, dtype, zero_level), dtype
+        )
+        if seed is not None:
+            self._initialize(seed)
+
+    def forward(
+        self,
+        source: ShardedBatch,
+        target: ShardedBatch,
+        lengths: tuple[int, int],
+        pairs: Pairs | Sequence[Pairs] | None = None,
+    ) -> Tensor:
+        """Return the decoder's hidden states of this rank's target tokens, `[batch, local_tokens, d_model]`.
+
+        Args:
+            source: This rank's part of the source, from `SequenceShard.batch`; labels are not used.
+            target: This rank's part of the decoder's input.
+            lengths: Real tokens of the whole source and of the whole target.
+            pairs: The pairs of packed or padded sequences, one for all samples or one for each.
+
+        Raises:
+            UserError: A token id is out of range (checked on CPUs), or a sequence is longer than the position table.
+        """
+        return self._hidden(source, target, lengths, pairs, self.model.shared.weight)
+
+    def logits(
+        self,
+        source: ShardedBatch,
+        target: ShardedBatch,
+        lengths: tuple[int, int],
+        pairs: Pairs | Sequence[Pairs] | None = None,
+    ) -> Tensor:
+        """Return the logits of this rank's target tokens, `[batch, local_tokens, vocab_size]`; see `forward`."""
+        table = self.model.shared.weight
+        return linear(self._hidden(source, target, lengths, pairs, table), table)
+
+    def loss(
+        self,
+        source: ShardedBatch,
+        target: ShardedBatch,
+        lengths: tuple[int, int],
+        pairs: Pairs | Sequence[Pairs] | None = None,
+        *,
+        chunk: int = DEFAULT_CHUNK,
+    ) -> Tensor:
+        """Return the sum of this rank's token losses under `target.labels` in nats, for `bmburst.loss.global_mean`.
+
+        See `forward`; `chunk` is that of `bmburst.loss.token_loss_sum`.
+        """
+        table = self.model.shared.weight
+        hidden = self._hidden(source, target, lengths, pairs, table)
+        return token_loss_sum(hidden, table, target.labels, chunk=chunk)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the weights of a `BartForConditionalGeneration.state_dict()`, which every rank has; no communication.
+
+        Raises:
+            UserError: A tensor is missing, unknown or of another shape, or there is a bias of logits.
+        """
+        shards = named_shards(self)
+        bias = weights.get(_LOGITS_BIAS)
+        if bias is not None and bool(bias.any()):
+            raise UserError(f"{_LOGITS_BIAS} is not 0\nfix: a model without a bias of logits")
+        unknown = sorted(weights.keys() - {shard.name for shard in shards} - {*_TIED, _LOGITS_BIAS})
+        if unknown:
+            raise UserError(f"the model has no parameter {unknown[0]}\nfix: weights of BartForConditionalGeneration")
+        for shard in shards:
+            given = weights.get(shard.name)
+            if given is None or tuple(given.shape) != shard.shape:
+                found = "missing" if given is None else f"of shape {list(given.shape)}"
+                raise UserError(f"{shard.name} is {found}\nallowed: {list(shard.shape)}\nfix: weights of this config")
+        for shard in shards:
+            if shard.count:
+                scatter(shard, weights[shard.name])
+
+    def _initialize(self, seed: int) -> None:
+        """Fill norms with 1, biases with 0, and all else from N(0, init_std), as BART."""
+        for shard in named_shards(self):
+            if not shard.count:
+                continue
+            if len(shard.shape) == 1:
+                value = 0.0 if shard.name.endswith("bias") else 1.0
+                scatter(shard, torch.full(shard.shape, value, device=shard.device))
+            else:
+                scatter(shard, draw_normal(shard.shape, self.config.init_std, f"{seed} {shard.name}", shard.device))
+
+    def _hidden(
+        self,
+        source: ShardedBatch,
+        target: ShardedBatch,
+        lengths: tuple[int, int],
+        pairs: Pairs | Sequence[Pairs] | None,
+        table: Tensor,
+    ) -> Tensor:
+        each = [pairs] if isinstance(pairs, Pairs) else pairs or [Pairs(lengths[:1], lengths[1:])]
+        longest = max(tokens for one in each for tokens in (*one.sources, *one.targets))
+        if longest > self.config.max_position_embeddings:
+            raise UserError(
+                f"a sequence has {longest} tokens\nallowed: max_position_embeddings "
+                f"{self.config.max_position_embeddings}\nfix: a model with more positions, or a shorter sequence"
+            )
+        for part in (source, target):
+            if not part.tokens.is_cuda:
+                require_ids("token id", part.tokens, self.config.vocab_size)
+        masks = _Masks.of(pairs)
+        encoded = self.model.encoder(source, table, lengths[0], masks.source)
+        hidden: Tensor = self.model.decoder(target, table, encoded, lengths[1], lengths[0], masks.target, masks.cross)
+        return hidden
+
+
+def _rows(ids: Tensor, table: Tensor, padding: int | None = None) -> Tensor:
+    """Look ids up. On a CPU torch sums a row's gradients in the table's dtype, so the table is cast to fp32."""
+    wide = table if table.is_cuda else table.to(accumulation_dtype(table.dtype))
+    return embedding(ids, wide, padding_idx=padding).to(table.dtype)

@@ -1,0 +1,89 @@
+"""The encoder-decoder against transformers' BART, source and target split over 1 to 4 ranks; a task that it learns."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.blocks import seq2seq_program as program
+from tests.distributed.programs import run_program
+
+TIED = ("lm_head", "encoder.embed_tokens", "decoder.embed_tokens")
+Found = dict[str, Any]
+
+
+def _bart(scaled: bool = False, **options: Any) -> torch.nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(0)
+    still = {"dropout": 0.0, "init_std": 0.3, "scale_embedding": scaled, "attn_implementation": "eager", **options}
+    model = BartForConditionalGeneration(BartConfig(**program.SIZES, **still)).double()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:  # biases are 0 and norms 1 in a fresh model: nobody would see them lost
+                weight.add_(0.3 * torch.randn(weight.shape, dtype=weight.dtype))
+            if name == "model.shared.weight":
+                weight[1] = torch.randn(weight.shape[1], dtype=weight.dtype)  # 0 in a fresh model
+    return model
+
+
+def _unsplit(case: program.Case) -> Found:
+    """Logits, loss and gradients of transformers, in fp64."""
+    model = _bart(case.scaled)
+    source, target, labels = program.data(case)
+    if case.pairs is program.PADDED:
+        shapes = (source, [pair[0][0] for pair in case.pairs]), (target, [pair[1][0] for pair in case.pairs])
+        seen = [torch.arange(x.shape[1])[None] < torch.tensor(real)[:, None] for x, real in shapes]
+        logits = model(source, seen[0].long(), decoder_input_ids=target, decoder_attention_mask=seen[1].long()).logits
+    elif case.pairs:
+        sources, targets = (x.split(n, 1) for x, n in zip((source, target), case.pairs[0], strict=True))
+        each = [model(s, decoder_input_ids=t).logits for s, t in zip(sources, targets, strict=True)]
+        logits = torch.cat(each, 1)
+    else:
+        logits = model(source, decoder_input_ids=target).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if not any(tied in n for tied in TIED)}
+    return {"logits": logits.detach(), "loss": loss.item(), "gradients": gradients}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Found]:
+    return {name: _unsplit(case) for name, case in program.CASES.items()}
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    # The gradient of a bias of keys is 0 but for rounding: softmax does not see it.
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-2))
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 3, 4))])
+def test_equals_transformers(size: int, expected: dict[str, Found], tmp_path: Path) -> None:
+    torch.save(_bart().state_dict(), tmp_path / "weights.pt")
+    run_program(size, program.run, tmp_path / "weights.pt", tmp_path / "found.pt")
+    for name, found in torch.load(tmp_path / "found.pt").items():
+        case, wanted = program.CASES[name], expected[name]
+        tolerance = 1e-5 if case.dtype == torch.float32 else 1e-10
+        counted = program.data(case)[2] != -100 if case.pairs else slice(None)
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=tolerance), name
+        assert _error(found["logits"][counted], wanted["logits"][counted]) < tolerance, name
+        assert found["gradients"].keys() == wanted["gradients"].keys()
+        errors = {key: _error(found["gradients"][key], grad) for key, grad in wanted["gradients"].items()}
+        assert {key: error for key, error in errors.items() if not error < tolerance} == {}, name
+
+
+def test_reversing_is_learned_alike_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    losses = []
+    for size in (1, 2):
+        run_program(size, program.learn, tmp_path / f"{size}.pt", 56)
+        losses.append(torch.load(tmp_path / f"{size}.pt"))
+    assert losses[0][0] > 2.5  # nats: 16 tokens are equally likely
+    assert losses[0][-1] < 0.1
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    run_program(1, program.refusals)
