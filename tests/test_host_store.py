@@ -1,8 +1,11 @@
 """Tensors in host memory come back as they were, one block ahead, and take no more memory than they must."""
 
+import threading
+
 import pytest
 import torch
 
+from bmburst.comm import host_memory
 from bmburst.comm.host_memory import HostMemory, host_zeros
 from bmburst.recompute import checkpoint, host_store
 from bmburst.recompute.host_store import HostStore
@@ -91,6 +94,25 @@ def test_prepared_blocks_are_waited_for_and_taken_in_order():
     taken = [memory.take(size) for size in (8192, 4096, 4096, 4096)]
     assert [len(block) for block in taken] == [8192, 4096, 4096, 4096]
     assert len({block.data_ptr() for block in taken}) == 4 and memory.nbytes == 8192 + 3 * 4096
+
+
+def test_a_block_that_is_not_begun_does_not_wait_for_those_before_it(monkeypatch):
+    made, real, taken = [], host_memory._block, threading.Event()
+
+    def slow(size, device):
+        made.append((size, threading.current_thread() is threading.main_thread()))
+        if size == 8192:
+            assert taken.wait(60)
+        return real(size, device)
+
+    monkeypatch.setattr(host_memory, "_block", slow)
+    memory = HostMemory()
+    memory.prepare([8192, 4096])
+    assert len(memory.take(4096)) == 4096 and (4096, True) in made
+    taken.set()
+    assert len(memory.take(8192)) == 8192 and sorted(made) == [(4096, True), (8192, False)]
+    memory.wait()
+    assert memory.nbytes == 8192 + 4096
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 5), (1 << 20,)])

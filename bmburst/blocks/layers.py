@@ -21,7 +21,7 @@ from typing import Any
 import bmtrain as bmt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 
 from bmburst.blocks.lora import LoRAConfig
 from bmburst.comm.checks import CheckedCommunicator
@@ -190,6 +190,22 @@ class Table(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
     def __init__(self, rows: int, features: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = parameter(rows, features, dtype=dtype)
+
+
+def rows_of(ids: Tensor, table: Tensor, *, factor: float = 1.0, padding: int | None = None) -> Tensor:
+    """Return rows of a gathered table, multiplied by a factor: `[..., features]` in its dtype.
+
+    On a CPU torch sums a row's gradients in the table's dtype, so the table is cast to fp32.
+
+    Args:
+        ids: `[...]`, integers.
+        table: `[rows, features]`.
+        factor: On the rows.
+        padding: The id whose row gets no gradient.
+    """
+    wide = table if table.is_cuda else table.to(accumulation_dtype(table.dtype))
+    rows = embedding(ids, wide, padding_idx=padding).to(table.dtype)
+    return rows if factor == 1 else rows * factor
 
 
 class TensorGroup:

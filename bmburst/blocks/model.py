@@ -11,7 +11,7 @@ from torch import Tensor
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
 from bmburst.blocks.config import LlamaConfig
-from bmburst.blocks.layers import RMSNorm, Table, TensorGroup, freeze
+from bmburst.blocks.layers import RMSNorm, Table, TensorGroup, freeze, rows_of
 from bmburst.blocks.lora import LoRAConfig
 from bmburst.blocks.recomputed import BlockSegments
 from bmburst.blocks.rope import rotary_tables
@@ -28,7 +28,6 @@ from bmburst.schedule.mask import Causal, Mask, SlidingWindow, make_mask
 from bmburst.schedule.mesh_shape import MeshShape
 from bmburst.zero import named_shards, scatter
 from bmburst_ops.errors import KernelError
-from bmburst_ops.merge import accumulation_dtype
 from bmburst_ops.rms_norm import choose_norm
 
 _IN_BLOCKS = ".layers."
@@ -134,7 +133,7 @@ class LlamaModel(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no
         See `Llama.forward`; `embedding` is the gathered table.
         """
         cos, sin = rotary_tables(self.config, positions, length, embedding.dtype)
-        hidden = _embed(self.tensor.own(tokens), embedding, self.config.embedding_scale)
+        hidden = rows_of(self.tensor.own(tokens), embedding, factor=self.config.embedding_scale)
         if torch.is_grad_enabled() and not hidden.requires_grad:  # else BMTrain runs the first block twice
             hidden = hidden.detach().requires_grad_()
         hidden = self.layers(hidden, cos, sin, length, within(self.config.sliding_window, mask))
@@ -354,10 +353,3 @@ def _within(window: int, mask: Mask | str | None) -> Mask:
     made = Causal() if mask is None else make_mask(mask)
     near = SlidingWindow(window)
     return near if made == Causal() else near & made
-
-
-def _embed(tokens: Tensor, table: Tensor, factor: float) -> Tensor:
-    """Look tokens up. On a CPU torch sums a token's gradients in the table's dtype, so the table is cast to fp32."""
-    wide = table if table.is_cuda else table.to(accumulation_dtype(table.dtype))
-    rows = torch.nn.functional.embedding(tokens, wide).to(table.dtype)
-    return rows if factor == 1 else rows * factor

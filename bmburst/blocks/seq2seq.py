@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import bmtrain as bmt
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, gelu, layer_norm, linear
+from torch.nn.functional import gelu, layer_norm, linear
 
 from bmburst import recompute
 from bmburst.attention.module import BurstAttention
 from bmburst.attention.options import MaskOption
-from bmburst.blocks.layers import Linear, Table, parameter, project
+from bmburst.blocks.layers import Linear, Table, parameter, project, rows_of
 from bmburst.blocks.model import draw_normal
 from bmburst.blocks.seq2seq_config import Pairs, Seq2SeqConfig
 from bmburst.errors import UserError
@@ -28,7 +28,6 @@ from bmburst.loss import DEFAULT_CHUNK, require_ids, token_loss_sum
 from bmburst.recompute.policy import Policy
 from bmburst.sequence import ShardedBatch
 from bmburst.zero import named_shards, scatter
-from bmburst_ops.merge import accumulation_dtype
 
 POSITION_OFFSET = 2
 """Rows of BART's position tables before that of position 0."""
@@ -189,8 +188,8 @@ class Stack(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no type
         factor = math.sqrt(self.config.d_model) if self.config.scale_embedding else 1.0
         # Padding stands behind the last token, where there may be no row.
         places = part.positions.clamp(max=self.config.max_position_embeddings - 1) + POSITION_OFFSET
-        words = _rows(part.tokens, table, self.config.pad_token_id)
-        hidden = self.layernorm_embedding(words * factor + _rows(places, self.embed_positions.weight))
+        words = rows_of(part.tokens, table, factor=factor, padding=self.config.pad_token_id)
+        hidden = self.layernorm_embedding(words + rows_of(places, self.embed_positions.weight))
         last: Tensor = self.layers(hidden, *args)
         return last
 
@@ -376,9 +375,3 @@ class Seq2Seq(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain has no ty
         encoded = self.model.encoder(source, table, lengths[0], masks.source)
         hidden: Tensor = self.model.decoder(target, table, encoded, lengths[1], lengths[0], masks.target, masks.cross)
         return hidden
-
-
-def _rows(ids: Tensor, table: Tensor, padding: int | None = None) -> Tensor:
-    """Look ids up. On a CPU torch sums a row's gradients in the table's dtype, so the table is cast to fp32."""
-    wide = table if table.is_cuda else table.to(accumulation_dtype(table.dtype))
-    return embedding(ids, wide, padding_idx=padding).to(table.dtype)

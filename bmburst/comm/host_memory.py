@@ -51,8 +51,12 @@ class HostMemory:
             RuntimeError: The memory cannot be had, or CUDA cannot register it.
         """
         if prepared := self._prepared[size]:
-            return prepared.popleft().result()
-        self.nbytes += size
+            block = prepared.popleft()
+            if not block.cancel():
+                return block.result()
+            # Others stand before it: who needs it now makes it now.
+        else:
+            self.nbytes += size
         return _block(size, torch.cuda.current_device() if torch.cuda.is_available() else None)
 
     def tensor(self, like: Tensor) -> Tensor:
@@ -70,7 +74,7 @@ def host_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _block(size: int, device: int | None) -> Tensor:
-    """Return mapped memory whose pages are there, pinned if there is a GPU."""
+    """Return mapped memory whose pages are there, all zero; pinned if a GPU is given."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     try:

@@ -107,9 +107,10 @@ def filled(
     known = published(model)
     part = ADAPTERS if has_adapters else FINE_TUNING if is_started else 1.0
     part *= PREFERENCE if has_pairs else 1.0
-    warmup = min(MOST_WARMUP, max(FEWEST_WARMUP, steps // 10))
-    if not is_started:
-        warmup = warmup_by_size(model.num_parameters) if known.warmup_steps is None else known.warmup_steps
+    if is_started:
+        warmup = min(MOST_WARMUP, max(FEWEST_WARMUP, steps // 10))
+    else:
+        warmup = _or(known.warmup_steps, warmup_by_size(model.num_parameters))
     optimizer = dataclasses.replace(
         optimizer,
         lr=_or(optimizer.lr, float(f"{known.lr * part:.2g}")),

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import torch
 
@@ -116,12 +115,11 @@ class Trainer:
             deterministic=parallel.deterministic,
         )
         dtype = getattr(torch, config.dtype)
-        self._compiling: Thread | None = None
         self.config, self._host_memory = config.replace(recompute=recompute), HostMemory()
         if not self.runtime.on_host:  # both take long: they begin before all else
             self._host_memory.prepare(offloaded_pieces(self.config, self.runtime.world_size))
             packed = config.pack == "documents"
-            self._compiling = compile_ahead(config.model, dtype, attention(), packed=packed)
+            compiling = compile_ahead(config.model, dtype, attention(), packed=packed)
         self.cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self.corpus = open_text(config, self.folder, self.runtime)
         self._held_out = sequences_of(self.corpus, config, "held_out")
@@ -162,6 +160,8 @@ class Trainer:
         self._skips = SkippedSteps(self._hosts, config.max_skipped_steps)
         device = None if self.runtime.on_host else torch.cuda.get_device_name()
         self._flops, self._no_peak = flops_meter(self.config, self.runtime.world_size, device)
+        if not self.runtime.on_host:
+            compiling.join()  # no allocation of its thread may fall into a recording of CUDA graphs
 
     @property
     def is_main(self) -> bool:
@@ -208,8 +208,6 @@ class Trainer:
             stack.callback(timeline.close)
             stopped = ""
             self.optimizer.prepare(after=self._host_memory.wait)
-            if self._compiling is not None:
-                self._compiling.join()
             while self.steps_done < total and not stopped:
                 with timeline.step(self.steps_done + 1):
                     metrics, facts = self._take_step()
