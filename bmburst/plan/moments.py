@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bmburst.blocks.lora import TARGETS
 from bmburst.plan.buffers import attention_buffers, held_by_graphs, held_outside
 from bmburst.plan.candidates import Candidate, Offload
 from bmburst.plan.counts import (
@@ -77,6 +78,7 @@ class StepMoments:
         self.normed = self.whole_hidden
         self.attended = self.query + self.statistics
         self.is_cut = candidate.mlp_rows < candidate.rows
+        self.projected_input, self.mlp_input, self.activation = self._factors_of_trained()
         self.chunk_inner = self.inner * candidate.mlp_rows / candidate.rows
         self.policy = candidate.policy
         self.block = BlockBytes(self.hidden, self.attended, self._recomputed())
@@ -131,12 +133,30 @@ class StepMoments:
         """Bytes of attention's results that its segment computes again before the block's backward."""
         return (1.0 - self.policy.attention) * self.block.attended
 
+    def _factors_of_trained(self) -> tuple[float, float, float]:
+        """Return the bytes kept of the inputs of q, k, v, of gate and up, and of down.
+
+        The input of a matrix is a factor of its gradient. A frozen matrix without an adapter has none, so that its input
+        is not kept. An MLP in chunks keeps its input in any case.
+        """
+        trained = self.task.lora.matrices if self.task.lora else TARGETS
+
+        def kept(nbytes: float, *names: str) -> float:
+            return nbytes if any(name in trained for name in names) else 0.0
+
+        mlp_input = self.normed if self.is_cut else kept(self.normed, "gate_proj", "up_proj")
+        return kept(self.normed, "q_proj", "k_proj", "v_proj"), mlp_input, kept(self.inner, "down_proj")
+
     def _recomputed(self) -> float:
         """Activations beside input and attention's results: norms, q, k, v, stream, gate, up, activation.
 
         An MLP in chunks keeps only its input.
         """
-        return self._before_attention() + self._before_mlp() + (0.0 if self.is_cut else 3 * self.inner)
+        inner = 0.0 if self.is_cut else 2 * self.inner + self.activation
+        return self._kept_before_attention() + self.hidden + self.norm_statistic + self.mlp_input + inner
+
+    def _kept_before_attention(self) -> float:
+        return self.norm_statistic + self.projected_input + self.query + 2 * self.key
 
     def _before_attention(self) -> float:
         return self.norm_statistic + self.normed + self.query + 2 * self.key
@@ -193,7 +213,9 @@ class StepMoments:
 
     def _mlp_forward(self) -> Lines:
         itemsize = self.task.itemsize
-        others, attention = (0.0, self.policy.attention) if self.policy.recomputes else (self._before_attention(), 1.0)
+        others, attention = (
+            (0.0, self.policy.attention) if self.policy.recomputes else (self._kept_before_attention(), 1.0)
+        )
         result = self.whole_hidden if self.is_cut else 0.0
         return {
             "kept for backward": self._kept_before() + attention * self.attended,
@@ -234,7 +256,7 @@ class StepMoments:
         """All tensors of the block but the activation are alive, and the copies that its backward makes."""
         inside = self._elements(self.operators.swiglu_backward_alive(self.task.itemsize), self.inner)
         return {
-            **self._block_in_backward(gone=self.inner),
+            **self._block_in_backward(gone=self.activation),
             "gradients in flight": self.hidden + self.inner,
             "elementwise": inside,
         }
@@ -250,7 +272,7 @@ class StepMoments:
     def _gate_up_backward(self) -> Lines:
         """Gradients of gate and up, of their input, and of both matrices."""
         return {
-            **self._block_in_backward(gone=3 * self.inner),
+            **self._block_in_backward(gone=2 * self.inner + self.activation),
             "gradients in flight": self.hidden + self.scaled + self.whole_hidden + 2 * self.inner,
             "gradients of matrices": self._of_matrices(2 * self._mlp_matrix()),
         }
@@ -279,7 +301,7 @@ class StepMoments:
     def _attention_backward(self) -> Lines:
         buffers = attention_buffers(self.candidate, backward=True)
         return {
-            **self._block_in_backward(gone=self._recomputed() - self._before_attention()),
+            **self._block_in_backward(gone=self._recomputed() - self._kept_before_attention()),
             "gradients in flight": self.hidden + self.query,
             "attention": self._attention(buffers),
         }

@@ -146,7 +146,7 @@ def _kernels_are_compiled_ahead(options):
 
     caches = [f.compile_cache for f in (_flash_attn_fwd, _flash_attn_bwd, _bwd_preprocess, _bwd_postprocess_convert)]
     compiled = [len(cache.cache) for cache in caches]
-    assert all(compiled)
+    assert all(compiled), compiled
     q = torch.randn(1, 4096, model.num_heads, model.head_dim, device="cuda").bfloat16().requires_grad_()
     k = torch.randn(1, 4096, model.num_kv_heads, model.head_dim, device="cuda").bfloat16().requires_grad_()
     window = model.sliding_window

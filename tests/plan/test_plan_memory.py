@@ -61,8 +61,11 @@ CASES = [
     *({"model": SHAPE, "recompute": recompute, "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
        "lora": {"rank": 2, "targets": targets}} | more
       for recompute, more in (("block", {}), ("block", {"mlp_chunk": 84}), ("block-keep-attention", {"mlp_chunk": 84}),
-                              ("block+every-2", {"mlp_chunk": 84}))
+                              ("block+every-2", {"mlp_chunk": 84}), ("none", {}), ("none", {"mlp_chunk": 84}),
+                              ("block-keep-attention+first-1", {}))
       for targets in (("q_proj", "v_proj"), ("all-linear",))),
+    *({"model": SHAPE, "recompute": "none", "zero": 3, "dtype": "bfloat16", "tokens": 334, "loss_chunk": 64,
+       "lora": {"rank": 2, "targets": targets}} for targets in (("o_proj", "down_proj"), ("gate_proj",))),
 ]  # fmt: skip
 FEW_TOKENS = [
     {"model": SHAPE | {"num_layers": layers}, "recompute": "block", "zero": zero, "dtype": "bfloat16", "tokens": tokens,
