@@ -59,7 +59,7 @@ def describe_run(command: Sequence[str], device: str, ranks: int) -> dict[str, A
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "driver": _driver(),
         }
-    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "PYTORCH_"))}
     return facts | {"packages": {n: v for n in _PACKAGES if (v := _version(n)) is not None}, "environment": settings}
 
 

@@ -199,7 +199,7 @@ def explain(config: TrainConfig, ranks: int, nodes: int, memory: DeviceMemory, w
         f"{_gib(memory.reserved)} reserved, of {_gib(memory.total)}",
     ]
     if memory.total and memory.reserved - memory.allocated > _FRAGMENTS * memory.total:
-        lines.append("  much is reserved and not allocated: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help")
+        lines.append("  much is reserved and not allocated: PYTORCH_ALLOC_CONF=expandable_segments:True may help")
     predicted = _memory(config, ranks, nodes, hardware)
     if predicted is None:
         return "\n".join([*lines, "the planner cannot say what uses it: bmburst plan --help"])

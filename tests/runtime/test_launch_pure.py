@@ -133,11 +133,12 @@ def test_a_dry_run_shows_settings_and_command(tmp_path, capsys, monkeypatch):
 
 
 def test_settings_leave_the_users_alone():
-    own = {"OMP_NUM_THREADS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    own = {"OMP_NUM_THREADS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "0", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
     own |= {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
     loopback = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
     assert run.open_defaults(own, 2, 8, cuda=True) == {}
     on_gpus = {"OMP_NUM_THREADS": "2", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    on_gpus |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert run.open_defaults({}, 3, 8, cuda=True) == on_gpus | loopback
     assert run.open_defaults({}, 3, 8, cuda=True, nnodes=2) == on_gpus
     assert run.open_defaults({}, 9, 8, cuda=False) == {"OMP_NUM_THREADS": "1"} | loopback
