@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.hugging_face --tokens 32K,128K --compile --output found.json
 
-The step is that of docs/hugging_face.md: attn_implementation="bmburst", `SplitSequences`, `recompute`, FSDP2 around each
+The step is that of docs/fsdp2.md: attn_implementation="bmburst", `SplitSequences`, `recompute`, FSDP2 around each
 decoder layer, gradient clipping and fused AdamW. Weights and state are fp32 and sharded, 16 bytes a weight over all
-ranks; layers compute in bfloat16 (`MixedPrecisionPolicy`). They are random, made on the meta device and filled shard by
-shard. All ranks share one sequence of random tokens. A time is that of a whole step on the slowest rank, the host
+ranks; layers compute in bfloat16 (`MixedPrecisionPolicy`). They are random, made on the meta device and filled shard
+by shard. All ranks share one sequence of random tokens. A time is that of a whole step on the slowest rank, the host
 included, which waits for the loss as a script does that prints it; the median counts. Peaks are of torch's allocator.
 """
 
@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -32,7 +33,6 @@ from bmburst.amounts import GIB, numbers, short, tokens
 from bmburst.blocks.presets import PRESETS
 from bmburst.errors import UserError
 from bmburst.integrations.transformers import SplitSequences, recompute, register
-from bmburst.loss import count_valid
 
 MODULE = "benchmarks.hugging_face"
 TRAINERS: Mapping[str, Mapping[int, float]] = MappingProxyType(
@@ -159,7 +159,7 @@ def shard(model: PreTrainedModel, device: torch.device, *, keep_gathered: bool) 
     for layer in layers:
         fully_shard(layer, mp_policy=precision, reshard_after_forward=not keep_gathered)
     fully_shard(model, mp_policy=precision)
-    for layer, after in zip(layers, layers[1:], strict=False):
+    for layer, after in pairwise(layers):
         layer.set_modules_to_forward_prefetch([after])  # type: ignore[operator]  # fully_shard has changed its class
 
 

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ def main() -> int:
     parser.add_argument("--model", default="llama-3-8b", choices=PRESETS, help="its shape (default: llama-3-8b)")
     parser.add_argument("--layers", type=int, help="fewer layers than it has")
     parser.add_argument("--tokens", type=tokens, default=65536, help="of the sequence (default: 64K)")
-    parser.add_argument("--methods", default=",".join(METHODS), help="which of them, separated by commas (default: all)")
+    parser.add_argument(
+        "--methods", default=",".join(METHODS), help="which of them, separated by commas (default: all)"
+    )
     parser.add_argument("--steps", type=int, default=4, help="that are measured (default: 4)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: 2)")
     parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
@@ -106,9 +109,7 @@ def _of_peft(method: str, options: argparse.Namespace, device: torch.device) -> 
     base.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     fill(base, device)
     if "liger" in method:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama(model=base)
+        import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=base)
     config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, config, autocast_adapter_dtype=False).train()
     loss_of = _loss_of(model, ours=ours)
@@ -146,7 +147,7 @@ def _loss_of(model: Any, *, ours: bool) -> Callable[[Tensor], Tensor]:
     from bmburst.integrations.transformers import SplitSequences, recompute
 
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     recompute(model)
     split = SplitSequences(bmburst.Mesh.over_process_group())
     return lambda ids: split.part(ids).loss(model)

@@ -1,7 +1,7 @@
 """Makes a causal LM of transformers return its loss in the place of logits, which a long sequence does not fit with.
 
-65,536 tokens of a 128,256-word vocabulary are 15.7 GiB of logits in bfloat16, and as much again of their gradient. While
-the model is called, the forward function of its head computes head and loss in one, a chunk of tokens at a time
+65,536 tokens of a 128,256-word vocabulary are 15.7 GiB of logits in bfloat16, and their gradient is as much again.
+While the model is called, the forward function of its head computes head and loss in one, a chunk of tokens at a time
 (`bmburst_ops.linear_cross_entropy`), and returns the sum as logits of shape `[1, 1, 1]`. So all that wraps the model
 stays in effect: FSDP2 gathers the head's weight and sees the output that backward begins with.
 
@@ -10,7 +10,6 @@ what the head has returned.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +37,8 @@ class _LossHead:
         is_one = hidden.shape[:-1] == self._labels.shape and hidden.dtype == weight.dtype
         if self.calls > 1 or not is_one or isinstance(weight, DTensor):
             return nn.functional.linear(hidden, weight)
-        self.loss = linear_cross_entropy(hidden, weight, self._labels).view(1, 1, 1)
+        summed = linear_cross_entropy(hidden, weight, self._labels)
+        self.loss = summed.view(1, 1, 1).clone()  # FSDP2 warns of views
         self._version = self.loss._version
         return self.loss
 
@@ -61,7 +61,7 @@ def loss_or_logits(model: nn.Module, labels: Tensor, call: Callable[[], Tensor])
     if head is None:
         return None, call()
     own = _LossHead(head, labels)
-    head.forward = own  # type: ignore[method-assign]
+    head.forward = own  # type: ignore[method-assign, assignment]
     try:
         found = call()
     finally:
