@@ -249,19 +249,20 @@ def table(found: Mapping[str, Any], ranks: int, device: str) -> str:
         f"{found['model']}, {found['layers']} layers, {found['parameters'] / 1e9:.2f}B parameters by transformers "
         f"{found['transformers']} under FSDP2, {ranks} x {device}, recompute {found['recompute']}:",
         "",
-        "| tokens | layers | s a step | tokens/s a GPU | GiB allocated | GiB reserved "
+        "| tokens | layers | s a step | tokens/s a GPU | GiB allocated | GiB reserved | first loss "
         + "".join(f"| x {name} " for name in TRAINERS)
         + "|",
-        "|---" * (6 + len(TRAINERS)) + "|",
+        "|---" * (7 + len(TRAINERS)) + "|",
     ]
     for row in found["rows"]:
         cells = [short(row["tokens"]), "compiled" if row["compiled"] else "eager"]
         if "out_of_memory" in row:
-            cells += ["out of memory", *["-"] * (3 + len(TRAINERS))]
+            cells += ["out of memory", *["-"] * (4 + len(TRAINERS))]
         else:
             pace = row["tokens_per_second_a_rank"]
             cells += [f"{row['seconds']:.3f}", f"{pace:,.0f}"]
             cells += [f"{row[peak]:.1f}" if row[peak] else "-" for peak in ("peak_allocated_gib", "peak_reserved_gib")]
+            cells.append(f"{row['losses'][0]:.4f}")
             for known in TRAINERS.values():
                 theirs = known.get(row["tokens"]) if is_comparable else None
                 cells.append("-" if theirs is None else f"{pace / theirs:.2f}")

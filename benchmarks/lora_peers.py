@@ -8,7 +8,7 @@ host included; the median counts. Peaks are of torch's allocator. The methods:
 - peft-liger: the same with the kernels and the fused loss of Liger-Kernel, without which logits may not fit
 - peft-liger-cudnn: the same with SDPA by cuDNN
 - peft-bmburst: attn_implementation="bmburst" on one rank, its `recompute` and loss, in PEFT's model
-- bmburst: `bmburst train --lora.rank 16`
+- bmburst: `bmburst train --lora.rank 16`, with weights and tokens of its own
 
 Adapters of PEFT are in bfloat16 (autocast_adapter_dtype=False): in fp32, its default, each would multiply in fp32.
 """
@@ -226,17 +226,18 @@ def table(found: Mapping[str, Any]) -> str:
         f"LoRA of {found['model']}{layers}, rank {RANK} on {' and '.join(TARGETS)}, one sequence of "
         f"{short(found['tokens'])} tokens on one device:",
         "",
-        "| method | s a step | tokens/s | GiB allocated | GiB reserved |",
-        "|---|---|---|---|---|",
+        "| method | s a step | tokens/s | GiB allocated | GiB reserved | first loss |",
+        "|---|---|---|---|---|---|",
     ]
     reasons = []
     for row in found["rows"]:
         if reason := _reason(row):
             reasons.append(f"{row['method']}: {reason}")
-            cells = ["-"] * 4
+            cells = ["-"] * 5
         else:
             cells = [f"{row['seconds']:.3f}", f"{found['tokens'] / row['seconds']:,.0f}"]
             cells += [f"{row[peak]:.1f}" if peak in row else "-" for peak in ("peak_gib", "reserved_gib")]
+            cells.append(f"{row['losses'][0]:.4f}")
         lines.append(f"| {row['method']} | {' | '.join(cells)} |")
     return "\n".join([*lines, *(["", *reasons] if reasons else [])])
 
