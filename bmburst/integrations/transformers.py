@@ -6,8 +6,9 @@ loss. docs/hugging_face.md is the guide.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from bmburst.comm.checks import contents, describe_tensors
 from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, whole_batch
+from bmburst.integrations.transformers_head import loss_or_logits
 from bmburst.integrations.transformers_models import recompute, require_rows, require_splittable
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh, require_mesh
@@ -54,6 +56,7 @@ class Part:
         cut: Which tokens these are.
         ends: Returns the largest position id + 1 of each rank of the sequence.
         largest: The largest id of the whole batch; None on a GPU, to avoid a synchronization.
+        changing: Models that were seen to change their logits behind the head.
     """
 
     input_ids: Tensor
@@ -64,6 +67,7 @@ class Part:
     cut: SequenceShard
     ends: Callable[[], tuple[int, ...]]
     largest: int | None = None
+    changing: "WeakSet[torch.nn.Module]" = field(default_factory=WeakSet)
 
     def logits(self, model: torch.nn.Module, **inputs: object) -> Tensor:
         """Return the model's logits of this rank's tokens, `[batch, local_tokens, vocabulary]`.
@@ -96,7 +100,9 @@ class Part:
         """Return this rank's loss for backward, a scalar in fp32.
 
         Its mean over all ranks is the mean loss of all labels of all ranks, in nats. DDP and FSDP2 average gradients
-        over ranks, which gives the gradient of that mean.
+        over ranks, which gives the gradient of that mean. Logits exist of some thousand tokens at a time; whole where
+        the head is no plain product, where a compiled graph contains it, or where the model changes them behind it,
+        which costs one more call of the model the first time.
 
         Args:
             model: As in `logits`.
@@ -108,9 +114,18 @@ class Part:
             UserError: As in `logits`, or `valid` is no number of labels.
         """
         counted = self.mesh.world.decided(lambda: (_count(valid), "Part.loss"))
-        logits = self.logits(model, **inputs)
+        summed: Tensor | None = None
+        logits: Tensor | None = None
+        if model not in self.changing:
+            summed, logits = loss_or_logits(model, self.labels, lambda: self.logits(model, **inputs))
+        if summed is None and logits is None:
+            self.changing.add(model)
+            logits = self.logits(model, **inputs)
+        if summed is None:
+            assert logits is not None
+            summed = _loss_sum(logits, self.labels)
         total = valid_labels(self.mesh, self) if counted is None else counted
-        return global_mean(_loss_sum(logits, self.labels), total, self.mesh.world.size)
+        return global_mean(summed, total, self.mesh.world.size)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """Gather the ranks' local tokens in dimension `dim`; return the whole tensor on every rank."""
@@ -147,6 +162,7 @@ class SplitSequences:
         self.options = AttentionOptions(layout=layout, **options)
         self.options.validate()
         self._compared = False
+        self._changing: WeakSet[torch.nn.Module] = WeakSet()
 
     def part(
         self,
@@ -218,6 +234,7 @@ class SplitSequences:
             cut=cut,
             ends=lambda: _ends(whole.position_ids, cut),
             largest=whole.largest,
+            changing=self._changing,
         )
 
 

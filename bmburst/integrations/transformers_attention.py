@@ -203,6 +203,14 @@ def attention(
     Raises:
         UserError: The model needs a feature that is not supported, or was not called with a split batch.
     """
+    if torch.compiler.is_compiling():  # one break of the graph, in place of one at each decision below
+        from bmburst.attention.uncompiled import uncompiled
+
+        given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
+        found: tuple[Tensor, None] = uncompiled(
+            attention, module, query, key, value, attention_mask, is_causal=is_causal, **given, **asked
+        )
+        return found
     layer = getattr(key, "split_layer", None)
     if layer is not None and isinstance(attention_mask, CachedMask):
         if dropout:

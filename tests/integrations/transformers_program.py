@@ -144,8 +144,8 @@ def _whole(gradient: Tensor) -> Tensor:
 
 def _step(model: PreTrainedModel, part: Part, *, averaged: bool) -> dict[str, Any]:
     """Return whole logits, the mean loss, and the gradients as data parallelism would average them."""
-    seen: list[Tensor] = []
-    model.eval().register_forward_hook(lambda _, __, output: seen.append(output.logits.detach()))
+    with torch.no_grad():
+        logits = part.logits(model.eval())
     loss = part.loss(model)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -153,4 +153,4 @@ def _step(model: PreTrainedModel, part: Part, *, averaged: bool) -> dict[str, An
     for gradient in gradients.values() if averaged else ():
         dist.all_reduce(gradient)
         gradient /= size
-    return {"logits": part.whole(seen[0]), "loss": part.mesh.sum(loss.item()) / size, "gradients": gradients}
+    return {"logits": part.whole(logits), "loss": part.mesh.sum(loss.item()) / size, "gradients": gradients}

@@ -1,0 +1,288 @@
+"""Training steps of a transformers model on split sequences under FSDP2, in seconds and bytes; start it with torchrun.
+
+    torchrun --nproc-per-node 2 -m benchmarks.hugging_face --tokens 32K,128K --compile --output found.json
+
+The step is that of docs/fsdp2.md: attn_implementation="bmburst", `SplitSequences`, `recompute`, FSDP2 around each
+decoder layer, gradient clipping and fused AdamW. Weights and state are fp32 and sharded, 16 bytes a weight over all
+ranks; layers compute in bfloat16 (`MixedPrecisionPolicy`). They are random, made on the meta device and filled shard
+by shard. All ranks share one sequence of random tokens. A time is that of a whole step on the slowest rank, the host
+included, which waits for the loss as a script does that prints it; the median counts. Peaks are of torch's allocator.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import bmburst
+from benchmarks.engine.machine import publish, write_record
+from benchmarks.engine.timing import start_ranks
+from bmburst.amounts import GIB, numbers, short, tokens
+from bmburst.blocks.presets import PRESETS
+from bmburst.errors import UserError
+from bmburst.integrations.transformers import SplitSequences, recompute, register
+
+MODULE = "benchmarks.hugging_face"
+TRAINERS: Mapping[str, Mapping[int, float]] = MappingProxyType(
+    {
+        "bmburst train": MappingProxyType({32768: 6742.0, 131072: 3442.0}),
+        "DeepSpeed ALST": MappingProxyType({32768: 4609.0, 131072: 2399.0}),
+    }
+)
+"""Tokens/s a GPU of trainers by length: all layers of llama-3-8b on 2 H200s, measured 2026-11-22."""
+
+
+class Cell(NamedTuple):
+    """What is measured: steps of so many tokens, with compiled layers or without."""
+
+    tokens: int
+    compiled: bool
+
+
+class Training:
+    """A model under FSDP2 with its optimizer, and one sequence of random tokens a length.
+
+    Args:
+        options: Of the command line.
+        device: This rank's.
+    """
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.mesh = bmburst.Mesh.over_process_group()
+        self.split = SplitSequences(self.mesh)
+        self.model = random_model(options.model, options.layers, "bmburst")
+        recompute(self.model, options.recompute)
+        self.num_weights = sum(weight.numel() for weight in self.model.parameters())
+        shard(self.model, device, keep_gathered=options.keep_gathered)
+        fill(self.model, device)
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=True)
+
+    def compile(self) -> None:
+        """Compile attention, MLP and norms of each layer: hooks of FSDP2 and checkpoints are around a layer."""
+        for layer in decoder_layers(self.model):
+            for part in layer.children():
+                part.compile(dynamic=False)
+
+    def step(self, ids: Tensor) -> float:
+        """Train one step on `[1, length]` token ids and return the mean loss of a label in nats."""
+        loss = self.split.part(ids).loss(self.model)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.split.mean(loss.detach())
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3-8b", choices=PRESETS, help="its shape (default: llama-3-8b)")
+    parser.add_argument("--layers", type=int, help="fewer layers than it has")
+    parser.add_argument("--tokens", default="32K,128K", help="lengths of the sequence (default: 32K,128K)")
+    parser.add_argument("--recompute", default="block-keep-attention", help="policy (default: block-keep-attention)")
+    parser.add_argument("--keep-gathered", action="store_true", help="reshard_after_forward=False")
+    parser.add_argument("--compile", action="store_true", help="measure each length with compiled layers, too")
+    parser.add_argument("--only-compiled", action="store_true", help="measure it with compiled layers only")
+    parser.add_argument("--steps", type=int, default=5, help="that are measured (default: 5)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: 2)")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    options = parser.parse_args()
+    try:
+        lengths = numbers("--tokens", options.tokens, tokens)
+    except UserError as error:
+        parser.error(str(error))
+    device = start_ranks()
+    register()
+    began = time.perf_counter()
+    training = Training(options, device)
+    found: dict[str, Any] = {
+        "model": options.model,
+        "layers": training.model.config.num_hidden_layers,
+        "parameters": training.num_weights,
+        "recompute": options.recompute,
+        "reshard_after_forward": not options.keep_gathered,
+        "transformers": _version("transformers"),
+        "seconds_to_start": time.perf_counter() - began,
+        "rows": [],
+    }
+    kinds = [True] if options.only_compiled else [False, True] if options.compile else [False]
+    for row in measured(training, [Cell(n, kind) for kind in kinds for n in lengths], options.steps, options.warmup):
+        found["rows"].append(row)
+        if dist.get_rank() == 0:
+            print(line_of(row), flush=True)
+            write_record(options.output, MODULE, dist.get_world_size(), **found)  # another row may not fit
+    if dist.get_rank() == 0:
+        publish(options.output, MODULE, table(found, dist.get_world_size(), _device_name()), **_ranks(found))
+    dist.destroy_process_group()
+    return 0
+
+
+def random_model(preset: str, layers: int | None, attention: str) -> PreTrainedModel:
+    """Return a model of a preset's shape without weights, on the meta device.
+
+    Args:
+        preset: Of `bmburst.blocks.presets`.
+        layers: Fewer than it has, or None.
+        attention: `attn_implementation`.
+    """
+    values = PRESETS[preset].to_hugging_face() | ({} if layers is None else {"num_hidden_layers": layers})
+    config = AutoConfig.for_model(**values | {"use_cache": False})
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32
+        )
+    return model
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the decoder layers in their order."""
+    return list(model.get_decoder().layers)
+
+
+def shard(model: PreTrainedModel, device: torch.device, *, keep_gathered: bool) -> None:
+    """Wrap each decoder layer and the model by FSDP2; each layer gathers the next one's weights beside its work."""
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if device.type == "cuda" else MixedPrecisionPolicy()
+    layers = decoder_layers(model)
+    for layer in layers:
+        fully_shard(layer, mp_policy=precision, reshard_after_forward=not keep_gathered)
+    fully_shard(model, mp_policy=precision)
+    for layer, after in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([after])  # type: ignore[operator]  # fully_shard has changed its class
+
+
+def fill(model: PreTrainedModel, device: torch.device) -> None:
+    """Make this rank's shards of the weights, normal ones, and the rotary frequencies, which meta tensors lack."""
+    model.to_empty(device=device)
+    torch.manual_seed(0)  # of all ranks: where they hold a whole tensor, it is the same
+    std = model.config.initializer_range
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            shard = weight.to_local() if isinstance(weight, DTensor) else weight
+            shard.fill_(1.0) if weight.dim() == 1 and "norm" in name else shard.normal_(std=std)
+    decoder = model.get_decoder()
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)
+
+
+def measured(training: Training, cells: list[Cell], steps: int, warmup: int) -> Iterator[dict[str, Any]]:
+    """Yield a row a cell; every rank calls it. It ends at the first cell that does not fit."""
+    compiled = False
+    for cell in cells:
+        if cell.compiled and not compiled:
+            training.compile()
+            compiled = True
+        try:
+            yield _measure(training, cell, steps, warmup)
+        except torch.OutOfMemoryError as error:  # the other ranks have as much to hold, and end alike
+            yield cell._asdict() | {"out_of_memory": str(error).splitlines()[0]}
+            return
+
+
+def _measure(training: Training, cell: Cell, steps: int, warmup: int) -> dict[str, Any]:
+    vocabulary, world = training.model.config.vocab_size, training.mesh.world
+    ids = torch.randint(vocabulary, (1, cell.tokens), generator=torch.Generator().manual_seed(0))
+    seconds, losses = [], []
+    on_gpu = world.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+    for number in range(warmup + steps):
+        if on_gpu and number == warmup:
+            torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        losses.append(training.step(ids))
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if on_gpu else [0, 0]
+    own = torch.tensor([[*seconds, *peaks]], dtype=torch.float64, device=world.device)
+    *times, allocated, reserved = world.all_gather(own).wait()[0].flatten(0, -2).amax(0).tolist()
+    median = statistics.median(times[warmup:])
+    return cell._asdict() | {
+        "seconds": median,
+        "seconds_of_steps": times,
+        "tokens_per_second_a_rank": cell.tokens / world.size / median,
+        "peak_allocated_gib": allocated / GIB,
+        "peak_reserved_gib": reserved / GIB,
+        "losses": losses,
+        "labels": int(training.split.valid(training.split.part(ids))),
+    }
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """Return what is printed as a cell is done."""
+    name = f"{short(row['tokens'])}{', compiled' if row['compiled'] else ''}"
+    if "out_of_memory" in row:
+        return f"{name}: out of memory: {row['out_of_memory']}"
+    times = ", ".join(f"{each:.3f}" for each in row["seconds_of_steps"])
+    return (
+        f"{name}: {row['seconds']:.3f} s a step ({times}), {row['tokens_per_second_a_rank']:,.0f} tokens/s a GPU, "
+        f"{row['peak_allocated_gib']:.1f} GiB allocated, {row['peak_reserved_gib']:.1f} reserved, "
+        f"loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}"
+    )
+
+
+def table(found: Mapping[str, Any], ranks: int, device: str) -> str:
+    """Return the rows as Markdown, beside the trainers' where these ran on the same: 2 H200s, all layers.
+
+    Args:
+        found: The record.
+        ranks: That share a sequence.
+        device: The name of one.
+    """
+    is_comparable = ranks == 2 and "H200" in device and found["model"] == "llama-3-8b" and found["layers"] == 32
+    lines = [
+        f"{found['model']}, {found['layers']} layers, {found['parameters'] / 1e9:.2f}B parameters by transformers "
+        f"{found['transformers']} under FSDP2, {ranks} x {device}, recompute {found['recompute']}:",
+        "",
+        "| tokens | layers | s a step | tokens/s a GPU | GiB allocated | GiB reserved | first loss "
+        + "".join(f"| x {name} " for name in TRAINERS)
+        + "|",
+        "|---" * (7 + len(TRAINERS)) + "|",
+    ]
+    for row in found["rows"]:
+        cells = [short(row["tokens"]), "compiled" if row["compiled"] else "eager"]
+        if "out_of_memory" in row:
+            cells += ["out of memory", *["-"] * (4 + len(TRAINERS))]
+        else:
+            pace = row["tokens_per_second_a_rank"]
+            cells += [f"{row['seconds']:.3f}", f"{pace:,.0f}"]
+            cells += [f"{row[peak]:.1f}" if row[peak] else "-" for peak in ("peak_allocated_gib", "peak_reserved_gib")]
+            cells.append(f"{row['losses'][0]:.4f}")
+            for known in TRAINERS.values():
+                theirs = known.get(row["tokens"]) if is_comparable else None
+                cells.append("-" if theirs is None else f"{pace / theirs:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU rank"
+
+
+def _ranks(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {"ranks": dist.get_world_size(), **found}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

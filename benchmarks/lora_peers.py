@@ -1,0 +1,246 @@
+"""LoRA of llama-3-8b on one GPU by PEFT and transformers, and by `bmburst train`: `python -m benchmarks.lora_peers`.
+
+Rank 16 on q_proj and v_proj, one sequence of 64K random tokens, random weights, bfloat16, AdamW. Each method runs in a
+process of its own; out of memory is a result, with the bytes that were asked for. A time is that of a whole step, the
+host included; the median counts. Peaks are of torch's allocator. The methods:
+
+- peft: transformers' model and loss, SDPA by torch's choice, transformers' gradient checkpointing
+- peft-liger: the same with the kernels and the fused loss of Liger-Kernel, without which logits may not fit
+- peft-liger-cudnn: the same with SDPA by cuDNN
+- peft-bmburst: attn_implementation="bmburst" on one rank, its `recompute` and loss, in PEFT's model
+- bmburst: `bmburst train --lora.rank 16`, with weights and tokens of its own
+
+Adapters of PEFT are in bfloat16 (autocast_adapter_dtype=False): in fp32, its default, each would multiply in fp32.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.engine.machine import publish
+from benchmarks.hugging_face import fill, random_model
+from bmburst.amounts import GIB, short, tokens
+from bmburst.blocks.presets import PRESETS
+
+MODULE = "benchmarks.lora_peers"
+METHODS = ("peft", "peft-liger", "peft-liger-cudnn", "peft-bmburst", "bmburst")
+RANK, TARGETS = 16, ("q_proj", "v_proj")
+
+
+def main() -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3-8b", choices=PRESETS, help="its shape (default: llama-3-8b)")
+    parser.add_argument("--layers", type=int, help="fewer layers than it has")
+    parser.add_argument("--tokens", type=tokens, default=65536, help="of the sequence (default: 64K)")
+    parser.add_argument(
+        "--methods", default=",".join(METHODS), help="which of them, separated by commas (default: all)"
+    )
+    parser.add_argument("--steps", type=int, default=4, help="that are measured (default: 4)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: 2)")
+    parser.add_argument("--output", type=Path, help="JSON file of the results; a table is written beside it")
+    parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)  # in this process, its row on stdout
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(_row(options.one, options)))
+        return 0
+    methods = options.methods.split(",")
+    if unknown := sorted(set(methods) - set(METHODS)):
+        parser.error(f"--methods {unknown[0]}\nallowed: {', '.join(METHODS)}")
+    found: dict[str, Any] = {"model": options.model, "layers": options.layers, "tokens": options.tokens, "rows": []}
+    for method in methods:
+        row = _in_a_process(method)
+        found["rows"].append(row)
+        print(line_of(row), flush=True)
+    publish(options.output, MODULE, table(found), **found)
+    return 0
+
+
+def _in_a_process(method: str) -> dict[str, Any]:
+    """Return the row of a method: a new process has all memory, and what Liger-Kernel replaces stays there."""
+    done = subprocess.run(
+        [sys.executable, "-m", MODULE, *sys.argv[1:], "--one", method], stdout=subprocess.PIPE, text=True, check=False
+    )
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return {"method": method, "failed": f"exit status {done.returncode}, see above"}
+    row: dict[str, Any] = json.loads(lines[-1])
+    return row
+
+
+def _row(method: str, options: argparse.Namespace) -> dict[str, Any]:
+    if "liger" in method and (find_spec("liger_kernel") is None or not torch.cuda.is_available()):
+        return {"method": method, "failed": "needs liger-kernel and a GPU"}
+    if method == "bmburst":
+        return {"method": method} | _of_train(options)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return {"method": method} | _of_peft(method, options, device)
+    except torch.OutOfMemoryError as error:
+        return {"method": method, "out_of_memory": str(error).splitlines()[0]}
+
+
+def _of_peft(method: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Measure a method of PEFT here."""
+    import peft
+    import transformers
+
+    ours = method == "peft-bmburst"
+    if ours:
+        from bmburst.integrations.transformers import register
+
+        register()
+    base = random_model(options.model, options.layers, "bmburst" if ours else "sdpa")
+    base.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    fill(base, device)
+    if "liger" in method:
+        import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=base)
+    config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, config, autocast_adapter_dtype=False).train()
+    loss_of = _loss_of(model, ours=ours)
+    adapters = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, lr=1e-4, betas=(0.9, 0.95), fused=True)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(base.config.vocab_size, (1, options.tokens), generator=draw).to(device)
+
+    def step() -> float:
+        loss = loss_of(ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(adapters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    with _sdpa(method):
+        found = _measured(step, options.warmup, options.steps, device)
+    found["trained"] = sum(weight.numel() for weight in adapters)
+    return found | {"peft": peft.__version__, "transformers": transformers.__version__}
+
+
+def _loss_of(model: Any, *, ours: bool) -> Callable[[Tensor], Tensor]:
+    """Set the checkpointing of a model, and return the function from token ids to the loss."""
+    if not ours:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+
+        def theirs(ids: Tensor) -> Tensor:
+            loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+            return loss
+
+        return theirs
+    import bmburst
+    from bmburst.integrations.transformers import SplitSequences, recompute
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    recompute(model)
+    split = SplitSequences(bmburst.Mesh.over_process_group())
+    return lambda ids: split.part(ids).loss(model)
+
+
+def _sdpa(method: str) -> contextlib.AbstractContextManager[Any]:
+    if not method.endswith("cudnn"):
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION])
+
+
+def _measured(step: Callable[[], float], warmup: int, steps: int, device: torch.device) -> dict[str, Any]:
+    seconds, losses = [], []
+    on_gpu = device.type == "cuda"
+    for number in range(warmup + steps):
+        if on_gpu and number == warmup:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        losses.append(step())
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    found: dict[str, Any] = {"seconds": statistics.median(seconds[warmup:]), "seconds_of_steps": seconds}
+    found["losses"] = losses
+    if on_gpu:
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        found["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    return found
+
+
+def _of_train(options: argparse.Namespace) -> dict[str, Any]:
+    """Run `bmburst train` and return its steps."""
+    words = ["--nproc", "1", "--preset", options.model, "--sequence-length", str(options.tokens)]
+    words += ["--model.num_layers", str(options.layers)] if options.layers else []
+    words += ["--dtype", "bfloat16" if torch.cuda.is_available() else "float32", "--lora.rank", str(RANK)]
+    words += ["--lora.alpha", str(2 * RANK), "--lora.targets", ",".join(TARGETS)]
+    words += ["--steps", str(options.warmup + options.steps), "--eval-every", "0", "--eval-sequences", "1"]
+    words += ["--sample-tokens", "0", "--checkpoint-every", "never"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "bmburst", "train", *words, "--output", f"{folder}/run"]
+        environment = os.environ | {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=environment
+        )
+        if done.returncode:
+            return {"failed": " ".join(done.stdout.split()[-60:])}
+        text = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    seconds = [options.tokens / line["tokens_per_second"] for line in lines]
+    found = {"seconds": statistics.median(seconds[options.warmup :]), "seconds_of_steps": seconds}
+    found["losses"] = [line["loss"] for line in lines]
+    if memory := max(line.get("memory_gib") or 0.0 for line in lines):
+        found["peak_gib"] = memory
+    return found | {"command": " ".join(["bmburst", "train", *words])}
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """Return what is printed as a method is done."""
+    if reason := _reason(row):
+        return f"{row['method']}: {reason}"
+    times = ", ".join(f"{each:.3f}" for each in row["seconds_of_steps"])
+    return f"{row['method']}: {row['seconds']:.3f} s a step ({times}), {row.get('peak_gib', 0):.1f} GiB"
+
+
+def _reason(row: Mapping[str, Any]) -> str | None:
+    """Return why a row has no time, or None."""
+    return f"out of memory: {row['out_of_memory']}" if "out_of_memory" in row else row.get("failed")
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the rows of a record as Markdown."""
+    layers = "" if found["layers"] is None else f", {found['layers']} layers"
+    lines = [
+        f"LoRA of {found['model']}{layers}, rank {RANK} on {' and '.join(TARGETS)}, one sequence of "
+        f"{short(found['tokens'])} tokens on one device:",
+        "",
+        "| method | s a step | tokens/s | GiB allocated | GiB reserved | first loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    reasons = []
+    for row in found["rows"]:
+        if reason := _reason(row):
+            reasons.append(f"{row['method']}: {reason}")
+            cells = ["-"] * 5
+        else:
+            cells = [f"{row['seconds']:.3f}", f"{found['tokens'] / row['seconds']:,.0f}"]
+            cells += [f"{row[peak]:.1f}" if peak in row else "-" for peak in ("peak_gib", "reserved_gib")]
+            cells.append(f"{row['losses'][0]:.4f}")
+        lines.append(f"| {row['method']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, *(["", *reasons] if reasons else [])])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
