@@ -164,15 +164,3 @@ def test_auto_takes_a_kernel_that_can_and_others_are_refused_by_name():
 
     run_ranks(2, body)
 
-
-def test_the_module_has_it():
-    given, wanted = problem(seen_by("causal"))
-
-    def body(comm):
-        module = bmburst.BurstAttention(softcap=SOFTCAP, layout="contiguous", group=comm)
-        assert f"softcap={SOFTCAP}" in repr(module)
-        torch.testing.assert_close(module(*given[:3]), wanted[0], **CLOSE)
-        with refused("softcap | positive | 0.0"):
-            bmburst.BurstAttention(softcap=0.0)
-
-    run_ranks(1, body)
