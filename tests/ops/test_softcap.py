@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from bmburst_ops.decode import decode_attention
 from bmburst_ops.flash import CAUSAL, FULL, Band, Segments, select_kernel
 from bmburst_ops.flash.select import KERNELS
 from tests.ops.masked import Masked, gradient_bound
@@ -114,3 +115,23 @@ def test_a_softcap_far_above_all_scores_changes_nothing():
     assert error(plain.forward(kernel).out, plain.out) < 1e-4
     for ours, wanted in zip(plain.backward(kernel), plain.gradients, strict=True):
         assert error(ours, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_token_after_a_cache(kernel, splits):
+    """Of three sequences one sees nothing, and one a window; tokens beyond are NaN."""
+    rng = torch.Generator().manual_seed(3)
+    device = DEVICE if kernel == "triton" else "cpu"
+    q, cache = torch.randn(3, 4, 16, generator=rng), torch.full((2, 3, 40, 2, 16), torch.nan)
+    spans = ((0, 33), (5, 5), (7, 40))
+    for i, (start, stop) in enumerate(spans):
+        cache[:, i, start:stop] = torch.randn(2, stop - start, 2, 16, generator=rng)
+    starts, stops = (torch.tensor(side, dtype=torch.int32, device=device) for side in zip(*spans, strict=True))
+    options = {"starts": starts, "scale": 0.3, "softcap": 0.7, "kernel": kernel, "num_splits": splits}
+    out, lse = (t.double().cpu() for t in decode_attention(q.to(device), *cache.to(device), stops, **options))
+    for i, head in product(range(3), range(4)):
+        k, v = (t[i, slice(*spans[i]), head // 2].double() for t in cache)
+        scores = 0.7 * torch.tanh(k @ q[i, head].double() * 0.3 / 0.7)
+        torch.testing.assert_close(lse[i, head], scores.logsumexp(0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out[i, head], scores.softmax(0) @ v, rtol=1e-5, atol=1e-5)
