@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bmburst.attention.api import attend
 from bmburst.attention.call import decide
-from bmburst.attention.options import AttentionOptions, MaskOption
+from bmburst.attention.options import AttentionOptions, MaskOption, require_softcap
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
@@ -209,6 +209,7 @@ def attention(
     Raises:
         UserError: The model needs a feature that is not supported, or was not called with a split batch.
     """
+    require_softcap(softcap)
     layer = getattr(key, "split_layer", None)
     if layer is not None and isinstance(attention_mask, CachedMask):
         if dropout:
