@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
-Need = Literal["window", "segments", "cells"]
-"""What a kernel must be able to do beyond full and causal rectangles."""
+Need = Literal["window", "segments", "cells", "softcap"]
+"""What a kernel must be able to do beyond full and causal rectangles of plain scores. Patterns have the first three."""
 
 
 class Band(NamedTuple):

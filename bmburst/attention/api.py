@@ -34,6 +34,7 @@ def burst_attention(
     sink: Tensor | None = ...,
     group: object = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
     kernel: str = ...,
     strategy: str = ...,
     transport: str = ...,
@@ -56,6 +57,7 @@ def burst_attention(
     sink: Tensor | None = ...,
     group: object = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
     kernel: str = ...,
     strategy: str = ...,
     transport: str = ...,
@@ -77,6 +79,7 @@ def burst_attention(
     sink: Tensor | None = None,
     group: object = None,
     scale: float | None = None,
+    softcap: float | None = None,
     kernel: str = "auto",
     strategy: str = "auto",
     transport: str = "auto",
@@ -118,6 +121,9 @@ def burst_attention(
         group: A `torch.distributed` process group, a `bmt.nccl` communicator, or None for the current mesh's sequence
             group or else the world.
         scale: Factor on the scores, above 0; default `head_dim ** -0.5`.
+        softcap: Bound of the scores, above 0: a scaled score becomes `softcap * tanh(score / softcap)`, before the mask
+            and before a sink, as in Gemma 2. Kernels "fa4", "fa3", "fa2", "triton" and "reference" have it. None: no
+            bound.
         kernel: "auto", the first of these that takes the inputs on this machine: "fa4" (FlashAttention-4, package
             flash-attn-4), "fa3" (FlashAttention-3), "cudnn" (cuDNN inside torch; expands shared KV heads for the
             length of a call), "fa2" (package flash-attn), "torch" (FlashAttention-2 inside torch), "cpu" (torch's
@@ -136,7 +142,7 @@ def burst_attention(
             where the kernel cannot take its gradient.
 
     Returns:
-        The output, shaped and typed as q; with `return_lse` also the log-sum-exp of the scaled scores in nats,
+        The output, shaped and typed as q; with `return_lse` also the log-sum-exp of the scores in nats,
         `[batch, heads, local_tokens]`, fp32 or wider. Both are differentiable. Rows that see no key give zero and -inf.
 
     Raises:
@@ -150,6 +156,7 @@ def burst_attention(
         layout=layout,
         key_layout=key_layout,
         scale=scale,
+        softcap=softcap,
         kernel=kernel,
         strategy=strategy,
         transport=transport,

@@ -92,10 +92,12 @@ class AttentionCall(SequenceCall):
     Attributes:
         kernel: What computes a tile.
         deterministic: Whether repeated calls must give the same bits.
+        softcap: Scaled scores become `softcap * tanh(score / softcap)`; None: they stay as they are.
     """
 
     kernel: Kernel
     deterministic: bool
+    softcap: float | None = None
 
     def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
         """Return the work between one rank's queries and another's keys."""
@@ -271,6 +273,7 @@ def _decide(
             scale=scale_of(q, options.scale),
             strategy=request.choose(shapes, real, mask),
             deterministic=options.deterministic,
+            softcap=None if options.softcap is None else float(options.softcap),
         )
         hints = f"nodes {comm.nodes}\nheads {comm.ulysses_degree}"
         return (call, shapes), f"{_signature(call, q, k, v, options)}\n{hints}" if comm.active else ""
@@ -362,6 +365,7 @@ def _signature(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, options: At
         "mask": call.mask,
         "layout": call.layout.queries.name + keys,
         "scale": call.scale,
+        "softcap": call.softcap,
         "kernel": call.kernel.name,
         "transport": options.transport,
         **{f"strategy.{name}": value for name, value in asdict(call.strategy).items() if name != "pace"},

@@ -24,7 +24,9 @@ def tile_forward(
     """Return attention of a tile's queries to its keys; `q`, `k` and `v` hold all tokens, `into` the tile's."""
     queries, keys, values = cut(q, tile.queries), cut(k, tile.keys), cut(v, tile.keys)
     with traced("attention tile"):
-        return call.kernel.forward(queries, keys, values, pattern=tile.pattern, scale=call.scale, into=into)
+        return call.kernel.forward(
+            queries, keys, values, pattern=tile.pattern, scale=call.scale, softcap=call.softcap, into=into
+        )
 
 
 def tile_backward(call: AttentionCall, tile: Tile, given: BackwardInputs, into: Gradients | None = None) -> Gradients:
@@ -36,7 +38,12 @@ def tile_backward(call: AttentionCall, tile: Tile, given: BackwardInputs, into: 
     )
     with traced("attention tile backward"):
         return call.kernel.backward(
-            part, pattern=tile.pattern, scale=call.scale, deterministic=call.deterministic, into=into
+            part,
+            pattern=tile.pattern,
+            scale=call.scale,
+            deterministic=call.deterministic,
+            softcap=call.softcap,
+            into=into,
         )
 
 

@@ -86,10 +86,11 @@ class BurstAttention(bmt.DistributedModule):  # type: ignore[misc]  # BMTrain ha
         pattern = tiles(Contiguous(1, tokens), tokens, mask, 0, 0)[0].pattern
         q = torch.zeros(1, tokens, heads, head_dim, device="cuda", dtype=dtype)
         k = torch.zeros(1, tokens, kv_heads, head_dim, device="cuda", dtype=dtype)
-        kernel = self.options.kernel_for(mask, q, k)
-        lse = kernel.forward(q, k, k, pattern=pattern, scale=1.0).lse
+        kernel, softcap = self.options.kernel_for(mask, q, k), self.options.softcap
+        lse = kernel.forward(q, k, k, pattern=pattern, scale=1.0, softcap=softcap).lse
         given = BackwardInputs(q, q, k, k, lse, torch.zeros_like(lse))
-        kernel.backward(given, pattern=pattern, scale=1.0, deterministic=self.options.deterministic)
+        deterministic = self.options.deterministic
+        kernel.backward(given, pattern=pattern, scale=1.0, deterministic=deterministic, softcap=softcap)
 
     def extra_repr(self) -> str:
         """Show the options in `print(model)`."""

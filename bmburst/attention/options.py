@@ -17,7 +17,7 @@ from bmburst.schedule.layout import LAYOUTS
 from bmburst.schedule.mask import Mask, make_mask
 from bmburst.schedule.strategy_names import STRATEGIES
 from bmburst_ops.errors import KernelError
-from bmburst_ops.flash import NAMES, Kernel, select_kernel
+from bmburst_ops.flash import NAMES, Kernel, Need, select_kernel
 
 MaskOption = Mask | str | tuple[Mask | str, ...]
 """A mask or its name, or one for each sample of a batch."""
@@ -31,6 +31,7 @@ class AttentionOptions:
     layout: str = "zigzag"
     key_layout: str | None = None
     scale: float | None = None
+    softcap: float | None = None
     kernel: str = "auto"
     strategy: str = "auto"
     transport: str = "auto"
@@ -46,8 +47,9 @@ class AttentionOptions:
         Raises:
             UserError: None of that name computes them.
         """
+        capped: frozenset[Need] = frozenset() if self.softcap is None else frozenset({"softcap"})
         try:
-            return select_kernel(self.kernel, q, k, self.deterministic, mask.needs)
+            return select_kernel(self.kernel, q, k, self.deterministic, mask.needs | capped)
         except KernelError as error:
             raise UserError(str(error)) from None
 
@@ -55,7 +57,7 @@ class AttentionOptions:
         """Check what can be known without tensors and ranks.
 
         Raises:
-            UserError: A name is unknown, the scale is no positive number, or deterministic is neither true nor false.
+            UserError: A name is unknown, scale or softcap is no positive number, or deterministic is no bool.
         """
         if isinstance(self.mask, list):
             raise UserError(
@@ -71,6 +73,7 @@ class AttentionOptions:
         require_known("strategy", self.strategy, STRATEGIES)
         require_known("transport", self.transport, TRANSPORTS)
         require_scale(self.scale)
+        require_softcap(self.softcap)
         require_flag("deterministic", self.deterministic)
 
 
@@ -80,13 +83,30 @@ def require_scale(scale: float | None) -> None:
     Raises:
         UserError: It is.
     """
-    is_number = isinstance(scale, Real) and not isinstance(scale, bool)
-    try:
-        factor = float(scale) if is_number and scale is not None else math.nan
-    except OverflowError:  # a whole number may be larger than any float
-        factor = math.inf
-    if scale is not None and not 0 < factor < math.inf:
+    if scale is not None and not _is_positive(scale):
         raise UserError(f"scale must be a positive number, got {brief(scale)}\nfix: None means 1 / sqrt(head_dim)")
+
+
+def require_softcap(softcap: float | None) -> None:
+    """Refuse a bound of scores that is neither None nor a positive number.
+
+    Raises:
+        UserError: It is.
+    """
+    if softcap is not None and not _is_positive(softcap):
+        raise UserError(
+            f"softcap must be a positive number, got {brief(softcap)}\nfix: None, which leaves scores as they are"
+        )
+
+
+def _is_positive(value: object) -> bool:
+    """Whether it is a number above 0, and finite as a float."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return 0 < float(value) < math.inf
+    except OverflowError:  # a whole number may be larger than any float
+        return False
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bmburst.attention.api import attend
 from bmburst.attention.call import decide
-from bmburst.attention.options import AttentionOptions, MaskOption
+from bmburst.attention.options import AttentionOptions, MaskOption, require_softcap
 from bmburst.comm.checks import CheckedCommunicator
 from bmburst.errors import UserError
 from bmburst.schedule.documents import Documents
@@ -39,13 +39,7 @@ _NOT_ASKED = frozenset(
 
 _ELSEWHERE = "train this model with another attn_implementation"
 
-_KNOWN = {
-    "s_aux": ("attention sinks (s_aux) over a split cache", "generate with another attn_implementation"),
-    "softcap": (
-        "logit softcap (attn_logit_softcapping)",
-        f"{_ELSEWHERE}: with attn_logit_softcapping=None it is another model",
-    ),
-}
+_KNOWN = {"s_aux": ("attention sinks (s_aux) over a split cache", "generate with another attn_implementation")}
 """Arguments of features that are not supported: the feature's name, and what to do."""
 
 
@@ -111,13 +105,23 @@ class SequenceMask:
             window=window,
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sink: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
         """Return attention's output; all are `[batch, local_tokens, heads, head_dim]`, a sink is `[heads]`."""
-        return attend(q, k, v, self._length, self.comm, self._options(scale), sink=sink)[0]
+        return attend(q, k, v, self._length, self.comm, self._options(scale, softcap), sink=sink)[0]
 
-    def attend_behind(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    def attend_behind(
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None = None
+    ) -> Tensor:
         """Return attention's output also to the tokens before, which a `SplitLayer` keeps."""
-        options = self._options(scale)
+        options = self._options(scale, softcap)
         part = Partial(*attend(q, k, v, self._length, self.comm, options))
         layer.merge_earlier(decide(self.comm, q, k, v, self._length, options), q, self.window, part)
         return part.out
@@ -126,9 +130,9 @@ class SequenceMask:
     def _length(self) -> int | None:
         return None if self.documents else self.length  # documents know their own
 
-    def _options(self, scale: float | None) -> AttentionOptions:
+    def _options(self, scale: float | None, softcap: float | None) -> AttentionOptions:
         assert self.mask is not None
-        return replace(self.options, mask=self.mask, scale=scale)
+        return replace(self.options, mask=self.mask, scale=scale, softcap=softcap)
 
 
 class CachedMask:
@@ -180,6 +184,7 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """Return attention's output of this rank's tokens, as an attention function of transformers.
@@ -194,6 +199,7 @@ def attention(
         scaling: Factor on the scores; default `head_dim ** -0.5`.
         sliding_window: Must be the mask's, if given.
         is_causal: Must be true.
+        softcap: Bound of the scores; see `burst_attention`.
         asked: Further arguments of the model: `s_aux`, the attention sinks `[heads]`; others are refused unless they
             change nothing.
 
@@ -208,16 +214,17 @@ def attention(
 
         given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
         found: tuple[Tensor, None] = uncompiled(
-            attention, module, query, key, value, attention_mask, is_causal=is_causal, **given, **asked
+            attention, module, query, key, value, attention_mask, is_causal=is_causal, softcap=softcap, **given, **asked
         )
         return found
+    require_softcap(softcap)
     layer = getattr(key, "split_layer", None)
     if layer is not None and isinstance(attention_mask, CachedMask):
         if dropout:
             raise _cannot(f"dropout of {dropout:g} in attention", "model.eval()")
         _require_known({name: each for name, each in asked.items() if name != "use_cache"})
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return layer.attend(query, scale, attention_mask.window), None
+        return layer.attend(query, scale, attention_mask.window, softcap), None
     if isinstance(attention_mask, CachedMask):
         attention_mask = attention_mask.given
     if not isinstance(attention_mask, SequenceMask):
@@ -234,9 +241,9 @@ def attention(
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
     inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if layer is None:
-        out = attention_mask.attend(*inputs, scaling, sink)
+        out = attention_mask.attend(*inputs, scaling, softcap, sink)
     else:
-        out = attention_mask.attend_behind(layer, *inputs, scaling)
+        out = attention_mask.attend_behind(layer, *inputs, scaling, softcap)
     return out[..., :width].contiguous(), None
 
 

@@ -73,13 +73,14 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
         keys.split_layer = self  # by which `attention` finds it
         return keys, value_states if self.prefilling is not None else self.values
 
-    def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, query: Tensor, scale: float, window: int | None, softcap: float | None = None) -> Tensor:
         """Return attention of the newest tokens, the same on every rank, over all ranks' tokens.
 
         Args:
             query: `[batch, heads, tokens, head_dim]`.
             scale: Factor on the scores.
             window: How many tokens each sees, or None.
+            softcap: Bound of the scores, or None; checked already.
 
         Returns:
             `[batch, tokens, heads, head_dim]`.
@@ -92,7 +93,14 @@ class SplitLayer(CacheLayerMixin):  # type: ignore[misc]
             stop = torch.full((len(one),), split.tokens(position + 1), dtype=torch.int32, device=one.device)
             start = split.tokens(max(0, position + 1 - window)) if window is not None else 0
             out, lse = decode_attention(
-                one, self.keys, self.values, stop, starts=torch.full_like(stop, start), scale=scale, out_dtype=wide
+                one,
+                self.keys,
+                self.values,
+                stop,
+                starts=torch.full_like(stop, start),
+                scale=scale,
+                softcap=softcap,
+                out_dtype=wide,
             )
             outs.append(torch.cat((out, lse[..., None].to(wide)), -1))
         partial = torch.stack(outs, 1)

@@ -24,6 +24,7 @@ def decode_attention(
     *,
     starts: Tensor | None = None,
     scale: float,
+    softcap: float | None = None,
     out_dtype: torch.dtype | None = None,
     kernel: str = "auto",
     num_splits: int | None = None,
@@ -44,6 +45,7 @@ def decode_attention(
         starts: The first visible token of each sequence, as `lengths`, for sliding windows. Below 0 counts as 0; at
             or above the length the sequence sees none. Default: 0.
         scale: Factor on the scores, usually `head_dim ** -0.5`.
+        softcap: Scaled scores become `softcap * tanh(score / softcap)`; above 0, or None.
         out_dtype: Dtype of the output; default q's. For a merge over ranks take torch.float32.
         kernel: "triton", "reference" (plain torch), or "auto": Triton on NVIDIA GPUs from Ampere on where it is
             installed and takes the inputs (fp32, bf16 and fp16, head dims up to 256), else the reference.
@@ -51,7 +53,7 @@ def decode_attention(
             1 to 1024. Default: by the capacity, batch and heads. The reference does not split.
 
     Returns:
-        The output `[batch, heads, head_dim]`, and the log-sum-exp of the scaled scores `[batch, heads]` in nats, fp32
+        The output `[batch, heads, head_dim]`, and the log-sum-exp of the scores `[batch, heads]` in nats, fp32
         (fp64 where q is fp64).
 
     Raises:
@@ -62,8 +64,10 @@ def decode_attention(
     if _runs_triton(kernel, q):
         from bmburst_ops.decode import triton_decode
 
-        return triton_decode.decode_attention(q, keys, values, lengths, starts, scale, out_dtype or q.dtype, num_splits)
-    out, lse = reference.decode_attention(q, keys, values, lengths, starts, scale)
+        return triton_decode.decode_attention(
+            q, keys, values, lengths, starts, scale, out_dtype or q.dtype, num_splits, softcap=softcap
+        )
+    out, lse = reference.decode_attention(q, keys, values, lengths, starts, scale, softcap)
     return out.to(out_dtype or q.dtype), lse
 
 

@@ -7,7 +7,13 @@ from bmburst_ops.merge import accumulation_dtype, merge_partials_
 
 
 def decode_attention(
-    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` in fp32 or wider; see `decode_attention`.
 
@@ -15,14 +21,14 @@ def decode_attention(
     for the device and could not be captured in a CUDA graph, so the whole capacity is scored and then masked.
     """
     if q.device.type != "cpu":
-        return attend_visible(q, keys, values, visible_tokens(lengths, starts, keys.shape[1]), scale)
+        return attend_visible(q, keys, values, visible_tokens(lengths, starts, keys.shape[1]), scale, softcap)
     stops = lengths.tolist()
     firsts = [0] * len(stops) if starts is None else starts.clamp(min=0).tolist()
     out = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
     lse = out.new_empty(q.shape[:2])
     for i, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
         one, seen = slice(i, i + 1), slice(first, max(first, stop))  # cut at the capacity, as slices are
-        out[one], lse[one] = attend_visible(q[one], keys[one, seen], values[one, seen], None, scale)
+        out[one], lse[one] = attend_visible(q[one], keys[one, seen], values[one, seen], None, scale, softcap)
     return out, lse
 
 
@@ -34,7 +40,7 @@ def visible_tokens(lengths: Tensor, starts: Tensor | None, capacity: int) -> Ten
 
 
 def attend_visible(
-    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scale: float
+    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` in fp32 or wider over the tokens that are visible.
 
@@ -45,10 +51,13 @@ def attend_visible(
         values: As keys.
         visible: `[batch, tokens]`, or None where all are. Other tokens may hold NaN.
         scale: Factor on the scores.
+        softcap: See `decode_attention`.
     """
     dtype = accumulation_dtype(q.dtype)
     queries = q.to(dtype).unflatten(1, (keys.shape[2], -1))
     scores = torch.einsum("bkgd,bnkd->bkgn", queries, keys.to(dtype)) * scale
+    if softcap is not None:
+        scores = scores.div(softcap).tanh() * softcap
     values = values.to(dtype)
     if visible is not None:
         scores = scores.masked_fill(~visible[:, None, None], -torch.inf)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmburst_ops.flash.triton_forward import LN_2, add_dot, dot, load_rows
+from bmburst_ops.flash.triton_forward import LN_2, add_dot, capped, dot, load_rows
 from bmburst_ops.flash.triton_launch import Table, block_sizes_for, is_interpreted, padded_head_dim
 from bmburst_ops.merge import accumulation_dtype, dense_rows
 
@@ -64,6 +64,7 @@ def decode_attention(
     out_dtype: torch.dtype,
     num_splits: int | None = None,
     tuning: Tuning | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `decode_attention`. The tuning is by device, dtype and head dim, if none is given."""
     q = dense_rows(q)
@@ -87,7 +88,7 @@ def decode_attention(
     with torch.cuda.device_of(q):  # Triton launches on the current device, wherever the tensors are
         split_kernel[(kv_heads * tiles, splits, batch)](  # heads first: neighbours in memory run together
             q, keys, values, lengths, starts, parts, part_lse, q.stride()[:2], keys.stride()[:3], values.stride()[:3],
-            keys.shape[1], group, tiles, splits, heads, scale,
+            keys.shape[1], group, tiles, splits, heads, scale, None if softcap is None else softcap / scale,
             HEAD_DIM=head_dim, DIM=padded_head_dim(head_dim), ROWS=rows, TOKENS=tuning.tokens,
             WINDOWED=starts is not None, PRECISION=precision, num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
@@ -133,7 +134,7 @@ def _merge_into(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> tu
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def split_kernel(
     q, keys, values, lengths, starts, parts, part_lse, q_strides, key_strides, value_strides,
-    capacity, group, tiles, splits, heads, scale,
+    capacity, group, tiles, splits, heads, scale, cap,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +142,7 @@ def split_kernel(
 
     Grid: (KV heads * tiles, splits, batch). Strides of q are of (batch, head), those of the cache of (batch, token,
     head). parts `[splits, batch, heads, HEAD_DIM]` and part_lse `[splits, batch, heads]` are contiguous. The part of a
-    split without tokens is not written, unless it is the only one.
+    split without tokens is not written, unless it is the only one. cap is that of `capped`, or None.
     """
     kv_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -166,8 +167,10 @@ def split_kernel(
     for first in tl.range(start, stop, TOKENS):
         # Rows beyond the stop are zero and not read: memory there may hold NaN, and 0 times NaN is NaN.
         key = load_rows(key_matrix, first, key_stride, stop, HEAD_DIM, TOKENS, DIM, True)
-        scores = dot(query, tl.trans(key), PRECISION) * bits_scale
-        scores = tl.where((first + tl.arange(0, TOKENS) < stop)[None, :], scores, float("-inf"))
+        scores = dot(query, tl.trans(key), PRECISION)
+        if cap is not None:
+            scores = capped(scores, cap)
+        scores = tl.where((first + tl.arange(0, TOKENS) < stop)[None, :], scores * bits_scale, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(peak - higher)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bmburst_ops.flash import top_left
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
-from bmburst_ops.flash.limits import PACKED, unless_able, without_cells
+from bmburst_ops.flash.limits import PACKED, require_no_softcap, unless_able, without_cells
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.flash.reference import BooleanMask
 from bmburst_ops.merge import accumulation_dtype, dense_rows, surrogate_out
@@ -38,9 +38,18 @@ class CpuKernel:
         return unless_able(needs, PACKED)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern,
+        scale: float,
+        softcap: float | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """See `Kernel.forward`."""
+        require_no_softcap(softcap, self.name)
         whole = _as_one_call(pattern, q, k)
         if whole is not None:
             return _forward(q, k, v, whole, scale, into)
@@ -60,9 +69,11 @@ class CpuKernel:
         pattern: Pattern,
         scale: float,
         deterministic: bool,
+        softcap: float | None = None,
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
+        require_no_softcap(softcap, self.name)
         del deterministic  # always: each (batch, head) is one thread's
         grad_out, q, k, v, lse, delta = given
         result, whole = surrogate_out(grad_out, delta), _as_one_call(pattern, q, k)

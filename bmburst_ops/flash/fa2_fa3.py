@@ -15,7 +15,7 @@ from bmburst_ops.flash import fully_masked
 from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
-    PACKED,
+    CAPPED,
     import_package,
     is_there,
     unless_able,
@@ -45,7 +45,7 @@ class FlashAttention2Kernel:
         """See `Kernel.refusal`."""
         del k
         if (
-            reason := unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q) or unless_able(needs, PACKED)
+            reason := unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q) or unless_able(needs, CAPPED)
         ) is not None:
             return reason
         version = version_of("flash-attn")
@@ -56,7 +56,15 @@ class FlashAttention2Kernel:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern,
+        scale: float,
+        softcap: float | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """See `Kernel.forward`. The package cannot write into given memory: `into` gets copies."""
         package = import_package(_MODULE_2, self.name)
@@ -65,7 +73,7 @@ class FlashAttention2Kernel:
             call = fa2_arguments(seen, q, k)
             function = package._flash_attn_forward if call.queries is None else package._flash_attn_varlen_forward
             result, lse, *_ = function(
-                *(aligned(call.flat(t)) for t in (q, k, v)), **_options(call, scale), return_softmax=False
+                *(aligned(call.flat(t)) for t in (q, k, v)), **_options(call, scale, softcap), return_softmax=False
             )
             return call.partial(result, lse, q, into)
 
@@ -78,6 +86,7 @@ class FlashAttention2Kernel:
         pattern: Pattern,
         scale: float,
         deterministic: bool,
+        softcap: float | None = None,
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
@@ -96,7 +105,7 @@ class FlashAttention2Kernel:
                 call.flat(surrogate_out(given.grad_out, given.delta)),
                 call.flat_statistic(given.lse).contiguous(),
                 *gradients,
-                **_options(call, scale),
+                **_options(call, scale, softcap),
                 deterministic=deterministic,
             )
             return call.gradients(gradients, given.q.shape[0], into)
@@ -104,7 +113,7 @@ class FlashAttention2Kernel:
         return fully_masked.backward(part, given, without_cells(pattern, self.name), into)
 
 
-def _options(call: PackageArguments, scale: float) -> dict[str, Any]:
+def _options(call: PackageArguments, scale: float, softcap: float | None) -> dict[str, Any]:
     """Return what all functions of the package are told."""
     left, right = call.window
     return {
@@ -113,7 +122,7 @@ def _options(call: PackageArguments, scale: float) -> dict[str, Any]:
         "causal": call.causal,
         "window_size_left": left,
         "window_size_right": right,
-        "softcap": 0.0,
+        "softcap": softcap or 0.0,
         "alibi_slopes": None,
         **call.lengths,
     }
@@ -138,7 +147,7 @@ class FlashAttention3Kernel:
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if (reason := unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_able(needs, PACKED)) is not None:
+        if (reason := unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_able(needs, CAPPED)) is not None:
             return reason
         if torch.cuda.get_device_capability(q.device)[0] != 9:
             return f"is for Hopper alone, got {torch.cuda.get_device_name(q.device)}"
@@ -152,7 +161,15 @@ class FlashAttention3Kernel:
         return "cannot promise a deterministic backward: some builds of FlashAttention-3 ignore the request"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern,
+        scale: float,
+        softcap: float | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """See `Kernel.forward`. `into` gets copies: newer releases are functional operations, which must not alias."""
         function = import_package(_MODULE_3, self.name)._flash_attn_forward
@@ -167,12 +184,12 @@ class FlashAttention3Kernel:
                 *options,
                 softmax_scale=scale,
                 causal=call.causal,
-                **_window(function, call),
+                **_named(function, call, softcap),
             )
             return call.partial(result, lse, q, into)
 
         found = fully_masked.forward(part, q, k, v, without_cells(pattern, self.name), into)
-        return isolate_forward(found, q, k, v, pattern=pattern, scale=scale) if q.is_cuda else found
+        return isolate_forward(found, q, k, v, pattern=pattern, scale=scale, softcap=softcap) if q.is_cuda else found
 
     def backward(
         self,
@@ -181,6 +198,7 @@ class FlashAttention3Kernel:
         pattern: Pattern,
         scale: float,
         deterministic: bool,
+        softcap: float | None = None,
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
@@ -203,19 +221,22 @@ class FlashAttention3Kernel:
                 *gradients,
                 scale,
                 call.causal,
-                **_window(function, call),
+                **_named(function, call, softcap),
             )
             return call.gradients(gradients, given.q.shape[0], into)
 
         found = fully_masked.backward(part, given, without_cells(pattern, self.name), into)
-        return isolate_backward(found, given, pattern=pattern, scale=scale) if given.q.is_cuda else found
+        if not given.q.is_cuda:
+            return found
+        return isolate_backward(found, given, pattern=pattern, scale=scale, softcap=softcap)
 
 
-def _window(function: Callable[..., object], call: PackageArguments) -> dict[str, object]:
-    """Return the window as this release names it; without one it is not named."""
+def _named(function: Callable[..., object], call: PackageArguments, softcap: float | None) -> dict[str, object]:
+    """Return window and softcap as this release names them; what is not there is not named."""
     left, right = call.window
+    capped: dict[str, object] = {} if softcap is None else {"softcap": softcap}
     if left == right == -1:
-        return {}
+        return capped
     if "window_size" in inspect.signature(function).parameters:
-        return {"window_size": (left, right)}
-    return {"window_size_left": left, "window_size_right": right}
+        return {"window_size": (left, right), **capped}
+    return {"window_size_left": left, "window_size_right": right, **capped}

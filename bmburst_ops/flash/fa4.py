@@ -10,7 +10,7 @@ from bmburst_ops.flash import fully_masked
 from bmburst_ops.flash.isolate import isolate_backward, isolate_forward
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import (
-    PACKED,
+    CAPPED,
     import_package,
     unless_able,
     unless_half_on_gpu,
@@ -26,13 +26,14 @@ _MODULE = "flash_attn.cute.interface"
 # Largest head dim by the first digit of the compute capability. On Blackwell the package has wider ones, but only with
 # other head dims for V or with a backward that takes no dLSE.
 _WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}
+_UNCAPPED = (12,)  # the package refuses other functions of scores in its backward there
 
 
 class FlashAttention4Kernel:
     """`Kernel` over `_flash_attn_fwd` and `_flash_attn_bwd` of flash-attn-4 (4.0.0b36): fp16 and bf16.
 
-    A head dim, mask, GQA ratio and dtype takes seconds to compile when first seen. The package keeps the result on disk
-    where `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1`, which bmburst's launcher sets.
+    A head dim, mask, GQA ratio, dtype and softcap takes seconds to compile when first seen. The package keeps the
+    result on disk where `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1`, which bmburst's launcher sets.
     """
 
     name = "fa4"
@@ -42,13 +43,15 @@ class FlashAttention4Kernel:
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
         """See `Kernel.refusal`."""
         del k
-        if (reason := unless_half_on_gpu(q) or unless_able(needs, PACKED)) is not None:
+        if (reason := unless_half_on_gpu(q) or unless_able(needs, CAPPED)) is not None:
             return reason
         generation = torch.cuda.get_device_capability(q.device)[0]
         if generation not in _WIDEST:
             return f"needs Hopper or Blackwell, got {torch.cuda.get_device_name(q.device)}"
         if (reason := unless_head_dim(q, _WIDEST[generation], " here")) is not None:
             return reason
+        if "softcap" in needs and generation in _UNCAPPED:
+            return f"cannot do logit softcapping on {torch.cuda.get_device_name(q.device)}"
         return "needs the package flash-attn-4" if version_of("flash-attn-4") is None else None
 
     def nondeterminism(self, q: Tensor) -> str | None:
@@ -58,7 +61,15 @@ class FlashAttention4Kernel:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern,
+        scale: float,
+        softcap: float | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """See `Kernel.forward`."""
         function = import_package(_MODULE, self.name)._flash_attn_fwd
@@ -76,12 +87,12 @@ class FlashAttention4Kernel:
                     return_lse=True,
                     out=writable(call.flat_target(out), q),
                     lse=writable_statistic(call.flat_statistic_target(statistic)),
-                    **fa4_options(call),
+                    **fa4_options(call, softcap),
                 )
             return call.partial(result, lse, q, into)
 
         found = fully_masked.forward(part, q, k, v, without_cells(pattern, self.name), into)
-        return isolate_forward(found, q, k, v, pattern=pattern, scale=scale) if q.is_cuda else found
+        return isolate_forward(found, q, k, v, pattern=pattern, scale=scale, softcap=softcap) if q.is_cuda else found
 
     def backward(
         self,
@@ -90,6 +101,7 @@ class FlashAttention4Kernel:
         pattern: Pattern,
         scale: float,
         deterministic: bool,
+        softcap: float | None = None,
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`.
@@ -118,17 +130,25 @@ class FlashAttention4Kernel:
                     dk=gradients.k,
                     dv=gradients.v,
                     dlse=-call.flat_statistic(given.delta).float(),
-                    **fa4_options(call),
+                    **fa4_options(call, softcap),
                 )
             return call.gradients(gradients, given.q.shape[0], into)
 
         found = fully_masked.backward(part, given, without_cells(pattern, self.name), into)
-        return isolate_backward(found, given, pattern=pattern, scale=scale) if given.q.is_cuda else found
+        if not given.q.is_cuda:
+            return found
+        return isolate_backward(found, given, pattern=pattern, scale=scale, softcap=softcap)
 
 
-def fa4_options(call: PackageArguments) -> dict[str, Any]:
-    """Return what both functions of the package are told of a pattern; a bound that is not there is None to them."""
+def fa4_options(call: PackageArguments, softcap: float | None = None) -> dict[str, Any]:
+    """Return what both functions of the package are told of a pattern; a bound that is not there is None to them.
+
+    A softcap is compiled into the kernels. They use the GPU's approximate tanh, whose error is up to 2^-11 of its
+    result: a weight is off by up to |score| * 2^-11, where rounding it to bf16 costs up to 2^-9.
+    """
     options: dict[str, Any] = {"causal": call.causal, **call.lengths}
+    if softcap is not None:
+        options["softcap"] = softcap
     if not call.causal and call.band != FULL:
         options |= {"window_size_left": call.band.left, "window_size_right": call.band.right}
     return options

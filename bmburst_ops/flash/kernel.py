@@ -59,14 +59,22 @@ class Kernel(Protocol):
     delta in a row whose dO is zero."""
 
     def refusal(self, q: Tensor, k: Tensor, needs: frozenset[Need] = frozenset()) -> str | None:
-        """Return why the kernel cannot take these inputs, or do what a pattern needs, on this machine; None if it can.
+        """Return why the kernel cannot take these inputs, or do what a call needs, on this machine; None if it can.
 
         It is asked at every call and must be cheap: it looks for a package and imports none.
         """
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern,
+        scale: float,
+        softcap: float | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """Return the tile's output, in q's dtype or wider, and its log-sum-exp, in fp32 or wider.
 
@@ -76,6 +84,8 @@ class Kernel(Protocol):
             v: Values.
             pattern: Which keys each query sees.
             scale: Factor on the scores.
+            softcap: Scores that are scaled become `softcap * tanh(score / softcap)`; None: they stay as they are. Above
+                0, and only for kernels that can: `refusal` says so of the need "softcap".
             into: Where to write the results: the output shaped as q, and the log-sum-exp `[batch, heads, queries]`,
                 each of any strides with a dense last dimension; a kernel that cannot write there itself copies.
                 Default: memory of its own.
@@ -89,6 +99,7 @@ class Kernel(Protocol):
         pattern: Pattern,
         scale: float,
         deterministic: bool,
+        softcap: float | None = None,
         into: Gradients | None = None,
     ) -> Gradients:
         """Return the tile's gradients.
@@ -98,6 +109,7 @@ class Kernel(Protocol):
             pattern: Which keys each query sees.
             scale: Factor on the scores.
             deterministic: Whether repeated calls must give the same bits.
+            softcap: That of forward.
             into: Where to write the gradients, shaped as q, k and v, with strides as forward's results may have them.
                 Default: memory of its own.
         """

@@ -55,8 +55,15 @@ def import_package(module: str, kernel: str) -> ModuleType:
 
 PACKED: frozenset[Need] = frozenset({"window", "segments"})
 """What kernels with windows and variable lengths are able to do."""
+CAPPED: frozenset[Need] = PACKED | {"softcap"}
+"""And with a softcap."""
 _NAMES: Mapping[Need, str] = MappingProxyType(
-    {"window": "sliding windows", "segments": "packed segments", "cells": "block-sparse masks"}
+    {
+        "window": "sliding windows",
+        "segments": "packed segments",
+        "cells": "block-sparse masks",
+        "softcap": "logit softcapping",
+    }
 )
 
 
@@ -84,7 +91,7 @@ def unless_ampere(q: Tensor) -> str | None:
 
 
 def unless_able(needs: frozenset[Need], able: frozenset[Need] = frozenset()) -> str | None:
-    """Refuse patterns that need what the kernel is not able to do."""
+    """Refuse what the kernel is not able to do."""
     missing = [name for need, name in _NAMES.items() if need in needs - able]
     return f"cannot do {', '.join(missing)}" if missing else None
 
@@ -120,6 +127,16 @@ def causal_or_full(pattern: Band | Segments, kernel: str) -> bool:
     if (reason := unless_able(pattern.needs)) is not None:
         raise _unable(kernel, reason)
     return pattern == CAUSAL
+
+
+def require_no_softcap(softcap: float | None, kernel: str) -> None:
+    """Refuse a softcap, for a kernel that has none.
+
+    Raises:
+        KernelError: There is one.
+    """
+    if softcap is not None:
+        raise _unable(kernel, unless_able(frozenset({"softcap"})))
 
 
 def unless_repeating(deterministic: bool, kernel: str, reason: str) -> None:

@@ -58,13 +58,21 @@ class ReferenceKernel:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern,
+        scale: float,
+        softcap: float | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """See `Kernel.forward`."""
         dtype = accumulation_dtype(q.dtype)
         values = v.to(dtype)
         outs, lses = [], []
-        for slab in _slabs(q, k, pattern, scale):
+        for slab in _slabs(q, k, pattern, scale, softcap):
             lse = slab.scores.logsumexp(-1)
             weights = torch.exp(slab.scores - _finite(lse)[..., None])
             outs.append(torch.einsum("bkgqn,bnkd->bqkgd", weights, values[:, slab.keys]).flatten(2, 3))
@@ -78,16 +86,20 @@ class ReferenceKernel:
         pattern: Pattern,
         scale: float,
         deterministic: bool,
+        softcap: float | None = None,
         into: Gradients | None = None,
     ) -> Gradients:
-        """See `Kernel.backward`. P = exp(S - lse), dS = P * (dO V^T - delta) * scale (arXiv:2307.08691, alg. 2)."""
+        """See `Kernel.backward`. P = exp(S - lse), dS = P * (dO V^T - delta) * scale (arXiv:2307.08691, alg. 2).
+
+        With a softcap c, S = c * tanh(T / c), and dT = dS * (1 - (S / c)^2).
+        """
         del deterministic  # always
         grad_out, q, k, v, lse, delta = given
         dtype, kv_heads = accumulation_dtype(q.dtype), k.shape[2]
         keys, values = k.to(dtype), v.to(dtype)
         grad_q = []
         grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
-        for rows, seen, scores in _slabs(q, k, pattern, scale):
+        for rows, seen, scores in _slabs(q, k, pattern, scale, softcap):
             queries, grads = (t[:, rows].to(dtype).unflatten(2, (kv_heads, -1)) for t in (q, grad_out))
             statistics = (t[:, :, rows].to(dtype).unflatten(1, (kv_heads, -1))[..., None] for t in (lse, delta))
             row_lse, row_delta = statistics
@@ -95,6 +107,8 @@ class ReferenceKernel:
             grad_v[:, seen] += torch.einsum("bkgqn,bqkgd->bnkd", weights, grads)
             inner = torch.einsum("bqkgd,bnkd->bkgqn", grads, values[:, seen])
             grad_scores = weights * (inner - row_delta) * scale
+            if softcap is not None:
+                grad_scores *= 1 - scores.clamp(min=-softcap).div(softcap).square()  # hidden scores are -inf
             grad_q.append(torch.einsum("bkgqn,bnkd->bqkgd", grad_scores, keys[:, seen]).flatten(2, 3))
             grad_k[:, seen] += torch.einsum("bkgqn,bqkgd->bnkd", grad_scores, queries)
         return deliver_gradients(Gradients(torch.cat(grad_q, 1), grad_k, grad_v), into)
@@ -108,7 +122,7 @@ class _Slab(NamedTuple):
     scores: Tensor
 
 
-def _slabs(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> Iterator[_Slab]:
+def _slabs(q: Tensor, k: Tensor, pattern: Pattern, scale: float, softcap: float | None) -> Iterator[_Slab]:
     """Yield runs of queries, in order; at least one, and none of several queries that is empty."""
     dtype, (count, keys), kv_heads = accumulation_dtype(q.dtype), (q.shape[1], k.shape[1]), k.shape[2]
     wide, visible = k.to(dtype), BooleanMask(pattern, count, keys)
@@ -116,6 +130,8 @@ def _slabs(q: Tensor, k: Tensor, pattern: Pattern, scale: float) -> Iterator[_Sl
         seen, mask = visible.block(rows)
         queries = q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))
         scores = torch.einsum("bqkgd,bnkd->bkgqn", queries, wide[:, seen]) * scale
+        if softcap is not None:
+            scores = scores.div(softcap).tanh() * softcap
         if mask is not None:
             scores = scores.masked_fill(~mask.to(q.device), -torch.inf)
         yield _Slab(rows, seen, scores)

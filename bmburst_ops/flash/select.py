@@ -22,6 +22,7 @@ from bmburst_ops.pattern import Need
 #
 # Windows, segments (packed documents) and cells (block-sparse masks): fa4, fa3, fa2 and torch do the first two, by
 # window sizes and variable lengths; cpu too, with a call for each segment; cudnn none; triton and reference all three.
+# Softcap: fa4, fa3, fa2, triton and reference.
 KERNELS: tuple[Kernel, ...] = (
     FlashAttention4Kernel(),
     FlashAttention3Kernel(),
@@ -45,7 +46,7 @@ def select_kernel(
         q: Queries `[batch, queries, heads, head_dim]`.
         k: Keys `[batch, keys, kv_heads, head_dim]`.
         deterministic: Whether backward will be asked for the same bits each time.
-        needs: What the patterns of the calls need.
+        needs: What the patterns of the calls need, and "softcap" if scores are capped.
 
     Raises:
         KernelError: The name is unknown, or the kernel asked for cannot take these inputs.

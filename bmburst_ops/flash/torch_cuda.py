@@ -15,6 +15,7 @@ from bmburst_ops.flash.limits import (
     PACKED,
     band_of,
     causal_or_full,
+    require_no_softcap,
     unless_able,
     unless_ampere,
     unless_half_on_gpu,
@@ -42,9 +43,18 @@ class TorchKernel:
         return unless_half_on_gpu(q) or unless_head_dim(q, 256) or unless_ampere(q) or unless_able(needs, PACKED)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern,
+        scale: float,
+        softcap: float | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """See `Kernel.forward`."""
+        require_no_softcap(softcap, self.name)
 
         def part(q: Tensor, k: Tensor, v: Tensor, seen: fully_masked.PackedPattern, into: Partial | None) -> Partial:
             call = fa2_arguments(seen, q, k)
@@ -65,9 +75,11 @@ class TorchKernel:
         pattern: Pattern,
         scale: float,
         deterministic: bool,
+        softcap: float | None = None,
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
+        require_no_softcap(softcap, self.name)
         unused = torch.empty(0, dtype=torch.int64, device=given.q.device)  # random state of a dropout that is zero
 
         def part(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:
@@ -140,9 +152,18 @@ class CudnnKernel:
         return "has no deterministic backward in torch"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern,
+        scale: float,
+        softcap: float | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """See `Kernel.forward`."""
+        require_no_softcap(softcap, self.name)
 
         def part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
             if _is_single(q, k):
@@ -167,9 +188,11 @@ class CudnnKernel:
         pattern: Pattern,
         scale: float,
         deterministic: bool,
+        softcap: float | None = None,
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`."""
+        require_no_softcap(softcap, self.name)
         unless_repeating(deterministic, self.name, self.nondeterminism(given.q))
 
         def rectangle(given: BackwardInputs, seen: fully_masked.PackedPattern, into: Gradients | None) -> Gradients:

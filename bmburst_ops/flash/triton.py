@@ -71,7 +71,15 @@ class TritonKernel:
         return f"runs on NVIDIA GPUs, or with TRITON_INTERPRET=1 on CPUs, and the tensors are on {q.device}"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern,
+        scale: float,
+        softcap: float | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """See `Kernel.forward`. The output is in q's dtype, the log-sum-exp in fp32, or both in `into`'s."""
         if scale < 0:  # the kernel takes the largest score before it is scaled
@@ -84,7 +92,7 @@ class TritonKernel:
         )
         kernels, blocks = _kernels(), _block_sizes(q).forward
         mask = mask_arguments(pattern, q, k, *blocks.over_keys)
-        numbers = (*_lengths(q, k), scale / math.log(2))
+        numbers = (*_lengths(q, k), scale / math.log(2), cap_of(softcap, scale))
         strides = (*map(strides_of, (q, k, v, out)), *lse.stride()[:2])
         arguments = (q, k, v, out, lse, *strides, *numbers, *mask[1:])
         launch_grid(kernels.forward, q, blocks_of(q, blocks.queries), arguments, blocks, MASK=mask.kind)
@@ -97,6 +105,7 @@ class TritonKernel:
         pattern: Pattern,
         scale: float,
         deterministic: bool,
+        softcap: float | None = None,
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`. A query that saw no key, whose log-sum-exp is `-inf`, gives nothing."""
@@ -105,7 +114,7 @@ class TritonKernel:
         grads = into or Gradients(*(torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v)))
         inputs = (grad_out, q, k, v, lse, delta)
         strides = tuple(map(strides_of, (grad_out, q, k, v, lse.transpose(1, 2), delta.transpose(1, 2))))
-        numbers = (*_lengths(q, k), scale, scale / math.log(2))
+        numbers = (*_lengths(q, k), scale, scale / math.log(2), cap_of(softcap, scale))
         kernels, sizes = _kernels(), _block_sizes(q)
         blocks = sizes.keys
         mask = mask_arguments(pattern, q, k, *blocks.over_queries)
@@ -135,6 +144,11 @@ def _kernels() -> Kernels:
 def _lengths(q: Tensor, k: Tensor) -> tuple[int, int, int]:
     """Queries, keys, and query heads a KV head."""
     return q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+
+
+def cap_of(softcap: float | None, scale: float) -> float | None:
+    """Return what the kernels cap at: a softcap of scores as one of products that are yet to be scaled."""
+    return None if softcap is None else softcap / scale
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from bmburst_ops.flash.triton_forward import (
     NOT_SPECIALIZED,
     add_dot,
     add_visible_dot,
+    capped,
     dot,
     first_of_block,
     has_nan,
@@ -34,15 +35,15 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def keys_kernel(
     grad, q, k, v, lse, delta, grad_k, grad_v,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_k_strides, grad_v_strides,
-    queries, keys, group, scale, bits_scale,
+    queries, keys, group, scale, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles, tile_ends,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of KEYS keys of one KV head. Grid: (key blocks, KV heads, batch).
 
-    Strides are of (batch, token, head); bits_scale is scale * log2(e). For MASK and the vectors see
-    `triton_launch.MaskArguments`.
+    Strides are of (batch, token, head); bits_scale is scale * log2(e); cap is that of `capped`, None
+    without a softcap. For MASK and the vectors see `triton_launch.MaskArguments`.
     """
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     first = tl.program_id(0) * KEYS  # a causal tile's first keys, which most queries see, first
@@ -53,7 +54,7 @@ def keys_kernel(
     value = load_rows(matrix_of(v, v_strides, batch, kv_head), first, v_strides[1], keys, HEAD_DIM, KEYS, DIM, True)
     key_acc, value_acc = _over_heads(
         key, value, grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, kv_head, group,
-        start, stop, open_start, open_queries, first, queries, keys, bits_scale,
+        start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
         HEAD_DIM, DIM, QUERIES, KEYS, MASK, False, PRECISION,
     )  # fmt: skip
@@ -61,7 +62,7 @@ def keys_kernel(
         if has_nan(key_acc) | has_nan(value_acc):
             key_acc, value_acc = _over_heads(
                 key, value, grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides,
-                batch, kv_head, group, start, stop, open_start, open_queries, first, queries, keys, bits_scale,
+                batch, kv_head, group, start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
                 starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
                 HEAD_DIM, DIM, QUERIES, KEYS, MASK, True, PRECISION,
             )  # fmt: skip
@@ -74,7 +75,7 @@ def keys_kernel(
 @triton.jit
 def _over_heads(
     key, value, grad, q, lse, delta, grad_strides, q_strides, lse_strides, delta_strides, batch, kv_head, group,
-    start, stop, open_start, open_queries, first, queries, keys, bits_scale,
+    start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
@@ -88,14 +89,14 @@ def _over_heads(
         )  # fmt: skip
         key_acc, value_acc = _over_queries(
             key_acc, value_acc, key, value, of_queries,
-            open_start, open_start + open_queries, 0, 0, first, queries, keys, bits_scale,
+            open_start, open_start + open_queries, 0, 0, first, queries, keys, bits_scale, cap,
             starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
             HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
         )  # fmt: skip
         # The rest lies on both sides of the open blocks: the diagonal before them, an incomplete block behind them.
         key_acc, value_acc = _over_queries(
             key_acc, value_acc, key, value, of_queries,
-            start, stop, open_start, open_queries, first, queries, keys, bits_scale,
+            start, stop, open_start, open_queries, first, queries, keys, bits_scale, cap,
             starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
             HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
         )  # fmt: skip
@@ -142,7 +143,8 @@ def _sees(
 
 @triton.jit
 def _over_queries(
-    key_acc, value_acc, key, value, of_queries, start, stop, gap, gap_queries, first_key, queries, keys, bits_scale,
+    key_acc, value_acc, key, value, of_queries,
+    start, stop, gap, gap_queries, first_key, queries, keys, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
@@ -161,6 +163,8 @@ def _over_queries(
             first = at
         query, grad, level, delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, MASKED)
         scores = dot(key, tl.trans(query), PRECISION)
+        if cap is not None:
+            scores = capped(scores, cap)
         weights = tl.exp2(scores * bits_scale - level[None, :])
         if MASKED and MASK != "full":
             visible = _sees(
@@ -170,6 +174,8 @@ def _over_queries(
             weights = tl.where(visible, weights, 0.0)
         inner = dot(value, tl.trans(grad), PRECISION)
         grad_scores = weights * (inner - delta[None, :])
+        if cap is not None:
+            grad_scores *= slope_of(scores, cap)
         if MASKED and HAS_NAN:
             grad_scores = tl.where(visible, grad_scores, 0.0)
             value_acc = add_visible_dot(value_acc, weights.to(grad.dtype), grad, visible, PRECISION)
@@ -184,7 +190,7 @@ def _over_queries(
 def queries_kernel(
     grad, q, k, v, lse, delta, grad_q,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_q_strides,
-    queries, keys, group, scale, bits_scale,
+    queries, keys, group, scale, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles, tile_ends,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
@@ -201,7 +207,7 @@ def queries_kernel(
     query, grad_out, level, row_delta = load_queries(of_queries, first, queries, HEAD_DIM, QUERIES, DIM, True)
     acc = _over_all_keys(
         query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
-        start, stop, open_start, open_size, first, queries, keys, bits_scale,
+        start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
         HEAD_DIM, DIM, QUERIES, KEYS, MASK, False, PRECISION,
     )  # fmt: skip
@@ -209,7 +215,7 @@ def queries_kernel(
         if has_nan(acc):
             acc = _over_all_keys(
                 query, grad_out, level, row_delta, k_matrix, v_matrix, k_strides[1], v_strides[1],
-                start, stop, open_start, open_size, first, queries, keys, bits_scale,
+                start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
                 starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
                 HEAD_DIM, DIM, QUERIES, KEYS, MASK, True, PRECISION,
             )  # fmt: skip
@@ -220,7 +226,7 @@ def queries_kernel(
 @triton.jit
 def _over_all_keys(
     query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
-    start, stop, open_start, open_size, first, queries, keys, bits_scale,
+    start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
@@ -229,13 +235,13 @@ def _over_all_keys(
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     acc = _over_keys(
         acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
-        open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale,
+        open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
         HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
     )  # fmt: skip
     acc = _over_keys(
         acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
-        start, stop, open_start, open_size, first, queries, keys, bits_scale,
+        start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
         HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
     )  # fmt: skip
@@ -245,7 +251,7 @@ def _over_all_keys(
 @triton.jit
 def _over_keys(
     acc, query, grad_out, level, row_delta, k_matrix, v_matrix, k_stride, v_stride,
-    start, stop, gap, gap_keys, first_query, queries, keys, bits_scale,
+    start, stop, gap, gap_keys, first_query, queries, keys, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
@@ -256,6 +262,8 @@ def _over_keys(
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
         value = load_rows(v_matrix, first, v_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
         scores = dot(query, tl.trans(key), PRECISION)
+        if cap is not None:
+            scores = capped(scores, cap)
         weights = tl.exp2(scores * bits_scale - level[:, None])
         if MASKED:
             visible = is_visible(
@@ -265,12 +273,21 @@ def _over_keys(
             weights = tl.where(visible, weights, 0.0)
         inner = dot(grad_out, tl.trans(value), PRECISION)
         grad_scores = weights * (inner - row_delta[:, None])
+        if cap is not None:
+            grad_scores *= slope_of(scores, cap)
         if MASKED and HAS_NAN:
             grad_scores = tl.where(visible, grad_scores, 0.0)
             acc = add_visible_dot(acc, grad_scores.to(key.dtype), key, visible, PRECISION)
         else:
             acc = add_dot(acc, grad_scores.to(key.dtype), key, PRECISION)
     return acc
+
+
+@triton.jit
+def slope_of(scores, cap):
+    """Return the derivative of `capped`, from its results."""
+    share = scores / cap
+    return 1.0 - share * share
 
 
 @triton.jit

@@ -63,6 +63,15 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def capped(products, cap):
+    """Return `cap * tanh(products / cap)` in fp32, which has no tanh of its own; cap is softcap / scale.
+
+    Its absolute error is that of a number as large as cap.
+    """
+    return cap - 2.0 * cap / (1.0 + tl.exp2(products * (2.0 / (LN_2 * cap))))
+
+
+@triton.jit
 def has_nan(block):
     """Return whether any number of a block `[ROWS, COLUMNS]` is NaN."""
     return tl.max(tl.max(tl.where(block == block, 0, 1), 1), 0) > 0
@@ -179,7 +188,7 @@ def is_visible(
 @triton.jit(do_not_specialize=(*NOT_SPECIALIZED, "lse_batch", "lse_head"))
 def forward_kernel(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, lse_batch, lse_head,
-    queries, keys, group, bits_scale,
+    queries, keys, group, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles, tile_ends,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
@@ -187,7 +196,8 @@ def forward_kernel(
     """One program: QUERIES queries of one head over all their keys. Grid: (query blocks, heads, batch).
 
     Strides are of (batch, token, head), those of lse `[batch, heads, queries]` of a batch and of a head; bits_scale is
-    scale * log2(e), not negative. For MASK and the vectors see `triton_launch.MaskArguments`.
+    scale * log2(e), not negative; cap is that of `capped`, None without a softcap. For MASK and the vectors see
+    `triton_launch.MaskArguments`.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal tile's longest rows first
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -200,7 +210,7 @@ def forward_kernel(
     )  # fmt: skip
     acc, total, peak = _attend(
         query, k_matrix, v_matrix, k_strides[1], v_strides[1],
-        start, stop, open_start, open_size, first, queries, keys, bits_scale,
+        start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
         HEAD_DIM, DIM, QUERIES, KEYS, MASK, False, PRECISION,
     )  # fmt: skip
@@ -208,7 +218,7 @@ def forward_kernel(
         if has_nan(acc):
             acc, total, peak = _attend(
                 query, k_matrix, v_matrix, k_strides[1], v_strides[1],
-                start, stop, open_start, open_size, first, queries, keys, bits_scale,
+                start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
                 starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
                 HEAD_DIM, DIM, QUERIES, KEYS, MASK, True, PRECISION,
             )  # fmt: skip
@@ -222,7 +232,7 @@ def forward_kernel(
 @triton.jit
 def _attend(
     query, k_matrix, v_matrix, k_stride, v_stride, start, stop, open_start, open_size,
-    first, queries, keys, bits_scale, starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
+    first, queries, keys, bits_scale, cap, starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -236,13 +246,13 @@ def _attend(
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     acc, total, peak = _over_keys(
         acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
-        open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale,
+        open_start, open_start + open_size, 0, 0, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
         HEAD_DIM, DIM, QUERIES, KEYS, False, MASK, HAS_NAN, PRECISION,
     )  # fmt: skip
     acc, total, peak = _over_keys(
         acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
-        start, stop, open_start, open_size, first, queries, keys, bits_scale,
+        start, stop, open_start, open_size, first, queries, keys, bits_scale, cap,
         starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
         HEAD_DIM, DIM, QUERIES, KEYS, True, MASK, HAS_NAN, PRECISION,
     )  # fmt: skip
@@ -252,7 +262,7 @@ def _attend(
 @triton.jit
 def _over_keys(
     acc, total, peak, query, k_matrix, v_matrix, k_stride, v_stride,
-    start, stop, gap, gap_keys, first_query, queries, keys, bits_scale,
+    start, stop, gap, gap_keys, first_query, queries, keys, bits_scale, cap,
     starts, stops, query_cells, key_cells, cells, cell_columns, tiles,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, HAS_NAN: tl.constexpr, PRECISION: tl.constexpr,
@@ -262,6 +272,8 @@ def _over_keys(
         first = first_of_block(at, gap, gap_keys, tiles, MASKED, MASK)
         key = load_rows(k_matrix, first, k_stride, keys, HEAD_DIM, KEYS, DIM, MASKED)
         scores = dot(query, tl.trans(key), PRECISION)
+        if cap is not None:
+            scores = capped(scores, cap)
         if MASKED:
             visible = is_visible(
                 first_query, first, queries, keys, starts, stops, query_cells, key_cells, cells, cell_columns,

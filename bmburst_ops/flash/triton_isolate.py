@@ -10,8 +10,8 @@ part of the document again, from the document's own tokens.
 import triton
 import triton.language as tl
 
-from bmburst_ops.flash.triton_backward import LOG2_E, load_queries, queries_of
-from bmburst_ops.flash.triton_forward import add_dot, dot, load_rows, matrix_of, store_rows
+from bmburst_ops.flash.triton_backward import LOG2_E, load_queries, queries_of, slope_of
+from bmburst_ops.flash.triton_forward import add_dot, capped, dot, load_rows, matrix_of, store_rows
 
 NOT_SPECIALIZED = ("parts", "tokens", "left", "right")
 
@@ -55,13 +55,14 @@ def is_inside(rows, columns, first_key, query_end, key_end, left, right):
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
     q, k, v, out, q_strides, k_strides, v_strides, out_strides,
-    query_ends, key_ends, parts, tokens, group, scale, left, right,
+    query_ends, key_ends, parts, tokens, group, scale, cap, left, right,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BEHIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of a document's queries, all heads of a KV head. Grid: (documents * parts, KV heads, batch).
 
-    Strides are of (batch, token, head); `tokens` are the keys of a sample; left and right are the bounds of the band.
+    Strides are of (batch, token, head); `tokens` are the keys of a sample; left and right are the bounds of the band;
+    cap is that of `capped`, or None.
     """
     kv_head, batch, batches = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, step, first_query, query_end, first_key, key_end = document_of(query_ends, key_ends, parts, QUERIES)
@@ -81,8 +82,10 @@ def forward_kernel(
                     visible = is_inside(
                         rows, other + tl.arange(0, KEYS), first_key, query_end, key_end, left, right
                     )  # fmt: skip
-                    scores = dot(query, tl.trans(key), PRECISION) * (scale * LOG2_E)
-                    scores = tl.where(visible, scores, float("-inf"))
+                    scores = dot(query, tl.trans(key), PRECISION)
+                    if cap is not None:
+                        scores = capped(scores, cap)
+                    scores = tl.where(visible, scores * (scale * LOG2_E), float("-inf"))
                     higher = tl.maximum(peak, tl.max(scores, 1))
                     base = tl.where(higher == float("-inf"), 0.0, higher)
                     weights, fade = tl.exp2(scores - base[:, None]), tl.exp2(peak - base)
@@ -97,7 +100,7 @@ def forward_kernel(
 def keys_kernel(
     grad, q, k, v, lse, delta, grad_k, grad_v,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_k_strides, grad_v_strides,
-    query_ends, key_ends, parts, tokens, group, scale, left, right,
+    query_ends, key_ends, parts, tokens, group, scale, cap, left, right,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BEHIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -129,11 +132,16 @@ def keys_kernel(
                     )  # fmt: skip
                     rows = other + tl.arange(0, QUERIES)
                     visible = tl.trans(is_inside(rows, columns, first_key, query_end, key_end, left, right))
-                    weights = tl.exp2(dot(key, tl.trans(query), PRECISION) * (scale * LOG2_E) - level[None, :])
+                    scores = dot(key, tl.trans(query), PRECISION)
+                    if cap is not None:
+                        scores = capped(scores, cap)
+                    weights = tl.exp2(scores * (scale * LOG2_E) - level[None, :])
                     weights = tl.where(visible, weights, 0.0)
                     value_acc = add_dot(value_acc, weights.to(grad_out.dtype), grad_out, PRECISION)
                     inner = dot(value, tl.trans(grad_out), PRECISION)
                     grad_scores = weights * (inner - row_delta[None, :])
+                    if cap is not None:
+                        grad_scores *= slope_of(scores, cap)
                     key_acc = add_dot(key_acc, grad_scores.to(query.dtype), query, PRECISION)
             grad_k_matrix = matrix_of(grad_k, grad_k_strides, batch, kv_head)
             grad_v_matrix = matrix_of(grad_v, grad_v_strides, batch, kv_head)
@@ -145,7 +153,7 @@ def keys_kernel(
 def queries_kernel(
     grad, q, k, v, lse, delta, grad_q,
     grad_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, grad_q_strides,
-    query_ends, key_ends, parts, tokens, group, scale, left, right,
+    query_ends, key_ends, parts, tokens, group, scale, cap, left, right,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BEHIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -173,8 +181,14 @@ def queries_kernel(
                     visible = is_inside(
                         rows, other + tl.arange(0, KEYS), first_key, query_end, key_end, left, right
                     )  # fmt: skip
-                    weights = tl.exp2(dot(query, tl.trans(key), PRECISION) * (scale * LOG2_E) - level[:, None])
+                    scores = dot(query, tl.trans(key), PRECISION)
+                    if cap is not None:
+                        scores = capped(scores, cap)
+                    weights = tl.exp2(scores * (scale * LOG2_E) - level[:, None])
                     weights = tl.where(visible, weights, 0.0)
                     inner = dot(grad_out, tl.trans(value), PRECISION)
-                    acc = add_dot(acc, (weights * (inner - row_delta[:, None])).to(key.dtype), key, PRECISION)
+                    grad_scores = weights * (inner - row_delta[:, None])
+                    if cap is not None:
+                        grad_scores *= slope_of(scores, cap)
+                    acc = add_dot(acc, grad_scores.to(key.dtype), key, PRECISION)
                 store_rows(grad_q_matrix, acc * scale, first, grad_q_strides[1], query_end, HEAD_DIM, QUERIES, DIM)

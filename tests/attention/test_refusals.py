@@ -51,6 +51,12 @@ DTYPE = "floating-point dtype | 16 bits | convert"
         ({"scale": "0.5"}, "scale | positive | '0.5' | None"),
         ({"scale": 10**400}, "scale | positive | ... | None"),
         ({"scale": Fraction(1, 10**400)}, "scale | positive | Fraction(1, | ... | None"),
+        ({"softcap": 0}, "softcap | positive | 0 | None"),
+        ({"softcap": -30.0}, "softcap | positive | -30.0 | None"),
+        ({"softcap": float("inf")}, "softcap | positive | inf | None"),
+        ({"softcap": True}, "softcap | positive | True | None"),
+        ({"softcap": torch.ones(1)}, "softcap | positive | tensor | None"),
+        ({"softcap": 9.0, "kernel": "cpu"}, "kernel | 'cpu' | logit softcapping | kernel='auto' | reference"),
     ],
 )
 @pytest.mark.parametrize("wrong_ranks", [(0, 1), (1,)])
@@ -148,6 +154,7 @@ def test_ranks_that_disagree_are_refused_on_every_rank():
             ("layout", ("zigzag", "striped")),
             ("length", (7, 8)),
             ("scale", (1.0, 2.0)),
+            ("softcap", (1.0, 2.0)),
             ("kernel", ("cpu", "reference")),
             ("strategy", ("kv", "burst")),  # which are decided on by what travels
         ):

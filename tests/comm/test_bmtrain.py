@@ -42,6 +42,12 @@ def _program(folder):
     named = bmburst.BurstAttention(group=bmt.config["comm"])
     assert copy.deepcopy(named).group is named.group is world
     check_attention(copy.deepcopy(named), whole, out, grads)
+    q, k, v = (bmburst.shard(t) for t in whole[:3])
+    capped, wanted = bmburst.BurstAttention(softcap=0.7)(q, k, v, 21), attention(q, k, v, 21)
+    torch.testing.assert_close(capped, bmburst.burst_attention(q, k, v, length=21, softcap=0.7))
+    assert (capped - wanted).norm() > 0.01 * wanted.norm()
+    with refused("softcap | positive | 0.0"):
+        bmburst.BurstAttention(softcap=0.0)
     with refused("layout", "'stripped'", "'striped'", "zigzag"):
         bmburst.BurstAttention(layout="stripped")
 

@@ -48,7 +48,6 @@ def _rope(kind: str) -> dict[str, Any]:
     ("family", "options", "words"),
     [
         ("llama", {"attention_dropout": 0.1}, "dropout of 0.1 | fix: "),
-        ("gemma2", {}, "logit softcap | another model"),
         ("doge", {}, "mask.dtype | fix: "),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers | 'conv'"),
         ("llama4_text", {"num_local_experts": 2}, "layers | 'chunked_attention'"),

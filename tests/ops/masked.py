@@ -21,24 +21,26 @@ def gradient_bound(kernel):
 class Masked:
     """Inputs on the device, and what the definition gives for them."""
 
-    def __init__(self, pattern, queries, keys, heads, kv_heads, head_dim, dtype, batch=2):
-        self.pattern, self.scale, self.dtype = pattern, head_dim**-0.5, dtype
-        k, v = draw(0, batch, keys, heads, kv_heads, head_dim, dtype)[1:3]
-        q, _, _, grad, _ = draw(1, batch, queries, heads, kv_heads, head_dim, dtype)
+    def __init__(self, pattern, queries, keys, heads, kv_heads, head_dim, dtype, batch=2, softcap=None, spread=1.0):
+        self.pattern, self.scale, self.softcap, self.dtype = pattern, head_dim**-0.5, softcap, dtype
+        k, v = draw(0, batch, keys, heads, kv_heads, head_dim, dtype, spread)[1:3]
+        q, _, _, grad, _ = draw(1, batch, queries, heads, kv_heads, head_dim, dtype, spread)
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         self.mask = visible(pattern, queries, keys)
-        out, lse = attention(*leaves, pattern, self.scale)
+        out, lse = attention(*leaves, pattern, self.scale, softcap)
         self.gradients = torch.autograd.grad(out, leaves, grad)
         self.out, self.lse, self.delta = out.detach(), lse.detach(), row_dots(grad, out.detach())
         self.q, self.k, self.v, self.grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
 
     def forward(self, kernel, **options):
-        return kernel.forward(self.q, self.k, self.v, pattern=self.pattern, scale=self.scale, **options)
+        options |= {"pattern": self.pattern, "scale": self.scale, "softcap": self.softcap}
+        return kernel.forward(self.q, self.k, self.v, **options)
 
     def backward(self, kernel, deterministic=False, **options):
         dtype = torch.float64 if self.q.dtype is torch.float64 else torch.float32
         statistics = (t.to(DEVICE, dtype) for t in (self.lse, self.delta))
         options |= {"pattern": self.pattern, "scale": self.scale, "deterministic": deterministic}
+        options["softcap"] = self.softcap
         return kernel.backward(BackwardInputs(self.grad, self.q, self.k, self.v, *statistics), **options)
 
     def hold_blind_rows(self, out, lse, gradients):

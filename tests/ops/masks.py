@@ -71,12 +71,13 @@ def some(seed, queries, keys, kinds=("window", "segments", "cells")):
     return drawn
 
 
-def attention(q, k, v, pattern, scale):
+def attention(q, k, v, pattern, scale, softcap=None):
     """Output and log-sum-exp of the definition; zero and -inf where a query sees nothing."""
     mask = visible(pattern, q.shape[1], k.shape[1])
     group = q.shape[2] // k.shape[2]
     keys, values = (t.repeat_interleave(group, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     weights = torch.where(mask, (scores - scores.detach().amax(-1, keepdim=True)).exp(), 0.0)
     total = weights.sum(-1, keepdim=True)
     out = torch.einsum("bhqk,bkhd->bqhd", weights / torch.where(total > 0, total, 1.0), values)

@@ -43,6 +43,7 @@ class StandIn:
 
     def __init__(self, kernel):
         self.kernel, self.calls, self.deterministic = kernel, 0, None
+        self.softcaps = set()  # that its functions were told; 0 and None are none
         self.writes_statistics = False  # itself, in its last forward
 
     def pattern(self, causal, window, offsets, longest, shape, clamped=False):
@@ -60,11 +61,12 @@ class StandIn:
         assert not clamped or longest[0] > 1  # with one, the package takes every segment to have one
         return Segments(band, *(tuple(side.tolist()) for side in offsets))
 
-    def forward(self, q, k, v, scale, pattern, out=None, statistic=None):
+    def forward(self, q, k, v, scale, pattern, softcap=None, out=None, statistic=None):
         self.calls += 1
+        self.softcaps.add(softcap or None)
         assert all(is_aligned(t) for t in (q, k, v))
         four = [t if t.ndim == 4 else t[None] for t in (q, k, v)]
-        result, lse = ReferenceKernel().forward(*four, pattern=pattern, scale=scale)
+        result, lse = ReferenceKernel().forward(*four, pattern=pattern, scale=scale, softcap=softcap or None)
         blind = ~visible(pattern, four[0].shape[1], four[1].shape[1]).any(1)
         result[:, blind], lse[:, :, blind] = torch.nan, torch.inf
         result, lse = (t if q.ndim == 4 else t[0] for t in (result.to(q.dtype), lse))
@@ -73,15 +75,16 @@ class StandIn:
             check_statistic_memory(statistic, lse.shape)
         return result if out is None else out.copy_(result), lse if statistic is None else statistic.copy_(lse)
 
-    def backward(self, dout, q, k, v, lse, delta, scale, pattern, into):
+    def backward(self, dout, q, k, v, lse, delta, scale, pattern, into, softcap=None):
         self.calls += 1
+        self.softcaps.add(softcap or None)
         assert all(is_aligned(t) and t.dtype is q.dtype for t in (dout, q, k, v, *into))
         four = [t if q.ndim == 4 else t[None] for t in (dout, q, k, v, lse, delta, *into)]
         if q.ndim == 3:
             assert lse.shape == delta.shape == (q.shape[1], q.shape[0])
         assert lse.isfinite().all() and delta.isfinite().all()
         options = {"pattern": pattern, "scale": scale, "deterministic": True, "into": Gradients(*four[6:])}
-        ReferenceKernel().backward(BackwardInputs(*four[:6]), **options)
+        ReferenceKernel().backward(BackwardInputs(*four[:6]), softcap=softcap or None, **options)
         mask = visible(pattern, four[1].shape[1], four[2].shape[1])
         for gradient, seen in zip(four[6:], (mask.any(1), mask.any(0), mask.any(0)), strict=True):
             gradient[:, ~seen] = torch.nan
@@ -100,31 +103,31 @@ def fa2(monkeypatch):
     def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
                             alibi_slopes, return_softmax):
         pattern = dense(q, k, causal, window_size_left, window_size_right)
-        return *made.forward(q, k, v, softmax_scale, pattern), None, None
+        return *made.forward(q, k, v, softmax_scale, pattern, softcap), None, None
 
     def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
                                    softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
                                    alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None,
                                    seqused_k=None):
-        assert dropout_p == softcap == 0.0 and not return_softmax
+        assert dropout_p == 0.0 and not return_softmax
         pattern = packed(q, k, causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                          max_seqlen_k)
-        return *made.forward(q, k, v, softmax_scale, pattern), None, None
+        return *made.forward(q, k, v, softmax_scale, pattern, softcap), None, None
 
     def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
                              window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):
         made.deterministic, pattern = deterministic, dense(q, k, causal, window_size_left, window_size_right)
         assert softmax_lse.is_contiguous()
-        made.backward(dout, q, k, v, softmax_lse, row_dots(dout, out), softmax_scale, pattern, (dq, dk, dv))
+        made.backward(dout, q, k, v, softmax_lse, row_dots(dout, out), softmax_scale, pattern, (dq, dk, dv), softcap)
 
     def _flash_attn_varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
                                     max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left,
                                     window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):
         pattern = packed(q, k, causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                          max_seqlen_k)
-        assert softmax_lse.is_contiguous() and softcap == 0.0
+        assert softmax_lse.is_contiguous()
         made.deterministic, delta = deterministic, row_dots(dout[None], out[None])[0]
-        made.backward(dout, q, k, v, softmax_lse, delta, softmax_scale, pattern, (dq, dk, dv))
+        made.backward(dout, q, k, v, softmax_lse, delta, softmax_scale, pattern, (dq, dk, dv), softcap)
     # fmt: on
     functions = (
         _flash_attn_forward,
@@ -167,21 +170,22 @@ def torchs(monkeypatch):
 def fa3_functions(made, window_of):
     """Return forward and backward; `window_of` takes the window from the names that a release gives it."""
 
-    def _flash_attn_forward(q, k, v, *options, softmax_scale, causal, **window):
+    def _flash_attn_forward(q, k, v, *options, softmax_scale, causal, softcap=0.0, **window):
         assert len(options) == 20
         cu_q, cu_k, max_q, max_k = *options[4:6], *options[9:11]
         assert all(option is None for i, option in enumerate(options) if i not in (4, 5, 9, 10))
         pattern = made.pattern(causal, window_of(**window), (cu_q, cu_k), (max_q, max_k), (len(q), len(k)))
-        return *made.forward(q, k, v, softmax_scale, pattern), None, None
+        return *made.forward(q, k, v, softmax_scale, pattern, softcap), None, None
 
     # fmt: off
     def _flash_attn_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k,
-                             max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal, **window):
+                             max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal, softcap=0.0,
+                             **window):
         offsets, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
         pattern = made.pattern(causal, window_of(**window), offsets, longest, (len(q), len(k)))
         delta = row_dots(dout, out) if q.ndim == 4 else row_dots(dout[None], out[None])[0]
         assert softmax_lse.is_contiguous() and sequed_q is sequed_k is None
-        made.backward(dout, q, k, v, softmax_lse, delta, softmax_scale, pattern, (dq, dk, dv))
+        made.backward(dout, q, k, v, softmax_lse, delta, softmax_scale, pattern, (dq, dk, dv), softcap)
     # fmt: on
     return _flash_attn_forward, _flash_attn_backward
 
@@ -201,11 +205,11 @@ def older_fa3(monkeypatch):
     made = StandIn(FlashAttention3Kernel())
     forward, backward = fa3_functions(made, lambda window_size=(-1, -1): window_size)
 
-    def _flash_attn_forward(*args, softmax_scale, causal, window_size=(-1, -1)):
-        return forward(*args, softmax_scale=softmax_scale, causal=causal, window_size=window_size)
+    def _flash_attn_forward(*args, softmax_scale, causal, window_size=(-1, -1), softcap=0.0):
+        return forward(*args, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap)
 
-    def _flash_attn_backward(*args, window_size=(-1, -1)):
-        return backward(*args, window_size=window_size)
+    def _flash_attn_backward(*args, window_size=(-1, -1), softcap=0.0):
+        return backward(*args, window_size=window_size, softcap=softcap)
 
     install(monkeypatch, made.kernel, "flash_attn_interface", _flash_attn_forward, _flash_attn_backward)
     return made
@@ -221,20 +225,20 @@ def fa4(monkeypatch):
     # fmt: off
     def _flash_attn_fwd(q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
                         softmax_scale=None, causal=False, window_size_left=None, window_size_right=None, pack_gqa=None,
-                        return_lse=False, out=None, lse=None):
+                        return_lse=False, out=None, lse=None, softcap=None):
         pattern = read(q, k, causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                        max_seqlen_k)
         assert out is None or (out.shape == q.shape and is_aligned(out))
-        return *made.forward(q, k, v, softmax_scale, pattern, out, lse), None, None, None
+        return *made.forward(q, k, v, softmax_scale, pattern, softcap, out, lse), None, None, None
 
     def _flash_attn_bwd(q, k, v, out, dout, lse, *, softmax_scale=None, causal=False, window_size_left=None,
                         window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
-                        max_seqlen_k=None, deterministic=False, dq, dk, dv, dlse):
+                        max_seqlen_k=None, deterministic=False, dq, dk, dv, dlse, softcap=0.0):
         assert out.shape == dout.shape and not out.any() and dlse.shape == lse.shape
         made.deterministic = deterministic
         pattern = read(q, k, causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                        max_seqlen_k)
-        made.backward(dout, q, k, v, lse, -dlse, softmax_scale, pattern, (dq, dk, dv))
+        made.backward(dout, q, k, v, lse, -dlse, softmax_scale, pattern, (dq, dk, dv), softcap)
     # fmt: on
     install(monkeypatch, made.kernel, "flash_attn.cute.interface", _flash_attn_fwd, _flash_attn_bwd)
     return made
@@ -256,8 +260,10 @@ def later_rows(tensor):
 def test_packages_are_told_the_mask(monkeypatch, stand_in, case, batch):
     made = stand_in(monkeypatch)
     monkeypatch.setattr("tests.ops.masked.DEVICE", "cpu")
-    view = random.Random(str(case)).choice((as_it_is, some_heads, one_number_off, later_rows))
-    tile = Masked(*case, 4, 2, 16, torch.bfloat16, batch)
+    rng = random.Random(str(case))
+    view = rng.choice((as_it_is, some_heads, one_number_off, later_rows))
+    softcap = None if stand_in is torchs else rng.choice((None, 0.7))
+    tile = Masked(*case, 4, 2, 16, torch.bfloat16, batch, softcap)
     tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     narrow = room(tile.q, view)
     for into in (None, narrow, wider_room(tile.q)):
@@ -283,3 +289,4 @@ def test_packages_are_told_the_mask(monkeypatch, stand_in, case, batch):
             assert not wanted.any() or error(ours, wanted) < gradient_bound(made.kernel)
         assert made.deterministic in (None, deterministic)
     assert made.calls == (5 if tile.mask.any() else 0)
+    assert made.softcaps <= {softcap}

@@ -9,6 +9,7 @@ import torch
 
 from bmburst_ops.errors import KernelError
 from bmburst_ops.flash import CAUSAL, BackwardInputs, Gradients, Partial, limits, select_kernel
+from bmburst_ops.flash.cpu import CpuKernel
 from bmburst_ops.flash.fa2_fa3 import FlashAttention3Kernel
 from bmburst_ops.flash.memory import aligned, is_aligned
 from bmburst_ops.flash.torch_cuda import CudnnKernel, TorchKernel
@@ -40,11 +41,12 @@ CASES = [
 @pytest.mark.parametrize("stand_in", [fa2, fa3, older_fa3, fa4], ids=lambda stand_in: stand_in.__name__)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("view", [some_heads, one_number_off], ids=lambda view: view.__name__)
-def test_packages_are_called_as_they_want(monkeypatch, stand_in, case, view):
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_packages_are_called_as_they_want(monkeypatch, stand_in, case, view, softcap):
     seen = []
     kernel = install(monkeypatch, *stand_in(seen))
     monkeypatch.setattr("tests.ops.tiles.DEVICE", "cpu")
-    tile = Tile(case)
+    tile = Tile(case, softcap=softcap)
     tile.q, tile.k, tile.v, tile.grad = (view(t) for t in (tile.q, tile.k, tile.v, tile.grad))
     tile.statistics = tuple(every_second(t) for t in tile.statistics)
     for into in (None, room(tile.q, view), wider_room(tile.q)):
@@ -175,9 +177,9 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Return a way to pretend a GPU with packages; queries for it come back."""
+    """Return a way to pretend a GPU with packages; queries for it come back. What a call needs is not of the GPU."""
 
-    def pretend(capability, installed, head_dim=128, dtype=torch.bfloat16, cudnn=91900):
+    def pretend(capability, installed, head_dim=128, dtype=torch.bfloat16, cudnn=91900, needs=None):
         def version(distribution):
             if distribution in installed:
                 return installed[distribution]
@@ -198,6 +200,7 @@ def gpu(monkeypatch):
 
 
 ALL = {"flash-attn": "2.8.3", "flash-attn-4": "4.0.0b36", "flash_attn_interface": "found"}
+CAPPED = {"needs": frozenset({"softcap"})}
 HOPPER, AMPERE, BLACKWELL, GEFORCE = (9, 0), (8, 0), (10, 0), (12, 0)
 
 
@@ -219,12 +222,19 @@ HOPPER, AMPERE, BLACKWELL, GEFORCE = (9, 0), (8, 0), (10, 0), (12, 0)
         (GEFORCE, ALL, {}, True, "fa2"),
         (HOPPER, ALL, {"dtype": torch.float64}, False, "reference"),
         (HOPPER, ALL, {"head_dim": 512}, False, "reference"),
+        (HOPPER, ALL, CAPPED, True, "fa4"),
+        (BLACKWELL, ALL, CAPPED, False, "fa4"),
+        (HOPPER, {"flash_attn_interface": "found"}, CAPPED, False, "fa3"),
+        (HOPPER, {"triton": "found"}, CAPPED, False, "triton"),
+        (HOPPER, {}, CAPPED, False, "reference"),
+        (AMPERE, ALL, CAPPED, False, "fa2"),
+        (GEFORCE, ALL, CAPPED, False, "fa2"),
     ],
     ids=str,
 )
 def test_the_fastest_that_can_is_chosen(gpu, capability, installed, options, deterministic, name):
-    q = gpu(capability, installed, **options)
-    assert select_kernel("auto", q, q, deterministic).name == name
+    q, needs = gpu(capability, installed, **options), options.get("needs", frozenset())
+    assert select_kernel("auto", q, q, deterministic, needs).name == name
 
 
 @pytest.mark.parametrize(
@@ -247,13 +257,16 @@ def test_the_fastest_that_can_is_chosen(gpu, capability, installed, options, det
         ("fa2", HOPPER, {"flash-attn-4": "4.0.0b36"}, {}, False, "package flash-attn\n"),
         ("fa2", HOPPER, {"flash-attn": "2.6.3"}, {}, False, "flash-attn 2.7 or newer | 2.6.3"),
         ("fa2", (7, 5), ALL, {}, False, "Ampere or newer | a GPU"),
+        ("fa4", GEFORCE, ALL, CAPPED, False, "logit softcapping | a GPU | fa2"),
+        ("cudnn", HOPPER, ALL, CAPPED, False, "logit softcapping | fa4, fa3, fa2"),
+        ("torch", HOPPER, ALL, CAPPED, False, "logit softcapping | fa4, fa3, fa2"),
     ],
     ids=str,
 )
 def test_a_kernel_asked_for_says_why_not(gpu, name, capability, installed, options, deterministic, words):
-    q = gpu(capability, installed, **options)
+    q, needs = gpu(capability, installed, **options), options.get("needs", frozenset())
     with refused(f"kernel '{name}'", words, error=KernelError):
-        select_kernel(name, q, q, deterministic)
+        select_kernel(name, q, q, deterministic, needs)
 
 
 @pytest.mark.parametrize("kernel", [CudnnKernel(), FlashAttention3Kernel()], ids=lambda kernel: kernel.name)
@@ -261,6 +274,16 @@ def test_backward_never_breaks_the_promise_of_equal_bits(kernel):
     q, lse = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
     with refused(f"kernel '{kernel.name}' | deterministic backward", error=KernelError):
         kernel.backward(BackwardInputs(q, q, q, q, lse, lse), pattern=CAUSAL, scale=1.0, deterministic=True)
+
+
+@pytest.mark.parametrize("kernel", [CudnnKernel(), TorchKernel(), CpuKernel()], ids=lambda kernel: kernel.name)
+def test_a_kernel_without_a_softcap_never_leaves_it_out(kernel):
+    q, lse = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
+    options = {"pattern": CAUSAL, "scale": 1.0, "softcap": 50.0}
+    with refused(f"kernel '{kernel.name}' | logit softcapping", error=KernelError):
+        kernel.forward(q, q, q, **options)
+    with refused(f"kernel '{kernel.name}' | logit softcapping", error=KernelError):
+        kernel.backward(BackwardInputs(q, q, q, q, lse, lse), deterministic=False, **options)
 
 
 @pytest.mark.parametrize("name", ["fa4", "fa3", "cudnn", "fa2"])

@@ -1,5 +1,7 @@
 """What is not a number stays among tokens that see each other, in every kernel, forward and backward."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -48,12 +50,12 @@ def kernels(pattern):
     return {*able_kernels(q, q, needs=pattern.needs), "triton"}
 
 
-def passes(kernel, q, k, v, grad, pattern):
+def passes(kernel, q, k, v, grad, pattern, softcap=None):
     """Return output, statistics and gradients of a kernel."""
-    out, lse = kernel.forward(q, k, v, pattern=pattern, scale=0.2)
+    out, lse = kernel.forward(q, k, v, pattern=pattern, scale=0.2, softcap=softcap)
     delta = (out.float() * grad.float()).sum(-1).transpose(1, 2).contiguous()
     given = BackwardInputs(grad, q, k, v, lse, delta)
-    gradients = kernel.backward(given, pattern=pattern, scale=0.2, deterministic=False)
+    gradients = kernel.backward(given, pattern=pattern, scale=0.2, deterministic=False, softcap=softcap)
     return [out, lse.transpose(1, 2), *gradients]
 
 
@@ -90,9 +92,14 @@ def test_stays_in_its_document(pattern, kernel, name, value):
         assert value == float("inf") or not all(x[1, begin:end].isfinite().all() for x in found)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "grad"])
-@pytest.mark.parametrize("pattern", ["documents", "full documents", "windows of documents"])
-def test_documents_computed_again(pattern, name):
+@pytest.mark.parametrize(
+    ("pattern", "name", "softcap"),
+    [
+        *product(("documents", "full documents", "windows of documents"), ("q", "k", "v", "grad"), (None,)),
+        ("documents", "v", 0.2),  # which mends all results
+    ],
+)
+def test_documents_computed_again(pattern, name, softcap):
     """Of results spoiled in all documents, those before one that is not finite are mended, and no others touched."""
     pattern = PATTERNS[pattern]
     names, heads, count = ("q", "k", "v", "grad"), (4, 2, 2, 4), EDGES[-1]
@@ -103,15 +110,16 @@ def test_documents_computed_again(pattern, name):
         for at, each in enumerate(names)
     }
     kernel = select_kernel("triton", given["q"], given["k"], needs=pattern.needs)
-    wanted = passes(kernel, **given, pattern=pattern)
+    options = {"pattern": pattern, "softcap": softcap}
+    wanted = passes(kernel, **given, **options)
     where = EDGES[3] + 1
     given[name][1, where, :, 3] = float("nan")
     q, k, v, grad = given.values()
-    out, lse = kernel.forward(q, k, v, pattern=pattern, scale=0.2)
+    out, lse = kernel.forward(q, k, v, scale=0.2, **options)
     delta = (out.float() * grad.float()).sum(-1).transpose(1, 2).contiguous()
     spoiled = [torch.full_like(x, -7.0) for x in (out, q, k, v)]
-    isolate_forward(Partial(spoiled[0], lse), q, k, v, pattern=pattern, scale=0.2)
-    isolate_backward(Gradients(*spoiled[1:]), BackwardInputs(grad, q, k, v, lse, delta), pattern=pattern, scale=0.2)
+    isolate_forward(Partial(spoiled[0], lse), q, k, v, scale=0.2, **options)
+    isolate_backward(Gradients(*spoiled[1:]), BackwardInputs(grad, q, k, v, lse, delta), scale=0.2, **options)
     mended = {
         "q": (False, False, True, True), "k": (False, True, True, True), "v": (True, True, True, True),
         "grad": (False, False, True, True),

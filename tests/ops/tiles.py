@@ -16,14 +16,14 @@ EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 class Tile:
     """Inputs of a tile on the device, and what the definition gives for them."""
 
-    def __init__(self, case, seed=0, spread=1.0):
+    def __init__(self, case, seed=0, spread=1.0, softcap=None):
         batch, rows, columns, causal, heads, kv_heads, head_dim, dtype = case
         self.pattern = CAUSAL if causal else FULL
-        self.dtype, self.scale = dtype, head_dim**-0.5
+        self.dtype, self.scale, self.softcap = dtype, head_dim**-0.5, softcap
         k, v = draw(seed, batch, columns, heads, kv_heads, head_dim, dtype, spread)[1:3]
         q, _, _, grad, _ = draw(seed + 1, batch, rows, heads, kv_heads, head_dim, dtype, spread)
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        out, self.lse = attention(*leaves, self.pattern, self.scale)
+        out, self.lse = attention(*leaves, self.pattern, self.scale, softcap)
         self.gradients = torch.autograd.grad(out, leaves, grad)
         self.out, self.lse, self.delta = out.detach(), self.lse.detach(), row_dots(grad, out.detach())
         self.q, self.k, self.v, self.grad = (t.to(DEVICE, dtype) for t in (q, k, v, grad))
@@ -31,10 +31,12 @@ class Tile:
         self.statistics = tuple(t.to(DEVICE, torch.float32) for t in (self.lse, self.delta))
 
     def forward(self, kernel, **options):
-        return kernel.forward(self.q, self.k, self.v, pattern=self.pattern, scale=self.scale, **options)
+        options |= {"pattern": self.pattern, "scale": self.scale, "softcap": self.softcap}
+        return kernel.forward(self.q, self.k, self.v, **options)
 
     def backward(self, kernel, deterministic=False, **options):
         options |= {"pattern": self.pattern, "scale": self.scale, "deterministic": deterministic}
+        options["softcap"] = self.softcap
         return kernel.backward(BackwardInputs(self.grad, self.q, self.k, self.v, *self.statistics), **options)
 
 

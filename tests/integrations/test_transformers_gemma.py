@@ -1,0 +1,115 @@
+"""Gemma 2 and 3 on split sequences against themselves, unsharded and eager: softcaps, and windows in some layers."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bmburst import Mesh, MeshShape
+from bmburst.comm.checks import CheckedCommunicator
+from bmburst.comm.groups import single_rank_group
+from bmburst.comm.local import run_ranks
+from bmburst.integrations.transformers import SplitSequences, recompute, register
+from bmburst.integrations.transformers_cache import SplitCache, generate
+from tests import tiny
+from tests.refusals import refused
+
+IDS = torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(1))
+CLOSE = 1e-5
+POSITIONS = torch.tensor([[*range(5), *range(32)], [*range(20), *range(17)]])
+# Of scores with a standard deviation of about 8, most are bent.
+_GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 7, "pad_token_id": 0}
+_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {**_GEMMA, **_KINDS, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    "gemma3_text": {**_GEMMA, **_KINDS},
+    "vaultgemma": {**_GEMMA, **_KINDS, "attn_logit_softcapping": 3.0},
+}
+
+
+def make(family: str, attention: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    return tiny.transformers_model(family, attention=attention, **FAMILIES[family] | changes).to(dtype)
+
+
+@cache
+def whole(family: str, packed: bool, softcap: bool = True) -> tuple[Tensor, float, dict[str, Tensor]]:
+    """Return logits, loss and gradients of the unsharded model."""
+    model = make(family, "eager", **({} if softcap else {"attn_logit_softcapping": None})).eval()
+    labels = IDS.masked_fill(POSITIONS == 0, -100) if packed else IDS
+    positions = {"position_ids": POSITIONS} if packed else {}
+    output = model(IDS, labels=labels, use_cache=False, **positions)
+    output.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return output.logits.detach(), output.loss.item(), gradients
+
+
+def split_over(comm: CheckedCommunicator) -> Mesh:
+    return Mesh(MeshShape(1, comm.size, 1), comm.rank, comm, comm, single_rank_group())
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.double() - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_loss_and_gradients(family: str, size: int) -> None:
+    """In fp64 too, no closer than fp32: both models have norms and rotary angles in fp32, and eager its softmax."""
+    register()
+
+    def body(comm: CheckedCommunicator) -> None:
+        mesh = split_over(comm)
+        for packed, dtype in ((False, torch.float64), (True, torch.float64), (True, torch.float32)):
+            logits, loss, gradients = whole(family, packed)
+            model = make(family, "bmburst", dtype)
+            if packed:
+                recompute(model)
+            split = SplitSequences(mesh, layout="striped" if packed else "zigzag")
+            part = split.part(IDS, position_ids=POSITIONS if packed else None)
+            assert distance(part.whole(part.logits(model).detach()), logits) < CLOSE
+            ours = part.loss(model)
+            ours.backward()
+            assert split.mean(ours.detach()) == pytest.approx(loss, rel=CLOSE)
+            for name, parameter in model.named_parameters():
+                (total,) = comm.all_reduce(parameter.grad).wait()
+                assert distance(total / size, gradients[name]) < CLOSE, (name, packed, dtype)
+
+    run_ranks(size, body)
+
+
+def test_the_softcap_matters_here() -> None:
+    for family in ("gemma2", "vaultgemma"):
+        assert distance(whole(family, False, softcap=False)[0], whole(family, False)[0]) > 0.1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_generates_what_the_whole_cache_does(family: str, size: int) -> None:
+    """Over two turns: the second attends to the split cache of the first, and windows begin in it."""
+    register()
+    options: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    eager = make(family, "eager").eval()
+    prompt, later = IDS[:, :23], IDS[:, 23:]
+    first = eager.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    turn = torch.cat((first, later), 1)
+    second = eager.generate(turn, attention_mask=torch.ones_like(turn), **options)
+
+    def body(comm: CheckedCommunicator) -> None:
+        mesh, model = split_over(comm), make(family, "bmburst").eval()
+        cache = SplitCache(model.config, mesh)
+        assert generate(model, prompt, mesh=mesh, past_key_values=cache, **options).tolist() == first.tolist()
+        assert generate(model, turn, mesh=mesh, past_key_values=cache, **options).tolist() == second.tolist()
+
+    run_ranks(size, body)
+
+
+def test_a_softcap_that_is_none_and_a_kernel_that_has_none() -> None:
+    register()
+    mesh = split_over(single_rank_group())
+    with refused("softcap | positive | 0.0"):
+        SplitSequences(mesh).part(IDS).logits(make("gemma2", "bmburst", attn_logit_softcapping=0.0))
+    with refused("kernel 'cpu' | logit softcapping | reference"):
+        SplitSequences(mesh, kernel="cpu").part(IDS).logits(make("gemma2", "bmburst"))
+    SplitSequences(mesh, kernel="cpu").part(IDS).logits(make("gemma3_text", "bmburst"))
