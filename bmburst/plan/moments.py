@@ -136,8 +136,8 @@ class StepMoments:
     def _factors_of_trained(self) -> tuple[float, float, float]:
         """Return the bytes kept of the inputs of q, k, v, of gate and up, and of down.
 
-        The input of a matrix is a factor of its gradient. A frozen matrix without an adapter has none, so that its input
-        is not kept. An MLP in chunks keeps its input in any case.
+        The input of a matrix is a factor of its gradient. A frozen matrix without an adapter has no gradient, so that
+        its input is not kept. An MLP in chunks keeps its input in any case.
         """
         trained = self.task.lora.matrices if self.task.lora else TARGETS
 

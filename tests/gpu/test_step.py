@@ -124,7 +124,7 @@ def _adamws_kernel_is_bmtrains():
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 700}, {"packed": True}], ids=str)
 def test_kernels_are_compiled_ahead(options):
     """A block after `compile_ahead` compiles no kernel of attention, and no error hides in its thread."""
-    run_program(1, _kernels_are_compiled_ahead, options)
+    run_program(1, _kernels_are_compiled_ahead, options, on_gpus=True, seconds=300)
 
 
 def _kernels_are_compiled_ahead(options):
