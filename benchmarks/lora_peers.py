@@ -8,7 +8,7 @@ host included; the median counts. Peaks are of torch's allocator. The methods:
 - peft-liger: the same with the kernels and the fused loss of Liger-Kernel, without which logits may not fit
 - peft-liger-cudnn: the same with SDPA by cuDNN
 - peft-bmburst: attn_implementation="bmburst" on one rank, its `recompute` and loss, in PEFT's model
-- bmburst: `bmburst train --lora.rank 16`, with weights and tokens of its own
+- bmburst: `bmburst train --lora.rank 16 --recompute auto`, with weights and tokens of its own
 
 Adapters of PEFT are in bfloat16 (autocast_adapter_dtype=False): in fp32, its default, each would multiply in fp32.
 """
@@ -186,6 +186,7 @@ def _of_train(options: argparse.Namespace) -> dict[str, Any]:
     words += ["--model.num_layers", str(options.layers)] if options.layers else []
     words += ["--dtype", "bfloat16" if torch.cuda.is_available() else "float32", "--lora.rank", str(RANK)]
     words += ["--lora.alpha", str(2 * RANK), "--lora.targets", ",".join(TARGETS)]
+    words += ["--model.max_position_embeddings", str(options.tokens), "--recompute", "auto"]
     words += ["--steps", str(options.warmup + options.steps), "--eval-every", "0", "--eval-sequences", "1"]
     words += ["--sample-tokens", "0", "--checkpoint-every", "never"]
     with tempfile.TemporaryDirectory() as folder:
