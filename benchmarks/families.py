@@ -133,15 +133,15 @@ def _tried(name: str, split: Any) -> tuple[str, str]:
         with contextlib.redirect_stdout(None):
             model = _model(name, "bmburst")
             part = split.part(ids)
-            seen: list[Any] = []
-            model.register_forward_hook(lambda _, __, output: seen.append(output.logits.detach()))
+            with torch.no_grad():
+                our_logits = part.logits(model)
             ours = part.loss(model)
             ours.backward()
     except UserError as error:
         return "refused", _first_line(error)
     except Exception as error:
         return "refused", f"{type(error).__name__}: {_first_line(error)}"
-    return _compared(whole, logits, loss, model, part.whole(seen[0]), split.mean(ours.detach()))
+    return _compared(whole, logits, loss, model, part.whole(our_logits), split.mean(ours.detach()))
 
 
 def _compared(whole: Any, logits: Any, loss: Any, model: Any, our_logits: Any, our_loss: float) -> tuple[str, str]:

@@ -73,7 +73,7 @@ def loss_or_logits(model: nn.Module, labels: Tensor, call: Callable[[], Tensor])
 
 def _plain_head(model: nn.Module) -> nn.Linear | None:
     """Return the head of a causal LM if it is a product with a matrix and nothing else, and no graph contains it."""
-    modules = list(model.modules())
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []  # what is none the call refuses
     outermost = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
     try:
         head: Any = None if outermost is None else outermost.get_output_embeddings()

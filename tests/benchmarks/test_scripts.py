@@ -1,21 +1,22 @@
 """The single measurements in `benchmarks/` start, and what they share with the engine."""
 
 import json
+import math
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import families, main_job
+from benchmarks import families, hugging_face, lora_peers, main_job
 from benchmarks.engine.machine import write_record
 from tests.docs.scripts import run_script
 
+ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(
-    path.stem
-    for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py")
-    if '__name__ == "__main__"' in path.read_text()
+    path.stem for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()
 )
 
 
@@ -39,7 +40,7 @@ def test_there_are_scripts():
         "plan_measure",
         "records",
     }
-    assert known | {"records", "step_parts", "strategies"} <= {*SCRIPTS}
+    assert known | {"hugging_face", "lora_peers", "records", "step_parts", "strategies"} <= {*SCRIPTS}
 
 
 def test_a_record_says_what_was_run_and_where(tmp_path, monkeypatch):
@@ -87,6 +88,52 @@ def test_families_are_tried_on_two_ranks(tmp_path):
     text = families.table(rows, 2)
     assert "3 exact" in text and "\nmistral, qwen2_moe, gpt_oss.\n" in text
     assert re.search(r"^\| gemma2 \| refused \| .*softcap", text, re.M)
+
+
+@pytest.mark.long
+def test_a_step_of_transformers_is_measured_on_two_ranks(tmp_path):
+    words = ["-m", "benchmarks.hugging_face", "--model", "llama-tiny", "--layers", "1", "--tokens", "128,65"]
+    run_script(tmp_path, 2, [*words, "--steps", "2", "--warmup", "1", "--output", "found.json"])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["layers"], found["reshard_after_forward"]) == (1, True)
+    assert [(row["tokens"], row["labels"], len(row["losses"])) for row in found["rows"]] == [(128, 127, 3), (65, 64, 3)]
+    assert all(row["losses"][-1] < row["losses"][0] and row["seconds"] > 0 for row in found["rows"])
+    assert found["rows"][0]["losses"][0] == pytest.approx(math.log(320), abs=0.2)  # of its vocabulary
+    assert (tmp_path / "found.md").read_text().count("| eager |") == 2
+
+
+def test_a_step_of_transformers_is_compared_where_the_trainers_ran():
+    row = {"tokens": 32768, "compiled": False, "seconds": 2.5, "tokens_per_second_a_rank": 6742.0, "losses": [11.9]}
+    row |= {"peak_allocated_gib": 90.1, "peak_reserved_gib": 95.0}
+    full = {"tokens": 131072, "compiled": True, "out_of_memory": "CUDA out of memory. Tried to allocate 31 GiB."}
+    found = {"model": "llama-3-8b", "layers": 32, "parameters": 8.03e9, "transformers": "5", "recompute": "block"}
+    found["rows"] = [row, full]
+    text = hugging_face.table(found, 2, "NVIDIA H200")
+    assert "| 32K | eager | 2.500 | 6,742 | 90.1 | 95.0 | 11.9000 | 1.00 | 1.46 |" in text
+    assert re.search(r"^\| 128K \| compiled \| out of memory( \| -){6} \|$", text, re.M)
+    assert "31 GiB" in hugging_face.line_of(full)
+    for ranks, device, layers in ((4, "NVIDIA H200", 32), (2, "NVIDIA H100", 32), (2, "NVIDIA H200", 2)):
+        assert "| 11.9000 | - | - |" in hugging_face.table(found | {"layers": layers}, ranks, device)
+
+
+@pytest.mark.long
+def test_lora_of_peers_is_measured_and_what_cannot_run_is_named(tmp_path):
+    words = ["-m", "benchmarks.lora_peers", "--model", "llama-tiny", "--layers", "1", "--tokens", "64"]
+    words += ["--methods", "peft,peft-liger,peft-bmburst", "--steps", "1", "--warmup", "1"]
+    command = [sys.executable, *words, "--output", str(tmp_path / "found.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    theirs, liger, mixed = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert theirs["losses"] == pytest.approx(mixed["losses"], abs=1e-4)
+    assert theirs["trained"] == mixed["trained"] == 16 * (128 + 128 + 128 + 64)
+    assert "liger-kernel" in liger["failed"]
+    assert "| peft-liger | - | - | - | - | - |" in (tmp_path / "found.md").read_text()
+
+
+def test_out_of_memory_is_a_result_of_lora():
+    row = {"method": "peft", "out_of_memory": "CUDA out of memory. Tried to allocate 31.31 GiB."}
+    text = lora_peers.table({"model": "llama-3-8b", "layers": None, "tokens": 65536, "rows": [row]})
+    assert "64K tokens" in text and "peft: out of memory: CUDA out of memory. Tried to allocate 31.31 GiB." in text
 
 
 def test_the_main_jobs_record_has_the_machine_and_a_row_a_run():

@@ -1,4 +1,4 @@
-"""docs/trainer.md, trl.md, accelerate.md and model_center_finetune.md: on 1 and 2 ranks scripts train as the originals.
+"""docs/fsdp2.md and its neighbours: on 1 and 2 ranks the scripts train as the originals.
 
 The original of a script is made from it: the lines under `# new` are left out, those under `# was:` are taken back. So
 nothing else may change for bmburst.
@@ -17,11 +17,12 @@ from tests.docs.scripts import Page, run_script
 
 # Each page's script, the file of its weights, and how many losses a run prints.
 SCRIPTS = {
+    "fsdp2.md": ("train_with_fsdp2.py", "model.safetensors", 8),
     "trainer.md": ("train_with_trainer.py", "model.safetensors", 10),
     "trl.md": ("train_with_trl.py", "adapter_model.safetensors", 10),
     "accelerate.md": ("train_with_accelerate.py", "adapter_model.safetensors", 16),
 }
-LONG = {"trl.md", "accelerate.md"}  # other loops over the same code
+LONG = {"fsdp2.md", "trl.md", "accelerate.md"}  # other loops over the same code, one compiled
 CASES = [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in SCRIPTS]
 
 

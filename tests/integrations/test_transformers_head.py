@@ -1,0 +1,123 @@
+"""`Part.loss` computes head and loss in one where a model lets it, and is the model's own loss in any case."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from bmburst.comm.groups import single_rank_group
+from bmburst.integrations.transformers import SplitSequences, register
+from bmburst.mesh import Mesh, MeshShape
+from tests import tiny
+from tests.refusals import refused
+
+ALONE = Mesh(MeshShape(1, 1, 1), 0, single_rank_group(), single_rank_group(), single_rank_group())
+IDS = torch.randint(61, (2, 23), generator=torch.Generator().manual_seed(1))
+RELATIVE = 1e-6  # transformers computes norms and losses in fp32
+ONE = (1, 1, 1)
+WHOLE = (2, 24, 61)  # a cut in zigzag is even
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register()
+
+
+def _model(family: str, **changes: Any) -> PreTrainedModel:
+    return tiny.transformers_model(family, attention="bmburst", head_dim=8, vocab_size=61, **changes).double().eval()
+
+
+def _of_head(model: nn.Module, head: nn.Module) -> list[tuple[int, ...]]:
+    """Return a list that gets the shape of each result of the head."""
+    shapes: list[tuple[int, ...]] = []
+    head.register_forward_hook(lambda _, __, result: shapes.append(tuple(result.shape)))
+    return shapes
+
+
+def _expected(model: PreTrainedModel) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss and gradients of a model's own loss, with its own attention."""
+    model.set_attn_implementation("eager")
+    with torch.compiler.set_stance("force_eager"):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    model.set_attn_implementation("bmburst")
+    return loss, list(gradients)
+
+
+def _softer(_: nn.Module, __: object, output: Any) -> None:
+    output.logits.mul_(0.5)  # in place: the tensor is the same
+
+
+def _as_it_is(model: PreTrainedModel) -> None:
+    del model
+
+
+def _with_bias(model: PreTrainedModel) -> None:
+    model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, 61).double())
+
+
+def _compiled(model: PreTrainedModel) -> None:
+    model.compile(backend="eager")
+
+
+CASES: dict[str, tuple[str, dict[str, Any], Callable[[PreTrainedModel], Any], list[list[tuple[int, ...]]]]] = {
+    "plain": ("llama", {}, _as_it_is, [[ONE], [ONE]]),
+    "tied": ("qwen3", {"tie_word_embeddings": True}, _as_it_is, [[ONE], [ONE]]),
+    "scaled logits": ("granite", {"logits_scaling": 4.0}, _as_it_is, [[ONE, WHOLE], [WHOLE]]),
+    "a bias": ("llama", {}, _with_bias, [[WHOLE], [WHOLE]]),
+    "a compiled model": ("llama", {}, _compiled, [[WHOLE], [WHOLE]]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_is_the_models_own(name: str) -> None:
+    family, changes, change, seen = CASES[name]
+    model = _model(family, **changes)
+    change(model)
+    loss, gradients = _expected(model)
+    shapes = _of_head(model, model.lm_head)
+    split = SplitSequences(ALONE)
+    for expected_shapes in seen:  # the second time what is known of the model is used
+        shapes.clear()
+        with torch.compiler.set_stance("force_eager"):  # what counts is that it would be compiled
+            found = split.part(IDS, labels=IDS).loss(model)
+        assert shapes == expected_shapes
+        assert found.item() == pytest.approx(loss.item(), rel=RELATIVE)
+        for ours, theirs in zip(torch.autograd.grad(found, list(model.parameters())), gradients, strict=True):
+            assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+        assert "forward" not in vars(model.lm_head)
+
+
+def test_logits_changed_in_place_are_noticed() -> None:
+    model = _model("llama")
+    model.register_forward_hook(_softer)
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        logits = model(input_ids=IDS, use_cache=False).logits
+        expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+        model.set_attn_implementation("bmburst")
+        found = SplitSequences(ALONE).part(IDS, labels=IDS).loss(model)
+    assert found.item() == pytest.approx(expected.item(), rel=RELATIVE)
+
+
+def test_a_wrong_call_leaves_the_head_as_it_was() -> None:
+    model = _model("llama")
+    with refused("no_such_argument", "leave it out"):
+        SplitSequences(ALONE).part(IDS).loss(model, no_such_argument=1)
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_autocast_multiplies_in_its_dtype() -> None:
+    model = _model("llama").float()
+    part = SplitSequences(ALONE).part(IDS)
+    wide = part.loss(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        shapes = _of_head(model, model.lm_head)
+        low = part.loss(model)
+    low.backward()
+    assert shapes == [ONE] and low.dtype == torch.float32
+    assert 0 < abs(low.item() - wide.item()) < 0.02 * wide.item()
+    assert model.lm_head.weight.grad is not None and model.lm_head.weight.grad.dtype == torch.float32
