@@ -163,4 +163,3 @@ def test_auto_takes_a_kernel_that_can_and_others_are_refused_by_name():
             bmburst.burst_attention(q, q, q, softcap=50.0, kernel="cpu", group=comm)
 
     run_ranks(2, body)
-
