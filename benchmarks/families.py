@@ -4,9 +4,9 @@ Every model type of the installed transformers is made with its default configur
 and no dropout. One batch goes through it whole, with transformers' own attention, and split over the ranks: logits,
 loss and all gradients must agree to 1e-5, relative, in fp64 (some models compute norms in fp32 all the same). A
 gradient whose norm is below a hundredth of the largest is compared with that hundredth: the gradient of a bias of keys
-is zero but for rounding. Windows are made smaller than the sequence. A type is "exact" if they agree, "refused" with
-bmburst's message, "not made" where the tiny model cannot be made or run by transformers alone, and "different" where
-they do not agree: that is a bug.
+is zero but for rounding. Windows are made smaller than the sequence, softcaps of scores as small as scores. A type is
+"exact" if they agree, "refused" with bmburst's message, "not made" where the tiny model cannot be made or run by
+transformers alone, and "different" where they do not agree: that is a bug.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.engine.machine import publish
 
-TOKENS, VOCABULARY, WINDOW, TOLERANCE = 37, 61, 7, 1e-5
+TOKENS, VOCABULARY, WINDOW, SOFTCAP, TOLERANCE = 37, 61, 7, 1.0, 1e-5
 LARGEST = 3_000_000  # parameters of a model that is tried
 KINDS = ("exact", "different", "refused", "not made")
 # In the names of all families; each takes those that it has.
@@ -179,6 +179,7 @@ def _model(name: str, attention: str) -> Any:
     own: dict[str, Any] = {key: value for key, value in SIZES.items() if getattr(default, key, None) is not None}
     own = {key: value for key, value in own.items() if not isinstance(getattr(type(default), key, None), property)}
     own |= {key: WINDOW for key in ("sliding_window",) if getattr(default, key, None)}
+    own |= {key: SOFTCAP for key in ("attn_logit_softcapping",) if getattr(default, key, None)}
     own |= {key: 0.0 for key, value in default.to_dict().items() if _is_dropout(key, value)}
     if (getattr(default, "rope_parameters", None) or {"rope_theta": 0}).get("rope_theta", 0) is None:
         own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}  # a type without a base of its own

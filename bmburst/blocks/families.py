@@ -62,7 +62,7 @@ FAMILIES = {
 
 
 _LACKING = {"gemma2": "logit softcap (attn_logit_softcapping)", "gpt_oss": "attention sinks"}
-"""Families that are refused, with the part of their attention that bmburst does not support."""
+"""Families that are refused, with the part of their attention that bmburst's own models do not have."""
 
 
 def family_of(*, qkv_bias: bool, qk_norm: bool, sliding_window: int | None, scaled: bool) -> str:
@@ -92,9 +92,9 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     name = values.get("model_type")
     if isinstance(name, str) and name in _LACKING:
         raise UserError(
-            f"a {name} model has {_LACKING[name]}, which bmburst's attention does not support; without it "
+            f"a {name} model has {_LACKING[name]}, which bmburst's own models do not have; without it "
             "the model computes something else\n"
-            f"allowed: model_type {', '.join(FAMILIES)}"
+            f"allowed: model_type {', '.join(FAMILIES)}\nfix: train it in transformers: docs/hugging_face.md"
         )
     require_known("model_type", name, FAMILIES)
     family = FAMILIES[str(name)]

@@ -8,11 +8,12 @@ from bmburst.schedule.mask import make_mask
 from tests.mask_oracle import visible
 
 
-def attention(q, k, v, mask, scale=None):
+def attention(q, k, v, mask, scale=None, softcap=None):
     """q `[batch, tokens, heads, head_dim]`, k and v with their own heads -> out, lse `[batch, heads, tokens]`."""
     group = q.shape[2] // k.shape[2]
     keys, values = (t.repeat_interleave(group, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     seen = torch.from_numpy(visible(make_mask(mask), q.shape[1]))
     scores = scores.masked_fill(~seen, -torch.inf)
     weights = scores.softmax(-1).masked_fill(~seen, 0)  # of a row that sees nothing they are no numbers
@@ -27,10 +28,10 @@ def draw(seed, batch, tokens, heads, kv_heads, head_dim, dtype=torch.float64, sp
     return tuple(t.to(dtype).double() for t in (q * spread, k * spread, v, grad, grad_lse))
 
 
-def reference(q, k, v, grad, mask, grad_lse=None, scale=None):
+def reference(q, k, v, grad, mask, grad_lse=None, scale=None, softcap=None):
     """Return out, lse, dq, dk, dv of the definition in the inputs' dtype."""
     q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
-    out, lse = attention(q, k, v, mask, scale)
+    out, lse = attention(q, k, v, mask, scale, softcap)
     objective = (out * grad).sum() + (0 if grad_lse is None else (lse * grad_lse).sum())
     return out.detach(), lse.detach(), *torch.autograd.grad(objective, (q, k, v))
 

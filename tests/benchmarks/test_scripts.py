@@ -78,16 +78,16 @@ def test_cross_attention_is_measured_beside_one_rank(tmp_path):
 
 
 def test_families_are_tried_on_two_ranks(tmp_path):
-    """Qwen2-MoE's window of 0 is none, gpt-oss has sinks; a softcap is refused; other sizes are too large to try."""
-    types = ["mistral", "qwen2_moe", "gpt_oss", "gemma2", "xlm-roberta-xl"]
+    """Qwen2-MoE's window of 0 is none, gpt-oss has sinks, Gemma 2 a softcap; other sizes are too large to try."""
+    types = ["mistral", "qwen2_moe", "gpt_oss", "gemma2", "doge", "xlm-roberta-xl"]
     run_script(tmp_path, 2, ["-m", "benchmarks.families", "--rank", ".", "--types", *types])
     rows = [json.loads(line) for line in (tmp_path / "families.jsonl").read_text().splitlines()]
     assert [row["type"] for row in rows] == types
-    assert [row["result"] for row in rows[:4]] == ["exact", "exact", "exact", "refused"]
-    assert "softcap" in rows[3]["reason"]
+    assert [row["result"] for row in rows[:5]] == ["exact", "exact", "exact", "exact", "refused"]
+    assert "mask" in rows[4]["reason"]
     text = families.table(rows, 2)
-    assert "3 exact" in text and "\nmistral, qwen2_moe, gpt_oss.\n" in text
-    assert re.search(r"^\| gemma2 \| refused \| .*softcap", text, re.M)
+    assert "4 exact" in text and "\nmistral, qwen2_moe, gpt_oss, gemma2.\n" in text
+    assert re.search(r"^\| doge \| refused \| .*mask", text, re.M)
 
 
 @pytest.mark.long

@@ -107,6 +107,22 @@ def test_scores_far_beyond_the_softcap(kernel, dtype):
     assert all(gradient.isfinite().all() for gradient in tile.backward(kernel))
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("mask", ["causal", "window"])
+@pytest.mark.parametrize(("kernel", "dtype"), [each for each in ABLE if each[1] in (torch.bfloat16, torch.float64)])
+def test_heads_of_gemma_2(kernel, dtype, mask, head_dim):
+    """Of 9 and 27 billion parameters: two query heads a KV head, each of 256 or 128."""
+    if takes_long(kernel, dtype):
+        return
+    tile = Masked(MASKS[mask], *SIZE[:2], 4, 2, head_dim, dtype, softcap=50.0, spread=4.0)
+    of_out, of_gradients, of_lse = bounds(kernel, dtype, 50.0)
+    out, lse = tile.forward(kernel)
+    assert error(out, tile.out) < of_out
+    torch.testing.assert_close(lse.double().cpu(), tile.lse, rtol=0, atol=of_lse)
+    for name, ours, wanted in zip("qkv", tile.backward(kernel), tile.gradients, strict=True):
+        assert error(ours, wanted) < of_gradients, name
+
+
 def test_a_softcap_far_above_all_scores_changes_nothing():
     q = torch.zeros(1, 1, 1, SIZE[-1], device=DEVICE)
     kernel = select_kernel("auto", q, q, needs=CAPPED)
