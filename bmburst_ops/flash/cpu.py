@@ -21,8 +21,8 @@ _ROWS = 512  # queries of a window at once: what they see is passed as a mask, a
 class CpuKernel:
     """`Kernel` over `aten._scaled_dot_product_flash_attention_for_cpu`.
 
-    It is called once a segment, and once for every 512 queries of a window: on a CPU a call costs microseconds. Full and
-    causal tiles that `cpu_tile.library` takes are computed there.
+    It is called once a segment, and once for every 512 queries of a window: on a CPU a call costs microseconds.
+    Full and causal tiles that `cpu_tile.library` takes are computed there.
     """
 
     name = "cpu"
