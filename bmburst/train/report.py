@@ -232,6 +232,11 @@ class RunReport(contextlib.ExitStack):
             self._bar.update_eval(metrics)
             plot_losses(self._folder)
 
+    def doing(self, text: str) -> None:
+        """Say beside the bar what is done until the next step."""
+        if self._bar:
+            self._bar.doing(text)
+
     def note(self, text: str) -> None:
         """Show a line that stays; nothing where it is empty."""
         if self._bar and text:
