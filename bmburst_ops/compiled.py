@@ -11,6 +11,11 @@ from pathlib import Path
 _FLAGS = ("-march=native", "-fno-math-errno", "-shared", "-fPIC")
 
 
+def find_compiler() -> str | None:
+    """Return the path of the C compiler that CC names, else of cc or gcc; None where there is none."""
+    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+
+
 def compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL | None:
     """Compile a C file, in a fraction of a second, and load it. Callers keep the result.
 
@@ -21,7 +26,7 @@ def compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL | None:
     Returns:
         The library; None where there is no compiler, or it fails.
     """
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    compiler = find_compiler()
     if compiler is None:
         return None
     with tempfile.TemporaryDirectory(prefix="bmburst-") as folder:  # of this process: others cannot change what it runs
