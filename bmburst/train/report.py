@@ -232,10 +232,9 @@ class RunReport(contextlib.ExitStack):
             self._bar.update_eval(metrics)
             plot_losses(self._folder)
 
-    def doing(self, text: str) -> None:
-        """Say beside the bar what is done until the next step."""
-        if self._bar:
-            self._bar.doing(text)
+    def doing(self, text: str) -> contextlib.AbstractContextManager[None]:
+        """Say beside the bar what is done in the block."""
+        return self._bar.doing(text) if self._bar else contextlib.nullcontext()
 
     def note(self, text: str) -> None:
         """Show a line that stays; nothing where it is empty."""

@@ -1,9 +1,10 @@
 """What a run shows on rank 0's terminal: lines at the start, a progress bar, a table at the end; 80 columns wide."""
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bmburst.amounts import GIB, short
@@ -170,10 +171,16 @@ class ProgressBar:
         numbers = ", ".join(_quality(metrics))
         self.note(f"step {metrics.step}: held-out loss {metrics.loss:.4f} {unit}, {numbers}{rest}")
 
-    def doing(self, text: str) -> None:
-        """Say beside the bar what is done until the next step; a log has lines of what is done."""
-        if self._bar is not None:
-            self._bar.set_description_str(text)
+    @contextlib.contextmanager
+    def doing(self, text: str) -> Iterator[None]:
+        """Say beside the bar what is done in the block; a log has lines of what was done."""
+        if self._bar is None:
+            yield
+            return
+        before = self._bar.desc
+        self._bar.set_description_str(text)
+        yield
+        self._bar.set_description_str(before)
 
     def note(self, text: str) -> None:
         """Show a line that stays, above the bar."""
