@@ -30,7 +30,7 @@ setup(
     packages=find_packages(include=["bmburst*", "bmburst_ops*", "model_center_ext*"]),
     package_data={
         "bmburst": ["py.typed", "plan/data/*.toml", "schedule/machines/*.toml"],
-        "bmburst_ops": ["py.typed", "*.c"],
+        "bmburst_ops": ["py.typed", "*.c", "flash/*.c"],
         "model_center_ext": ["py.typed", "configs/*.json"],
     },
     python_requires=">=3.11",

@@ -15,10 +15,6 @@ a master exactly between two weights, of which the lower one is even, the last b
 
 import ctypes
 import math
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -28,12 +24,13 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from bmburst_ops.compiled import compiled
 from bmburst_ops.errors import KernelError, unknown_kernel
 
 KERNELS = ("auto", "c", "torch")
 PIECE = 1 << 20
 """Numbers that torch's operations work on at once: what they write in between stays in the processor's caches."""
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-fopenmp", "-ffp-contract=off")
 
 
 class Rates(Protocol):
@@ -88,11 +85,11 @@ def adamw_(
     """
     if kernel not in KERNELS:
         raise unknown_kernel(kernel, KERNELS)
-    compiled = None if kernel == "torch" else _compiled()
-    if kernel == "c" and compiled is None:
+    library = None if kernel == "torch" else _compiled()
+    if kernel == "c" and library is None:
         raise KernelError("kernel 'c' needs a C compiler with OpenMP\nfix: install gcc, or kernel='auto'")
-    if compiled is not None and weights.dtype != torch.float16:
-        _call(compiled, weights, gradient, moments, _numbers(rates, step, scale, factor), master, remainder)
+    if library is not None and weights.dtype != torch.float16:
+        _call(library, weights, gradient, moments, _numbers(rates, step, scale, factor), master, remainder)
         return
     plain = _numbers(rates, step, scale, None)
     for run in pieces(len(weights), PIECE):
@@ -102,8 +99,8 @@ def adamw_(
         wide = given.float() if given.dtype != torch.float32 else given.clone()
         of_part = part if master is None else master[run]
         of_part = of_part if remainder is None else joined(part, remainder[run])
-        if compiled is not None:
-            _call(compiled, of_part, wide, state, plain)
+        if library is not None:
+            _call(library, of_part, wide, state, plain)
         else:
             _by_torch(of_part, wide, state, rates, step, scale)
         if remainder is not None:
@@ -180,7 +177,7 @@ def _numbers(rates: Rates, step: int, scale: float, factor: float | None) -> _Nu
 
 
 def _call(
-    compiled: ctypes.CDLL,
+    library: ctypes.CDLL,
     weights: Tensor,
     gradient: Tensor,
     moments: tuple[Tensor, Tensor],
@@ -191,11 +188,11 @@ def _call(
     dtype = torch.float32 if master is None and remainder is None else torch.bfloat16
     own: tuple[Tensor, ...]
     if remainder is not None:
-        function, own = compiled.adamw_remainder, (remainder,)
+        function, own = library.adamw_remainder, (remainder,)
     elif master is not None:
-        function, own = compiled.adamw_master, (master,)
+        function, own = library.adamw_master, (master,)
     else:
-        function, own = compiled.adamw_fp32, ()
+        function, own = library.adamw_fp32, ()
     assert weights.dtype == gradient.dtype == dtype and moments[0].dtype == moments[1].dtype == torch.float32
     tensors = (weights, *own, gradient, *moments)
     assert all(t.is_contiguous() and len(t) == len(weights) and t.device.type == "cpu" for t in tensors)
@@ -207,15 +204,4 @@ def _call(
 @cache
 def _compiled() -> ctypes.CDLL | None:
     """Return the compiled kernel; None where that cannot be."""
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    if compiler is None:
-        return None
-    source = Path(__file__).with_suffix(".c")
-    with tempfile.TemporaryDirectory(prefix="bmburst-") as folder:  # of this process: others cannot change what it runs
-        library = Path(folder) / "host_adamw.so"
-        command = [compiler, *_FLAGS, str(source), "-o", str(library), "-lm"]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-            return ctypes.CDLL(str(library))
-        except (OSError, subprocess.SubprocessError):
-            return None
+    return compiled(Path(__file__).with_suffix(".c"), _FLAGS)

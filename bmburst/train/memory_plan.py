@@ -22,6 +22,7 @@ from bmburst.recompute.host_store import AT_ONCE, PIECE
 from bmburst.recompute.policy import AUTO, POLICIES, Policy
 from bmburst.schedule.hardware import HOST, Hardware, hardware_like
 from bmburst.train.config import TrainConfig
+from bmburst.train.metrics import peak_bytes
 from bmburst.train.planning import HostMemory, available_bytes, planned
 
 
@@ -64,16 +65,23 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
 
 
 def expected_memory(config: TrainConfig, ranks: int, per_host: int) -> Memory | None:
-    """Return what the planner expects a rank of this host's GPUs to take; None without GPUs, and where it cannot say.
+    """Return what the planner expects a rank to take of this host's GPUs; None where it cannot say.
+
+    Without GPUs: what the process takes so far, with its weights, and the planner's tensors beside them. What operators
+    on CPUs take for themselves is not counted.
 
     Args:
         config: The run, with a recompute policy.
         ranks: In all.
         per_host: Ranks on a host.
     """
-    if not torch.cuda.is_available():
-        return None
-    return _memory(config, ranks, max(1, ranks // per_host), hardware_like(torch.cuda.get_device_name()))
+    on_gpu = torch.cuda.is_available()
+    hardware = hardware_like(torch.cuda.get_device_name() if on_gpu else HOST)
+    memory = _memory(config, ranks, max(1, ranks // per_host), hardware)
+    if on_gpu or memory is None:
+        return memory
+    tensors = {name: nbytes for name, nbytes in memory.lines.items() if name != "weights"}
+    return replace(memory, lines=tensors, outside={"process": float(peak_bytes()[0])})
 
 
 def offloaded_pieces(config: TrainConfig, ranks: int) -> list[int]:

@@ -232,6 +232,10 @@ class RunReport(contextlib.ExitStack):
             self._bar.update_eval(metrics)
             plot_losses(self._folder)
 
+    def doing(self, text: str) -> contextlib.AbstractContextManager[None]:
+        """Say beside the bar what is done in the block."""
+        return self._bar.doing(text) if self._bar else contextlib.nullcontext()
+
     def note(self, text: str) -> None:
         """Show a line that stays; nothing where it is empty."""
         if self._bar and text:

@@ -1,8 +1,10 @@
 """What a run shows on rank 0's terminal: lines at the start, a progress bar, a table at the end; 80 columns wide."""
 
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from bmburst.amounts import GIB, short
@@ -120,6 +122,8 @@ def _digits(number: float) -> str:
 # Where nobody watches a bar move, a log wants a line now and then.
 _PLAIN_INTERVAL = 10.0
 _FIRST = "the first step takes longest"
+_WIDE = 100  # columns of a terminal from which on the bar has all numbers beside it
+_NARROW = 79  # of one that does not say
 
 
 class ProgressBar:
@@ -149,7 +153,7 @@ class ProgressBar:
     def update(self, metrics: StepMetrics) -> None:
         """Show a finished step."""
         if self._bar is not None:
-            self._bar.set_description_str(_numbers(metrics), refresh=False)
+            self._bar.set_description_str(_numbers(metrics, is_short=self._columns() < _WIDE), refresh=False)
             self._bar.update(1)
             return
         now = time.monotonic()
@@ -166,6 +170,17 @@ class ProgressBar:
         unit = "nats/pair" if metrics.reward_margin is not None else "nats/token"
         numbers = ", ".join(_quality(metrics))
         self.note(f"step {metrics.step}: held-out loss {metrics.loss:.4f} {unit}, {numbers}{rest}")
+
+    @contextlib.contextmanager
+    def doing(self, text: str) -> Iterator[None]:
+        """Say beside the bar what is done in the block; a log has lines of what was done."""
+        if self._bar is None:
+            yield
+            return
+        before = self._bar.desc
+        self._bar.set_description_str(text)
+        yield
+        self._bar.set_description_str(before)
 
     def note(self, text: str) -> None:
         """Show a line that stays, above the bar."""
@@ -198,18 +213,25 @@ class ProgressBar:
             total=self._total,
             initial=self._first - 1,
             file=self._stream,
-            dynamic_ncols=True,
+            dynamic_ncols=self._columns() > 0,
+            ncols=None if self._columns() else _NARROW,
             desc=_FIRST,
-            bar_format="step {n_fmt}/{total_fmt} |{bar}| {desc}  [{elapsed}, {remaining} left]",
+            bar_format="step {n_fmt}/{total_fmt} |{bar}| {desc}  {remaining} left",
         )
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns
+        except OSError:  # a terminal that cannot say
+            return 0
 
     def _print(self, text: str) -> None:
         self.piece(text + "\n")
 
 
-def _numbers(metrics: StepMetrics) -> str:
-    words = f"loss {metrics.loss:.4f}", *_quality(metrics), f"{metrics.tokens_per_second:,.0f} tokens/s"
-    return "  ".join(words)
+def _numbers(metrics: StepMetrics, *, is_short: bool = False) -> str:
+    quality = [] if is_short else _quality(metrics)
+    return "  ".join((f"loss {metrics.loss:.4f}", *quality, f"{metrics.tokens_per_second:,.0f} tokens/s"))
 
 
 def _quality(metrics: StepMetrics | EvalMetrics) -> list[str]:

@@ -222,9 +222,11 @@ class Trainer:
                 if stopped and every is not None:  # before an evaluation: there may be little time
                     self.save()
                 if is_last or _is_due(config.eval_every, self.steps_done):
-                    report.held_out(self.evaluate())
+                    with report.doing("measuring the loss of held-out text"):
+                        report.held_out(self.evaluate())
                 if not stopped and every is not None and (is_last or _is_due(every, self.steps_done)):
-                    self.save()
+                    with report.doing("saving a checkpoint"):
+                        self.save()
             report.close_bar()
             report.note(stopped)
             if config.sample_tokens and not stopped:

@@ -1,4 +1,4 @@
-"""torch's flash attention for CPUs. Its causal mask is top-left."""
+"""torch's flash attention for CPUs, whose causal mask is top-left, and for long fp32 tiles `cpu_tile`."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmburst_ops.flash import top_left
+from bmburst_ops.flash import cpu_tile, top_left
 from bmburst_ops.flash.kernel import BackwardInputs, Gradients, Partial
 from bmburst_ops.flash.limits import PACKED, require_no_softcap, unless_able, without_cells
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
@@ -22,6 +22,7 @@ class CpuKernel:
     """`Kernel` over `aten._scaled_dot_product_flash_attention_for_cpu`.
 
     It is called once a segment, and once for every 512 queries of a window: on a CPU a call costs microseconds.
+    Full and causal tiles that `cpu_tile.library` takes are computed there.
     """
 
     name = "cpu"
@@ -52,6 +53,8 @@ class CpuKernel:
         require_no_softcap(softcap, self.name)
         whole = _as_one_call(pattern, q, k)
         if whole is not None:
+            if library := cpu_tile.library(q, k):
+                return deliver_partial(cpu_tile.forward(library, q, k, v, causal=whole, scale=scale), into)
             return _forward(q, k, v, whole, scale, into)
         dtype = accumulation_dtype(q.dtype)
         out = q.new_zeros(q.shape, dtype=dtype) if into is None or into.out.dtype != dtype else into.out.zero_()
@@ -76,7 +79,10 @@ class CpuKernel:
         require_no_softcap(softcap, self.name)
         del deterministic  # always: each (batch, head) is one thread's
         grad_out, q, k, v, lse, delta = given
-        result, whole = surrogate_out(grad_out, delta), _as_one_call(pattern, q, k)
+        whole = _as_one_call(pattern, q, k)
+        if whole is not None and (library := cpu_tile.library(q, k)):
+            return deliver_gradients(cpu_tile.backward(library, given, causal=whole, scale=scale), into)
+        result = surrogate_out(grad_out, delta)
         if whole is not None:
             return _backward(grad_out, q, k, v, result, lse, whole, scale, into)
         sums = Gradients(*(t.new_zeros(t.shape, dtype=accumulation_dtype(t.dtype)) for t in (q, k, v)))

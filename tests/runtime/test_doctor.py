@@ -26,6 +26,7 @@ from bmburst.runtime.doctor import (
     to_text,
 )
 from bmburst.runtime.doctor.bmtrain import MachineCode, read_machine_code
+from tests.refusals import says
 from tests.runtime.fatbin import fat_binary
 
 PTX, CUBIN = 1, 2
@@ -356,3 +357,18 @@ def test_json_and_text_say_the_same(monkeypatch, capsys):
         "fix": "get it",
         "needed": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("capability", "path", "words"),
+    [("AVX512", "", "in torch | fp32 | gcc"), ("AVX512", "here", "in torch | compiled by"), ("AVX2", "", "in torch")],
+)
+def test_the_kernel_of_cpus_names_the_compiler_of_long_tiles(capability, path, words, tmp_path, monkeypatch):
+    compiler = tmp_path / "cc"
+    compiler.touch(mode=0o700)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setenv("PATH", path and str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    found = checks.cpu_flash("kernel cpu")
+    assert found.status == "ok" and says(found.detail, words)
+    assert ("compiled by" in found.detail) == bool(path) and (capability == "AVX512") == ("tiles" in found.detail)

@@ -36,6 +36,28 @@ def test_only_rank_0_says_so() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+PAGES = """
+import resource, torch
+from bmburst.runtime import host
+host.install()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def layers():  # two tensors of 4 MiB and one of 16 MiB: memory that a layer takes and frees
+    for _ in range(20):
+        kept = [torch.ones(1 << 20), torch.ones(1 << 20), torch.ones(1 << 22)]
+layers()
+before = faults()
+layers()
+print(faults() - before)
+"""
+
+
+def test_freed_memory_is_kept_for_the_next_tensors() -> None:
+    pages = 20 * (24 << 20) // 4096  # that the kernel would clear, or a share of it where it has huge ones
+    assert int(python("-c", PAGES).stdout) < pages // 100
+    assert int(python("-c", PAGES, MALLOC_TRIM_THRESHOLD_="0", MALLOC_MMAP_THRESHOLD_="4096").stdout) > pages // 100
+
+
 REFUSED = """
 from bmburst.errors import UserError
 from bmburst.runtime import host

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -262,12 +263,15 @@ with ProgressBar(5, first_step=3) as progress:
         time.sleep(0.15)
         progress.update(StepMetrics(step=n, loss=1.25, bits_per_byte=1.5, lr=1e-3, grad_norm=1,
                                     tokens_per_second=1234, seconds=1, memory_gib=1))
+        if n == 4:
+            with progress.doing("measuring"):
+                progress.note("a measurement")
     progress.note("a note")
 """
 
 
-@pytest.mark.parametrize("columns", [0, 120])
-def test_on_a_terminal_there_is_one_bar_on_stderr(columns):
+@pytest.mark.parametrize(("columns", "quality"), [(0, ""), (80, ""), (120, "1.500 bits/byte  ")])
+def test_on_a_terminal_there_is_one_bar_on_stderr(columns, quality):
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -279,7 +283,9 @@ def test_on_a_terminal_there_is_one_bar_on_stderr(columns):
     assert done.stdout == b""
     last = [line for line in shown.replace("\n", "\r").split("\r") if line.startswith("step")][-1]
     assert "step 5/5 |" in last
-    assert "loss 1.2500  1.500 bits/byte  1,234 tokens/s" in last
-    assert "00:00 left" in last
+    assert f"loss 1.2500  {quality}1,234 tokens/s" in last
+    assert last.rstrip().endswith("00:00 left") and len(last.rstrip()) <= (columns or 79)
+    fourth = re.findall(r"step 4/5 \|[^|]*\| (loss|measuring) ", shown)
+    assert fourth[0] == fourth[-1] == "loss" and "measuring" in fourth
     assert "step 2/5" in shown
     assert "a note" in shown

@@ -11,7 +11,8 @@ from bmburst.plan.candidates import Candidate, Task
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import load_hardware
 from bmburst.train.config import OptimizerConfig, ParallelConfig, TrainConfig
-from bmburst.train.memory_plan import DeviceMemory, explain, explained, planned
+from bmburst.train.memory_plan import DeviceMemory, expected_memory, explain, explained, planned
+from bmburst.train.metrics import peak_bytes
 from tests.refusals import refused
 
 GIB = 2**30
@@ -172,3 +173,14 @@ def test_a_host_whose_memory_is_over_is_no_traceback(monkeypatch):
     assert not caught.value.on_all_ranks
     with pytest.raises(RuntimeError, match=r"shape '\[3\]' is invalid"), explained(config(2**17)):
         torch.zeros(4).view(3)
+
+
+def test_on_a_cpu_the_process_so_far_and_the_tensors_to_come_are_expected(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = TrainConfig()
+    before = peak_bytes()[0]
+    found = expected_memory(config, 2, 2)
+    assert before <= found.outside["process"] <= peak_bytes()[0]
+    tensors = found.total - found.outside["process"]
+    own = config.model.num_parameters / 2 * 4  # of a rank, in float32
+    assert 3 * own < tensors < 2**28  # a gradient and two moments, and what 2,048 tokens need
