@@ -14,7 +14,7 @@ from bmburst.blocks.lora import LoRAConfig
 from bmburst.recompute.policy import Policy
 from bmburst_ops.constants import ATTENTION_BACKWARD, GATHERED_CHUNKS
 
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a weight and of an element of an activation, by dtype."""
 WIDE = 4  # bytes of what is fp32: inside operators, AdamW's state, log-sum-exp and delta, and what a ring adds up
 

@@ -62,7 +62,7 @@ class EvalConfig:
     max_sequences: int | None = field(
         "Largest number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1
     )
-    dtype: Literal["float32", "bfloat16"] = field("Data type of weights and activations.", default="float32")
+    dtype: Literal["float32", "bfloat16", "float16"] = field("Data type of weights and activations.", default="float32")
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
         "Which rank holds which tokens of a sequence.", default="zigzag"
     )
