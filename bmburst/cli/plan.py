@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtype",
         default="bfloat16",
-        metavar="bfloat16|float32",
+        metavar="bfloat16|float16|float32",
         help="dtype of weights and activations (default: bfloat16)",
     )
     add(

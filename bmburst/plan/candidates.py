@@ -60,7 +60,7 @@ class Task:
     nodes: int = 1
     batch: int = 1
     micro_batch: int = 1
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     loss_chunk: int = 1024
     mlp_chunk: int | None = None
     lora: LoRAConfig | None = None

@@ -166,12 +166,12 @@ def adam_bytes(itemsize: int) -> int:
     return 2 * WIDE + (WIDE if itemsize < WIDE else 0)
 
 
-def host_adam_bytes(itemsize: int) -> int:
-    """Return the bytes of AdamW's state of a weight that lives in host memory itself.
+def host_adam_bytes(dtype: str) -> int:
+    """Return the bytes of AdamW's state of a weight of a dtype that lives in host memory itself.
 
-    A 16-bit weight is a half of its master: `bmburst.optim.host_shard_adam`.
+    A bfloat16 weight is a half of its master, a float16 weight is not: `bmburst.optim.host_shard_adam`.
     """
-    return 2 * WIDE + (WIDE - itemsize if itemsize < WIDE else 0)
+    return 2 * WIDE + {"float32": 0, "bfloat16": WIDE - 2, "float16": WIDE}[dtype]
 
 
 def block_parameters(model: LlamaConfig, lora: LoRAConfig | None = None) -> int:

@@ -114,7 +114,7 @@ def host_state(candidate: Candidate) -> Lines:
         return {"optimizer": task.trained / nodes * adam_bytes(task.itemsize)}
     blocks = block_parameters(task.model, task.lora) / nodes
     trained = task.trained / nodes if task.lora else blocks
-    state = trained * host_adam_bytes(task.itemsize) + (task.trained / nodes - trained) * adam_bytes(task.itemsize)
+    state = trained * host_adam_bytes(task.dtype) + (task.trained / nodes - trained) * adam_bytes(task.itemsize)
     return {"optimizer": state, "weights and gradients": (blocks + trained) * task.itemsize}
 
 

@@ -208,7 +208,7 @@ def known_peak(device: str | None, dtype: str) -> tuple[float | None, str]:
     """
     if device is None:
         return None, "MFU is left out: there is no GPU"
-    if dtype != "bfloat16":
+    if dtype not in ("bfloat16", "float16"):
         return None, f"MFU is left out: the planner knows peaks of 16-bit products, not of {dtype}"
     hardware = hardware_of(device)
     if hardware is None:

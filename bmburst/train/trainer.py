@@ -30,6 +30,7 @@ from bmburst.train.config import TrainConfig, profiled_steps
 from bmburst.train.evaluate import generate
 from bmburst.train.loading import Loader, LocalBatch, causal_cut
 from bmburst.train.loss_scale import LossScale
+from bmburst.train.machine import require_dtype
 from bmburst.train.memory_plan import expected_memory, explained, offloaded_pieces, recompute_for
 from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_bytes
 from bmburst.train.objective import make_objective
@@ -93,6 +94,7 @@ class Trainer:
         self.folder: Path = config.output
         self.runtime = start(seed=config.seed, tensor=config.parallel.tensor_parallel)
         config.validate(self.runtime.world_size)
+        require_dtype(config.dtype, self.runtime.device)
         # These define BMTrain classes: BMTrain must have been started.
         import bmtrain as bmt
 

@@ -102,12 +102,21 @@ def test_two_ranks(folder):
 
 
 def _two_ranks(folder):
+    _overflow_skips_one_step(folder)
+    _resumed_is_uninterrupted(folder)
+
+
+@pytest.mark.long
+def test_is_near_fp32_also_in_host_memory(folder):
+    run_program(2, _near, folder, seconds=240)
+
+
+def _near(folder):
     for name, changes in SPLITS.items():
         _is_near_fp32(folder, name, changes)
-    resident = _overflow_skips_one_step(folder)
+    resident = run(make(folder, "resident"), {BAD})
     for name, changes in OFFLOADS.items():
         _host_memory_gives_the_same(folder, name, changes, resident)
-    _resumed_is_uninterrupted(folder)
 
 
 def _is_near_fp32(folder, name, changes):
@@ -136,7 +145,6 @@ def _overflow_skips_one_step(folder):
     assert math.isfinite(seen[BAD - 1].loss) and not math.isfinite(seen[BAD - 1].grad_norm)
     assert all(each.isfinite().all() for each in held(trainer))
     assert all(steps == 7 for steps in held(trainer)[-1])
-    return seen
 
 
 def _host_memory_gives_the_same(folder, name, changes, resident):
@@ -165,6 +173,7 @@ def _resumed_is_uninterrupted(folder):
         assert ours == wanted
 
 
+@pytest.mark.long
 def test_tensor_ranks(folder):
     run_program(2, _tensor_ranks, folder, tensor=2)
 
