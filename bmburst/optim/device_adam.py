@@ -55,7 +55,9 @@ def step_masters(updates: Sequence[Update], scale: float) -> None:
         state[STEP] += 1
 
 
-def step_wide(parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], group: dict[str, Any], scale: float) -> None:
+def step_wide(
+    parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], group: dict[str, Any], scale: float
+) -> None:
     """Update fp32 weights with torch's operations.
 
     Args:

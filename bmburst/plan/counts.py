@@ -242,6 +242,11 @@ def step_flops(model: LlamaConfig, tokens: float, query_key_pairs: float, *, att
     )
 
 
+def forward_flops(model: LlamaConfig, tokens: float, query_key_pairs: float) -> float:
+    """Return the FLOPs of a forward pass, for the arguments of `step_flops`: a third of a step's."""
+    return 2.0 * multiplied(model) * tokens + model.num_layers * _forward(model, query_key_pairs)
+
+
 def hardware_flops(model: LlamaConfig, tokens: float, query_key_pairs: float, recompute: str) -> float:
     """Return the FLOPs that are computed in a step: attention's backward as the kernel does it, and recomputation.
 
