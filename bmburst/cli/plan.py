@@ -195,8 +195,8 @@ def _check_generate(args: argparse.Namespace) -> None:
     for name in ("check", "calibrate"):
         if getattr(args, name):
             raise UserError(f"--generate and --{name} cannot be combined\nfix: run bmburst plan once with each")
-    training = "nodes micro_batch loss_chunk mlp_chunk recompute zero tensor ways output write".split()
-    for name in (*training, "optimizer_offload", "host_memory", "lora", "dpo", "longest"):
+    training = ("nodes", "micro_batch", "loss_chunk", "mlp_chunk", "recompute", "zero", "tensor", "ways", "write")
+    for name in (*training, "output", "optimizer_offload", "host_memory", "lora", "dpo", "longest"):
         if getattr(args, name) != args.given(name):
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} says nothing of generation, which runs on one node\nfix: leave {option} out")

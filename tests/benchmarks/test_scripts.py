@@ -5,11 +5,14 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import families, main_job
 from benchmarks.engine.machine import write_record
+from bmburst.errors import UserError
+from bmburst.integrations.transformers import register
 from tests.docs.scripts import run_script
 
 SCRIPTS = sorted(
@@ -77,16 +80,33 @@ def test_cross_attention_is_measured_beside_one_rank(tmp_path):
 
 
 def test_families_are_tried_on_two_ranks(tmp_path):
-    """Qwen2-MoE's window of 0 is none, gpt-oss has sinks; a softcap is refused; other sizes are too large to try."""
-    types = ["mistral", "qwen2_moe", "gpt_oss", "gemma2", "xlm-roberta-xl"]
+    """Qwen2-MoE's window of 0 is none, gpt-oss has sinks; a softcap and a table of attention classes are refused;
+    other sizes are too large to try.
+    """
+    types = ["mistral", "qwen2_moe", "gpt_oss", "gemma2", "gptj", "xlm-roberta-xl"]
     run_script(tmp_path, 2, ["-m", "benchmarks.families", "--rank", ".", "--types", *types])
     rows = [json.loads(line) for line in (tmp_path / "families.jsonl").read_text().splitlines()]
     assert [row["type"] for row in rows] == types
-    assert [row["result"] for row in rows[:4]] == ["exact", "exact", "exact", "refused"]
-    assert "softcap" in rows[3]["reason"]
+    assert [row["result"] for row in rows] == ["exact"] * 3 + ["refused"] * 3
+    assert "softcap" in rows[3]["reason"] and "GPTJ_ATTENTION_CLASSES" in rows[4]["reason"]
     text = families.table(rows, 2)
     assert "3 exact" in text and "\nmistral, qwen2_moe, gpt_oss.\n" in text
-    assert re.search(r"^\| gemma2 \| refused \| .*softcap", text, re.M)
+    assert re.search(r"^\| gemma2 \| refused \| .*softcap", text, re.M) and "failed" not in text
+
+
+def test_an_error_that_is_no_refusal_counts_as_failed():
+
+    def raises(error):
+        def part(_):
+            raise error
+
+        return families._tried("gpt2", SimpleNamespace(part=part))
+
+    register()
+    assert raises(UserError("no\nfix: another")) == ("refused", "no")
+    assert raises(KeyError("bmburst")) == ("failed", "KeyError: 'bmburst'")
+    rows = [{"type": "gpt2", "result": "failed", "reason": "KeyError", "transformers": "5"}]
+    assert "1 failed" in families.table(rows, 2) and "failed" in families.BUGS
 
 
 def test_the_main_jobs_record_has_the_machine_and_a_row_a_run():

@@ -207,7 +207,7 @@ def _rules_are_bmtrains():
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
     manager.add_optimizer(torch.optim.SGD([parameter], lr=0.0))
     ours = LossScale(8.0, INTERVAL)
-    for is_finite in map(int, "11101110000001111"):
+    for is_finite in map(int, "11101101110000001111"):
         parameter.grad = torch.full_like(parameter, 0.0 if is_finite else math.inf)
         manager.step()
         ours.count(is_finite=bool(is_finite))
