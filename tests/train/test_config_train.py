@@ -23,7 +23,8 @@ from bmburst.train.config import (
     ParallelConfig,
     TrainConfig,
 )
-from bmburst.train.resolve import EvalConfig, check_paths, check_resumable, resolve, write_run_config
+from bmburst.train.eval_config import EvalConfig
+from bmburst.train.resolve import check_paths, check_resumable, resolve, write_run_config
 from bmburst.train.sections import STANDARD_LIBRARY
 from bmburst_ops.flash.select import NAMES as KERNEL_NAMES
 from tests.refusals import refusal_of, refused, says
