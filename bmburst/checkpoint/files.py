@@ -36,12 +36,14 @@ class RunProgress:
         data: `Batches.state_dict()`.
         tokenizer: Name of the run's tokenizer.
         skipped: Steps of them that changed nothing.
+        loss_scale: The loss scale, and the steps since it changed; None unless weights are fp16.
     """
 
     step: int
     data: Mapping[str, Any]
     tokenizer: str
     skipped: int = 0
+    loss_scale: tuple[float, int] | None = None
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
@@ -186,8 +188,13 @@ def read_progress(checkpoint: Path) -> RunProgress:
     problem, state = problem_of(checkpoint), _read_state(checkpoint / STATE_FILE)
     if problem is not None or isinstance(state, str):
         raise UserError(f"{checkpoint}: {problem or state}\nfix: use another checkpoint of the run")
+    scale = state.get("loss_scale")
     return RunProgress(
-        step=state["step"], data=state["data"], tokenizer=state["tokenizer"], skipped=int(state.get("skipped", 0))
+        step=state["step"],
+        data=state["data"],
+        tokenizer=state["tokenizer"],
+        skipped=int(state.get("skipped", 0)),
+        loss_scale=None if scale is None else (float(scale[0]), scale[1]),
     )
 
 
@@ -213,6 +220,7 @@ def _read_state(path: Path) -> dict[str, Any] | str:
         "tokenizer": isinstance(state.get("tokenizer"), str),
         "files": isinstance(files, dict) and all(_is_name(name) and _is_count(files[name]) for name in files),
         "skipped": _is_count(state.get("skipped", 0)),
+        "loss_scale": _is_scale(state.get("loss_scale")),
         "checksums": isinstance(checksums, dict) and all(_is_name(name) for name in checksums),
     }
     wrong = [name for name, is_valid in valid.items() if not is_valid]
@@ -229,6 +237,13 @@ def _damage(checkpoint: Path) -> str | None:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_scale(value: object) -> bool:
+    """Whether a value is a loss scale and a number of steps, or None."""
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], int | float):
+        return value is None
+    return 1 <= value[0] < 2.0**1000 and _is_count(value[1])
 
 
 def _is_name(name: object) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from bmburst.blocks.config import LlamaConfig
@@ -145,7 +146,7 @@ def load(model: "Llama", directory: str | Path) -> None:
     Every rank calls it, and each reads only its own part, so the directory must be visible on every host.
 
     Raises:
-        UserError: On all ranks, if `check_weights` fails on any.
+        UserError: On all ranks, if `check_weights` fails on any, or a number is beyond the range of fp16 weights.
     """
     from bmburst.zero import named_shards, scatter_piece
 
@@ -156,9 +157,23 @@ def load(model: "Llama", directory: str | Path) -> None:
         files = check_weights(directory, model.config)
 
     together(open_files)
-    for shard in named_shards(model):
+    shards, beyond = named_shards(model), ""
+    for shard in shards:
         if shard.count and shard.name in files:  # adapters have files of their own
-            scatter_piece(shard, shard.read(partial(files[shard.name].read, shard.name)))
+            piece = shard.read(partial(files[shard.name].read, shard.name))
+            if shard.dtype == torch.float16 and bool((piece.abs() > torch.finfo(shard.dtype).max).any()):
+                beyond = shard.name
+            scatter_piece(shard, piece)
+
+    def require_range() -> None:
+        if beyond:
+            raise UserError(
+                f"{directory}: {beyond} has numbers beyond 65504, the largest of float16\n"
+                "fix: --dtype bfloat16 or float32"
+            )
+
+    if any(shard.dtype == torch.float16 for shard in shards):
+        together(require_range)
 
 
 def save(model: "Llama", directory: str | Path, *, part_bytes: int | None = None) -> dict[str, int]:

@@ -139,7 +139,7 @@ def load(checkpoint: Path, model: "Llama", optimizer: "AdamW", *, base: "Base | 
         adapter.load(model, checkpoint, base)
     else:
         hugging_face.load(model, checkpoint)
-    _load_optimizer(checkpoint, model, optimizer, progress.step)
+    _load_optimizer(checkpoint, model, optimizer, max(progress.step - progress.skipped, 0))
     _load_random(checkpoint / RANDOM_FILE)
     return progress
 
@@ -174,6 +174,7 @@ def _save_state(path: Path, progress: RunProgress, checksums: Mapping[str, int])
     sizes = {file.name: file.stat().st_size for file in sorted(path.parent.iterdir())}
     state = {"format": FORMAT, "step": progress.step, "data": dict(progress.data)}
     state |= {"tokenizer": progress.tokenizer, "skipped": progress.skipped, "files": sizes}
+    state |= {} if progress.loss_scale is None else {"loss_scale": list(progress.loss_scale)}
     state |= {"checksums": {name: text_of(checksums[name]) for name in sizes}}
     path.write_text(sealed(json.dumps(state, indent=2)), encoding="utf-8")
 

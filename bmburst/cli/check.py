@@ -107,6 +107,11 @@ def resolve_options(args: argparse.Namespace) -> TrainConfig:
     config = resolve((Path(args.config),) if args.config is not None else (), given_options(args, TrainConfig))
     if config.resume:
         config = train.resolve_options(args)
+    if config.dtype == "float16":
+        raise UserError(
+            "dtype float16: a gradient that overflows on one split of the work need not on another\n"
+            "allowed: float32, bfloat16\nfix: --dtype bfloat16, or float32 on GPUs without it; the ranks do the same"
+        )
     return config.replace(output=None, resume=False, sample_tokens=0)
 
 

@@ -19,8 +19,8 @@ from bmburst.cli.passkey import (
 from bmburst.cli.train import set_environment
 from bmburst.config import add_options, build_config, given_options, option_name, read_layer, to_dict
 from bmburst.errors import UserError
-from bmburst.train.data_paths import check_data_path
-from bmburst.train.resolve import EvalConfig
+from bmburst.train.data_paths import check_sources, hold_records
+from bmburst.train.eval_config import EvalConfig
 
 if TYPE_CHECKING:
     from bmburst.evaluation.by_position import PositionBin
@@ -124,7 +124,9 @@ def resolve_options(args: argparse.Namespace, world_size: int | None = None) -> 
             "allowed: a checkpoint, a run folder, or a directory of a Hugging Face LLaMA\n"
             "fix: correct the path of --checkpoint"
         )
-    check_data_path(config.data, config.text_field)
+    check_sources(config.data, config.text_field)
+    if hold_records(config.data, config.text_field):
+        values = {"pack": "documents", **values}
     if config.by_position:
         _outputs(config)
     elif config.output is not None:

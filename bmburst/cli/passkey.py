@@ -17,7 +17,7 @@ from bmburst.cli.train import set_environment
 from bmburst.config import build_config, given_options, option_name, read_json, read_layer, write_json
 from bmburst.errors import UserError
 from bmburst.outputs import is_picture, require_file
-from bmburst.train.resolve import EvalConfig
+from bmburst.train.eval_config import EvalConfig
 
 if TYPE_CHECKING:
     from bmburst.evaluation.passkey import PasskeyCell, PasskeyPrompts, PasskeyTest

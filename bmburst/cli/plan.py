@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtype",
         default="bfloat16",
-        metavar="bfloat16|float32",
+        metavar="bfloat16|float16|float32",
         help="dtype of weights and activations (default: bfloat16)",
     )
     add(
@@ -104,6 +104,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="RANK",
         help="train adapters of this rank, on q_proj and v_proj, in place of the weights (with --longest: beside them, "
         "default: 16)",
+    )
+    add(
+        "--dpo",
+        action="store_true",
+        help="train on preference pairs: count a reference's forward pass and, without --lora, its weights",
     )
     add(
         "--host-memory",
@@ -155,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(
                 f"--{name} {what} and takes no --model and --seq\nfix: leave them out, or leave --{name} out"
             )
-        for option in ("optimizer_offload", "host_memory", "lora", "write"):
+        for option in ("optimizer_offload", "host_memory", "lora", "dpo", "write"):
             if getattr(args, name) and getattr(args, option) != args.given(option):
                 words = f"--{option.replace('_', '-')}"
                 raise UserError(f"--{name} {what} and takes no {words}\nfix: leave {words} out")
@@ -190,19 +195,8 @@ def _check_generate(args: argparse.Namespace) -> None:
     for name in ("check", "calibrate"):
         if getattr(args, name):
             raise UserError(f"--generate and --{name} cannot be combined\nfix: run bmburst plan once with each")
-    training = (
-        "nodes",
-        "micro_batch",
-        "loss_chunk",
-        "mlp_chunk",
-        "recompute",
-        "zero",
-        "tensor",
-        "ways",
-        "output",
-        "write",
-    )
-    for name in (*training, "optimizer_offload", "host_memory", "lora", "longest"):
+    training = ("nodes", "micro_batch", "loss_chunk", "mlp_chunk", "recompute", "zero", "tensor", "ways", "write")
+    for name in (*training, "output", "optimizer_offload", "host_memory", "lora", "dpo", "longest"):
         if getattr(args, name) != args.given(name):
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} says nothing of generation, which runs on one node\nfix: leave {option} out")
@@ -282,6 +276,8 @@ def _plan(args: argparse.Namespace) -> int:
         loss_chunk=args.loss_chunk,
         mlp_chunk=args.mlp_chunk,
         lora=None if args.longest else _adapters(args.lora),
+        pairs=args.dpo,
+        second_model=args.dpo and (args.lora is None or args.longest),
         host_memory=args.host_memory,
     )
     if args.longest:

@@ -20,7 +20,7 @@ from bmburst.errors import UserError
 from bmburst.integrations.transformers_attention import NAME, SequenceMask, attention, layer_mask
 from bmburst.integrations.transformers_batch import DocumentsOption, WholeBatch, whole_batch
 from bmburst.integrations.transformers_head import loss_or_logits
-from bmburst.integrations.transformers_models import recompute, require_rows, require_splittable
+from bmburst.integrations.transformers_models import recompute, refuse_other_tables, require_rows, require_splittable
 from bmburst.loss import count_valid, global_mean
 from bmburst.mesh import Mesh, require_mesh
 from bmburst.sequence import SequenceShard, unshard
@@ -36,11 +36,15 @@ _OWN = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 
 
 def register() -> None:
-    """Make attn_implementation="bmburst" known to transformers; again does no harm."""
+    """Make attn_implementation="bmburst" known to transformers; again does no harm.
+
+    A model that does not look attention up there is then refused when it is made.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, layer_mask)
+    refuse_other_tables()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

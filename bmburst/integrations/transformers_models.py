@@ -1,8 +1,9 @@
 """Checks that a transformers model is exact on a split sequence, and sets its activation checkpointing."""
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from bmburst.recompute.policy import Policy
 
 _ATTENTION = frozenset({"attention", "full_attention", "sliding_attention"})
 """Types of layers whose tokens meet in attention only."""
+_TABLE, _MARK = "ATTENTION_CLASSES", "refuses_own_tables"
 
 
 def require_splittable(model: torch.nn.Module, ends: Callable[[], tuple[int, ...]]) -> None:
@@ -60,6 +62,36 @@ def require_rows(model: torch.nn.Module, largest: int | None) -> None:
             f"the batch has token id {largest}, but the model's vocabulary has {rows}\nallowed: 0 to {rows - 1}\n"
             "fix: use the tokenizer that the model was made for, or model.resize_token_embeddings"
         )
+
+
+def refuse_other_tables() -> None:
+    """Have transformers refuse NAME where a model type keeps a table of attention classes of its own; once.
+
+    Such a model, Falcon and GPT-J for example, would end in a KeyError in the middle of its construction.
+    """
+    chosen = PreTrainedModel.get_correct_attn_implementation
+    if getattr(chosen, _MARK, False):
+        return
+
+    @wraps(chosen)
+    def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **options: Any) -> Any:
+        if requested_attention == NAME and (table := _own_table(self)) is not None:
+            raise UserError(
+                f"model type '{self.config.model_type}' has a table of attention classes of its own ({table}) and does "
+                "not use transformers' AttentionInterface\n"
+                "fix: another model type, such as those that docs/families.md lists"
+            )
+        return chosen(self, requested_attention, *args, **options)
+
+    setattr(checked, _MARK, True)
+    PreTrainedModel.get_correct_attn_implementation = checked
+
+
+def _own_table(model: PreTrainedModel) -> str | None:
+    """Return the name of the table in a model's module that has attention classes by implementation, but not NAME."""
+    values = vars(sys.modules[type(model).__module__])
+    tables = (name for name, value in values.items() if name.endswith(_TABLE) and isinstance(value, dict))
+    return next((name for name in tables if "eager" in values[name] and NAME not in values[name]), None)
 
 
 def _parts(model: object) -> list[PreTrainedModel]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import bmtrain as bmt
 import torch
-from torch.optim.adamw import adamw
 
 from bmburst.comm.host_memory import host_zeros
 from bmburst.comm.host_shards import host_shard
 from bmburst.errors import UserError, unknown
 from bmburst.optim import host_shard_adam
+from bmburst.optim.device_adam import step_fused, step_masters, step_wide
 from bmburst.optim.host_adam import MASTER, MEAN, SQUARE, STEP, HostAdam, Update
 from bmburst.optim.host_shard_adam import REMAINDER, LateUpdates, ShardUpdate
 from bmburst.train.config import OptimizerConfig
@@ -22,23 +22,27 @@ from bmburst_ops.host_adamw import joined, split
 
 _EPS = 1e-6
 KERNELS = ("auto", "bmtrain")
-"""What can be asked for; auto is Triton for bf16 weights on NVIDIA GPUs that have it, else BMTrain's."""
+"""What can be asked for; auto: Triton for 16-bit weights on NVIDIA GPUs that have it, else BMTrain's for bf16 and torch
+for fp16."""
 
 
 class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no types
     """BMTrain's Adam with decoupled weight decay in every dtype (arXiv:1711.05101, algorithm 2).
 
     BMTrain's 16-bit kernels decouple it. Its fp32 path adds it to the gradient, and on GPUs fails with the step counter
-    that torch 2.11 wants; here fp32 parameters take torch's own functional AdamW. For bf16 weights on NVIDIA GPUs a
-    Triton kernel does what BMTrain's does, in fewer and wider accesses (`bmburst_ops.triton_adam`); the state is the
-    same.
+    that torch 2.11 wants; here fp32 parameters take torch's own functional AdamW. For 16-bit weights on NVIDIA GPUs a
+    Triton kernel does what BMTrain's does, in fewer and wider accesses (`bmburst_ops.triton_adam`); the state of bf16
+    weights is the same.
+
+    BMTrain's kernel keeps the first moment of fp16 weights in fp16, multiplied by the loss scale. When the scale grows,
+    a moment beyond 65504 becomes infinite and stays so. Here moments are fp32, without the scale, unless `kernel` is
+    "bmtrain" and the state is on the GPU. The gradient of fp16 weights is clipped in fp32, by the step.
 
     With `offload` the state and the fp32 master weights live in host memory, and `bmburst.optim.host_adam` updates them
     there. This frees 12 bytes of GPU memory for each 16-bit weight and 8 for each fp32 weight. Results may differ in
     the last bits. fp32 weights agree within `4 * 2**-23` of the larger of weight and update, because the fused kernel
     multiplies in another order. Moments agree within one last bit. 16-bit weights are the nearest to their master in
-    both cases. `state` and checkpoints have the same content, except for fp16 weights: BMTrain keeps their moments in
-    fp16, multiplied by the loss scale, so neither optimizer can load the other's state.
+    both cases. `state` and checkpoints have the same content, except for fp16 weights that BMTrain's kernel updates.
 
     Weights of a `bmburst.blocks.streamed.StreamedBlock` need `offload`. They are updated behind `step`, in another
     thread (`bmburst.optim.host_shard_adam`): who reads them or their state by `bmburst.zero` or a method of this class
@@ -76,6 +80,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._kernel = kernel
         self._host = HostAdam() if offload else None
+        self._has_scaled_state = kernel == "bmtrain" and not offload  # of fp16 weights
         self._late = LateUpdates()
         self._coming: dict[torch.Tensor, Future[dict[str, Any]]] = {}
         self._factor: float | None = None
@@ -166,7 +171,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     def clip(self, norm: float, most: float | None) -> None:
         """Scale the gradient so that its norm is at most `most`, as `torch.nn.utils.clip_grad_norm_` does.
 
-        Gradients on the GPU are scaled in place, those in host memory by the next `step`.
+        Gradients on the GPU are scaled in place, those in host memory and of fp16 weights by the next `step`.
 
         Args:
             norm: Norm of the whole gradient, over all ranks.
@@ -176,11 +181,12 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             return
         self._factor = most / (norm + _EPS)
         for parameter in self._parameters():
-            if parameter.grad is not None and host_shard(parameter) is None:
+            if parameter.grad is not None and host_shard(parameter) is None and not self._is_half(parameter):
                 parameter.grad.mul_(self._factor)  # _foreach_mul_ rounds the factor to 16 bits on CPUs
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """See `torch.optim.Optimizer.zero_grad`. Gradients in host memory are always dropped."""
+        self._factor = None
         for parameter in self._parameters():
             if host_shard(parameter) is not None:
                 parameter.grad = None
@@ -194,17 +200,26 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             with torch.enable_grad():
                 loss = closure()
         groups = self.param_groups
+        # fp16 has no room for both scales: here that of clipping joins that of the loss, in fp32.
+        of_halves = scale if self._factor is None else scale / self._factor
         if self._host is not None:
-            self._late.start([update for group in groups for update in self._shard_updates(group, scale)])
+            self._late.start([each for group in groups for each in self._shard_updates(group, scale, of_halves)])
+            updates = [update for group in groups for update in self._updates(group)]
+            self._host.step([each for each in updates if not self._is_half(each.weights)], scale)
+            self._host.step([each for each in updates if self._is_half(each.weights)], of_halves)
             self._factor = None
-            self._host.step([update for group in groups for update in self._updates(group)], scale)
             return loss
+        self._factor = None
         others = []
         for group in groups:
+            of_group, fused = of_halves if self._is_half(group["params"][0]) else scale, self._fused(group)
             if _is_wide(group):
-                self._step_wide(group, scale)
-            elif fused := self._fused(group):
-                self._step_fused(fused, group, scale)
+                parameters = [p for p in group["params"] if p.grad is not None]
+                step_wide(parameters, [self.state[p] for p in parameters], group, scale)
+            elif fused is not None:
+                step_fused(fused, self._updates(group), of_group)
+            elif self._is_half(group["params"][0]):
+                step_masters(self._updates(group), of_group)
             else:
                 others.append(group)
         self.param_groups = others
@@ -227,15 +242,18 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             for key, parameter in zip(saved, self._parameters(), strict=False)
             if key in state_dict["state"]
         }
-        wanted = torch.float16 if self._host is None else torch.float32
+        wanted = torch.float16 if self._has_scaled_state else torch.float32
         for parameter, state in states.items():
             if parameter.dtype == torch.float16 and state[MEAN].dtype != wanted:
                 raise UserError(
-                    f"{MEAN} of fp16 weights is {state[MEAN].dtype}, but {wanted} here: resident it carries the loss "
-                    "scale\nfix: load it with the offload it was saved with"
+                    f"{MEAN} of fp16 weights is {state[MEAN].dtype}, but {wanted} here: BMTrain's kernel keeps it "
+                    "times the loss scale\nfix: load it with the kernel and the offload that it was saved with"
                 )
         if self._host is None:
             super().load_state_dict(state_dict)
+            for parameter, state in states.items():
+                if self._is_half(parameter):  # BMTrain has made it fp16
+                    self.state[parameter][MEAN] = state[MEAN].to(parameter.device, torch.float32, copy=True)
             return
         super().load_state_dict({**state_dict, "state": {}})  # it would put the state on the GPU
         for parameter, state in states.items():
@@ -245,7 +263,7 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             }
 
     def _on_justify_scale(self, old_scale: float, new_scale: float) -> None:
-        if self._host is None:  # there fp16 moments carry the scale
+        if self._has_scaled_state:
             super()._on_justify_scale(old_scale, new_scale)
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -258,10 +276,15 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
             if p.grad is not None and p.requires_grad and host_shard(p) is None
         ]
 
-    def _shard_updates(self, group: dict[str, Any], scale: float) -> list[ShardUpdate]:
+    def _shard_updates(self, group: dict[str, Any], scale: float, of_halves: float) -> list[ShardUpdate]:
         return [
             ShardUpdate(
-                shard=shard, gradient=p.grad, factor=self._factor, state=self._state(p), **_rates(group), scale=scale
+                shard=shard,
+                gradient=p.grad,
+                factor=None if self._is_half(p) else self._factor,
+                state=self._state(p),
+                **_rates(group),
+                scale=of_halves if self._is_half(p) else scale,
             )
             for p in group["params"]
             if p.grad is not None and p.requires_grad and (shard := host_shard(p))
@@ -278,52 +301,22 @@ class AdamW(bmt.optim.AdamOptimizer):  # type: ignore[misc]  # BMTrain has no ty
     def _initial_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         if kept := host_shard(parameter):
             return host_shard_adam.initial_state(kept.weights)
-        return _initial_state(parameter, parameter.device if self._host is None else torch.device("cpu"))
+        state = _initial_state(parameter, parameter.device if self._host is None else torch.device("cpu"))
+        if parameter.dtype == torch.float16 and self._has_scaled_state:
+            state[MEAN] = state[MEAN].half()
+        return state
 
     def _fused(self, group: dict[str, Any]) -> Any | None:
         """Return `triton_adam` if it is to update a group here."""
         parameters = [p for p in group["params"] if p.grad is not None]
-        if self._kernel != "auto" or not parameters or any(p.dtype != torch.bfloat16 for p in parameters):
+        kinds = {p.dtype for p in parameters}
+        if self._kernel != "auto" or kinds not in ({torch.bfloat16}, {torch.float16}):
             return None
         return triton_twin("triton_adam", *parameters)
 
-    def _step_fused(self, fused: Any, group: dict[str, Any], scale: float) -> None:
-        for update in self._updates(group):
-            state = update.state
-            state[STEP] += 1
-            fused.adamw_(
-                *(state[MASTER], update.weights, update.gradient, state[MEAN], state[SQUARE]),
-                lr=update.lr,
-                betas=update.betas,
-                eps=update.eps,
-                weight_decay=update.weight_decay,
-                step=state[STEP],
-                scale=scale,
-            )
-
-    def _step_wide(self, group: dict[str, Any], scale: float) -> None:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        states = [self.state[p] for p in parameters]
-        for parameter, state in zip(parameters, states, strict=True):
-            if not state:
-                state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
-        adamw(
-            parameters,
-            [p.grad if scale == 1 else p.grad / scale for p in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [torch.tensor(float(state["step"])) for state in states],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        for state in states:
-            state["step"] += 1
+    def _is_half(self, weights: torch.Tensor) -> bool:
+        """Whether weights are fp16 with moments that do not carry the loss scale."""
+        return weights.dtype == torch.float16 and not self._has_scaled_state
 
 
 def _is_wide(group: dict[str, Any]) -> bool:

@@ -46,6 +46,8 @@ class Task:
         loss_chunk: Tokens of a rank whose logits are computed at once.
         mlp_chunk: Tokens of a rank that an MLP computes at once; see `bmburst.blocks.config.mlp_chunk`.
         lora: Adapters that are trained in place of the weights, which are frozen; None trains the weights.
+        pairs: Whether answers are compared with a reference's (DPO), which computes them forward in each step.
+        second_model: Whether the reference is a model beside the trained one, not that without its adapters.
         host_memory: GiB of host memory of a node that the run's command names; None for what is free.
 
     Raises:
@@ -60,10 +62,12 @@ class Task:
     nodes: int = 1
     batch: int = 1
     micro_batch: int = 1
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     loss_chunk: int = 1024
     mlp_chunk: int | None = None
     lora: LoRAConfig | None = None
+    pairs: bool = False
+    second_model: bool = False
     host_memory: float | None = None
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from bmburst.blocks.lora import LoRAConfig
 from bmburst.recompute.policy import Policy
 from bmburst_ops.constants import ATTENTION_BACKWARD, GATHERED_CHUNKS
 
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a weight and of an element of an activation, by dtype."""
 WIDE = 4  # bytes of what is fp32: inside operators, AdamW's state, log-sum-exp and delta, and what a ring adds up
 
@@ -166,12 +166,12 @@ def adam_bytes(itemsize: int) -> int:
     return 2 * WIDE + (WIDE if itemsize < WIDE else 0)
 
 
-def host_adam_bytes(itemsize: int) -> int:
-    """Return the bytes of AdamW's state of a weight that lives in host memory itself.
+def host_adam_bytes(dtype: str) -> int:
+    """Return the bytes of AdamW's state of a weight of a dtype that lives in host memory itself.
 
-    A 16-bit weight is a half of its master: `bmburst.optim.host_shard_adam`.
+    A bfloat16 weight is a half of its master, a float16 weight is not: `bmburst.optim.host_shard_adam`.
     """
-    return 2 * WIDE + (WIDE - itemsize if itemsize < WIDE else 0)
+    return 2 * WIDE + {"float32": 0, "bfloat16": WIDE - 2, "float16": WIDE}[dtype]
 
 
 def block_parameters(model: LlamaConfig, lora: LoRAConfig | None = None) -> int:
@@ -240,6 +240,11 @@ def step_flops(model: LlamaConfig, tokens: float, query_key_pairs: float, *, att
     return 6.0 * multiplied(model) * tokens + model.num_layers * _forward(model, query_key_pairs) * (
         1 + attention_backward
     )
+
+
+def forward_flops(model: LlamaConfig, tokens: float, query_key_pairs: float) -> float:
+    """Return the FLOPs of a forward pass, for the arguments of `step_flops`: a third of a step's."""
+    return 2.0 * multiplied(model) * tokens + model.num_layers * _forward(model, query_key_pairs)
 
 
 def hardware_flops(model: LlamaConfig, tokens: float, query_key_pairs: float, recompute: str) -> float:

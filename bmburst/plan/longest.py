@@ -83,7 +83,7 @@ def longest(
         UserError: No mesh can train a sequence of `STEP` tokens a rank.
     """
     found: list[Longest] = []
-    for asked in (task, *([replace(task, lora=lora)] if lora else [])):
+    for asked in (task, *([replace(task, lora=lora, second_model=False)] if lora else [])):
         meshes = defaultdict(list)
         shortest = replace(asked, sequence=STEP * task.gpus)
         for each in candidates(shortest, recompute=recompute[:1], zero=(3,), tensor=tensor):

@@ -114,8 +114,11 @@ def host_state(candidate: Candidate) -> Lines:
         return {"optimizer": task.trained / nodes * adam_bytes(task.itemsize)}
     blocks = block_parameters(task.model, task.lora) / nodes
     trained = task.trained / nodes if task.lora else blocks
-    state = trained * host_adam_bytes(task.itemsize) + (task.trained / nodes - trained) * adam_bytes(task.itemsize)
-    return {"optimizer": state, "weights and gradients": (blocks + trained) * task.itemsize}
+    state = trained * host_adam_bytes(task.dtype) + (task.trained / nodes - trained) * adam_bytes(task.itemsize)
+    reference = (
+        {"reference's weights": block_parameters(task.model) / nodes * task.itemsize} if task.second_model else {}
+    )
+    return {"optimizer": state, "weights and gradients": (blocks + trained) * task.itemsize, **reference}
 
 
 def reserved_memory(task: Task, hardware: Hardware) -> float:

@@ -95,9 +95,17 @@ class StepMoments:
             "gradients": (trained - of_blocks) * task.itemsize,
             "shards on their way": (_VISITING * blocks + of_blocks) / model.num_layers * task.itemsize,
             "optimizer": trained * adam_bytes(task.itemsize) if candidate.offload is Offload.NOTHING else 0.0,
+            "reference's weights": self._reference(is_hosted),
             "whole weights (ZeRO-2)": self._block_bytes() * model.num_layers if candidate.zero == 2 else 0.0,
             "token ids, angles": self._ids(),
         }
+
+    def _reference(self, is_hosted: bool) -> float:
+        """Bytes of a second model: shards in any ZeRO stage, because BMTrain keeps no frozen block whole."""
+        if not self.task.second_model:
+            return 0.0
+        away = block_parameters(self.model) * (1 - _VISITING / self.model.num_layers) if is_hosted else 0.0
+        return (self.model.num_parameters - away) / self.task.gpus * self.task.itemsize
 
     def moments(self) -> Moments:
         """The moments at which memory can peak."""

@@ -46,6 +46,9 @@ def options(candidate: Candidate) -> list[str]:
         words += ["--lora.rank", str(task.lora.rank), "--lora.alpha", f"{task.lora.alpha:g}"]
         words += ["--lora.targets", ",".join(task.lora.targets)]
         words += ["--checkpoint-every", "never"] if task.init_from is None else []  # what a run without a base needs
+    if task.pairs:
+        words += ["--dpo.beta", "0.1"]  # as usual, and of no effect on time and memory
+        words += ["--dpo.reference", "DIR"] if task.second_model and task.init_from is None else []
     if task.loss_chunk != 1024:
         words += ["--loss-chunk-tokens", str(task.loss_chunk)]
     if task.mlp_chunk is not None:

@@ -15,6 +15,7 @@ from bmburst.plan.counts import (
     block_matrices,
     block_parameters,
     causal_pairs,
+    forward_flops,
     held_block,
     mlp_matrix,
     projections,
@@ -45,6 +46,7 @@ class StepTime:
         offload: Exposed copies between GPU and host memory, and AdamW of the host that forward waits for.
         optimizer: AdamW and clipping.
         host: Time by which the host is slower than the GPU.
+        reference: Forward pass of preference training's reference; 0 without one.
     """
 
     attention: float
@@ -57,6 +59,7 @@ class StepTime:
     offload: float
     optimizer: float
     host: float
+    reference: float = 0.0
 
     @property
     def total(self) -> float:
@@ -106,9 +109,14 @@ def step_time(
 
 
 def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
-    """Return the FLOPs of a task's step: causal attention over whole sequences, or over the model's window."""
+    """Return the FLOPs of a task's step: causal attention over whole sequences, or over the model's window.
+
+    The forward pass of a reference counts.
+    """
     query_key_pairs = task.batch * causal_pairs([task.sequence], task.model.sliding_window)
-    return step_flops(task.model, task.batch * task.sequence, query_key_pairs, attention_backward=attention_backward)
+    counted = task.model, float(task.batch * task.sequence), query_key_pairs
+    done = step_flops(*counted, attention_backward=attention_backward)
+    return done + forward_flops(*counted) if task.pairs else done
 
 
 def utilisation(candidate: Candidate, hardware: Hardware, seconds: float, *, attention_backward: float = 2.0) -> float:
@@ -167,6 +175,7 @@ def _layer(kind: Candidate, hardware: Hardware, operators: Operators, attention:
         "tensor": _tensor(kind, hardware),
         "offload": kind.policy.waiting(block_bytes(kind), bandwidth, behind.forward, behind.backward)
         + _streaming(kind, hardware, behind),
+        "reference": _reference(kind, hardware, behind) if kind.task.pairs else 0.0,
     }
 
 
@@ -177,6 +186,7 @@ def _outside_layers(candidate: Candidate, hardware: Hardware, operators: Operato
         "matmul": _head(candidate, hardware),
         "elementwise": _loss(candidate, hardware, operators),
         "zero": _zero_of_tables(candidate, hardware),
+        "reference": 2 * _logits(candidate, hardware) if candidate.task.pairs else 0.0,
     }
 
 
@@ -249,6 +259,27 @@ def _head(candidate: Candidate, hardware: Hardware) -> float:
     rows = candidate.rows / candidate.tensor
     flops = (4.0 if candidate.task.lora else 6.0) * rows * table(candidate.task.model)
     return hardware.matmul_seconds(flops, min(rows, candidate.task.loss_chunk))
+
+
+def _logits(candidate: Candidate, hardware: Hardware) -> float:
+    """Seconds of the logits: of a reference's, and of one's own again, which pairs need in backward."""
+    rows = candidate.rows / candidate.tensor
+    return hardware.matmul_seconds(2.0 * rows * table(candidate.task.model), min(rows, candidate.task.loss_chunk))
+
+
+def _reference(candidate: Candidate, hardware: Hardware, behind: _Work) -> float:
+    """Seconds of a layer of the reference: forward, with the gathers and copies of its weights that nothing hides."""
+    task, seconds = candidate.task, behind.forward
+    if candidate.tensor > 1:
+        seconds += _tensor(replace(candidate, recompute="none"), hardware) / 2
+    if task.gpus > candidate.tensor:
+        gather = _gather(candidate, hardware)
+        share = hardware.nccl_exposed if task.nodes == 1 else hardware.inter_exposed
+        seconds += max(share * gather, gather - behind.forward)
+    if candidate.offload is Offload.WEIGHTS:
+        shard = block_parameters(task.model) / task.model.num_layers / task.gpus * task.itemsize
+        seconds += max(0.0, shard / hardware.host_bandwidth - behind.forward)
+    return seconds
 
 
 def _loss(candidate: Candidate, hardware: Hardware, operators: Operators) -> float:

@@ -12,7 +12,7 @@ import torch
 from bmburst.blocks.config import LlamaConfig
 from bmburst.comm.meter import WaitMeter
 from bmburst.mesh import Mesh
-from bmburst.plan.counts import hardware_flops, multiplied, step_flops
+from bmburst.plan.counts import forward_flops, hardware_flops, multiplied, step_flops, table
 from bmburst.runtime import host
 from bmburst.schedule.hardware import hardware_of
 from bmburst.train.config import TrainConfig
@@ -158,6 +158,8 @@ class FlopsMeter:
         peak: FLOP/s of a rank; None where it is not known.
         adapters: Parameters of low-rank adapters, where they are trained in place of the weights. No gradient of a
             weight is computed then, and none is counted.
+        pairs: Whether a reference computes each step's answers too (DPO): its forward pass is counted, and in what is
+            computed also the logits that backward makes again.
     """
 
     model: LlamaConfig
@@ -165,18 +167,21 @@ class FlopsMeter:
     ranks: int
     peak: float | None
     adapters: int = 0
+    pairs: bool = False
 
     def of(self, tokens: float, query_key_pairs: float, seconds: float) -> Utilisation:
         """Return what a step of so many tokens and query-key pairs (`bmburst.plan.counts.causal_pairs`) achieves."""
         frozen = 2.0 * multiplied(self.model) - 6.0 * self.adapters if self.adapters else 0.0
+        reference = forward_flops(self.model, tokens, query_key_pairs) if self.pairs else 0.0
         usual, kernel, done = (
-            flops - frozen * tokens
+            flops - frozen * tokens + reference
             for flops in (
                 step_flops(self.model, tokens, query_key_pairs),
                 step_flops(self.model, tokens, query_key_pairs, attention_backward=ATTENTION_BACKWARD),
                 hardware_flops(self.model, tokens, query_key_pairs, self.recompute),
             )
         )
+        done += 2.0 * table(self.model) * tokens if self.pairs else 0.0
         rank_seconds = seconds * self.ranks
         return Utilisation(
             mfu=None if self.peak is None else usual / rank_seconds / self.peak,
@@ -195,7 +200,14 @@ def flops_meter(config: TrainConfig, ranks: int, device: str | None) -> tuple[Fl
     """
     peak, no_peak = known_peak(device, config.dtype)
     adapters = config.lora.parameters(config.model)
-    meter = FlopsMeter(model=config.model, recompute=config.recompute, ranks=ranks, peak=peak, adapters=adapters)
+    meter = FlopsMeter(
+        model=config.model,
+        recompute=config.recompute,
+        ranks=ranks,
+        peak=peak,
+        adapters=adapters,
+        pairs=config.dpo.is_on,
+    )
     return meter, no_peak
 
 
@@ -208,7 +220,7 @@ def known_peak(device: str | None, dtype: str) -> tuple[float | None, str]:
     """
     if device is None:
         return None, "MFU is left out: there is no GPU"
-    if dtype != "bfloat16":
+    if dtype not in ("bfloat16", "float16"):
         return None, f"MFU is left out: the planner knows peaks of 16-bit products, not of {dtype}"
     hardware = hardware_of(device)
     if hardware is None:

@@ -52,7 +52,10 @@ class TrainConfig:
     micro_batch_size: int = field(
         "Sequences that a rank computes at once; gradients accumulate.", default=1, unit="sequences", minimum=1
     )
-    dtype: Literal["float32", "bfloat16"] = field("Data type of weights and activations.", default="float32")
+    dtype: Literal["float32", "bfloat16", "float16"] = field(
+        "Data type of weights and activations. float16, with a dynamic loss scale: for GPUs without bfloat16.",
+        default="float32",
+    )
     recompute: str = field(
         "Activation checkpointing policy: what backward recomputes. none, block, block-keep-attention (all but "
         "attention); :0.5 keeps attention for the second half of the sequence only. +offload keeps block inputs in "
@@ -165,6 +168,7 @@ class TrainConfig:
         )
         object.__setattr__(self, "optimizer", optimizer)
         object.__setattr__(self, "schedule", schedule)
+        optimizer.require_dtype(self.dtype)
         if self.optimizer.offload_weights and self.parallel.zero_level != 3:
             raise UserError("optimizer.offload_weights with parallel.zero_level 2\nfix: --parallel.zero_level 3")
         if self.recompute != AUTO:

@@ -71,11 +71,11 @@ def check_data_path(source: str, text_field: str) -> None:
     if empty:
         raise UserError(f"data {source}: is empty\nfix: give a file or directory with text")
     # numpy comes with it, and the command line's help does without.
-    from bmburst.data.records import hold_records
+    from bmburst.data import records
     from bmburst.data.sources import check_beginnings, find_sources
     from bmburst.data.token_file import is_token_file
 
-    if not is_token_file(path) and not hold_records(files := find_sources([path]), text_field):
+    if not is_token_file(path) and not records.hold_records(files := find_sources([path]), text_field):
         check_beginnings(files, text_field=text_field)
 
 
@@ -92,7 +92,6 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
     if not isinstance(source, str | Path):
         return  # refused where the fields are checked
     # numpy comes with it, and the command line's help does without.
-    from bmburst.data.corpus import are_records
     from bmburst.data.token_file import is_token_file
 
     try:
@@ -101,12 +100,28 @@ def set_defaults_of_data(given: dict[str, Any]) -> None:
     except (OSError, UserError):
         return  # refused where the paths are checked
     text_field = str(values.get("text_field", "text"))
-    have_records = any(each != STANDARD_LIBRARY and are_records(each, text_field) for each in sources)
+    have_records = hold_records(str(source), text_field)
     if have_records:
         given.setdefault("pack", "documents")
     has_own = folder is not None and (Path(folder) / "tokenizer.json").is_file()
     if has_own and values.get("tokenizer") is None and (have_records or not are_tokens):
         given["data"] = {**values, "tokenizer": str(folder)}
+
+
+def hold_records(source: str, text_field: str) -> bool:
+    """Return whether a source, or one of a mixture, is records or a token file of them; False for what cannot be read.
+
+    Args:
+        source: As in `DataConfig`.
+        text_field: As in `DataConfig`.
+    """
+    # numpy comes with it, and the command line's help does without.
+    from bmburst.data.corpus import are_records
+
+    try:
+        return any(each != STANDARD_LIBRARY and are_records(each, text_field) for each in _sources(source))
+    except (OSError, UserError):
+        return False  # refused where the paths are checked
 
 
 def _sources(source: str) -> list[str]:

@@ -14,6 +14,7 @@ from bmburst.checkpoint.files import STATE_FILE, read_progress, verified, verifi
 from bmburst.checkpoint.sharded_files import together
 from bmburst.data import Samples, TokenFile, evaluation_batches, open_corpus
 from bmburst.data.corpus import find_corpus, require_cache
+from bmburst.data.mixture import MixedFiles, Source, mixed, read_mixture
 from bmburst.data.tokenizer import Tokenizer
 from bmburst.data.whole_documents import pack_sequences
 from bmburst.errors import UserError
@@ -23,8 +24,8 @@ from bmburst.runtime import start
 from bmburst.runtime.watchdog import beat
 from bmburst.sequence import SequenceShard
 from bmburst.train.config import check_packing
+from bmburst.train.eval_config import EvalConfig
 from bmburst.train.loading import LocalBatch, causal_cut, token_losses
-from bmburst.train.resolve import EvalConfig
 
 if TYPE_CHECKING:
     from bmburst.blocks.config import LlamaConfig
@@ -119,13 +120,9 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
     given = verified_together(config.checkpoint)
     tuned = find_adapter(config, given, verified_together)
     directory, tokenizer, shape = read_model(config, given, tuned)
-    corpus = open_corpus(config.data, tokenizer, user_cache(), text_field=config.text_field)
-    if corpus.pairs:
-        raise UserError(
-            f"data {config.data}: holds preference pairs, whose rejected answers are no text to predict\n"
-            "allowed: text, or records with one answer\nfix: bmburst train --dpo.beta evaluates held-out pairs itself"
-        )
-    together(corpus.verify if runtime.rank == 0 else _nothing)
+    corpus = _open(config, tokenizer)
+    for file in corpus.files:
+        together(file.verify if runtime.rank == 0 else _nothing)
     corpus.require_vocab(shape.vocab_size)
     model = Llama(
         shape,
@@ -140,9 +137,9 @@ def evaluate_checkpoint(config: EvalConfig) -> tuple[Measurement, list[PositionB
         adapter.load(model, tuned.directory)
     model.eval()
     # What is longer than the text would be padded, and padding takes time and memory. Each rank has a token at least.
-    length = max(min(config.sequence_length, corpus.token_count), runtime.world_size)
+    length = max(min(config.sequence_length, max(file.token_count for file in corpus.files)), runtime.world_size)
     cut = causal_cut(mesh, length, config.layout)
-    sequences = pack_sequences(corpus, split="all", sequence_length=length, pack=config.pack)
+    sequences = mixed(corpus, partial(pack_sequences, split="all", sequence_length=length, pack=config.pack))
     batches = evaluation_batches(sequences, limit=config.max_sequences)
     positions = LossByPosition(length, runtime.device) if config.by_position else None
     measured = measure(model, mesh, cut, batches, runtime.device, positions)
@@ -161,10 +158,44 @@ def check_inputs(config: EvalConfig) -> Path:
     given = verified(config.checkpoint, warn)
     tuned = find_adapter(config, given, partial(verified, say=warn))
     directory, tokenizer, _ = read_model(config, given, tuned)
-    text = find_corpus(config.data, tokenizer, text_field=config.text_field)
-    if not isinstance(text, TokenFile):
-        require_cache("XDG_CACHE_HOME", user_cache(), text, text_field=config.text_field)
+    for source in _sources(config):
+        text = find_corpus(source.path, tokenizer, text_field=config.text_field, chat_template=config.chat_template)
+        if not isinstance(text, TokenFile):
+            require_cache("XDG_CACHE_HOME", user_cache(), text, text_field=config.text_field)
+            if text.encoder is not None:  # all lines are read before a rank starts: one may be refused
+                _open_one(source, tokenizer, config)
     return directory
+
+
+def _sources(config: EvalConfig) -> tuple[Source, ...]:
+    """Return the sources of a mixture, or the one source alone."""
+    return read_mixture(config.data) or (Source(config.data, 1.0),)
+
+
+def _open_one(source: Source, tokenizer: str | None, config: EvalConfig) -> TokenFile:
+    return open_corpus(
+        source.path, tokenizer, user_cache(), text_field=config.text_field, chat_template=config.chat_template
+    )
+
+
+def _open(config: EvalConfig, tokenizer: str | None) -> MixedFiles:
+    """Return the tokens of all sources, made where they are not kept yet.
+
+    Raises:
+        UserError: A source cannot be read or holds preference pairs, or they are of several tokenizers.
+    """
+    sources = _sources(config)
+    files = tuple(_open_one(source, tokenizer, config) for source in sources)
+    for source, file in zip(sources, files, strict=True):
+        if file.pairs:
+            raise UserError(
+                f"data {source.path}: holds preference pairs, whose rejected answers are no text to predict\n"
+                "allowed: text, or records with one answer\n"
+                "fix: bmburst train --dpo.beta evaluates held-out pairs itself"
+            )
+    corpus = MixedFiles(files, tuple(source.weight for source in sources))
+    corpus.require_one_tokenizer()
+    return corpus
 
 
 def find_adapter(config: EvalConfig, directory: Path, verify: Callable[[Path], Path]) -> "Adapter | None":

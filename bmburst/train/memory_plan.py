@@ -44,7 +44,7 @@ def recompute_for(config: TrainConfig, mesh: Mesh, local_size: int) -> str:
         return config.recompute
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else HOST
     everywhere = gather_objects(mesh.world, [_free(local_size), available_bytes(), device, local_size])
-    free = min(float(each[0]) for each in everywhere) - _of_reference(config, mesh.shape.size)
+    free = min(float(each[0]) for each in everywhere)
     memory = HostMemory.of(config, [each[1] for each in everywhere])
     # Of the first rank: GPUs and hosts may differ, and then each rank would decide by its own.
     _, _, device, per_host = everywhere[0]
@@ -94,19 +94,6 @@ def offloaded_pieces(config: TrainConfig, ranks: int) -> list[int]:
     hardware = hardware_like(HOST)
     hosted = memory_of(planned(config, ranks, 1, hardware), hardware).host.get(KEPT, 0.0) / ranks
     return [AT_ONCE * PIECE] * int(hosted // (AT_ONCE * PIECE))
-
-
-def _of_reference(config: TrainConfig, ranks: int) -> float:
-    """Return the bytes of a rank's weights of preference training's reference model, which the planner does not know.
-
-    Args:
-        config: The run.
-        ranks: In all.
-    """
-    if config.reference is None or config.optimizer.offload_weights:
-        return 0.0
-    itemsize: int = getattr(torch, config.dtype).itemsize
-    return config.model.num_parameters * itemsize / (ranks if config.parallel.zero_level == 3 else 1)
 
 
 def _free(local_size: int) -> float:

@@ -13,6 +13,7 @@ from bmburst.errors import UserError
 from bmburst.outputs import replacing
 
 METRICS_FILE, EVALS_FILE, EVENTS_FOLDER = "metrics.jsonl", "evals.jsonl", "tensorboard"
+_NOT_ALWAYS = ("reward_", "loss_scale")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class StepMetrics:
         data_seconds: Time until rank 0 had its batch.
         reserved_gib: Peak that torch's allocator took from the GPU in this step, the largest of all ranks, in GiB.
         skipped_steps: Steps of the run so far that changed nothing, for loss or gradient were not finite.
+        loss_scale: That the step's gradient was multiplied by; left out unless weights are fp16.
         reward_margin: Mean over pairs of the chosen answer's reward less the rejected one's; left out without pairs.
         reward_accuracy: Part of the pairs with a positive margin; left out without pairs.
     """
@@ -57,6 +59,7 @@ class StepMetrics:
     data_seconds: float | None = None
     reserved_gib: float | None = None
     skipped_steps: int = 0
+    loss_scale: float | None = None
     reward_margin: float | None = None
     reward_accuracy: float | None = None
 
@@ -209,9 +212,9 @@ def _open_lines(path: Path, first_step: int) -> TextIO:
 
 
 def _values(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
-    """Return a line's values; those of pairs are in lines of preference training only."""
+    """Return a line's values; those of pairs are in lines of preference training only, the scale in those of fp16."""
     values = dataclasses.asdict(metrics)
-    return {key: value for key, value in values.items() if value is not None or not key.startswith("reward_")}
+    return {key: value for key, value in values.items() if value is not None or not key.startswith(_NOT_ALWAYS)}
 
 
 def _write_line(file: TextIO, values: Mapping[str, Any]) -> None:

@@ -56,6 +56,8 @@ def planned(config: TrainConfig, ranks: int, nodes: int, hardware: Hardware) -> 
         loss_chunk=config.loss_chunk_tokens,
         mlp_chunk=config.mlp_chunk_tokens,
         lora=config.lora if config.lora.is_on else None,
+        pairs=config.dpo.is_on,
+        second_model=config.reference is not None,
     )
     way = Candidate(
         task=task,

@@ -4,14 +4,12 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from bmburst.blocks.config import LlamaConfig
 from bmburst.blocks.presets import preset
 from bmburst.config import (
     build_config,
-    check_fields,
-    field,
     leaves,
     overlay,
     read_config_file,
@@ -22,7 +20,6 @@ from bmburst.config import (
 )
 from bmburst.convert.model_center import ModelCenterConfig, is_model_center
 from bmburst.errors import UserError
-from bmburst.runtime.launch.spec import DEFAULT_HANG_TIMEOUT
 from bmburst.train.config import TrainConfig
 from bmburst.train.data_paths import check_sources, require_filled, set_defaults_of_data
 from bmburst.train.report import require_wandb
@@ -37,72 +34,6 @@ _OF_ONE_CALL = ("output", "resume")
 _FIXED_ON_RESUME = ("model", "data", "sequence_length", "pack", "seed", "dtype", "lora", "dpo")
 _MAY_MOVE = ("data.cache", "data.verify", "dpo.reference")
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """An evaluation of one checkpoint on one held-out text."""
-
-    checkpoint: Path = field(  # noqa: RUF009
-        "Checkpoint, run folder (its newest checkpoint), or Hugging Face model directory."
-    )
-    adapter: Path | None = field("LoRA adapter of the model.", default=None)  # noqa: RUF009
-    data: str = field("Held-out text: a text file, JSONL file, directory of them, or token file.")
-    sequence_length: int = field("Tokens of a sequence, over all of its ranks.", default=4096, unit="tokens", minimum=1)
-    pack: Literal["stream", "documents"] = field(
-        "What a token sees; stream: all text before it in its sequence; documents: only its own document.",
-        default="stream",
-    )
-    tokenizer: str | None = field(
-        "Tokenizer: 'bytes', a tokenizer.json, a directory that has one, or the name of a Hugging Face tokenizer.",
-        default=None,
-        default_text="the run's, else bytes",
-    )
-    text_field: str = field("Field of a JSONL line that holds the text.", default="text")
-    max_sequences: int | None = field(
-        "Largest number of sequences to evaluate.", default=None, default_text="all", unit="sequences", minimum=1
-    )
-    dtype: Literal["float32", "bfloat16"] = field("Data type of weights and activations.", default="float32")
-    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = field(
-        "Which rank holds which tokens of a sequence.", default="zigzag"
-    )
-    loss_chunk_tokens: int = field(
-        "Tokens of a rank whose logits are computed at once.", default=1024, unit="tokens", minimum=1
-    )
-    hang_timeout: float = field(
-        "Time after which a sequence without progress ends the evaluation; 0: no limit.",
-        default=DEFAULT_HANG_TIMEOUT,
-        unit="seconds",
-        minimum=0,
-        below=1e9,
-    )
-    start_timeout: float | None = field(
-        "Time from the start of a rank until its first batch; with hang_timeout 0 there is no limit.",
-        default=None,
-        default_text="3600, or hang_timeout if that is more",
-        unit="seconds",
-        above=0,
-        below=1e9,
-    )
-    by_position: bool = field(
-        "Also measure the loss by position, the number of tokens before: bins 0, 1, 2-3, 4-7, 8-15 and so on.",
-        default=False,
-    )
-    output: Path | None = field(  # noqa: RUF009
-        "JSON file for --by-position or --passkey; the picture beside it has the same name and .png.",
-        default=None,
-        default_text="by_position.json or passkey.json",
-    )
-    nproc: int | None = field(
-        "Number of ranks to start on this machine; they share every sequence.",
-        default=None,
-        default_text="all GPUs, else 2",
-        unit="processes",
-        minimum=1,
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def resolve(files: tuple[Path, ...] = (), options: Mapping[str, Any] | None = None) -> TrainConfig:

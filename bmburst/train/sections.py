@@ -1,6 +1,7 @@
 """The sections of a training run's configuration: data, optimizer, schedule, parallelism. Does not import torch."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -8,6 +9,8 @@ from bmburst.config import check_fields, field
 from bmburst.errors import UserError
 
 STANDARD_LIBRARY = "stdlib"
+LOSS_SCALE, LOSS_SCALE_STEPS = 65536.0, 1024
+"""Of fp16 training, where `OptimizerConfig` does not give them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,14 +89,53 @@ class OptimizerConfig:
         default=False,
     )
     kernel: Literal["auto", "bmtrain"] = field(
-        "AdamW kernel for bfloat16 weights on a GPU; auto: the Triton kernel where it runs, else BMTrain's.",
+        "AdamW kernel for 16-bit weights on a GPU; auto: the Triton kernel where it runs, else BMTrain's for bfloat16 "
+        "and torch's for float16.",
         default="auto",
+    )
+    loss_scale: float | None = field(
+        "With dtype float16: loss scale of the first step, a power of 2. It halves with each gradient that is not "
+        "finite, whose step is skipped.",
+        default=None,
+        default_text=f"{LOSS_SCALE:.0f}",
+        minimum=1,
+        maximum=2.0**32,
+    )
+    loss_scale_steps: int | None = field(
+        "With dtype float16: steps without a skipped one after which the loss scale doubles.",
+        default=None,
+        default_text=str(LOSS_SCALE_STEPS),
+        unit="steps",
+        minimum=1,
     )
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.offload_weights and not self.offload:
             raise UserError("optimizer.offload_weights without optimizer.offload\nfix: --optimizer.offload too")
+        if self.loss_scale is not None and math.frexp(self.loss_scale)[0] != 0.5:
+            raise UserError(
+                f"optimizer.loss_scale {self.loss_scale:g} is no power of 2, and scaling by it would round\n"
+                f"allowed: 1, 2, 4 and so on\nfix: --optimizer.loss_scale {2 ** math.floor(math.log2(self.loss_scale))}"
+            )
+
+    def require_dtype(self, dtype: str) -> None:
+        """Check that the fields are of use for weights of a dtype.
+
+        Raises:
+            UserError: One has no effect, or its kernel cannot keep an overflow out of the state.
+        """
+        for name in ("loss_scale", "loss_scale_steps"):
+            if dtype != "float16" and getattr(self, name) is not None:
+                raise UserError(
+                    f"optimizer.{name} {getattr(self, name):g} has no effect with dtype {dtype}, whose gradients need "
+                    f"no loss scale\nallowed: dtype float16\nfix: leave optimizer.{name} out, or --dtype float16"
+                )
+        if dtype == "float16" and self.kernel == "bmtrain" and not self.offload:
+            raise UserError(
+                "optimizer.kernel bmtrain with dtype float16: it keeps moments in fp16 times the loss scale, where an "
+                "overflow stays\nallowed: auto, which keeps them in fp32\nfix: --optimizer.kernel auto"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

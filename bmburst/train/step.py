@@ -20,6 +20,7 @@ from bmburst.errors import RunError
 from bmburst.runtime.watchdog import polite
 from bmburst.train.clock import StepTiming
 from bmburst.train.config import ScheduleConfig
+from bmburst.train.loss_scale import LossScale
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
@@ -270,17 +271,26 @@ class SkippedSteps:
         self._hosts, self._most = tuple(hosts), most
         self._in_row = 0
         self._first = ""
+        self._is_scaled = False
         self.total = 0
         self.message = ""
 
-    def add(self, facts: StepFacts) -> None:
-        """Count one step."""
+    def add(self, facts: StepFacts, scale: LossScale | None = None) -> None:
+        """Count one step.
+
+        Args:
+            facts: Of the step.
+            scale: The loss scale after it; None or one that never changes is not spoken of.
+        """
         if facts.is_finite:
             self._in_row, self.message = 0, ""
             return
         self.total += 1
         self._in_row += 1
         self.message = f"step {facts.step} is skipped: {self._cause(facts)}"
+        self._is_scaled = scale is not None and scale.is_dynamic
+        if scale is not None and scale.is_dynamic:
+            self.message += f"; the loss scale is {scale.value:.0f} now"
         if self._in_row == 1:
             self._first = self.message
 
@@ -294,12 +304,17 @@ class SkippedSteps:
             RunError: Too many steps in a row were skipped.
         """
         if self._most and self._in_row >= self._most:
+            saved = has_checkpoint()
             fix = "fix: start again with a smaller --optimizer.lr: there is no checkpoint yet"
-            if has_checkpoint():
+            if saved:
                 fix = "fix: --resume with a smaller --optimizer.lr continues from the last checkpoint"
+            if self._is_scaled:
+                rest = "the last checkpoint in --init-from" if saved else "the same options"
+                fix += f"; numbers beyond float16's 65504 need a new run with --dtype bfloat16 or float32 and {rest}"
+            last = f"; the last: {self.message}" if self._is_scaled and self._in_row > 1 else ""
             raise RunError(
                 f"the run ended because {self._in_row} steps in a row were skipped\n"
-                f"the first of them: {self._first}; skipped steps did not change the weights\n{fix}"
+                f"the first of them: {self._first}{last}; skipped steps did not change the weights\n{fix}"
             )
 
     def _cause(self, facts: StepFacts) -> str:

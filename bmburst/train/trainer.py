@@ -29,6 +29,8 @@ from bmburst.train.clock import StepClock, StepTiming, Timeline, flops_meter, me
 from bmburst.train.config import TrainConfig, profiled_steps
 from bmburst.train.evaluate import generate
 from bmburst.train.loading import Loader, LocalBatch, causal_cut
+from bmburst.train.loss_scale import LossScale
+from bmburst.train.machine import require_dtype
 from bmburst.train.memory_plan import expected_memory, explained, offloaded_pieces, recompute_for
 from bmburst.train.metrics import EvalMetrics, StepMetrics, forget_peak, peak_bytes
 from bmburst.train.objective import make_objective
@@ -92,6 +94,7 @@ class Trainer:
         self.folder: Path = config.output
         self.runtime = start(seed=config.seed, tensor=config.parallel.tensor_parallel)
         config.validate(self.runtime.world_size)
+        require_dtype(config.dtype, self.runtime.device)
         # These define BMTrain classes: BMTrain must have been started.
         import bmtrain as bmt
 
@@ -148,8 +151,9 @@ class Trainer:
         self.model = make_model(recompute=recompute, seed=config.seed, lora=config.lora if config.lora.is_on else None)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self._objective = make_objective(config, self.model, make_model, self.mesh, self.cut, self.runtime.device)
-        self._manager = bmt.optim.OptimManager(loss_scale=None)
+        self._manager = bmt.optim.OptimManager(loss_scale=None)  # it need not look for overflows: `exchange` does
         self._manager.add_optimizer(self.optimizer)
+        self._loss_scale = LossScale.of(config)
         self._base: Base | None = None
         self.steps_done = 0
         self._is_first = True
@@ -189,6 +193,7 @@ class Trainer:
             progress = checkpoint.load(newest, self.model, self.optimizer, base=self._base)
             self.batches.load_state_dict(progress.data)
             self.steps_done, self._skips.total = progress.step, progress.skipped
+            self._loss_scale.restore(progress.loss_scale)
 
     def train(self) -> None:
         """Train to the last step, with evaluations and checkpoints on the way, and leave the run folder complete."""
@@ -256,14 +261,7 @@ class Trainer:
         return self._metrics(facts, self._clock.last, rate, seconds), facts
 
     def _metrics(self, facts: StepFacts, timing: StepTiming, rate: float, seconds: float) -> StepMetrics:
-        """Return the metrics of a step that is done.
-
-        Args:
-            facts: What all ranks know of it.
-            timing: Of this rank.
-            rate: Learning rate.
-            seconds: Of the whole step on this rank.
-        """
+        """Return the metrics of a step that is done; timing and seconds are this rank's, `rate` the learning rate."""
         ranks, trained = self.runtime.world_size, self.config.batch_size * self.config.sequence_length
         used = self._flops.of(trained, facts.query_key_pairs / (ranks // self.mesh.shape.data), seconds)
         bits = facts.loss * facts.tokens / math.log(2)
@@ -285,6 +283,7 @@ class Trainer:
             data_seconds=timing.data,
             reserved_gib=max(host.reserved for host in facts.hosts) / GIB or None,
             skipped_steps=self._skips.total,
+            loss_scale=self._manager.loss_scale if self._loss_scale.is_dynamic else None,
             reward_margin=margin,
             reward_accuracy=accuracy,
         )
@@ -310,6 +309,7 @@ class Trainer:
             `tokens`, their number; and `grad_norm`, of the gradients added up since the last `update`.
         """
         objective = self._objective.begin(batch)
+        self._manager.loss_scale = self._loss_scale.value
         with self._clock.work():
             for part in batch.micro_batches(self.config.micro_batch_size):
                 with traced("forward"):
@@ -350,7 +350,8 @@ class Trainer:
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, facts.step, self.config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self._skips.add(facts)
+        self._loss_scale.count(is_finite=facts.is_finite)  # for the next step: the manager has that of this one
+        self._skips.add(facts, self._loss_scale)
         with self._clock.optimizer(), traced("optimizer"):
             if facts.is_finite:
                 self.optimizer.clip(facts.grad_norm, self.config.optimizer.clip_norm)
@@ -379,6 +380,7 @@ class Trainer:
             data=self.batches.state_dict(),
             tokenizer=self.corpus.tokenizer_name,
             skipped=self._skips.total,
+            loss_scale=self._loss_scale.state(),
         )
         keep = self.config.keep_checkpoints
         return checkpoint.save(self.folder, self.model, self.optimizer, progress, keep=keep, base=self._base)

@@ -7,11 +7,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import families, hugging_face, lora_peers, main_job
 from benchmarks.engine.machine import write_record
+from bmburst.errors import UserError
+from bmburst.integrations.transformers import register
 from tests.docs.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -78,16 +81,32 @@ def test_cross_attention_is_measured_beside_one_rank(tmp_path):
 
 
 def test_families_are_tried_on_two_ranks(tmp_path):
-    """Qwen2-MoE's window of 0 is none, gpt-oss has sinks, Gemma 2 a softcap; other sizes are too large to try."""
-    types = ["mistral", "qwen2_moe", "gpt_oss", "gemma2", "doge", "xlm-roberta-xl"]
+    """Qwen2-MoE's window of 0 is none, gpt-oss has sinks, Gemma 2 a softcap; a table of attention classes is refused;
+    other sizes are too large to try.
+    """
+    types = ["mistral", "qwen2_moe", "gpt_oss", "gemma2", "gptj", "xlm-roberta-xl"]
     run_script(tmp_path, 2, ["-m", "benchmarks.families", "--rank", ".", "--types", *types])
     rows = [json.loads(line) for line in (tmp_path / "families.jsonl").read_text().splitlines()]
     assert [row["type"] for row in rows] == types
-    assert [row["result"] for row in rows[:5]] == ["exact", "exact", "exact", "exact", "refused"]
-    assert "mask" in rows[4]["reason"]
+    assert [row["result"] for row in rows] == ["exact"] * 4 + ["refused"] * 2
+    assert "GPTJ_ATTENTION_CLASSES" in rows[4]["reason"]
     text = families.table(rows, 2)
     assert "4 exact" in text and "\nmistral, qwen2_moe, gpt_oss, gemma2.\n" in text
-    assert re.search(r"^\| doge \| refused \| .*mask", text, re.M)
+    assert re.search(r"^\| gptj \| refused \| .*GPTJ", text, re.M) and "failed" not in text
+
+
+def test_an_error_that_is_no_refusal_counts_as_failed():
+    def raises(error):
+        def part(_):
+            raise error
+
+        return families._tried("gpt2", SimpleNamespace(part=part))
+
+    register()
+    assert raises(UserError("no\nfix: another")) == ("refused", "no")
+    assert raises(KeyError("bmburst")) == ("failed", "KeyError: 'bmburst'")
+    rows = [{"type": "gpt2", "result": "failed", "reason": "KeyError", "transformers": "5"}]
+    assert "1 failed" in families.table(rows, 2) and "failed" in families.BUGS
 
 
 @pytest.mark.long

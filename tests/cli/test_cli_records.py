@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bmburst.cli import main
+from bmburst.cli import CommandParser, main
+from bmburst.cli.eval import configure, resolve_options
 from bmburst.data import TokenFile
 from bmburst.train.resolve import resolve
 from tests import chat, tiny
@@ -112,5 +113,17 @@ def test_the_length_filter_and_its_report(here, capsys):
 
 
 def test_evaluation_counts_answers_alone(here, capfd):
-    assert main(["eval", "--checkpoint", "model", "--data", "chats.jsonl", "--tokenizer", "model", "--nproc", "2"]) == 0
-    assert "nan" not in capfd.readouterr().out
+    """Of a mixture, with a template from a file; records are packed apart unless it is said otherwise."""
+    (here / "book.txt").write_text("once upon a time. " * 60)
+    (here / "mix.yaml").write_text("sources: [{path: chats.jsonl, weight: 3}, {path: book.txt, weight: 1}]\n")
+    given = ["eval", "--checkpoint", "model", "--data", "mix.yaml", "--tokenizer", "model", "--nproc", "2"]
+    chat.directory(here / "model", None)
+    says(refused(capfd, *given), "chats.jsonl:1", "no chat template", "--chat-template")
+    (here / "own.jinja").write_text(chat.MARKED)
+    assert main([*given, "--chat-template", "own.jinja", "--sequence-length", "128"]) == 0
+    out = capfd.readouterr().out
+    assert "nan" not in out and int(out.split("tokens")[-1].split()[0].replace(",", "")) > 18 * 60
+    parser = CommandParser(prog="bmburst eval", description="")
+    configure(parser)
+    packs = [resolve_options(parser.read([*given[1:], *more])).pack for more in ([], ["--pack", "stream"])]
+    assert packs == ["documents", "stream"]

@@ -10,7 +10,8 @@ from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.config import leaves
 from bmburst.train.config import TrainConfig
-from bmburst.train.resolve import EvalConfig, resolve
+from bmburst.train.eval_config import EvalConfig
+from bmburst.train.resolve import resolve
 from tests.cli.commands import checkpoint, refused, started
 from tests.refusals import says
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bmburst import Documents, Full, Mesh, MeshShape
 from bmburst.comm.checks import CheckedCommunicator
@@ -60,6 +60,18 @@ def test_models(family: str, options: dict[str, Any], words: str) -> None:
     model = _model(family, **options).train()
     with refused(words):
         _part().loss(model)
+
+
+@pytest.mark.parametrize("family", ["falcon", "gptj", "gpt_neo"])
+def test_a_model_with_a_table_of_attention_classes(family: str) -> None:
+    """It is refused while it is made, where transformers would say KeyError; transformers' own choices still work."""
+    register()
+    register()  # wraps once
+    table = {"falcon": "FALCON_", "gptj": "GPTJ_", "gpt_neo": "GPT_NEO_"}[family] + "ATTENTION_CLASSES"
+    with refused(f"model type '{family}'", table, "AttentionInterface", "fix: another model type", lines=2):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(family), attn_implementation="bmburst")
+    small = AutoConfig.for_model("falcon", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    assert AutoModelForCausalLM.from_config(small, attn_implementation="eager").config.model_type == "falcon"
 
 
 def test_a_model_with_another_attention() -> None:

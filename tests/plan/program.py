@@ -70,6 +70,24 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
     return {"peak": live.peak, "block": gathered, "parameters": numbers}
 
 
+def after_frozen_forward(level: int) -> None:
+    """Check that a model without gradients, such as a reference, holds no gathered block after its forward pass."""
+    from bmburst.attention.module import BurstAttention
+    from bmburst.blocks.model import Llama
+
+    attention = partial(BurstAttention, group=Mesh.over_bmtrain().sequence)
+    model = Llama(tiny.config(num_layers=3), attention=attention, zero_level=level, seed=0)
+    model.requires_grad_(False)
+    ids = torch.randint(61, (1, 14))
+    live = WithGathered(model)
+    with live, torch.no_grad():
+        nats = model.loss(ids, torch.arange(14)[None], ids)
+    gc.collect()
+    block = sum(info["partition_size"] for info in model.model.layers[0]._storage_info.values())
+    assert live.now < 4 * block < live.peak, (live.now, block, live.peak)  # block: numbers, of 4 bytes, of one rank
+    assert nats.isfinite()
+
+
 def links() -> None:
     """Measure links between the ranks of a process group."""
     from bmburst.plan.rates import measure_links

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from bmburst.blocks.lora import LoRAConfig
+from bmburst.blocks.presets import preset
 from bmburst.plan.buffers import attention_buffers, held_outside
-from bmburst.plan.candidates import Candidate, Task
+from bmburst.plan.candidates import Candidate, Offload, Task
 from bmburst.plan.counts import PLAIN, adapter_elements, block_matrices, held_block
 from bmburst.plan.memory import memory_of
 from bmburst.schedule.hardware import load_hardware
@@ -16,7 +17,7 @@ from bmburst.schedule.layout import make_layout
 from bmburst.schedule.units import HeadShapes
 from tests import tiny
 from tests.distributed.programs import run_program
-from tests.plan.program import measure_all
+from tests.plan.program import after_frozen_forward, measure_all
 
 HARDWARE = load_hardware("h200")
 # Changes of a tiny model, as data for the process that measures.
@@ -220,3 +221,25 @@ def test_what_does_not_fit_is_said():
     assert not memory_of(way(model, 1 << 20, mlp_chunk=0), HARDWARE).fits
     assert memory_of(way(model, 1 << 20), HARDWARE).fits  # in chunks of tokens
     assert memory_of(way(model, 1 << 10), HARDWARE).fits
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_reference_model_takes_its_shards(zero):
+    model = preset("llama-3-8b")
+    task = Task(model=model, sequence=1 << 16, gpus=8, pairs=True, second_model=True)
+    way = Candidate(task=task, data=1, tensor=1, recompute="block", zero=zero)
+    alone = replace(way, task=replace(task, second_model=False))
+    ours, wanted = memory_of(way, HARDWARE), memory_of(alone, HARDWARE)
+    assert ours.lines["reference's weights"] == 2 * model.num_parameters / 8
+    assert ours.total - wanted.total == pytest.approx(2 * model.num_parameters / 8)
+    if zero == 3:  # blocks stream from host memory
+        streamed = [memory_of(replace(each, offload=Offload.WEIGHTS), HARDWARE) for each in (way, alone)]
+        blocks = 2 * model.num_layers * held_block(model)
+        assert streamed[0].in_host - streamed[1].in_host == pytest.approx(blocks)
+        rest = 2 * model.num_parameters - blocks * (1 - 2 / model.num_layers)
+        assert streamed[0].total - streamed[1].total == pytest.approx(rest / 8)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_reference_model_keeps_no_block_whole(zero):
+    run_program(2, after_frozen_forward, zero)

@@ -1,11 +1,14 @@
 """What every rank does in the test of training on answers: some steps on packed conversations."""
 
+import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from bmburst.train.config import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from bmburst.train.eval_config import EvalConfig
 from tests import chat, tiny
 from tests.train import run_program
 
@@ -90,3 +93,26 @@ def _train(folder: Path, case: Case) -> None:
     seen["of nothing"] = [facts.loss, norm, float(facts.tokens)]
     if trainer.is_main:
         torch.save(seen, folder / f"{case}.pt")
+
+
+def evaluate(folder: Path) -> None:
+    """Leave loss and number of tokens of what `bmburst eval` gives for records, text and a mixture of both."""
+    import bmtrain as bmt
+
+    from bmburst.train.evaluate import evaluate_checkpoint
+
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    found = []
+    for data in ("chats.jsonl", "book.txt", "mix.yaml"):
+        measured, _ = evaluate_checkpoint(
+            EvalConfig(
+                checkpoint=folder / "model",
+                data=str(folder / data),
+                tokenizer=str(folder / "model"),
+                sequence_length=TOKENS,
+                pack="documents",
+            )
+        )
+        found.append([measured.loss, measured.tokens])
+    if bmt.rank() == 0:
+        (folder / "evaluated.json").write_text(json.dumps(found))

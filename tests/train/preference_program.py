@@ -45,6 +45,8 @@ CASES = [
     Case(1, 3, 1, "striped", 3, False),
     Case(1, 1, 2, "zigzag", 1, True),
 ]
+HALF = CASES[2:4]
+"""They train in fp16 too: against a model without adapters, and against another model."""
 
 
 def config(folder: Path, case: Case, **changes: Any) -> TrainConfig:
@@ -110,6 +112,10 @@ def _train(folder: Path, case: Case) -> None:
         "evaluated": [evaluated.loss, evaluated.reward_margin, evaluated.reward_accuracy, evaluated.tokens],
         "second": trainer.step().loss,
     }
+    if case in HALF:
+        trainer = Trainer(config(folder, case, dtype="float16"))
+        trainer.restore()
+        seen["half"] = [[each.loss, each.grad_norm, each.loss_scale] for each in (trainer.step(), trainer.step())]
 
     mesh = trainer.mesh
     make = partial(

@@ -102,3 +102,16 @@ def test_equals_transformers_on_each_conversation(folder, reference, case):
 @CASES
 def test_a_batch_without_answers_changes_nothing(folder, case):
     assert program.result(folder, case)["of nothing"] == [0.0, 0.0, 0.0]
+
+
+def test_eval_counts_answers_alone_also_in_a_mixture(folder):
+    """Of records packed apart, of text, and of both: every sequence once, whatever the weights."""
+    (folder / "book.txt").write_text("once upon a time. " * 30)
+    (folder / "mix.yaml").write_text("sources: [{path: book.txt, weight: 1}, {path: chats.jsonl, weight: 5}]\n")
+    run_program(2, program.evaluate, folder)
+    records, text, both = json.loads((folder / "evaluated.json").read_text())
+    with torch.no_grad():
+        total, count = summed(tiny.load(folder / "model"), conversations(folder, range(40)))
+    assert records == [pytest.approx(total.item() / count, rel=1e-6), count]
+    assert both[1] == count + text[1] and text[1] >= 18 * 30
+    assert both[0] == pytest.approx((records[0] * count + text[0] * text[1]) / both[1], rel=1e-6)

@@ -11,7 +11,8 @@ from bmburst.cli import train as train_command
 from bmburst.config import given_options
 from bmburst.data.packing import PACKS
 from bmburst.train.config import ParallelConfig, TrainConfig
-from bmburst.train.resolve import EvalConfig, check_resumable, resolve
+from bmburst.train.eval_config import EvalConfig
+from bmburst.train.resolve import check_resumable, resolve
 from tests.refusals import refusal_of, says
 
 

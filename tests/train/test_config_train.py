@@ -23,7 +23,8 @@ from bmburst.train.config import (
     ParallelConfig,
     TrainConfig,
 )
-from bmburst.train.resolve import EvalConfig, check_paths, check_resumable, resolve, write_run_config
+from bmburst.train.eval_config import EvalConfig
+from bmburst.train.resolve import check_paths, check_resumable, resolve, write_run_config
 from bmburst.train.sections import STANDARD_LIBRARY
 from bmburst_ops.flash.select import NAMES as KERNEL_NAMES
 from tests.refusals import refusal_of, refused, says
@@ -156,7 +157,9 @@ def test_errors_name_the_file_and_the_nearest_key(tmp_path):
         ("sequence_length", "0"),
         ("batch_size", "-1"),
         ("seed", "-1"),
-        ("dtype", "float16"),
+        ("dtype", "float8"),
+        ("optimizer.loss_scale", "0.5"),
+        ("optimizer.loss_scale_steps", "0"),
         ("recompute", "all"),
         ("parallel.layout", "zig-zag"),
         ("parallel.strategy", "rings"),

@@ -86,6 +86,63 @@ def _bf16_weights_take_the_fused_kernel_or_bmtrains():
         optim.AdamW([torch.nn.Parameter(torch.zeros(1))], kernel="triton")
 
 
+def test_fp16_weights_are_clipped_and_scaled_in_fp32():
+    """On a GPU's paths and in host memory; a factor in fp16 would leave few digits of gradients that are small."""
+    run_program(1, _fp16_weights_are_clipped_and_scaled_in_fp32)
+
+
+def _fp16_weights_are_clipped_and_scaled_in_fp32():
+    from bmburst.optim import adamw as optim
+
+    start, scale, most = torch.randn(1025, generator=torch.Generator().manual_seed(3)).half(), 4.0, 2e-4
+    rates = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.5}
+    exact = torch.nn.Parameter(start.double())
+    reference = torch.optim.AdamW([exact], **rates)
+    made = {}
+    for name in ("torch", "triton", "host"):
+        parameter = torch.nn.Parameter(start.clone())
+        made[name] = parameter, optim.AdamW([parameter], **rates, offload=name == "host")
+    for step in range(4):
+        gradient = torch.randn(1025, generator=torch.Generator().manual_seed(step)).div(256).half()
+        norm = gradient.double().norm().item() / scale
+        exact.grad = gradient.double() / scale * (most / (norm + 1e-6))
+        reference.step()
+        for name, (parameter, optimizer) in made.items():
+            parameter.grad = gradient.clone()
+            with pytest.MonkeyPatch.context() as patch:
+                if name == "triton":
+                    patch.setattr(optim, "triton_twin", lambda module, *_: import_module(f"bmburst_ops.{module}"))
+                optimizer.clip(norm, most)
+                optimizer.step(scale=scale)
+                optimizer.zero_grad()
+            state = optimizer.state[parameter]
+            for key in ("exp_avg", "exp_avg_sq"):
+                wanted = reference.state[exact][key]
+                assert ((state[key].double() - wanted).norm() / wanted.norm()).item() < 1e-6, (name, key)
+            torch.testing.assert_close(state["_param_fp32"].double(), exact.detach(), rtol=1e-6, atol=1e-6)
+            assert ((parameter - state["_param_fp32"]).abs() <= 2.0**-10 * parameter.abs()).all()
+
+
+def test_a_scale_that_grows_too_far_leaves_the_moments_finite():
+    """Which BMTrain's own kernel does not: why training refuses it for fp16 weights."""
+    run_program(1, _a_scale_that_grows_too_far_leaves_the_moments_finite)
+
+
+def _a_scale_that_grows_too_far_leaves_the_moments_finite():
+    import bmtrain as bmt
+
+    from bmburst.optim import AdamW
+
+    for kernel, is_finite in (("auto", True), ("bmtrain", False)):
+        parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+        manager = bmt.optim.OptimManager(loss_scale=8.0, loss_scale_steps=3)
+        manager.add_optimizer(AdamW([parameter], lr=1e-3, betas=(0.1, 0.9), kernel=kernel))
+        for _ in range(5):
+            parameter.grad = torch.full_like(parameter, 5000).mul_(manager.loss_scale)
+            manager.step()
+        assert bool(parameter.isfinite().all()) is is_finite, kernel
+
+
 def _managed(bmt, optim, kernel):
     """Return an optimizer over weights of three kinds, BMTrain's manager around it, and the weights."""
     generator = torch.Generator().manual_seed(9)

@@ -50,6 +50,13 @@ def test_utilisation_in_both_conventions():
     assert half - keep == pytest.approx(attention / 4, rel=1e-2)
     first = hardware_flops(MODEL, tokens, pairs, "block-keep-attention:0.5+offload+first-8")
     assert first - none == pytest.approx((half - none) / 4)
+    # A reference (DPO) computes its forward pass, a third of the step, and backward makes the logits again.
+    compared = FlopsMeter(model=MODEL, recompute="block", ranks=8, peak=989.5e12, pairs=True).of(tokens, pairs, 100.0)
+    assert compared.mfu == pytest.approx(4 / 3 * used.mfu)
+    assert compared.mfu_kernel - used.mfu_kernel == pytest.approx(used.mfu / 3)
+    logits = 2 * MODEL.vocab_size * MODEL.hidden_size * tokens
+    forward = 2 * matrices * tokens + attention
+    assert compared.tflops - used.tflops == pytest.approx((forward + logits) / 800 / 1e12)
     packed = flops_meter.of(tokens, causal_pairs([2**10] * 2**10), 100.0)
     assert packed.mfu * 800 * 989.5e12 == pytest.approx(6 * matrices * tokens + 3 * attention / 2**10)
 

@@ -176,6 +176,15 @@ def test_a_step_moves_all_ranks_alike(folder, case):
     assert ours["second"] != pytest.approx(ours["trained"][0], rel=1e-4)
 
 
+@pytest.mark.parametrize("case", program.HALF, ids=str)
+def test_fp16_is_near_fp32(folder, case):
+    ours = program.result(folder, case)
+    (loss, norm, scale), (second, _, _) = ours["half"]
+    assert (loss, second) == pytest.approx((ours["trained"][0], ours["second"]), rel=2e-3)
+    assert norm == pytest.approx(ours["trained"][1], rel=1e-2)
+    assert scale == 65536
+
+
 @CASES
 def test_pairs_without_answers_change_nothing(folder, case):
     ours = program.result(folder, case)

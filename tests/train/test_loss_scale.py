@@ -1,0 +1,224 @@
+"""fp16 with BMTrain's dynamic loss scale is fp32 to fp16's rounding, and an overflow changes nothing but the scale."""
+
+import json
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from bmburst.blocks.lora import LoRAConfig
+from bmburst.checkpoint.files import newest_complete, read_progress
+from bmburst.errors import RunError
+from bmburst.train.config import OptimizerConfig, ParallelConfig, ScheduleConfig
+from bmburst.train.loss_scale import LossScale
+from bmburst.train.step import HostFacts, SkippedSteps, StepFacts
+from tests import tiny
+from tests.distributed.programs import run_program
+from tests.refusals import refused
+from tests.train import run_program as program
+
+INITIAL, INTERVAL = 1024.0, 3
+BAD = 4
+"""The step whose gradient overflows on one rank."""
+SCALES = [1024, 1024, 1024, 2048, 1024, 1024, 1024, 2048]
+"""Of steps 1 to 8: three are taken, the fourth is not, three are taken."""
+# Each is compared with fp32 on the same ranks; the norms are above 0.1, so that gradients are clipped.
+SPLITS = {
+    "sequence": {"parallel": ParallelConfig()},
+    "data": {"parallel": ParallelConfig(data_parallel=2, zero_level=2), "batch_size": 4},
+    "lora": {"lora": LoRAConfig(rank=2), "checkpoint_every": None},
+}
+OFFLOADS = {
+    "offload": {"optimizer.offload": True},
+    "weights": {"optimizer.offload": True, "optimizer.offload_weights": True},
+}
+
+
+def make(folder, name, dtype="float16", **changes):
+    from bmburst.train.trainer import Trainer
+
+    scaled = {"loss_scale": INITIAL, "loss_scale_steps": INTERVAL} if dtype == "float16" else {}
+    rates = {key.partition(".")[2]: changes.pop(key) for key in list(changes) if key.startswith("optimizer.")}
+    if "lora" in changes:
+        changes["init_from"] = folder / "model"
+    values = {
+        "dtype": dtype,
+        "steps": 8,
+        "eval_every": 0,
+        "checkpoint_every": 0,
+        "schedule": ScheduleConfig(kind="constant", warmup_steps=0),
+        "optimizer": OptimizerConfig(lr=4e-3, clip_norm=0.1, **scaled, **rates),
+    }
+    trainer = Trainer(program.config(folder, name, **values | changes))
+    trainer.restore()
+    return trainer
+
+
+def overflowing(trainer, steps):
+    """Let the gradient of steps overflow on the last rank, whose loss stays finite."""
+    original = trainer.model.loss
+
+    def loss(*args, **kwargs):
+        bad = trainer.steps_done + 1 in steps and trainer.runtime.rank == trainer.runtime.world_size - 1
+        return original(*args, **kwargs) * (1e9 if bad else 1.0)
+
+    return patch.object(trainer.model, "loss", loss)
+
+
+def held(trainer):
+    """Return this rank's weights and optimizer state, and the steps that it counts."""
+    from bmburst.optim import state_names
+    from bmburst.zero import named_shards
+
+    shards = [shard for shard in named_shards(trainer.model) if shard.storage.requires_grad]
+    found = [shard.local().detach().clone() for shard in shards]
+    found += [trainer.optimizer.state_of(s, name).clone() for s in shards for name in state_names(s)]
+    return [*found, torch.tensor([trainer.optimizer.state[s.storage]["step"] for s in shards if s.count])]
+
+
+def run(trainer, bad=()):
+    found = []
+    with overflowing(trainer, bad):
+        for _ in range(trainer.steps_done, 8):
+            found.append(trainer.step())
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp16")
+    tiny.save(folder / "model", program.SHAPE)
+    return folder
+
+
+def test_two_ranks(folder):
+    run_program(2, _two_ranks, folder, seconds=240)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss_scale"] for line in lines] == SCALES
+    assert [line["skipped_steps"] for line in lines] == [0] * (BAD - 1) + [1] * (9 - BAD)
+    assert lines[BAD - 1]["grad_norm"] is None and lines[BAD - 1]["loss"] is not None
+    assert read_progress(newest_complete(folder / "run")).loss_scale == (2048, 1)
+
+
+def _two_ranks(folder):
+    _overflow_skips_one_step(folder)
+    _resumed_is_uninterrupted(folder)
+
+
+@pytest.mark.long
+def test_is_near_fp32_also_in_host_memory(folder):
+    run_program(2, _near, folder, seconds=240)
+
+
+def _near(folder):
+    for name, changes in SPLITS.items():
+        _is_near_fp32(folder, name, changes)
+    resident = run(make(folder, "resident"), {BAD})
+    for name, changes in OFFLOADS.items():
+        _host_memory_gives_the_same(folder, name, changes, resident)
+
+
+def _is_near_fp32(folder, name, changes):
+    half, whole = (run(make(folder, f"{name}-{dtype}", dtype, **changes)) for dtype in ("float16", "float32"))
+    for ours, wanted in zip(half, whole, strict=True):
+        assert ours.loss == pytest.approx(wanted.loss, rel=1e-4)  # an eighth of bf16's
+        assert ours.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-2)
+        assert (ours.skipped_steps, wanted.loss_scale) == (0, None) and wanted.grad_norm > 0.1
+    assert whole[-1].loss < whole[0].loss - 1e-3
+    assert [each.loss_scale for each in half] == [1024] * 3 + [2048] * 3 + [4096] * 2
+
+
+def _overflow_skips_one_step(folder):
+    trainer = make(folder, "overflow")
+    seen, before = [], []
+    with overflowing(trainer, {BAD}):
+        for step in range(1, 9):
+            seen.append(trainer.step())
+            if step == BAD - 1:
+                before = held(trainer)
+            elif step == BAD:
+                assert all(map(torch.equal, before, held(trainer)))
+            elif step == BAD + 1:
+                assert not all(map(torch.equal, before, held(trainer)))
+    assert [each.loss_scale for each in seen] == SCALES
+    assert math.isfinite(seen[BAD - 1].loss) and not math.isfinite(seen[BAD - 1].grad_norm)
+    assert all(each.isfinite().all() for each in held(trainer))
+    assert all(steps == 7 for steps in held(trainer)[-1])
+
+
+def _host_memory_gives_the_same(folder, name, changes, resident):
+    trainer = make(folder, name, **changes)
+    for ours, wanted in zip(run(trainer, {BAD}), resident, strict=True):
+        assert ours.loss == pytest.approx(wanted.loss, rel=1e-5)
+        assert (ours.loss_scale, ours.skipped_steps) == (wanted.loss_scale, wanted.skipped_steps)
+
+
+def _resumed_is_uninterrupted(folder):
+    """The checkpoint is written one step after the one that was skipped: the counter is at 1."""
+    whole, first = make(folder, "whole"), make(folder, "run", steps=5)
+    with overflowing(whole, {BAD}):
+        whole.train()
+    with overflowing(first, {BAD}):
+        first.train()
+    assert read_progress(newest_complete(folder / "run")).loss_scale == (1024, 1)
+    second = make(folder, "run", resume=True)
+    second.train()
+    assert all(map(torch.equal, held(whole), held(second)))
+    assert second._loss_scale == whole._loss_scale == LossScale(2048, INTERVAL, 1)
+    if whole.is_main:
+        keys = ("step", "loss", "grad_norm", "loss_scale", "skipped_steps")
+        files = [(folder / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "run")]
+        ours, wanted = ([[json.loads(line)[key] for key in keys] for line in lines] for lines in files)
+        assert ours == wanted
+
+
+@pytest.mark.long
+def test_tensor_ranks(folder):
+    run_program(2, _tensor_ranks, folder, tensor=2)
+
+
+def _tensor_ranks(folder):
+    changes = {"parallel": ParallelConfig(tensor_parallel=2)}
+    _is_near_fp32(folder, "tensor", changes)
+    assert [each.loss_scale for each in run(make(folder, "tensor", **changes), {BAD})] == SCALES
+
+
+def test_too_many_skipped_steps_end_the_run(folder):
+    run_program(1, _too_many, folder)
+
+
+def _too_many(folder):
+    trainer = make(folder, "skipping", max_skipped_steps=3)
+    words = "3 steps", "step 1", "512", "step 3", "128", "--optimizer.lr", "65504", "fix: ", "--dtype bfloat16"
+    with overflowing(trainer, range(9)), refused(*words, error=RunError):
+        trainer.train()
+
+
+def test_rules_are_bmtrains():
+    """Beside the manager itself, whose optimizer does nothing."""
+    run_program(1, _rules_are_bmtrains)
+
+
+def _rules_are_bmtrains():
+    import bmtrain as bmt
+
+    manager = bmt.optim.OptimManager(loss_scale=8.0, loss_scale_steps=INTERVAL)
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    manager.add_optimizer(torch.optim.SGD([parameter], lr=0.0))
+    ours = LossScale(8.0, INTERVAL)
+    for is_finite in map(int, "11101101110000001111"):
+        parameter.grad = torch.full_like(parameter, 0.0 if is_finite else math.inf)
+        manager.step()
+        ours.count(is_finite=bool(is_finite))
+        assert ours.value == manager.loss_scale
+
+
+def test_a_scale_that_never_changes_is_not_spoken_of():
+    skips, fixed = SkippedSteps(["a"], most=1), LossScale()
+    skips.add(StepFacts(1, (1.0,), (math.inf,), 8, (HostFacts(),)), fixed)
+    assert (fixed.value, fixed.state()) == (1.0, None)
+    assert "scale" not in skips.message
+    with refused("1 steps", "fix: start again", error=RunError) as error:
+        skips.require(lambda: False)
+    assert error is None or "float16" not in str(error)
