@@ -8,7 +8,7 @@ is. A figure's SVG goes into the page itself, so that its colors follow the read
 import posixpath
 import re
 from collections.abc import Callable, Iterator
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from textwrap import indent
 
@@ -16,6 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+import bmburst
 from docs.tools.settings import MARK, tables
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,17 @@ _LINK = re.compile(r"(?P<before>\]\(\s*)(?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?
 _FIGURE = re.compile(r"^!\[(?P<says>[^\]]*)\]\((?P<path>figures/[\w-]+\.svg)\)$", re.M | re.S)
 _RECORD = re.compile(r"^<!-- tables of (?P<path>\S+) -->$", re.M)
 _HEADING = re.compile(r"^#+ (.+)$", re.M)
+_CELL, _CODE, _TAG = (
+    re.compile(pattern, re.S) for pattern in ("<td>(.*?)</td>", "(?<!<pre>)<code>(.*?)</code>", "<[^>]+>")
+)
+_LONG = 40  # letters
 _STYLE = re.compile(r"<style>.*?</style>\n?", re.S)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the version of the repository beside its name, which every page has in its header."""
+    config.site_name = f"{config.site_name} {bmburst.__version__}"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -64,6 +75,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = _RECORD.sub(lambda found: _record(_target(here, found["path"]), here), markdown)
     drawn = _outside_of_code(markdown, lambda text: _FIGURE.sub(_figure, text))
     return _outside_of_code(drawn, lambda text: _LINK.sub(led, text))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark the pieces of code and the cells of tables that are long: only those may have several lines."""
+    del page, config, files
+    html = _CODE.sub(lambda found: f'<code class="long">{found[1]}</code>' if _is_long(found[1]) else found[0], html)
+    return _CELL.sub(lambda found: f'<td class="long">{found[1]}</td>' if _is_long(found[1]) else found[0], html)
+
+
+def _is_long(html: str) -> bool:
+    return len(unescape(_TAG.sub("", html))) > _LONG
 
 
 def _in_repository(uri: str) -> str:

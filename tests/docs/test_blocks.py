@@ -100,9 +100,14 @@ def test_the_run_folder_is_as_shown(run_page) -> None:
 
 
 def test_fields_that_the_text_names_are_written() -> None:
-    listed = dict(re.findall(r"^(\w+\.jsonl) +a line an? [^:]+: (.+)$", PATHS["runs.md"].read_text(), re.M))
-    assert listed["metrics.jsonl"].split(", ") == list(StepMetrics.__dataclass_fields__)
-    assert listed["evals.jsonl"].split(", ") == list(EvalMetrics.__dataclass_fields__)
+    text = PATHS["runs.md"].read_text()
+    table = re.search(r"^\| field \| meaning \|\n\| ---.+\n((?:\|.+\n)+)", text, re.M)
+    assert table is not None
+    named = [name for row in table[1].splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(StepMetrics.__dataclass_fields__)
+    sentence = re.search(r"one line to `evals.jsonl`, with the fields ([^.]+)\.", text)
+    assert sentence is not None
+    assert re.findall(r"`(\w+)`", sentence[1]) == list(EvalMetrics.__dataclass_fields__)
 
 
 def test_the_table_of_commands_is_the_command_line() -> None:
