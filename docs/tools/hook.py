@@ -24,7 +24,8 @@ DOCS, ELSEWHERE = "docs/", "repository/"
 
 _FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 _LINK = re.compile(r"(?P<before>\]\(\s*)(?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?(?P<after>\s*\))")
-_FIGURE = re.compile(r"^!\[(?P<says>[^\]]*)\]\((?P<path>figures/[\w-]+\.svg)\)$", re.M | re.S)
+_FIGURE = re.compile(r"!\[(?P<says>[^\]]*)\]\((?P<path>figures/[\w-]+\.svg)\)")
+_FIGURES = re.compile(r"^(?:!\[[^\]]*\]\(figures/[\w-]+\.svg\)\n)+", re.M)
 _RECORD = re.compile(r"^<!-- tables of (?P<path>\S+) -->$", re.M)
 _HEADING = re.compile(r"^#+ (.+)$", re.M)
 _CELL, _CODE, _TAG = (
@@ -73,7 +74,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if MARK in markdown:
         markdown = markdown.replace(MARK, tables())
     markdown = _RECORD.sub(lambda found: _record(_target(here, found["path"]), here), markdown)
-    drawn = _outside_of_code(markdown, lambda text: _FIGURE.sub(_figure, text))
+    drawn = _outside_of_code(markdown, lambda text: _FIGURES.sub(_figures, text))
     return _outside_of_code(drawn, lambda text: _LINK.sub(led, text))
 
 
@@ -121,6 +122,12 @@ def _record(path: str, here: str) -> str:
 
     text = _HEADING.sub(r"**\1**", _LINK.sub(from_here, (ROOT / path).read_text())).strip()
     return f'??? info "All tables of this record"\n\n{indent(text, "    ")}\n'
+
+
+def _figures(found: re.Match[str]) -> str:
+    """Return figures that follow each other in a box, which has them beside each other where there is room."""
+    drawn = "\n".join(_figure(each) for each in _FIGURE.finditer(found[0]))
+    return f'<div class="panels">\n{drawn}\n</div>\n'
 
 
 def _figure(found: re.Match[str]) -> str:
