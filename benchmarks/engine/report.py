@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.engine.kind import OK, ONE_GPU, BaseCell, C, Results, Row
@@ -143,6 +144,7 @@ def versions(run: Mapping[str, Any]) -> str:
 _ALONE = {"color": "#000000", "linestyle": "--", "marker": ""}
 _OURS = ("#b2182b", "#d6604d", "#f4a582", "#e08214", "#8c510a", "#bf812d", "#c51b7d", "#de77ae", "#762a83", "#9970ab")
 _PEERS = ("#2166ac", "#4393c3", "#1b7837", "#5aae61", "#35978f", "#01665e", "#636363", "#969696")
+_NAMES = MappingProxyType({"ours": "ours (bmburst)", ONE_GPU: "one GPU alone"})
 _MARKERS = "os^vDPX*<>"
 
 
@@ -158,7 +160,7 @@ def blank(width: float, height: float) -> Any:
 
 
 WIDTH, HEIGHT = 4.8, 4.4  # inches: on the narrow screen of a phone the letters can still be read
-_LETTERS = 50  # of a line of a title, in this width
+_LETTERS = 54  # of a line of a title, in this width
 
 
 def panel(path: Path, says: str, setting: str, fill: Callable[[Any], None]) -> Path:
@@ -211,7 +213,9 @@ def plot_methods(axes: Any, rows: Rows[C], column: Callable[[C], int], value: Ca
     for method, own in found.items():
         values = [(columns.index(n), value(row)) for n, row in sorted(own.items()) if row["status"] == OK]
         points = [(place, y) for place, y in values if y is not None]
-        axes.plot(*(zip(*points, strict=True) if points else ((), ())), label=method, **styles[method])
+        axes.plot(
+            *(zip(*points, strict=True) if points else ((), ())), label=_NAMES.get(method, method), **styles[method]
+        )
     axes.set_xticks(range(len(columns)), [short(n) for n in columns])
 
 

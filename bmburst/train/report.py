@@ -41,7 +41,7 @@ def plot_losses(folder: Path) -> Path | None:
 
     figure = Figure(figsize=(4.8, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    axes: Any = figure.subplots()
     _draw_losses(axes, steps, evals)
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -49,7 +49,7 @@ def timeline() -> Drawing:
     """When the units of an exchange of heads come in, are attended with, and go home."""
     plan = heads_plan()
     times = heads_times(plan)
-    left, width, top, end = 72.0, 276.0, 54.0, times[-1].returns[1]
+    left, width, top, end = 80.0, 268.0, 54.0, times[-1].returns[1]
     drawing = Drawing(left + width + 12, top + 150, "Timeline of a forward pass with an exchange of heads")
     scale = width / end
     attended = sum(at.attends[1] - at.attends[0] for at in times)
@@ -178,8 +178,8 @@ def _visits(drawing: Drawing, x: float, owners: list[list[int]], says: str) -> N
     slow = set(crossings(owners))
     steps = sorted({step for step, _ in slow})
     behind = steps[0]  # the first block to cross left when the first step began
-    drawing.text(x, 16, f"{says}: {len(steps)} crossing{'s' * (len(steps) > 1)} of the slow link", "strong", size=13)
-    drawing.text(x, 33, f"each has {behind} step{'s' * (behind > 1)} of attention to hide behind", "soft")
+    drawing.text(0, 16, f"{says}: {len(steps)} crossing{'s' * (len(steps) > 1)} of the slow link", "strong", size=13)
+    drawing.text(0, 33, f"each has {behind} step{'s' * (behind > 1)} of attention to hide behind", "soft")
     for rank, row in enumerate(owners):
         y = top + rank * unit + (8 if rank >= PLACES else 0)
         drawing.text(x - 8, y + 20, f"rank {rank}", "soft", anchor="end", size=11)
