@@ -22,6 +22,7 @@ from bmburst_ops.flash.select import KERNELS
 from tests.docs.blocks import PATHS, ROOT, read_blocks
 from tests.docs.commands import exists
 from tests.docs.conftest import LAUNCHED
+from tests.docs.examples import EXAMPLES, chunks, outputs, place_of
 from tests.docs.scripts import LAUNCHERS
 
 ELSEWHERE = {  # pages with a test of their own, which also looks at what is printed
@@ -46,6 +47,25 @@ LIMITS = {"README.md": 12_000, "CONTRIBUTING.md": 8_000}  # bytes: what is longe
 @pytest.mark.parametrize("name", OURS)
 def test_blocks_run(run_page, name: str) -> None:
     run_page(name)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_what_is_printed(run_page, name: str) -> None:
+    printed, at = run_page(name).printed.split(), 0
+    shown = outputs(name)
+    assert len(shown) >= 4
+    for words in (words for text in shown for words in chunks(text)):
+        end = place_of(words, printed, at)
+        assert end is not None, f"this is not printed, or earlier: {' '.join(words)}"
+        at = end
+
+
+def test_other_words_and_distant_numbers_are_noticed() -> None:
+    printed = ["step", "s", "4.86", "3,369", "heads", "x8,", "ZeRO-3"]
+    assert place_of(["4.9", "3,300", "heads"], printed, 0) == 5
+    for wrong in ("4.2 3,369", "4.86 3,369 ring", "4.86 3,369 heads x4,", "ZeRO-2"):
+        assert place_of(wrong.split(), printed, 0) is None, wrong
+    assert [len(part) for part in chunks("a b\n...\nc \\\nd\n")] == [2, 2]
 
 
 def test_the_readme_is_started_by_the_launchers_it_names(run_page) -> None:
