@@ -1,6 +1,7 @@
 """Shows predictions: as text with the command that runs the best one, as JSON, and as a picture."""
 
 import shlex
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -195,6 +196,9 @@ _COLOURS = {
 }
 
 
+_LETTERS = 66  # of a line above a bar
+
+
 def draw_predictions(shown: Sequence[Prediction], path: Path) -> None:
     """Draw predictions, the best on top.
 
@@ -210,7 +214,7 @@ def draw_predictions(shown: Sequence[Prediction], path: Path) -> None:
     from matplotlib.figure import Figure
 
     task = shown[0].candidate.task
-    figure = Figure(figsize=(4.8, 1.6 + 0.5 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(4.8, 1.6 + 0.72 * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     _draw_times(axes, shown)
@@ -227,12 +231,13 @@ def _draw_times(axes: Any, shown: Sequence[Prediction]) -> None:
     for part, colour in _COLOURS.items():
         widths = [asdict(each.time)[part] for each in shown]
         if any(widths):
-            axes.barh(range(len(shown)), widths, left=starts, height=0.4, color=colour, label=PARTS[part])
+            axes.barh(range(len(shown)), widths, left=starts, height=0.3, color=colour, label=PARTS[part])
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     for row, each in enumerate(shown):
         memory = f"{each.memory.total / GIB:.0f} GiB" + ("" if each.memory.fits else ": too much")
         axes.text(each.seconds, row, f" {each.utilisation:.0%}, {memory}", va="center", fontsize=8)
-        axes.text(0, row - 0.26, f" {each.candidate.name}", fontsize=7)
+        name = "\n".join(textwrap.wrap(each.candidate.name, _LETTERS))
+        axes.text(0.01, row - 0.18, name, transform=axes.get_yaxis_transform(), fontsize=8, in_layout=False)
     axes.set_yticks([])
     axes.set_ylim(len(shown) - 0.5, -0.7)
     axes.set_xlim(0, 1.35 * max(each.seconds for each in shown))
