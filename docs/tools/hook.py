@@ -28,9 +28,9 @@ _FIGURE = re.compile(r"!\[(?P<says>[^\]]*)\]\((?P<path>figures/[\w-]+\.svg)\)")
 _FIGURES = re.compile(r"^(?:!\[[^\]]*\]\(figures/[\w-]+\.svg\)\n)+", re.M)
 _RECORD = re.compile(r"^<!-- tables of (?P<path>\S+) -->$", re.M)
 _HEADING = re.compile(r"^#+ (.+)$", re.M)
-_CELL, _CODE, _TAG = (
-    re.compile(pattern, re.S) for pattern in ("<td>(.*?)</td>", "(?<!<pre>)<code>(.*?)</code>", "<[^>]+>")
-)
+_CELL = re.compile(r"<(?P<kind>t[dh])>(?P<inside>.*?)</(?P=kind)>", re.S)
+_CODE, _TAG = re.compile(r"(?<!<pre>)<code>(.*?)</code>", re.S), re.compile(r"(<[^>]+>)")
+_HYPHENED = re.compile(r"[\w.@+:/]*(?:-+[\w.@+:/*]+)+")
 _LONG = 40  # letters
 _STYLE = re.compile(r"<style>.*?</style>\n?", re.S)
 
@@ -79,14 +79,26 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mark the pieces of code and the cells of tables that are long: only those may have several lines."""
+    """Mark what may have several lines, long code and long cells of tables, and keep words of cells in one piece."""
     del page, config, files
     html = _CODE.sub(lambda found: f'<code class="long">{found[1]}</code>' if _is_long(found[1]) else found[0], html)
-    return _CELL.sub(lambda found: f'<td class="long">{found[1]}</td>' if _is_long(found[1]) else found[0], html)
+    return _CELL.sub(_cell, html)
+
+
+def _cell(found: re.Match[str]) -> str:
+    """Return a cell whose words are not broken at their hyphens, as browsers would."""
+    kind, inside = found["kind"], found["inside"]
+    marked = ' class="long"' if _is_long(inside) else ""
+    pieces = _TAG.split(inside)
+    whole = "".join(
+        piece if i % 2 else _HYPHENED.sub(r'<span class="whole">\g<0></span>', piece) for i, piece in enumerate(pieces)
+    )
+    return f"<{kind}{marked}>{whole}</{kind}>"
 
 
 def _is_long(html: str) -> bool:
-    return len(unescape(_TAG.sub("", html))) > _LONG
+    text = unescape(_TAG.sub("", html)).strip()
+    return len(text) > _LONG and " " in text
 
 
 def _in_repository(uri: str) -> str:
