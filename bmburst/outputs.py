@@ -19,6 +19,7 @@ from bmburst.errors import UserError
 
 PICTURE = MappingProxyType({"Software": "bmburst, https://matplotlib.org"})
 """Metadata of every picture, by which `is_picture` knows it."""
+_DOTS = 160  # an inch: pictures are small, with large letters
 _PNG, _HEAD = b"\x89PNG\r\n\x1a\n", 1024
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the operating system answers where there is no room: in the file system, a quota, or under a limit."""
@@ -80,7 +81,7 @@ def save_picture(figure: Any, path: Path) -> None:
         OSError: It cannot be written.
     """
     with replacing(path) as partial:
-        figure.savefig(partial, format="png", dpi=110, metadata=dict(PICTURE))
+        figure.savefig(partial, format="png", dpi=_DOTS, metadata=dict(PICTURE))
 
 
 def is_picture(path: Path) -> bool:

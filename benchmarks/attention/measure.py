@@ -33,6 +33,7 @@ from benchmarks.attention.methods.method import (
     forward_without_grad,
     prepare,
 )
+from benchmarks.attention.report import timeline_title
 from benchmarks.engine.job import Job
 from benchmarks.engine.kind import ONE_GPU, Row
 from benchmarks.engine.machine import Gauge
@@ -125,7 +126,8 @@ def measure_speed(method: Method, cell: Cell, setting: Setting, gauge: Gauge, jo
         together = [getattr(own, _CALL[direction]) for own in (calls, *others)]
         row[direction] = _measure(together, _flops(cell, direction, factor), setting, job) | {"bytes": moved}
         if job.trace_folder is not None:
-            record_timeline(together[0], job.trace_folder, f"{cell.key}/{direction}", setting.group)
+            title = timeline_title(cell, direction)
+            record_timeline(together[0], job.trace_folder, f"{cell.key}/{direction}", title, setting.group)
     return row
 
 

@@ -1,22 +1,21 @@
 """Tables and pictures of the attention benchmark: ratio to one GPU, time, TFLOP/s, memory, bytes and errors."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.attention.cells import MASKS, SUITES, Cell
 from benchmarks.engine.kind import OK, ONE_GPU, Results, Row
 from benchmarks.engine.report import (
     Rows,
-    blank,
-    finish,
-    finish_figure,
     grid,
     groups,
     is_measured,
     known,
+    of_whom,
+    panel,
     plot_methods,
     ranks_name,
-    save_figure,
     spread_name,
 )
 from bmburst.amounts import short
@@ -84,11 +83,14 @@ def _column(suite: str) -> Callable[[Cell], int]:
 
 
 def _title(suite: str, cell: Cell) -> str:
-    heads = f"{cell.heads} heads" if cell.heads == cell.kv_heads else f"{cell.heads} q / {cell.kv_heads} kv heads"
     tokens = f", {short(cell.tokens)} tokens" if suite in ("batch", "accuracy") else ""
     where = "" if suite == "accuracy" else f", {ranks_name(cell)}"
     mask = "" if cell.mask == suite else f", {cell.mask}"
-    return f"{_TITLE[suite]}: {heads}, head dim {cell.head_dim}{mask}, {cell.dtype}{tokens}{where}"
+    return f"{_TITLE[suite]}: {_heads(cell)}, head dim {cell.head_dim}{mask}, {cell.dtype}{tokens}{where}"
+
+
+def _heads(cell: Cell) -> str:
+    return f"{cell.heads} heads" if cell.heads == cell.kv_heads else f"{cell.heads} q / {cell.kv_heads} kv heads"
 
 
 def _mask_facts(rows: Sequence[tuple[Cell, Row]]) -> list[str]:
@@ -144,19 +146,30 @@ def _accuracy(rows: Rows[Cell], notes: dict[str, int]) -> list[str]:
 def draw(results: Results[Cell], stem: Path) -> list[Path]:
     """Draw ratio and TFLOP/s of every comparison that has a measured cell, and return the pictures' paths."""
     return [
-        _picture(suite, title, rows, stem)
+        picture
         for suite in SUITES
         if suite != "accuracy"
         for title, rows in comparisons(results, suite)
         if is_measured(rows)
+        for picture in _pictures(suite, title, rows, stem)
     ]
 
 
-def _picture(suite: str, title: str, rows: Rows[Cell], stem: Path) -> Path:
-    figure, column = blank(13, 8), _column(suite)
-    axes = figure.subplots(2, 2, sharex=True)
-    for across, (direction, name) in enumerate(DIRECTIONS.items()):
-        upper, lower = axes[0][across], axes[1][across]
+def timeline_title(cell: Cell, direction: str) -> tuple[str, str]:
+    """Return what the timeline of a cell shows, and the setting."""
+    return (
+        f"Timeline of attention, {DIRECTIONS[direction]}, by {of_whom(cell)}",
+        f"{short(cell.tokens)} tokens, {_heads(cell)}, {cell.mask}, {ranks_name(cell)}",
+    )
+
+
+def _pictures(suite: str, title: str, rows: Rows[Cell], stem: Path) -> Iterator[Path]:
+    column = _column(suite)
+
+    def over(axes: Any) -> None:
+        axes.set_xlabel("sequences at once" if suite == "batch" else "tokens of the whole sequence")
+
+    for direction, name in DIRECTIONS.items():
 
         def ratio(row: Row, direction: str = direction) -> float | None:
             return None if row["cell"]["method"] == ONE_GPU else float(row[direction]["ratio"])
@@ -164,20 +177,28 @@ def _picture(suite: str, title: str, rows: Rows[Cell], stem: Path) -> Path:
         def rate(row: Row, direction: str = direction) -> float:
             return float(row[direction]["tflops"])
 
-        plot_methods(lower, rows, column, rate)
-        plot_methods(upper, rows, column, ratio)
-        finish(upper, f"{name}: ratio to one GPU's kernel")
-        ratios = [1.0, *(found for _, row in rows if row["status"] == OK and (found := ratio(row)) is not None)]
-        upper.set_ylim(max(0.0, min(ratios) - 0.05), max(ratios) + 0.05)  # what differs is near 1
-        upper.axhline(1, color="black", linewidth=0.8)
-        finish(lower, f"{name}: TFLOP/s a GPU")
-        lower.set_xlabel("sequences at once" if suite == "batch" else "tokens of the whole sequence")
-    finish_figure(figure, title, axes[1][0])
-    return save_figure(figure, _path(suite, rows[0][0], stem))
+        def ratios(axes: Any, ratio: Callable[[Row], float | None] = ratio) -> None:
+            plot_methods(axes, [pair for pair in rows if pair[0].method != ONE_GPU], column, ratio)
+            found = [1.0, *(value for _, row in rows if row["status"] == OK and (value := ratio(row)) is not None)]
+            axes.set_ylim(max(0.0, min(found) - 0.05), max(found) + 0.05)  # what differs is near 1
+            axes.axhline(1, color="black", linewidth=0.8)
+            axes.set_ylabel("ratio to one GPU's kernel")
+            over(axes)
+
+        def rates(axes: Any, rate: Callable[[Row], float] = rate) -> None:
+            plot_methods(axes, rows, column, rate)
+            axes.set_ylim(bottom=0)
+            axes.set_ylabel("TFLOP/s a GPU")
+            over(axes)
+
+        start = _path(suite, rows[0][0], stem)
+        for what, fill in (("ratio", ratios), ("tflops", rates)):
+            yield panel(start.with_name(f"{start.name}-{direction}-{what}.png"), name.capitalize(), title, fill)
 
 
 def _path(suite: str, cell: Cell, stem: Path) -> Path:
+    """Return the path that the names of a comparison's pictures begin with."""
     where = f"{cell.ranks}" + ("" if cell.device == "cuda" else cell.device)
     tokens = f"-{short(cell.tokens)}" if suite == "batch" else ""
     mask = "" if cell.mask == suite else f"-{cell.mask}"
-    return stem.with_name(f"{stem.name}-{suite}{tokens}-{cell.head_setup}{mask}-{where}.png")
+    return stem.with_name(f"{stem.name}-{suite}{tokens}-{cell.head_setup}{mask}-{where}")

@@ -1,7 +1,9 @@
 """Markdown tables and pictures that compare methods over a number, for all kinds of benchmarks."""
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.engine.kind import OK, ONE_GPU, BaseCell, C, Results, Row
@@ -71,6 +73,11 @@ def ranks_name(cell: BaseCell) -> str:
     return f"{cell.ranks} {rank_kind(cell)}{'s' if cell.ranks > 1 else ''}"
 
 
+def of_whom(cell: BaseCell) -> str:
+    """Return what a title calls the cell's method."""
+    return "bmburst" if cell.method == "ours" else cell.method
+
+
 def spread_name(ranks: int, chosen: dict[str, Any]) -> str:
     """Return what `burst_attention` chose: heads exchanged by how many ranks, and what lies between such groups."""
     parts = [f"heads x{chosen['heads']}"] if chosen["heads"] > 1 else []
@@ -137,6 +144,7 @@ def versions(run: Mapping[str, Any]) -> str:
 _ALONE = {"color": "#000000", "linestyle": "--", "marker": ""}
 _OURS = ("#b2182b", "#d6604d", "#f4a582", "#e08214", "#8c510a", "#bf812d", "#c51b7d", "#de77ae", "#762a83", "#9970ab")
 _PEERS = ("#2166ac", "#4393c3", "#1b7837", "#5aae61", "#35978f", "#01665e", "#636363", "#969696")
+_NAMES = MappingProxyType({"ours": "ours (bmburst)", ONE_GPU: "one GPU alone"})
 _MARKERS = "os^vDPX*<>"
 
 
@@ -151,15 +159,44 @@ def blank(width: float, height: float) -> Any:
     return figure
 
 
-def finish(axes: Any, title: str, *, logarithmic: bool = False) -> None:
-    """Give axes a title, a grid, and a y axis from 0, or a logarithmic one."""
-    axes.set_title(title, fontsize=11)
+WIDTH, HEIGHT = 4.8, 4.4  # inches: on the narrow screen of a phone the letters can still be read
+_LETTERS = 54  # of a line of a title, in this width
+
+
+def panel(path: Path, says: str, setting: str, fill: Callable[[Any], None]) -> Path:
+    """Draw a picture of one panel, with a legend below it where lines have names, and return its path.
+
+    Args:
+        path: Where to.
+        says: What is drawn: the first line of the title.
+        setting: What it was measured with: the others.
+        fill: Draws into the axes.
+    """
+    figure = blank(WIDTH, HEIGHT)
+    axes = figure.subplots()
+    fill(axes)
+    set_title(figure, says, setting)
+    axes.margins(x=0.05)
+    axes.grid(alpha=0.3)
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    save_picture(figure, path)
+    return path
+
+
+def scale_heights(axes: Any, *, logarithmic: bool = False) -> None:
+    """Let heights begin at 0, or be logarithmic."""
     if logarithmic:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    axes.margins(x=0.05)
-    axes.grid(alpha=0.3)
+
+
+def set_title(figure: Any, says: str, setting: str) -> None:
+    """Give a figure of that width a title in lines that fit."""
+    lines = [line for text in (says, setting) for line in textwrap.wrap(text, _LETTERS)]
+    figure.suptitle("\n".join(lines), fontsize=10)
 
 
 def plot_methods(axes: Any, rows: Rows[C], column: Callable[[C], int], value: Callable[[Row], float | None]) -> None:
@@ -176,15 +213,10 @@ def plot_methods(axes: Any, rows: Rows[C], column: Callable[[C], int], value: Ca
     for method, own in found.items():
         values = [(columns.index(n), value(row)) for n, row in sorted(own.items()) if row["status"] == OK]
         points = [(place, y) for place, y in values if y is not None]
-        axes.plot(*(zip(*points, strict=True) if points else ((), ())), label=method, **styles[method])
+        axes.plot(
+            *(zip(*points, strict=True) if points else ((), ())), label=_NAMES.get(method, method), **styles[method]
+        )
     axes.set_xticks(range(len(columns)), [short(n) for n in columns])
-
-
-def finish_figure(figure: Any, title: str, labelled: Any) -> None:
-    """Give a figure its title, and a legend of what was drawn into one of its axes."""
-    handles, labels = labelled.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=9)
-    figure.suptitle(title, fontsize=12)
 
 
 def is_measured(rows: Rows[C]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engine.report import blank, save_figure
+from benchmarks.engine.report import WIDTH, blank, save_figure, set_title
 from benchmarks.engine.timing import RankGroup
 from bmburst.outputs import is_picture, require_own
 
@@ -40,7 +40,9 @@ _NAMES = (  # the first that is found in an event's name says what it is
 )
 
 
-def record_timeline(call: Callable[[], object], folder: Path, name: str, group: RankGroup) -> None:
+def record_timeline(
+    call: Callable[[], object], folder: Path, name: str, title: tuple[str, str], group: RankGroup
+) -> None:
     """Write `FOLDER/NAME.json` on the first rank, for chrome://tracing or Perfetto, and of GPUs a picture beside it.
 
     Every rank calls it.
@@ -49,6 +51,7 @@ def record_timeline(call: Callable[[], object], folder: Path, name: str, group: 
         call: What is recorded, once, warm.
         folder: Where the file goes.
         name: Its name; slashes become points.
+        title: In words: what is called, and the setting.
         group: The ranks that call.
     """
     from torch.profiler import ProfilerActivity, profile
@@ -70,7 +73,7 @@ def record_timeline(call: Callable[[], object], folder: Path, name: str, group: 
     folder.mkdir(parents=True, exist_ok=True)
     path = timeline_file(folder, name)
     timeline.export_chrome_trace(str(path))
-    draw_timeline(path, path.with_suffix(".png"))
+    draw_timeline(path, path.with_suffix(".png"), title)
 
 
 def timeline_file(folder: Path, name: str) -> Path:
@@ -129,12 +132,13 @@ def hidden(moving: Sequence[Span], computing: Sequence[Span]) -> float:
     return float((ended - begun).sum() / whole)
 
 
-def draw_timeline(trace: Path, picture: Path) -> Path | None:
+def draw_timeline(trace: Path, picture: Path, title: tuple[str, str]) -> Path | None:
     """Draw a timeline of one GPU.
 
     Args:
         trace: What `record_timeline` wrote.
         picture: Where to.
+        title: See `record_timeline`.
 
     Returns:
         The picture's path, or None where no GPU took part.
@@ -142,22 +146,32 @@ def draw_timeline(trace: Path, picture: Path) -> Path | None:
     found = lanes(json.loads(trace.read_text())["traceEvents"])
     if not found:
         return None
-    figure = blank(13, 1.2 + 0.55 * len(found))
-    axes = figure.subplots()
     computing = _joined(span for kind in _COMPUTE for span in found.get(kind, ()))
+    labels = {kind: _label(kind, spans, computing) for kind, spans in found.items()}
+    return draw_lanes(found, labels, picture, title)
+
+
+def draw_lanes(
+    found: Mapping[str, Sequence[Span]], labels: Mapping[str, str], picture: Path, title: tuple[str, str]
+) -> Path:
+    """Draw spans by kind, one lane below the other, each with its label above it, and return the picture's path."""
+    figure = blank(WIDTH, 1.3 + 0.55 * len(found))
+    axes = figure.subplots()
     for row, (kind, spans) in enumerate(found.items()):
-        axes.broken_barh([(a, b - a) for a, b in spans], (row - 0.4, 0.8), color=_COLOURS[kind], linewidth=0)
-    axes.set_yticks(range(len(found)), [_label(kind, spans, computing) for kind, spans in found.items()])
-    axes.invert_yaxis()
-    axes.set_xlim(0, max(spans[-1][1] for spans in found.values()))
+        # With a line around it a span of less than a pixel is seen.
+        axes.broken_barh([(a, b - a) for a, b in spans], (row - 0.1, 0.5), color=_COLOURS[kind], linewidth=0.5)
+        axes.text(0.01, row - 0.16, labels[kind], transform=axes.get_yaxis_transform(), fontsize=9)
+    axes.set_yticks([])
+    axes.set_ylim(len(found) - 0.45, -0.6)
+    axes.set_xlim(0, max(spans[-1][1] for spans in found.values() if spans))
     axes.set_xlabel("milliseconds")
     axes.grid(axis="x", alpha=0.3)
-    axes.set_title(trace.stem, fontsize=11)
+    set_title(figure, *title)
     return save_figure(figure, picture)
 
 
 def _label(kind: str, spans: Sequence[Span], computing: Sequence[Span]) -> str:
-    text = f"{kind}\n{sum(b - a for a, b in spans):.1f} ms"
+    text = f"{kind}: {sum(b - a for a, b in spans):.1f} ms"
     return f"{text}, {hidden(spans, computing):.0%} beside kernels" if kind in _MOVES else text
 
 

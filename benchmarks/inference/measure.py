@@ -18,6 +18,7 @@ from benchmarks.engine.timeline import record_timeline
 from benchmarks.engine.timing import RankGroup
 from benchmarks.inference.cells import FULL, METHODS, NO_LAO, TRANSFORMERS, WARM_STEPS, WARM_TOKENS, InferenceCell
 from benchmarks.inference.peers import PeerPrefill, Transformers
+from benchmarks.inference.report import timeline_title
 from bmburst.amounts import GIB
 from bmburst.attention.api import resolve_group
 from bmburst.blocks.config import LlamaConfig
@@ -111,7 +112,10 @@ class InferenceRun(RankRun[InferenceCell]):
         row = self._times(cell, counted) | {"tokens": ids[0, :_KEPT_TOKENS].tolist(), "rounds": len(counted)}
         row |= self._memory() | {"kernel": self.setting.kernel_name}
         if self.job.trace_folder is not None:
-            record_timeline(lambda: answer(prompts, WARM_STEPS), self.job.trace_folder, cell.key, self.setting.group)
+            title = timeline_title(cell)
+            record_timeline(
+                lambda: answer(prompts, WARM_STEPS), self.job.trace_folder, cell.key, title, self.setting.group
+            )
         return row
 
     def _round(self, answer: Answer, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[list[float], Tensor]:

@@ -8,19 +8,18 @@ from typing import Any
 from benchmarks.engine.kind import OK, Results, Row
 from benchmarks.engine.report import (
     Rows,
-    blank,
     columns_of,
-    finish,
-    finish_figure,
     grid,
     groups,
     is_measured,
     known,
+    of_whom,
+    panel,
     plot_methods,
     ranks_name,
-    save_figure,
+    scale_heights,
 )
-from benchmarks.inference.cells import CAUSAL, SUITES, InferenceCell
+from benchmarks.inference.cells import CAUSAL, SUITES, WARM_STEPS, InferenceCell
 from bmburst.amounts import short
 
 FIRST, TOKEN = "first_token_seconds", "token_milliseconds"
@@ -123,14 +122,15 @@ def _beside_paper(rows: Rows[InferenceCell]) -> list[str]:
     return [*lines, "", f"{found['source']}.", ""]
 
 
-Panel = tuple[str, Callable[[Row], float | None], str]
+Panel = tuple[str, str, Callable[[Row], float | None], str]
+"""The end of a picture's name, what is drawn, its value, and the name of its bound."""
 _PANELS: Sequence[Panel] = (
-    ("seconds to the first token", lambda row: row[FIRST], FIRST),
-    ("first token over the bound", lambda row: row.get("ratios", {}).get(FIRST), ""),
-    ("milliseconds a token", lambda row: row[TOKEN], TOKEN),
-    ("peak GiB a rank", lambda row: row["peak_memory_gib"], ""),
+    ("first-token", "seconds to the first token", lambda row: row[FIRST], FIRST),
+    ("first-token-over-bound", "first token over the bound", lambda row: row.get("ratios", {}).get(FIRST), ""),
+    ("token", "milliseconds a token", lambda row: row[TOKEN], TOKEN),
+    ("memory", "peak GiB a rank", lambda row: row["peak_memory_gib"], ""),
 )
-_SPEED: Panel = ("tokens/s of all prompts", lambda row: row["tokens_per_second"], "")
+_SPEED: Panel = ("speed", "tokens/s of all prompts", lambda row: row["tokens_per_second"], "")
 
 
 def draw(results: Results[InferenceCell], stem: Path) -> list[Path]:
@@ -140,21 +140,35 @@ def draw(results: Results[InferenceCell], stem: Path) -> list[Path]:
         results: What was measured.
         stem: Path whose name the pictures' names begin with.
     """
-    return [_draw(title, rows, _path(stem, rows[0][0])) for title, rows in _settings(results) if is_measured(rows)]
+    return [
+        picture
+        for title, rows in _settings(results)
+        if is_measured(rows)
+        for picture in _draw(title, rows, _path(stem, rows[0][0]))
+    ]
 
 
-def _draw(title: str, rows: Rows[InferenceCell], path: Path) -> Path:
-    column = _column(rows[0][0])
-    panels = [*_PANELS, _SPEED] if rows[0][0].suite == "batch" else _PANELS
-    figure = blank(4.5 * len(panels), 5)
-    all_axes = figure.subplots(1, len(panels))
-    for axes, (name, value, bound) in zip(all_axes, panels, strict=True):
-        plot_methods(axes, rows, column, value)
-        if bound:
-            _draw_bound(axes, rows, column, bound)
-        finish(axes, name, logarithmic=bound == FIRST)
-    finish_figure(figure, title, all_axes[0])
-    return save_figure(figure, path)
+def timeline_title(cell: InferenceCell) -> tuple[str, str]:
+    """Return what the timeline of a cell shows, and the setting."""
+    return (
+        f"Timeline of a prompt and {WARM_STEPS} steps of decoding, by {of_whom(cell)}",
+        f"{cell.model}, {short(cell.tokens)} tokens x {cell.batch}, {_mask(cell)}, {ranks_name(cell)}",
+    )
+
+
+def _draw(title: str, rows: Rows[InferenceCell], start: Path) -> Iterator[Path]:
+    column, is_batch = _column(rows[0][0]), rows[0][0].suite == "batch"
+    for end, name, value, bound in [*_PANELS, _SPEED] if is_batch else _PANELS:
+
+        def fill(axes: Any, name: str = name, value: Callable[[Row], float | None] = value, bound: str = bound) -> None:
+            plot_methods(axes, rows, column, value)
+            if bound:
+                _draw_bound(axes, rows, column, bound)
+            scale_heights(axes, logarithmic=bound == FIRST)
+            axes.set_ylabel(name)
+            axes.set_xlabel("prompts at once" if is_batch else "tokens of the prompt")
+
+        yield panel(start.with_name(f"{start.name}-{end}.png"), name.capitalize(), title, fill)
 
 
 def _draw_bound(axes: Any, rows: Rows[InferenceCell], column: Callable[[InferenceCell], int], what: str) -> None:
@@ -172,4 +186,4 @@ def _path(stem: Path, cell: InferenceCell) -> Path:
     length = f"-{short(cell.tokens)}" if cell.suite == "batch" else ""
     device = "" if cell.device == "cuda" else cell.device
     dtype = "" if cell.dtype == "bfloat16" else f"-{cell.dtype}"
-    return stem.with_name(f"{stem.name}-{cell.suite}-{cell.model}{length}-{cell.mask}-{cell.ranks}{device}{dtype}.png")
+    return stem.with_name(f"{stem.name}-{cell.suite}-{cell.model}{length}-{cell.mask}-{cell.ranks}{device}{dtype}")

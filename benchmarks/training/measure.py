@@ -23,6 +23,7 @@ from benchmarks.engine.timeline import record_timeline
 from benchmarks.engine.timing import RankGroup, Times, in_turns, mark, milliseconds_between
 from benchmarks.training.cells import OURS, STEPS, Rates, TrainCell, bound, utilisation
 from benchmarks.training.methods import METHODS
+from benchmarks.training.report import timeline_title
 from bmburst.amounts import GIB
 from bmburst.attention.options import MaskOption
 from bmburst.data.sources import Document
@@ -196,7 +197,7 @@ def _measure_steps(cell: TrainCell, run: TrainRun) -> Row:
     warm_up, milliseconds, found = _steps(trainer, run)
     row |= _memory(run.gauge, found[len(warm_up) :])
     if run.job.trace_folder is not None:
-        record_timeline(trainer.step, run.job.trace_folder, cell.key, run.setting.group)
+        record_timeline(trainer.step, run.job.trace_folder, cell.key, timeline_title(cell), run.setting.group)
     del trainer
     gc.collect()
     run.gauge.clear()

@@ -10,18 +10,17 @@ from typing import Any
 from benchmarks.engine.kind import OK, Results, Row
 from benchmarks.engine.report import (
     Rows,
-    blank,
-    finish,
-    finish_figure,
     grid,
     groups,
     is_measured,
     known,
     note,
+    of_whom,
+    panel,
     plot_methods,
     rank_kind,
     ranks_name,
-    save_figure,
+    scale_heights,
     spread_name,
 )
 from benchmarks.training.cells import Rates, TrainCell, bound, to_all_layers
@@ -297,19 +296,20 @@ def _how(cell: TrainCell, dtype: str | None = None) -> str:
     return "".join(f", {word}" for word in words if word)
 
 
-Panel = tuple[str, Callable[[Row], float | None]]
+Panel = tuple[str, str, Callable[[Row], float | None]]
+"""The end of a picture's name, what is drawn, and its value."""
 _OVER_TOKENS: Sequence[Panel] = (
-    ("seconds a step", lambda row: row["milliseconds"]["median"] / 1e3),
-    ("step over the bound", lambda row: row["ratio"]),
-    ("tokens/s a GPU", lambda row: row["tokens_per_second"]),
-    ("peak GiB a GPU", lambda row: row["peak_memory_gib"]),
+    ("seconds", "seconds a step", lambda row: row["milliseconds"]["median"] / 1e3),
+    ("ratio", "step over the bound", lambda row: row["ratio"]),
+    ("speed", "tokens/s a GPU", lambda row: row["tokens_per_second"]),
+    ("memory", "peak GiB a GPU", lambda row: row["peak_memory_gib"]),
 )
 _OVER_RANKS: Sequence[Panel] = (
-    ("tokens/s of all GPUs", lambda row: row["tokens_per_second"] * row["cell"]["ranks"]),
-    ("tokens/s a GPU", lambda row: row["tokens_per_second"]),
-    ("peak GiB a GPU", lambda row: row["peak_memory_gib"]),
+    ("total", "tokens/s of all GPUs", lambda row: row["tokens_per_second"] * row["cell"]["ranks"]),
+    ("speed", "tokens/s a GPU", lambda row: row["tokens_per_second"]),
+    ("memory", "peak GiB a GPU", lambda row: row["peak_memory_gib"]),
 )
-_LOGARITHMIC = "seconds a step"
+_LOGARITHMIC = "seconds"
 
 
 def draw(results: Results[TrainCell], stem: Path) -> list[Path]:
@@ -319,60 +319,70 @@ def draw(results: Results[TrainCell], stem: Path) -> list[Path]:
         results: What was measured.
         stem: Path whose name the pictures' names begin with.
     """
-    paths = []
+    paths: list[Path] = []
     for title, rows in over_tokens(results):
         if is_measured(rows):
-            paths.append(_panels(title, rows, _OVER_TOKENS, lambda cell: cell.tokens, _path(stem, rows, "tokens")))
+            paths += _panels(title, rows, _OVER_TOKENS, lambda cell: cell.tokens, _path(stem, rows, "tokens"))
     for title, rows in over_ranks(results):
         if is_measured(rows):
-            paths.append(_panels(title, rows, _OVER_RANKS, lambda cell: cell.ranks, _path(stem, rows, "gpus")))
+            paths += _panels(title, rows, _OVER_RANKS, lambda cell: cell.ranks, _path(stem, rows, "gpus"))
     for suite in ("loss", "curve"):
         for title, rows in trained(results, suite):
             if is_measured(rows):
-                paths.append(_draw_curves(title, rows, _path(stem, rows, suite)))
+                paths += _draw_curves(title, rows, _path(stem, rows, suite))
     return paths
 
 
+def timeline_title(cell: TrainCell) -> tuple[str, str]:
+    """Return what the timeline of a cell shows, and the setting."""
+    return (
+        f"Timeline of a training step by {of_whom(cell)}",
+        f"{_model(cell)}, {short(cell.tokens)} tokens, {ranks_name(cell)}",
+    )
+
+
 def _panels(
-    title: str, rows: Rows[TrainCell], panels: Sequence[Panel], column: Callable[[TrainCell], int], path: Path
-) -> Path:
-    figure = blank(4.5 * len(panels), 5)
-    all_axes = figure.subplots(1, len(panels))
-    for axes, (name, value) in zip(all_axes, panels, strict=True):
-        plot_methods(axes, rows, column, value)
-        finish(axes, name, logarithmic=name == _LOGARITHMIC)
-    finish_figure(figure, title, all_axes[0])
-    return save_figure(figure, path)
+    title: str, rows: Rows[TrainCell], panels: Sequence[Panel], column: Callable[[TrainCell], int], start: Path
+) -> Iterator[Path]:
+    for end, name, value in panels:
+
+        def fill(axes: Any, end: str = end, name: str = name, value: Callable[[Row], float | None] = value) -> None:
+            plot_methods(axes, rows, column, value)
+            scale_heights(axes, logarithmic=end == _LOGARITHMIC)
+            axes.set_ylabel(name)
+            axes.set_xlabel("tokens of the sequence" if panels is _OVER_TOKENS else "GPUs")
+
+        yield panel(start.with_name(f"{start.name}-{end}.png"), name.capitalize(), title, fill)
 
 
-def _draw_curves(title: str, rows: Rows[TrainCell], path: Path) -> Path:
+def _draw_curves(title: str, rows: Rows[TrainCell], start: Path) -> Iterator[Path]:
     """Draw losses over steps and, where there is one rank's curve, how far the others are from it."""
     measured = [(cell, row) for cell, row in rows if row["status"] == OK]
     reference = reference_of(rows)
     others = [] if reference is None else [(cell, row) for cell, row in measured if cell.ranks > 1]
-    figure = blank(13 if others else 8, 5)
-    left, *right = figure.subplots(1, 2, squeeze=False)[0] if others else [figure.subplots()]
-    for cell, row in measured:
-        steps = range(1, len(row["losses"]) + 1)
-        (line,) = left.plot(steps, running_median(row["losses"]), label=curve_name(cell), linewidth=1.8)
-        left.plot(steps, row["losses"], color=line.get_color(), linewidth=0.8, alpha=0.4)
-    _finish_curves(left, f"loss, nats a token, and the median of {MEDIAN_STEPS} steps")
-    for axes in right:
+
+    def losses(axes: Any) -> None:
+        for cell, row in measured:
+            steps = range(1, len(row["losses"]) + 1)
+            (line,) = axes.plot(steps, running_median(row["losses"]), label=curve_name(cell), linewidth=1.8)
+            axes.plot(steps, row["losses"], color=line.get_color(), linewidth=0.8, alpha=0.4)
+        axes.set_xlabel("step")
+        axes.set_ylabel("nats a token")
+
+    def differences(axes: Any) -> None:
+        assert reference is not None
         for cell, row in others:
-            assert reference is not None
             away = [abs(a - b) / b for a, b in zip(row["losses"], reference["losses"], strict=False)]
             axes.plot(range(1, len(away) + 1), away, label=curve_name(cell), linewidth=1.3)
-        _finish_curves(axes, "difference from one rank's, relative")
+        axes.set_xlabel("step")
+        axes.set_ylabel("relative difference")
         axes.set_yscale("log")
-    figure.suptitle(title, fontsize=12)
-    return save_figure(figure, path)
 
-
-def _finish_curves(axes: Any, title: str) -> None:
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel("step")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    says = f"Loss of each step (thin) and the median of {MEDIAN_STEPS} steps"
+    yield panel(start.with_name(f"{start.name}.png"), says, title, losses)
+    if others:
+        away = start.with_name(f"{start.name}-difference.png")
+        yield panel(away, "Difference of the loss from one rank's", title, differences)
 
 
 def _path(stem: Path, rows: Rows[TrainCell], what: str) -> Path:
@@ -381,4 +391,4 @@ def _path(stem: Path, rows: Rows[TrainCell], what: str) -> Path:
     where = {"tokens": f"-{cell.ranks}{device}", "gpus": f"-{short(cell.tokens)}{device}"}.get(what, device)
     dtype = "" if cell.dtype == "bfloat16" else f"-{cell.dtype}"
     recompute = f"-{cell.recompute}" if cell.recompute else ""
-    return stem.with_name(f"{stem.name}-{what}-{cell.model_name}{where}{dtype}{recompute}.png")
+    return stem.with_name(f"{stem.name}-{what}-{cell.model_name}{where}{dtype}{recompute}")

@@ -1,6 +1,7 @@
 """Shows predictions: as text with the command that runs the best one, as JSON, and as a picture."""
 
 import shlex
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -196,7 +197,9 @@ _COLOURS = {
     "optimizer": "#8c510a",
     "host": "#636363",
 }
-_FITS, _DOES_NOT = "#4393c3", "#d6604d"
+
+
+_LETTERS = 66  # of a line above a bar
 
 
 def draw_predictions(shown: Sequence[Prediction], path: Path) -> None:
@@ -214,39 +217,34 @@ def draw_predictions(shown: Sequence[Prediction], path: Path) -> None:
     from matplotlib.figure import Figure
 
     task = shown[0].candidate.task
-    figure = Figure(figsize=(15, 2.2 + 0.42 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(4.8, 1.6 + 0.72 * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    _times(left, shown)
-    _memory(right, shown)
-    left.set_yticks(range(len(shown)), [each.candidate.name for each in shown], fontsize=8)
-    left.invert_yaxis()
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
+    axes = figure.subplots()
+    _draw_times(axes, shown)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     hardware, tokens = shown[0].hardware.name, short(task.sequence, commas=True)
-    figure.suptitle(f"{task.preset}, {tokens} tokens x {task.batch}, {task.gpus} x {hardware}: predicted")
+    where = f"{task.preset}, {tokens} tokens x {task.batch}, {task.gpus} x {hardware}"
+    figure.suptitle(f"Predicted time of a step\n{where}", fontsize=10)
     _save(figure, path)
 
 
-def _times(axes: Any, shown: Sequence[Prediction]) -> None:
+def _draw_times(axes: Any, shown: Sequence[Prediction]) -> None:
+    """Draw a bar for each prediction, its name above it, and behind it utilisation and memory."""
     starts = [0.0] * len(shown)
     for part, colour in _COLOURS.items():
         widths = [asdict(each.time)[part] for each in shown]
         if any(widths):
-            axes.barh(range(len(shown)), widths, left=starts, color=colour, label=PARTS[part])
+            axes.barh(range(len(shown)), widths, left=starts, height=0.3, color=colour, label=PARTS[part])
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     for row, each in enumerate(shown):
-        axes.text(each.seconds, row, f" {each.utilisation:.1%}", va="center", fontsize=8)
-    axes.set_xlabel("seconds of a step; behind the bar, MFU")
-    axes.margins(x=0.1)
-    axes.grid(axis="x", alpha=0.3)
-
-
-def _memory(axes: Any, shown: Sequence[Prediction]) -> None:
-    colours = [_FITS if each.memory.fits else _DOES_NOT for each in shown]
-    axes.barh(range(len(shown)), [each.memory.total / GIB for each in shown], color=colours)
-    axes.axvline(shown[0].memory.capacity / GIB, color="black", linewidth=1.2)
-    axes.set_xlabel("GiB at the peak; line: what a GPU has")
+        memory = f"{each.memory.total / GIB:.0f} GiB" + ("" if each.memory.fits else ": too much")
+        axes.text(each.seconds, row, f" {each.utilisation:.0%}, {memory}", va="center", fontsize=8)
+        name = "\n".join(textwrap.wrap(each.candidate.name, _LETTERS))
+        axes.text(0.01, row - 0.18, name, transform=axes.get_yaxis_transform(), fontsize=8, in_layout=False)
+    axes.set_yticks([])
+    axes.set_ylim(len(shown) - 0.5, -0.7)
+    axes.set_xlim(0, 1.35 * max(each.seconds for each in shown))
+    axes.set_xlabel("seconds; right of a bar: MFU, GiB of a GPU")
     axes.grid(axis="x", alpha=0.3)
 
 

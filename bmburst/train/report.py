@@ -26,7 +26,7 @@ _TRAIN, _HELD_OUT = "#1f77b4", "#d62728"
 
 
 def plot_losses(folder: Path) -> Path | None:
-    """Draw bits per byte and learning rate over the steps as loss.png, written atomically.
+    """Draw bits per byte over the steps as loss.png, written atomically.
 
     Reads the run folder's metrics.jsonl and evals.jsonl. Returns the picture's path, or None where no step has a
     finite loss yet.
@@ -39,17 +39,12 @@ def plot_losses(folder: Path) -> Path | None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    figure = Figure(figsize=(4.8, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    _draw_losses(upper, steps, evals)
-    lower.plot([line["step"] for line in steps], [line["lr"] for line in steps], color="#555555")
-    lower.set_ylabel("learning rate")
-    lower.set_xlabel("step")
-    lower.xaxis.get_major_locator().set_params(integer=True)
-    lower.set_ylim(bottom=0)
-    lower.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    lower.grid(alpha=0.3)
+    axes: Any = figure.subplots()
+    _draw_losses(axes, steps, evals)
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
     path = folder / PLOT_FILE
     save_picture(figure, path)
@@ -96,8 +91,8 @@ def _draw_losses(axes: Any, steps: Sequence[dict[str, Any]], evals: Sequence[dic
         right = axes.secondary_yaxis("right", functions=(lambda bits: bits * ratio, lambda nats: nats / ratio))
         right.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper right")
-    axes.set_title(f"{title} bits per byte")
+    axes.legend(loc="upper right", fontsize=9)
+    axes.set_title(f"{title}\nbits per byte", fontsize=10)
 
 
 def _nats_per_token(steps: Sequence[dict[str, Any]]) -> float | None:

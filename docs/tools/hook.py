@@ -8,7 +8,7 @@ is. A figure's SVG goes into the page itself, so that its colors follow the read
 import posixpath
 import re
 from collections.abc import Callable, Iterator
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from textwrap import indent
 
@@ -16,6 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+import bmburst
 from docs.tools.settings import MARK, tables
 
 ROOT = Path(__file__).parents[2]
@@ -23,10 +24,21 @@ DOCS, ELSEWHERE = "docs/", "repository/"
 
 _FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 _LINK = re.compile(r"(?P<before>\]\(\s*)(?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?(?P<after>\s*\))")
-_FIGURE = re.compile(r"^!\[(?P<says>[^\]]*)\]\((?P<path>figures/[\w-]+\.svg)\)$", re.M | re.S)
+_FIGURE = re.compile(r"!\[(?P<says>[^\]]*)\]\((?P<path>figures/[\w-]+\.svg)\)")
+_FIGURES = re.compile(r"^(?:!\[[^\]]*\]\(figures/[\w-]+\.svg\)\n)+", re.M)
 _RECORD = re.compile(r"^<!-- tables of (?P<path>\S+) -->$", re.M)
 _HEADING = re.compile(r"^#+ (.+)$", re.M)
+_CELL = re.compile(r"<(?P<kind>t[dh])>(?P<inside>.*?)</(?P=kind)>", re.S)
+_CODE, _TAG = re.compile(r"(?<!<pre>)<code>(.*?)</code>", re.S), re.compile(r"(<[^>]+>)")
+_HYPHENED = re.compile(r"[\w.@+:/]*(?:-+[\w.@+:/*]+)+")
+_LONG = 40  # letters
 _STYLE = re.compile(r"<style>.*?</style>\n?", re.S)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the version of the repository beside its name, which every page has in its header."""
+    config.site_name = f"{config.site_name} {bmburst.__version__}"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -62,8 +74,31 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if MARK in markdown:
         markdown = markdown.replace(MARK, tables())
     markdown = _RECORD.sub(lambda found: _record(_target(here, found["path"]), here), markdown)
-    drawn = _outside_of_code(markdown, lambda text: _FIGURE.sub(_figure, text))
+    drawn = _outside_of_code(markdown, lambda text: _FIGURES.sub(_figures, text))
     return _outside_of_code(drawn, lambda text: _LINK.sub(led, text))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark what may have several lines, long code and long cells of tables, and keep words of cells in one piece."""
+    del page, config, files
+    html = _CODE.sub(lambda found: f'<code class="long">{found[1]}</code>' if _is_long(found[1]) else found[0], html)
+    return _CELL.sub(_cell, html)
+
+
+def _cell(found: re.Match[str]) -> str:
+    """Return a cell whose words are not broken at their hyphens, as browsers would."""
+    kind, inside = found["kind"], found["inside"]
+    marked = ' class="long"' if _is_long(inside) else ""
+    pieces = _TAG.split(inside)
+    whole = "".join(
+        piece if i % 2 else _HYPHENED.sub(r'<span class="whole">\g<0></span>', piece) for i, piece in enumerate(pieces)
+    )
+    return f"<{kind}{marked}>{whole}</{kind}>"
+
+
+def _is_long(html: str) -> bool:
+    text = unescape(_TAG.sub("", html)).strip()
+    return len(text) > _LONG and " " in text
 
 
 def _in_repository(uri: str) -> str:
@@ -99,6 +134,12 @@ def _record(path: str, here: str) -> str:
 
     text = _HEADING.sub(r"**\1**", _LINK.sub(from_here, (ROOT / path).read_text())).strip()
     return f'??? info "All tables of this record"\n\n{indent(text, "    ")}\n'
+
+
+def _figures(found: re.Match[str]) -> str:
+    """Return figures that follow each other in a box, which has them beside each other where there is room."""
+    drawn = "\n".join(_figure(each) for each in _FIGURE.finditer(found[0]))
+    return f'<div class="panels">\n{drawn}\n</div>\n'
 
 
 def _figure(found: re.Match[str]) -> str:

@@ -20,27 +20,20 @@ MACHINE = "h200"
 _TICK = 5e-4  # seconds
 
 
-def heads() -> Drawing:
-    """Tokens of all heads against all tokens of some heads."""
-    drawing = Drawing(720, 246, "An exchange of heads: before, each rank has some tokens; after, some heads")
+def heads(*, split: bool) -> Drawing:
+    """Tokens of all heads on each rank, before and after an exchange, or `split`, in between, all tokens of some."""
     owners = [held for _, held in sorted((run.start, rank) for rank in range(RANKS) for run in _layout().runs(rank))]
-    unit, side = 24.0, 24.0 * len(owners)
-    for x, says, columns in (
-        (60.0, "before and after: some tokens, all heads", False),
-        (440.0, "in between: all tokens, some heads", True),
-    ):
-        drawing.text(x + side / 2, 18, says, "strong", anchor="middle")
-        for i, owner in enumerate(owners):
-            if columns:
-                drawing.rect(x + i * unit + 0.5, 30, unit - 1, side, f"r{i * RANKS // len(owners)}", radius=1.5)
-            else:
-                drawing.rect(x, 30 + i * unit + 0.5, side, unit - 1, f"r{owner}", radius=1.5)
-        drawing.text(x + side / 2, side + 50, "heads", "soft", anchor="middle")
-        drawing.text(x - 12, 30 + side / 2, "tokens", "soft", anchor="end")
-    for y, points in ((90.0, (280.0, 380.0)), (160.0, (380.0, 280.0))):
-        drawing.line([(points[0], y), (points[1], y)], "arrow", arrow=True)
-    drawing.text(330, 80, "q, k, v", anchor="middle")
-    drawing.text(330, 180, "output", anchor="middle")
+    unit, side, x = 24.0, 24.0 * len(owners), 66.0
+    says = "in between: all tokens, some heads" if split else "before and after: some tokens, all heads"
+    drawing = Drawing(side + 2 * x, 246, f"An exchange of heads, {says}")
+    drawing.text(x + side / 2, 18, says, "strong", anchor="middle")
+    for i, owner in enumerate(owners):
+        if split:
+            drawing.rect(x + i * unit + 0.5, 30, unit - 1, side, f"r{i * RANKS // len(owners)}", radius=1.5)
+        else:
+            drawing.rect(x, 30 + i * unit + 0.5, side, unit - 1, f"r{owner}", radius=1.5)
+    drawing.text(x + side / 2, side + 48, "heads", "soft", anchor="middle")
+    drawing.text(x - 12, 30 + side / 2, "tokens", "soft", anchor="end")
     return drawing
 
 
@@ -56,29 +49,28 @@ def timeline() -> Drawing:
     """When the units of an exchange of heads come in, are attended with, and go home."""
     plan = heads_plan()
     times = heads_times(plan)
-    left, width, end = 96.0, 640.0, times[-1].returns[1]
-    drawing = Drawing(left + width + 24, 180, "An exchange of heads over time")
+    left, width, top, end = 80.0, 268.0, 54.0, times[-1].returns[1]
+    drawing = Drawing(left + width + 12, top + 150, "Timeline of a forward pass with an exchange of heads")
     scale = width / end
-    lanes = ("come in", "attention", "go home")
-    for lane, says in enumerate(lanes):
-        y = 34 + lane * 40
+    attended = sum(at.attends[1] - at.attends[0] for at in times)
+    drawing.text(0, 16, f"Forward pass in {len(plan.units)} units, {HEADS // RANKS} heads a rank in all", "strong")
+    drawing.text(0, 34, f"attention {attended * 1e3:.1f} ms, together {end * 1e3:.1f} ms", "soft")
+    for lane, says in enumerate(("heads come", "attention", "heads return")):
+        y = top + lane * 40
         drawing.rect(left, y, width, 30, "ground", radius=2)
-        drawing.text(left - 10, y + 20, says, anchor="end")
+        drawing.text(left - 4, y + 20, says, anchor="end", size=11)
     for i, (unit, at) in enumerate(zip(plan.units, times, strict=True)):
         for lane, (start, stop) in enumerate(at):
-            x, y, long = left + start * scale, 34 + lane * 40, (stop - start) * scale
+            x, y, long = left + start * scale, top + lane * 40, (stop - start) * scale
             drawing.rect(x + 0.5, y, max(long - 1, 1.5), 30, f"r{i % 4}", radius=1.5)
             if long > 46:
                 count = len(unit.heads)
                 drawing.text(x + long / 2, y + 20, f"{count} head{'s' * (count > 1)}", "on", anchor="middle")
     for tick in range(int(end / _TICK) + 1):
         x = left + tick * _TICK * scale
-        drawing.line([(x, 150), (x, 156)], "rule")
-        drawing.text(x, 170, f"{tick * _TICK * 1e3:g} ms", "soft", anchor="middle", size=11)
-    attended = sum(at.attends[1] - at.attends[0] for at in times)
-    alone = f"attention {attended * 1e3:.1f} ms, together {end * 1e3:.1f} ms"
-    drawing.text(left + width, 20, alone, "soft", anchor="end")
-    drawing.text(left, 20, f"forward, {len(plan.units)} units of {HEADS // RANKS} heads a rank", "strong")
+        drawing.line([(x, top + 116), (x, top + 122)], "rule")
+        if tick % 2 == 0:
+            drawing.text(x, top + 138, f"{tick * _TICK * 1e3:g} ms", "soft", anchor="middle", size=11)
     return drawing
 
 
@@ -109,23 +101,23 @@ def heads_times(plan: HeadsPlan) -> tuple[Times, ...]:
     return tuple(found)
 
 
-def double_ring() -> Drawing:
-    """Whose block a rank has at each step of one ring and of a double ring."""
-    drawing = Drawing(742, 376, "One ring over two nodes, and a double ring")
+def visits(*, double: bool) -> Drawing:
+    """Whose block a rank has at each step of one ring over two nodes, or of a double ring."""
+    says = "double ring" if double else "one ring"
+    drawing = Drawing(346, 388, f"Whose block each rank has at each step, {says} over two nodes")
     layout, length = _around()
     flat = [
         [step.owner for step in make_schedule(layout, length, Causal(), rank, "kv").steps]
         for rank in range(layout.size)
     ]
-    double = [list(_ring_order().owners(rank)) for rank in range(layout.size)]
-    _visits(drawing, 78, flat, "one ring")
-    _visits(drawing, 446, double, "double ring")
-    drawing.rect(78, 352, 14, 14, "r0", radius=2)
-    drawing.text(98, 364, "block of node 0")
-    drawing.rect(206, 352, 14, 14, "r1", radius=2)
-    drawing.text(226, 364, "block of node 1")
-    drawing.rect(336, 352, 14, 14, "mark", radius=2)
-    drawing.text(356, 364, "has just come over the slow link")
+    _visits(drawing, 66, [list(_ring_order().owners(rank)) for rank in range(layout.size)] if double else flat, says)
+    for x, y, kind, meaning in (
+        (66, 352, "r0", "block of node 0"),
+        (206, 352, "r1", "block of node 1"),
+        (66, 372, "mark", "has just come over the slow link"),
+    ):
+        drawing.rect(x, y - 11, 14, 14, kind, radius=2)
+        drawing.text(x + 20, y, meaning)
     return drawing
 
 
@@ -146,8 +138,8 @@ def crossings(owners: list[list[int]]) -> list[tuple[int, int]]:
 
 def ring_tensors() -> Drawing:
     """Bytes that a rank sends backward, if keys and values travel or queries."""
-    drawing = Drawing(720, 214, "Bytes sent backward, keys and values against queries")
-    size, tokens, left = 8, 8192, 170.0
+    drawing = Drawing(360, 262, "Bytes sent backward, keys and values against queries")
+    size, tokens, wide = 8, 8192, 190
     kinds: tuple[RingTensors, ...] = ("kv", "q")
     ratios = (1, 2, 4, 8)
     shapes = [
@@ -165,17 +157,19 @@ def ring_tensors() -> Drawing:
     ]
     most = max(backward_bytes(shape, kind) for shape in shapes for kind in kinds)
     for i, (ratio, shape) in enumerate(zip(ratios, shapes, strict=True)):
-        drawing.text(left - 12, 42 + i * 44, f"32 heads, {32 // ratio} KV heads", anchor="end")
+        y = 14 + i * 54
+        drawing.text(0, y, f"32 heads, {32 // ratio} KV heads", "strong")
         for j, kind in enumerate(kinds):
-            nbytes, y = backward_bytes(shape, kind), 24 + i * 44 + j * 17
+            nbytes, at = backward_bytes(shape, kind), y + 6 + j * 17
             chosen = choose_ring_tensors(shape) == kind
-            drawing.rect(left, y, 440 * nbytes / most, 14, f"r{j}{'' if chosen else ' faint'}", radius=1.5)
+            drawing.rect(0, at, wide * nbytes / most, 14, f"r{j}{'' if chosen else ' faint'}", radius=1.5)
             says = f"{nbytes / 2**30:.2f} GiB{', chosen' * chosen}"
-            drawing.text(left + 440 * nbytes / most + 8, y + 11, says, "strong" if chosen else "soft", size=11)
-    drawing.rect(left, 200, 11, 11, "r0", radius=1.5)
-    drawing.text(left + 16, 210, "kv: keys, values and their gradients go round")
-    drawing.rect(left + 316, 200, 11, 11, "r1", radius=1.5)
-    drawing.text(left + 332, 210, "burst: queries and theirs")
+            drawing.text(wide * nbytes / most + 8, at + 11, says, "strong" if chosen else "soft", size=11)
+    for j, says in enumerate(
+        ("kv: keys, values and their gradients go round", "burst: queries and their gradients go round")
+    ):
+        drawing.rect(0, 226 + j * 20, 11, 11, f"r{j}", radius=1.5)
+        drawing.text(16, 236 + j * 20, says)
     return drawing
 
 
@@ -184,8 +178,8 @@ def _visits(drawing: Drawing, x: float, owners: list[list[int]], says: str) -> N
     slow = set(crossings(owners))
     steps = sorted({step for step, _ in slow})
     behind = steps[0]  # the first block to cross left when the first step began
-    drawing.text(x, 16, f"{says}: {len(steps)} crossing{'s' * (len(steps) > 1)} of the slow link", "strong", size=13)
-    drawing.text(x, 33, f"each has {behind} step{'s' * (behind > 1)} of attention to hide behind", "soft")
+    drawing.text(0, 16, f"{says}: {len(steps)} crossing{'s' * (len(steps) > 1)} of the slow link", "strong", size=13)
+    drawing.text(0, 33, f"each has {behind} step{'s' * (behind > 1)} of attention to hide behind", "soft")
     for rank, row in enumerate(owners):
         y = top + rank * unit + (8 if rank >= PLACES else 0)
         drawing.text(x - 8, y + 20, f"rank {rank}", "soft", anchor="end", size=11)

@@ -18,71 +18,69 @@ PACKED = Documents((26, 7, 5, 14, 12))
 NOBODY = -1
 
 
-def layouts() -> Drawing:
-    """Who holds which tokens in each layout, and how much of the work falls on each rank."""
-    cell, left, top = 7.6, 88.0, 52.0
-    bars = left + TOKENS * cell + 30
-    drawing = Drawing(bars + 192, 408, "The four layouts: which rank holds which tokens, and the work of each rank")
+WIDTH = 360.0  # of a picture that fills a phone's screen, where the letters keep their size
+_SHOWN = (
+    (PACKED, "zigzag", "packed documents, zigzag"),
+    (PACKED, "balanced", "packed documents, balanced"),
+    (SlidingWindow(14), "contiguous", "window of 14, contiguous"),
+)
+
+
+def layouts(mask: Mask, says: str) -> Drawing:
+    """Who holds which tokens in each layout under a mask, and how much of the work falls on each rank."""
+    cell, left, top = 2.9, 74.0, 54.0
+    bars = left + TOKENS * cell + 14
+    drawing = Drawing(WIDTH, 216, f"The four layouts, {says}: which rank holds which tokens, and the work of each")
     _ranks(drawing, left, 14)
-    blocks = ((Causal(), "causal: one document of 64 tokens"), (PACKED, "packed documents, causal"))
-    for block, (mask, says) in enumerate(blocks):
-        y = top + block * 186
-        drawing.text(left, y, says, "strong")
-        drawing.text(bars, y, "work of ranks 0 to 3", "strong")
-        if isinstance(mask, Documents):
-            for start in (*mask.starts, TOKENS):
-                drawing.line([(left + start * cell, y + 8), (left + start * cell, y + 164)], "rule")
-        for row, name in enumerate(("contiguous", "zigzag", "striped", "balanced")):
-            layout, at = make_layout(name, RANKS, TOKENS // RANKS, mask, TOKENS), y + 14 + row * 38
-            drawing.text(left - 10, at + 18, name, anchor="end")
-            for owner, start, stop in _stretches(owners(layout)):
-                drawing.rect(left + start * cell + 0.5, at, (stop - start) * cell - 1, 26, f"r{owner}", radius=1.5)
-            _work(drawing, bars, at, rank_areas(layout, TOKENS, mask))
+    drawing.text(left, 40, says, "strong")
+    drawing.text(bars, 40, "work", "strong")
+    if isinstance(mask, Documents):
+        for start in (*mask.starts, TOKENS):
+            drawing.line([(left + start * cell, top - 8), (left + start * cell, top + 150)], "rule")
+    for row, name in enumerate(("contiguous", "zigzag", "striped", "balanced")):
+        layout, at = make_layout(name, RANKS, TOKENS // RANKS, mask, TOKENS), top + row * 40
+        drawing.text(left - 8, at + 18, name, anchor="end")
+        for owner, start, stop in _stretches(owners(layout)):
+            drawing.rect(left + start * cell + 0.2, at, (stop - start) * cell - 0.4, 26, f"r{owner}", radius=1)
+        areas = rank_areas(layout, TOKENS, mask)
+        _work(drawing, bars, at, areas, wide=False)
+        drawing.text(bars + 50, at + 18, f"{max(areas) * RANKS / sum(areas):.2f}", "soft", size=11)
     return drawing
 
 
-def ring() -> Drawing:
-    """The tiles of each step of a ring under a causal mask in zigzag order."""
+def ring(step: int) -> Drawing:
+    """The tiles of one step of a ring under a causal mask in zigzag order; pale: the steps before."""
     layout, mask, side = make_layout("zigzag", RANKS, TOKENS // RANKS), Causal(), 158.0
-    drawing = Drawing(RANKS * (side + 24) + 14, side + 88, "Ring attention in zigzag order, step by step")
-    _ranks(drawing, 26, 12)
-    drawing.text(RANKS * (side + 24), 12, "rows: queries, columns: keys, both in global order", "soft", anchor="end")
-    steps = [computed(layout, mask, step) for step in range(RANKS)]
-    for step, cells in enumerate(steps):
-        x, y = 26 + step * (side + 24), 40.0
-        _frame(drawing, layout, x, y, side)
-        for before in steps[:step]:
-            _cells(drawing, before, x, y, side, " faint")
-        _cells(drawing, cells, x, y, side, "")
-        work = (make_schedule(layout, TOKENS, mask, rank, "kv").steps[step].tiles for rank in range(RANKS))
-        areas = {sum(tile.area for tile in tiles) for tiles in work}
-        whose = "own keys" if step == 0 else f"keys of rank r - {step}"
-        drawing.text(x + side / 2, y + side + 20, f"step {step}: {whose}", "strong", anchor="middle")
-        drawing.text(x + side / 2, y + side + 37, f"{_numbers(areas)} scores on every rank", "soft", anchor="middle")
+    drawing = Drawing(182, side + 90, f"Ring attention in zigzag order, step {step}")
+    x, y = 18.0, 42.0
+    _ranks(drawing, x, 14, apart=40, word="")
+    _frame(drawing, layout, x, y, side)
+    for before in range(step):
+        _cells(drawing, computed(layout, mask, before), x, y, side, " faint")
+    _cells(drawing, computed(layout, mask, step), x, y, side, "")
+    work = (make_schedule(layout, TOKENS, mask, rank, "kv").steps[step].tiles for rank in range(RANKS))
+    areas = {sum(tile.area for tile in tiles) for tiles in work}
+    whose = "own keys" if step == 0 else f"keys of rank r - {step}"
+    drawing.text(x + side / 2, y + side + 22, f"step {step}: {whose}", "strong", anchor="middle")
+    drawing.text(x + side / 2, y + side + 40, f"{_numbers(areas)} scores on every rank", "soft", anchor="middle")
     return drawing
 
 
-def masks() -> Drawing:
-    """What is computed under other masks than the causal one, by whom, and how far a ring goes."""
-    shown = (
-        (PACKED, "zigzag", "packed documents, zigzag"),
-        (PACKED, "balanced", "packed documents, balanced"),
-        (SlidingWindow(14), "contiguous", "window of 14, contiguous"),
-    )
-    side, gap = 208.0, 34.0
-    drawing = Drawing(len(shown) * (side + gap) + 10, side + 128, "Tiles under other masks")
-    _ranks(drawing, 26, 12)
-    for column, (mask, name, says) in enumerate(shown):
-        layout = make_layout(name, RANKS, TOKENS // RANKS, mask, TOKENS)
-        schedules = [make_schedule(layout, TOKENS, mask, rank, "kv") for rank in range(RANKS)]
-        x, y = 26 + column * (side + gap), 40.0
-        _frame(drawing, layout, x, y, side)
-        for step in range(len(schedules[0].steps)):
-            _cells(drawing, computed(layout, mask, step), x, y, side, "")
-        drawing.text(x, y + side + 22, says, "strong")
-        _work(drawing, x, y + side + 32, rank_areas(layout, TOKENS, mask))
-        stops = len(schedules[0].steps)
-        drawing.text(x, y + side + 76, f"a ring makes {stops} of {RANKS} stops", "soft")
+def masks(which: int) -> Drawing:
+    """What is computed under another mask than the causal one, by whom, and how far a ring goes."""
+    mask, name, says = _SHOWN[which]
+    side, x, y = 208.0, 20.0, 42.0
+    drawing = Drawing(side + 32, side + 130, f"Tiles under another mask: {says}")
+    _ranks(drawing, x, 14, apart=52, word="")
+    layout = make_layout(name, RANKS, TOKENS // RANKS, mask, TOKENS)
+    schedules = [make_schedule(layout, TOKENS, mask, rank, "kv") for rank in range(RANKS)]
+    _frame(drawing, layout, x, y, side)
+    for step in range(len(schedules[0].steps)):
+        _cells(drawing, computed(layout, mask, step), x, y, side, "")
+    drawing.text(x, y + side + 22, says, "strong")
+    _work(drawing, x, y + side + 32, rank_areas(layout, TOKENS, mask))
+    stops = len(schedules[0].steps)
+    drawing.text(x, y + side + 78, f"a ring makes {stops} of {RANKS} stops", "soft")
     return drawing
 
 
@@ -139,21 +137,22 @@ def _stretches(values: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         start = stop
 
 
-def _work(drawing: Drawing, x: float, y: float, areas: tuple[int, ...]) -> None:
-    """Draw the work of each rank, with a line at the mean, and what the slowest one has."""
-    most, mean = max(areas), sum(areas) / len(areas)
+def _work(drawing: Drawing, x: float, y: float, areas: tuple[int, ...], *, wide: bool = True) -> None:
+    """Draw the work of each rank, with a line at the mean, and where it is wide, what the slowest one has."""
+    most, mean, apart = max(areas), sum(areas) / len(areas), 16 if wide else 11
     for rank, area in enumerate(areas):
         height = 26 * area / max(most, 2 * mean)
-        drawing.rect(x + rank * 16, y + 26 - height, 12, height, f"r{rank}")
+        drawing.rect(x + rank * apart, y + 26 - height, apart - 3, height, f"r{rank}")
     level = y + 26 - 26 * mean / max(most, 2 * mean)
-    drawing.line([(x - 4, level), (x + 64, level)], "mean")
-    drawing.text(x + 74, y + 18, f"most: {most / mean:.2f} x mean", "soft", size=11)
+    drawing.line([(x - 3, level), (x + 4 * apart, level)], "mean")
+    if wide:
+        drawing.text(x + 74, y + 18, f"most: {most / mean:.2f} x mean", "soft", size=11)
 
 
-def _ranks(drawing: Drawing, x: float, y: float) -> None:
+def _ranks(drawing: Drawing, x: float, y: float, *, apart: float = 70, word: str = "rank ") -> None:
     for rank in range(RANKS):
-        drawing.rect(x + rank * 66, y - 9, 11, 11, f"r{rank}", radius=1.5)
-        drawing.text(x + rank * 66 + 16, y, f"rank {rank}")
+        drawing.rect(x + rank * apart, y - 9, 11, 11, f"r{rank}", radius=1.5)
+        drawing.text(x + rank * apart + 16, y, f"{word}{rank}")
 
 
 def _numbers(values: set[int]) -> str:

@@ -107,7 +107,7 @@ def test_every_method_gives_the_same_tokens_on_one_and_two_ranks(tmp_path, monke
         done = main(["bench", "inference", "--ranks", str(ranks), *words, *more, "--output", str(output)])
         assert done == 0, capsys.readouterr().out
         rows |= json.loads(output.read_text())["rows"]
-        assert list(tmp_path.glob(f"r{ranks}-prompt-tiny-full-{ranks}cpu-float32.png"))
+        assert list(tmp_path.glob(f"r{ranks}-prompt-tiny-full-{ranks}cpu-float32-first-token.png"))
         assert "the same by all methods in 1 of 1 columns" in (tmp_path / f"r{ranks}.md").read_text()
     tokens = {}
     for key, row in rows.items():
@@ -162,9 +162,10 @@ def test_tables_have_ratios_and_the_papers_figures(tmp_path):
     assert "same by all methods in 0 of 1 columns" in text
     assert "| tokens/s of all prompts | 8 |" in text and "| heads | 125 |" in text
     pictures = draw(made, tmp_path / "r")
+    ends = ("first-token", "first-token-over-bound", "token", "memory")
     assert [path.name for path in pictures] == [
-        "r-prompt-llama-2-7b-causal-2.png",
-        "r-batch-llama-3-8b-4K-causal-2.png",
+        *(f"r-prompt-llama-2-7b-causal-2-{end}.png" for end in ends),
+        *(f"r-batch-llama-3-8b-4K-causal-2-{end}.png" for end in (*ends, "speed")),
     ]
     assert all(path.is_file() for path in pictures)
 

@@ -183,4 +183,5 @@ def test_tables_say_what_was_packed(tmp_path):
     assert "| ours | 1.24 / 1.24 | 1.24 / 1.24 |" in text and text.count("forward / forward + backward |") == 2
     assert "ratio 0.900, 1.24 x arithmetic" in row_line(made, cell())
     names = {path.name for path in draw(made, tmp_path / "r")}
-    assert names == {"r-documents-gqa-8.png", "r-window-gqa-8.png"}
+    ends = ("forward-ratio", "forward-tflops", "forward_backward-ratio", "forward_backward-tflops")
+    assert names == {f"r-{mask}-gqa-8-{end}.png" for mask in ("documents", "window") for end in ends}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from benchmarks.attention.cells import Cell
 from benchmarks.attention.kind import KIND
@@ -128,8 +129,15 @@ def test_pictures_are_drawn_for_what_was_measured(tmp_path):
         for kv in (32, 8)
     ]
     paths = draw(results(*rows, (cell("ours", suite="batch"), {"status": REFUSED, "reason": "x"})), tmp_path / "r")
-    assert [p.name for p in paths] == ["r-sequence-mha-causal-8.png", "r-sequence-gqa-causal-8.png"]
-    assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths) and len(list(tmp_path.iterdir())) == 2
+    assert [p.name for p in paths] == [
+        f"r-sequence-{heads}-causal-8-{direction}-{what}.png"
+        for heads in ("mha", "gqa")
+        for direction in ("forward", "forward_backward")
+        for what in ("ratio", "tflops")
+    ]
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in paths}
+    # One panel, as wide as a phone can show with letters that can be read: 4.8 inches.
+    assert {imread(p).shape[1] for p in paths} == {768}
 
 
 def group():

@@ -4,7 +4,11 @@ import json
 
 import pytest
 
+from benchmarks.attention.cells import Cell
+from benchmarks.attention.report import timeline_title as attention_title
 from benchmarks.engine.timeline import draw_timeline, hidden, lanes
+from benchmarks.training.cells import TrainCell
+from benchmarks.training.report import timeline_title as train_title
 
 EVENTS = [
     {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000},
@@ -50,11 +54,31 @@ def test_many_spans_are_not_compared_in_pairs():
     assert hidden([(i + 0.25, i + 0.75) for i in range(count)], computing) == pytest.approx(0.5)
 
 
-def test_a_picture_is_drawn_where_a_gpu_took_part(tmp_path):
+def test_a_picture_is_drawn_where_a_gpu_took_part(tmp_path, monkeypatch):
     trace, picture = tmp_path / "t.json", tmp_path / "t.png"
     trace.write_text(json.dumps({"traceEvents": EVENTS}))
-    assert draw_timeline(trace, picture) == picture
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    titles = []
+    monkeypatch.setattr("benchmarks.engine.timeline.set_title", lambda _, *words: titles.append(words))
+    title = ("Timeline of attention", "64K tokens, 2 GPUs")
+    assert draw_timeline(trace, picture, title) == picture
+    assert picture.read_bytes().startswith(b"\x89PNG") and titles == [title]
     trace.write_text(json.dumps({"traceEvents": EVENTS[:1]}))
-    assert draw_timeline(trace, tmp_path / "none.png") is None
+    assert draw_timeline(trace, tmp_path / "none.png", title) is None
     assert not (tmp_path / "none.png").exists()
+
+
+def test_titles_of_timelines_are_words():
+    attention = Cell(
+        suite="sequence", method="ours", ranks=2, device="cuda", tokens=65536, heads=32, kv_heads=8, mask="causal"
+    )
+    assert attention_title(attention, "forward_backward") == (
+        "Timeline of attention, forward + backward, by bmburst",
+        "64K tokens, 32 q / 8 kv heads, causal, 2 GPUs",
+    )
+    step = TrainCell(
+        suite="step", method="ulysses", ranks=4, device="cuda", preset="llama-3-8b", layers=2, tokens=131072
+    )
+    assert train_title(step) == (
+        "Timeline of a training step by ulysses",
+        "llama-3-8b, 2 of 32 layers, 128K tokens, 4 GPUs",
+    )

@@ -216,9 +216,10 @@ def test_pictures_are_drawn_of_every_comparison(tmp_path):
     made.rows = {key: row for key, row in made.rows.items() if "x4" not in key and "32768" not in key}
     paths = draw(made, tmp_path / "r")
     assert {path.name for path in paths} == {
-        *(f"r-tokens-llama-3-8b-x2-{ranks}.png" for ranks in (2, 4)),
-        "r-gpus-llama-3-8b-x2-128K.png",
+        *(f"r-tokens-llama-3-8b-x2-{n}-{end}.png" for n in (2, 4) for end in ("seconds", "ratio", "speed", "memory")),
+        *(f"r-gpus-llama-3-8b-x2-128K-{end}.png" for end in ("total", "speed", "memory")),
         "r-loss-llama-3-8b-x2.png",
+        "r-loss-llama-3-8b-x2-difference.png",
         "r-curve-llama-95m.png",
     }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)

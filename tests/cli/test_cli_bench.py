@@ -91,7 +91,7 @@ def test_two_ranks_measure_and_go_on(tmp_path):
     assert {row["cell"]["ranks"] for row in accurate.values()} == {1, 2}
     assert all(1e-9 < error < 1e-6 for row in accurate.values() for error in row["errors"].values())
     assert "## Relative L2 error against fp64" in out and (tmp_path / "r.md").read_text() in out
-    assert (tmp_path / "r-sequence-4-2x8-causal-2cpu.png").exists()
+    assert (tmp_path / "r-sequence-4-2x8-causal-2cpu-forward-ratio.png").exists()
     timelines = [json.loads(path.read_text()) for path in (tmp_path / "trace").iterdir()]
     assert len(timelines) == 14 and all(line["traceEvents"] for line in timelines)
 

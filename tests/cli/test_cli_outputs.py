@@ -119,7 +119,7 @@ def test_bench_replaces_only_its_own_timelines(here, capsys, monkeypatch, what):
     name = cell if what == "train" else f"{cell}/forward_backward"
     file = Path("trace", f"{name.replace('/', '.')}.json")
     trace = [*bench, "--trace", "trace"]
-    record_timeline(lambda: None, file.parent, name, group)
+    record_timeline(lambda: None, file.parent, name, ("Timeline", "of nothing"), group)
     assert main(trace) == 9, "its own timeline may be recorded again"
     with profile() as other:
         pass

@@ -22,6 +22,7 @@ from bmburst_ops.flash.select import KERNELS
 from tests.docs.blocks import PATHS, ROOT, read_blocks
 from tests.docs.commands import exists
 from tests.docs.conftest import LAUNCHED
+from tests.docs.examples import EXAMPLES, chunks, outputs, place_of
 from tests.docs.scripts import LAUNCHERS
 
 ELSEWHERE = {  # pages with a test of their own, which also looks at what is printed
@@ -47,6 +48,25 @@ LIMITS = {"README.md": 12_000, "CONTRIBUTING.md": 8_000}  # bytes: what is longe
 @pytest.mark.parametrize("name", OURS)
 def test_blocks_run(run_page, name: str) -> None:
     run_page(name)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_what_is_printed(run_page, name: str) -> None:
+    printed, at = run_page(name).printed.split(), 0
+    shown = outputs(name)
+    assert len(shown) >= 4
+    for words in (words for text in shown for words in chunks(text)):
+        end = place_of(words, printed, at)
+        assert end is not None, f"this is not printed, or earlier: {' '.join(words)}"
+        at = end
+
+
+def test_other_words_and_distant_numbers_are_noticed() -> None:
+    printed = ["step", "s", "4.86", "3,369", "heads", "x8,", "ZeRO-3"]
+    assert place_of(["4.9", "3,300", "heads"], printed, 0) == 5
+    for wrong in ("4.2 3,369", "4.86 3,369 ring", "4.86 3,369 heads x4,", "ZeRO-2"):
+        assert place_of(wrong.split(), printed, 0) is None, wrong
+    assert [len(part) for part in chunks("a b\n...\nc \\\nd\n")] == [2, 2]
 
 
 def test_the_readme_is_started_by_the_launchers_it_names(run_page) -> None:
@@ -101,9 +121,14 @@ def test_the_run_folder_is_as_shown(run_page) -> None:
 
 
 def test_fields_that_the_text_names_are_written() -> None:
-    listed = dict(re.findall(r"^(\w+\.jsonl) +a line an? [^:]+: (.+)$", PATHS["runs.md"].read_text(), re.M))
-    assert listed["metrics.jsonl"].split(", ") == list(StepMetrics.__dataclass_fields__)
-    assert listed["evals.jsonl"].split(", ") == list(EvalMetrics.__dataclass_fields__)
+    text = PATHS["runs.md"].read_text()
+    table = re.search(r"^\| field \| meaning \|\n\| ---.+\n((?:\|.+\n)+)", text, re.M)
+    assert table is not None
+    named = [name for row in table[1].splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(StepMetrics.__dataclass_fields__)
+    sentence = re.search(r"one line to `evals.jsonl`, with the fields ([^.]+)\.", text)
+    assert sentence is not None
+    assert re.findall(r"`(\w+)`", sentence[1]) == list(EvalMetrics.__dataclass_fields__)
 
 
 def test_the_table_of_commands_is_the_command_line() -> None:

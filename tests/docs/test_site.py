@@ -19,7 +19,8 @@ from bmburst.schedule.mask import Causal
 from bmburst.train.config import TrainConfig
 from docs.tools import journeys, scores
 from docs.tools.figures import FIGURES, FOLDER
-from docs.tools.hook import on_page_markdown
+from docs.tools.hook import on_page_content, on_page_markdown
+from tests.docs.blocks import PATHS, read_blocks
 from tests.mask_oracle import visible
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ def test_records_and_the_readme_are_pages(site: Path) -> None:
         assert f'href="repository/benchmarks/results/{record}.html"' in performance
         assert (site / f"repository/benchmarks/results/{record}.html").is_file()
         rows = re.findall(r"^\| (ours[\w-]*) \|", (ROOT / f"benchmarks/results/{record}.md").read_text(), re.M)
-        assert rows and all(f"<td>{row}</td>" in performance for row in rows)
+        assert rows and all(re.search(rf"<td>(<span[^>]+>)?{row}<", performance) for row in rows)
     assert 'href="../how_it_works.html' in (site / "repository/index.html").read_text()
 
 
@@ -102,13 +103,74 @@ def test_public_names_are_in_the_reference(site: Path) -> None:
     assert [name for name in bmburst.__all__ if f'id="bmburst.{name}"' not in reference] == []
 
 
-def test_navigation_has_every_page() -> None:
+def _navigation() -> list[dict[str, object]]:
     text = re.sub(
         r"^(theme|plugins|markdown_extensions):\n(?:[ #].*\n|\n)*", "", (ROOT / "mkdocs.yml").read_text(), flags=re.M
     )
-    named = set(re.findall(r"[\w/]+\.md", str(yaml.safe_load(text)["nav"])))
+    found: list[dict[str, object]] = yaml.safe_load(text)["nav"]
+    return found
+
+
+def test_navigation_has_every_page() -> None:
+    named = set(re.findall(r"[\w/]+\.md", str(_navigation())))
     there = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert there - named == set(), "add them to nav in mkdocs.yml"
+
+
+def test_what_is_looked_for_most_is_one_click_from_home(site: Path) -> None:
+    alone = [page for entry in _navigation() for page in entry.values() if isinstance(page, str)]
+    assert {"install.md", "recipes.md"} <= set(alone)
+    home = (site / "index.html").read_text()
+    article = home[home.index("<article") : home.index("</article>")]
+    for page in ("install", "recipes", "plan", "hugging_face", "training"):
+        assert f'href="{page}.html"' in article, page
+
+
+def test_the_version_is_in_every_header(site: Path) -> None:
+    import bmburst
+
+    for name in ("index.html", "plan.html", "api/attention.html", "404.html"):
+        page = (site / name).read_text()
+        header = page[page.index("<header") : page.index("</header>")]
+        assert f"bmburst {bmburst.__version__}" in header, name
+
+
+def test_a_missing_page_has_its_own_style_and_leads_on(site: Path) -> None:
+    """A server shows it at any depth, so it may fetch nothing, and its links are from the root."""
+    page = (site / "404.html").read_text()
+    assert Page(site / "404.html").fetched == []
+    assert "<style>" in page and "prefers-color-scheme: dark" in page
+    links = re.findall(r'<a href="([^"]+)"', page)
+    assert len(links) > 5
+    assert [link for link in links if not (link.startswith("/") and (site / link[1:]).is_file())] == []
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_code_fits_the_column(name: str) -> None:
+    """In a window of 1280 pixels a block has room for 124 letters; longer lines of text are wrapped, code is cut."""
+    cut = [
+        line
+        for block in read_blocks(PATHS[name])
+        if block.language not in ("text", "output")
+        for line in block.text.splitlines()
+        if len(line) > 121
+    ]
+    assert cut == [], "put what is behind the code above it, or continue with a backslash"
+
+
+def test_only_long_cells_and_long_code_may_have_several_lines() -> None:
+    long = "x " * 30
+    html = f"<td><code>short_name</code></td><td>{long}</td><td><code>{long}</code></td><pre><code>{long}</code></pre>"
+    assert on_page_content('<th>all</th><td><a href="a-b">llama-3-8b</a> or -x</td>', None, None, None) == (
+        '<th>all</th><td><a href="a-b"><span class="whole">llama-3-8b</span></a> or <span class="whole">-x</span></td>'
+    )
+    marked = on_page_content(html, None, None, None)
+    assert marked == (
+        f'<td><code>short_name</code></td><td class="long">{long}</td><td class="long"><code class="long">{long}</code>'
+        f"</td><pre><code>{long}</code></pre>"
+    )
+    style = (ROOT / "docs/assets/site.css").read_text()
+    assert "overflow-wrap: anywhere" not in re.sub(r"\.md-typeset \.doc-heading \{.*?\}", "", style, flags=re.S)
 
 
 @pytest.mark.parametrize("name", FIGURES)
