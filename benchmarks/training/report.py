@@ -147,17 +147,17 @@ def _steps(rows: Rows[TrainCell], notes: dict[str, int], *, by_batch: bool = Fal
         *grid("s a step / bound / ratio to the bound", rows, column, times, notes),
         *grid("tokens/s a GPU / MFU / MFU, attention's backward x 2.5", rows, column, speeds, notes),
         *grid("peak GiB a GPU / by the planner, torch's alone", rows, column, _memory, notes),
-        *_how_ours(rows),
+        *_how_ours(rows, column),
         *_rates(rows),
         *_same_losses(rows, column),
     ]
 
 
-def _how_ours(rows: Rows[TrainCell]) -> list[str]:
-    """Return what ours chose where there was a choice, by length."""
+def _how_ours(rows: Rows[TrainCell], column: Callable[[TrainCell], int]) -> list[str]:
+    """Return what ours chose where there was a choice, by column."""
     said = [
-        f"{short(cell.tokens)} {spread_name(cell.ranks, row['strategy'])} by {row['transport']}, {row['recompute']}"
-        for cell, row in sorted(rows, key=lambda pair: pair[0].tokens)
+        f"{short(column(cell))} {spread_name(cell.ranks, row['strategy'])} by {row['transport']}, {row['recompute']}"
+        for cell, row in sorted(rows, key=lambda pair: column(pair[0]))
         if "strategy" in row
     ]
     return [f"ours: {'; '.join(said)}.", ""] if said else []
