@@ -31,7 +31,9 @@ def tables(results: Results[PaperCell], notes: dict[str, int]) -> list[str]:
     for title, rows in _settings(results):
         lines += [f"## {title}", "", *grid(_head(rows), rows, _column(rows), _shown, notes)]
         if any("bytes" in row for _, row in rows):
-            lines += grid("MB received in backward", rows, _column(rows), lambda row: f"{row['bytes'] / 1e6:.1f}", notes)
+            lines += grid(
+                "MB received in backward", rows, _column(rows), lambda row: f"{row['bytes'] / 1e6:.1f}", notes
+            )
         lines += grid(f"peak GiB: {_names(rows)}", rows, _column(rows), _peaks, notes)
     return lines
 

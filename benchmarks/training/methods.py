@@ -128,13 +128,13 @@ METHODS: Mapping[str, TrainMethod] = MappingProxyType(
         for method in (
             TrainMethod(name=OURS),
             TrainMethod(name="ulysses", peer="ulysses", layout="contiguous"),
-            # K, then V around a ring, rows of scores in memory (arXiv:2105.13120)
-            TrainMethod(name="ring-li", peer="ring-li-2021", layout="contiguous", stores_scores=True),
             # K and V around a zigzag ring, dK and dV home: what ring-flash-attn does
             TrainMethod(name="zigzag-ring-nccl", strategy="kv", by_messages=True),
             # Megatron tensor parallelism: with all-reduces (arXiv:1909.08053), and without (arXiv:2205.05198)
             TrainMethod(name="tensor-v1", shares_matrices=True, replicated=True, layout="contiguous"),
             TrainMethod(name="tensor-v3", shares_matrices=True, layout="contiguous"),
+            # K, then V around a ring, rows of scores in memory (arXiv:2105.13120)
+            TrainMethod(name="ring-li", peer="ring-li-2021", layout="contiguous", stores_scores=True),
         )
     }
 )
