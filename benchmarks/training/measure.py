@@ -71,7 +71,7 @@ def build_trainer(cell: TrainCell, setting: Setting, data: DataConfig, folder: P
 
         replicate(trainer.model)
     if method.peer:
-        _put(trainer.model, all_methods(cell.device)[method.peer].bind(attention_cell(cell), setting))
+        put(trainer.model, all_methods(cell.device)[method.peer].bind(attention_cell(cell), setting))
     return trainer
 
 
@@ -107,7 +107,8 @@ class _Peer(torch.nn.Module):
         return self._attend(q, k, v)
 
 
-def _put(model: torch.nn.Module, attend: Attend) -> None:
+def put(model: torch.nn.Module, attend: Attend) -> None:
+    """Put a peer's attention into all blocks of a model, in place."""
     from bmburst.blocks.transformer import SelfAttention
 
     places = [module for module in model.modules() if isinstance(module, SelfAttention)]
