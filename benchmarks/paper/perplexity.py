@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bmburst.train.trainer import Trainer
 
 MODULE = "benchmarks.paper.perplexity"
-_TRAINED = ("--preset", "llama-tiny", "--seed", "1")
+_TRAINED = ("--preset", "llama-tiny", "--seed", "1", "--sequence-length", "512")
 # The ways of the paper's table 4, ours by heads, and one rank. "no-lao" is a ring whose kernel writes scores to memory.
 BURST, NO_LAO, ALONE = "burst", "no-lao", "alone"
 WAYS: dict[str, TrainMethod] = {
@@ -45,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--ranks", type=int, default=2, metavar="N", help="ranks that share a sequence (default: 2)")
     add("--model", type=Path, metavar="DIR", help="checkpoint or Hugging Face directory (default: train a small model)")
-    add("--steps", type=int, default=150, metavar="N", help="steps of the model that is trained (default: 150)")
+    add("--steps", type=int, default=120, metavar="N", help="steps of the model that is trained (default: 120)")
     add("--data", default="stdlib", metavar="TEXT", help="text, as of bmburst train (default: stdlib)")
     add("--tokenizer", metavar="NAME", help="as of bmburst train (default: the model's, else bytes)")
-    add("--tokens", type=read_tokens, default=2048, metavar="N", help="of a sequence (default: 2048)")
-    add("--sequences", type=int, default=16, metavar="N", help="held-out sequences (default: 16)")
+    add("--tokens", type=read_tokens, default=1024, metavar="N", help="of a sequence (default: 1024)")
+    add("--sequences", type=int, default=8, metavar="N", help="held-out sequences (default: 8)")
     add("--output", type=Path, metavar="FILE", help="JSON file of the results; a table is written beside it")
     add("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -73,7 +73,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, trained = options.model, None
     if model is None:
-        trained = ["train", *_TRAINED, "--steps", str(options.steps), "--sequence-length", str(options.tokens)]
+        trained = ["train", *_TRAINED, "--steps", str(options.steps)]
         trained += ["--eval-every", "0", "--sample-tokens", "0", "--checkpoint-every", "0"]
         where = ["--output", str(folder / "run"), "--data.cache", str(folder)]
         _start(LaunchSpec(nproc=1, host_runtime=True), ["-m", "bmburst", *trained, *where])
