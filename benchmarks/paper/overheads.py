@@ -1,7 +1,8 @@
 """Bytes that attention moves between GPUs, keeps and writes to memory, by formula: the paper's table 1 and ours.
 
-One layer, one rank of G, nothing hidden by a mask. B sequences of N tokens, Z query and Zk KV heads of d features, h bytes
-a number, w bytes of a number in fp32. `tests/benchmarks/test_overheads.py` counts what the formulas say. Imports no torch.
+One layer, one rank of G, nothing hidden by a mask. B sequences of N tokens, Z query and Zk KV heads of d features, h
+bytes a number, w bytes of a number in fp32. `tests/benchmarks/test_overheads.py` counts what the formulas say. Imports
+no torch.
 """
 
 from collections.abc import Callable, Mapping

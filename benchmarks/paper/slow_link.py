@@ -1,9 +1,9 @@
 """Backward of a ring over a slow link: `python -m benchmarks.paper.slow_link --output FILE.json`.
 
 Each rank is a process in a network namespace of its own, on a CPU, and the kernel limits what leaves it
-(`benchmarks.netns`). K and V travel with their gradients ("kv"), or Q, dO and statistics with dQ ("burst"), with as many
-KV heads as heads and with a quarter of them. The arithmetic is left out: what is timed is what moves. Needs root and
-iproute2; where namespaces cannot be made, it says why and ends with status 1.
+(`benchmarks.netns`). K and V travel with their gradients ("kv"), or Q, dO and statistics with dQ ("burst"), with as
+many KV heads as heads and with a quarter of them. The arithmetic is left out: what is timed is what moves. Needs root
+and iproute2; where namespaces cannot be made, it says why and ends with status 1.
 """
 
 import argparse
@@ -73,8 +73,8 @@ def _measure(ranks: int, rate: float, tokens: int, repeats: int) -> list[dict[st
     with netns.network(netns.Shape(nodes=ranks, places=1, fast=rate, slow=rate)) as network:
         started = []
         for rank in range(ranks):
-            setting = {"rank": rank, "ranks": ranks, "tokens": tokens, "repeats": repeats}
-            setting |= {"url": f"tcp://{network.address(0)}:{_MEETING}"}
+            url = f"tcp://{network.address(0)}:{_MEETING}"
+            setting = {"rank": rank, "ranks": ranks, "tokens": tokens, "repeats": repeats, "url": url}
             command = [*network.within(rank), sys.executable, "-m", MODULE, "--rank", json.dumps(setting)]
             own = {**os.environ, "GLOO_SOCKET_IFNAME": netns.DEVICE}
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
