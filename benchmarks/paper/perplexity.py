@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--ranks", type=int, default=2, metavar="N", help="ranks that share a sequence (default: 2)")
     add("--model", type=Path, metavar="DIR", help="checkpoint or Hugging Face directory (default: train a small model)")
-    add("--steps", type=int, default=120, metavar="N", help="steps of the model that is trained (default: 120)")
+    add("--steps", type=int, default=80, metavar="N", help="steps of the model that is trained (default: 80)")
     add("--data", default="stdlib", metavar="TEXT", help="text, as of bmburst train (default: stdlib)")
     add("--tokenizer", metavar="NAME", help="as of bmburst train (default: the model's, else bytes)")
     add("--tokens", type=read_tokens, default=1024, metavar="N", help="of a sequence (default: 1024)")
