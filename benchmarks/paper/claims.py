@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from benchmarks.paper import overheads
+from benchmarks.paper import curve, overheads
 from benchmarks.paper.recorded import ATTENTION, FIRST, INFERENCE, MISSING, PAPER, PERPLEXITY, TRAIN, Recorded, Row
 
 _KIB = 1024
@@ -70,9 +70,11 @@ def _less(share: float) -> str:
 
 def _twice_at_32k(records: Recorded) -> Verdict:
     ours, theirs = (records.measured(TRAIN, f"step/llama-2-7b-x2/32768/{m}@2") for m in ("ours", "tensor-v3"))
+    found = [curve.gain(8, 32 * _KIB, pcie=pcie) for pcie in (False, True)]
+    predicted = f"8 GPUs, predicted: {found[0]:.2f} times with NVLink, {found[1]:.2f} with PCIe"
     if ours is None or theirs is None:
-        return Verdict(NOT_TESTABLE, "8 GPUs; on 2 " + MISSING)
-    return Verdict(NOT_TESTABLE, f"8 GPUs; on 2 H200, 2 layers: {_ratio(theirs, ours):.2f} times as fast as TP v3")
+        return Verdict(NOT_TESTABLE, f"{predicted}; on 2 {MISSING}")
+    return Verdict(NOT_TESTABLE, f"{predicted}; on 2 H200, 2 layers: {_ratio(theirs, ours):.2f} times")
 
 
 def _ratio(one: Row, other: Row) -> float:
@@ -160,7 +162,8 @@ def _one_gpu(records: Recorded) -> Verdict:
     ours, flash = (records.measured(ATTENTION, f"accuracy/4096/mha/causal/{m}@1") for m in ("ours", "one-gpu"))
     if ours is None or flash is None:
         return Verdict(MISSING, "-")
-    return _if(ours["errors"] == flash["errors"], f"the same errors against fp64: O {ours['errors']['o']:.2e} both")
+    one, other = (", ".join(f"{value:.2e}" for value in row["errors"].values()) for row in (ours, flash))
+    return _if(one == other, f"errors of O, dQ, dK, dV against fp64: {one}; FlashAttention-4 alone: {other}")
 
 
 def _scaling(records: Recorded) -> Verdict:
@@ -194,7 +197,7 @@ def _memory_as_tensor(records: Recorded) -> Verdict:
 
 def _far(records: Recorded) -> Verdict:
     del records
-    return Verdict(NOT_TESTABLE, "32 GPUs; predicted below")
+    return Verdict(NOT_TESTABLE, f"32 GPUs; predicted at 128K: {curve.gain(32, 128 * _KIB):.2f} times")
 
 
 CLAIMS: Sequence[Claim] = (
