@@ -178,7 +178,6 @@ class WholeTile:
         queries, keys, values, grads = (_to_heads(t, kv_heads) for t in (q, k, v, grad_out))
         row_lse, row_delta = (t.unflatten(1, (kv_heads, -1)).flatten(2, 3)[..., None] for t in (lse, delta))
         weights = _scores(q, k, pattern, scale).sub_(_finite(row_lse)).exp_()
-        weights.masked_fill_(row_lse == -torch.inf, 0.0)
         grad_v = weights.to(q.dtype).mT @ grads
         inner = (grads @ values.mT).to(weights.dtype).sub_(row_delta)
         grad_scores = weights.mul_(inner).mul_(scale).to(q.dtype)
