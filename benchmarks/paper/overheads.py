@@ -192,3 +192,14 @@ def fewer(shape: Shape) -> float:
 def fewer_a_hop(shape: Shape) -> float:
     """Return the same of one hop of blocks and their gradients, gradients in the inputs' dtype as the paper counts."""
     return 1 - (3 * shape.q + 2 * shape.statistics) / (4 * shape.k)
+
+
+def fewer_in_all(shape: Shape, other: str) -> float:
+    """Return by which share burst receives fewer bytes in forward and backward together than another of `METHODS`."""
+    burst, than = (METHODS[name].forward(shape) + METHODS[name].backward(shape) for name in ("burst", other))
+    return 1 - burst / than
+
+
+def fewer_as_published(head_dim: int) -> float:
+    """Return the same over RingAttention by the paper's own counts: 5 BZNd + 2 BZN of 8 BZNd."""
+    return 1 - (5 + 2 / head_dim) / 8

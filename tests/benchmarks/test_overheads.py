@@ -11,7 +11,7 @@ from benchmarks.attention.cells import Cell
 from benchmarks.attention.methods import LocalKernel, Setting, all_methods
 from benchmarks.attention.methods.method import random_inputs
 from benchmarks.engine.timing import RankGroup
-from benchmarks.paper.overheads import EXAMPLES, METHODS, Shape, fewer, fewer_a_hop
+from benchmarks.paper.overheads import EXAMPLES, METHODS, Shape, fewer, fewer_a_hop, fewer_as_published, fewer_in_all
 from benchmarks.paper.variants import Counting, WholeTile
 from bmburst.attention.api import burst_attention
 from bmburst.attention.call import decide
@@ -85,6 +85,9 @@ def test_burst_moves_fewer_bytes_than_kv_with_mha_and_more_with_gqa():
         (burst, *_), (kv, *_) = (run_ranks(ranks, received, name, of, torch.float32) for name in ("burst", "kv"))
         assert least < 1 - burst[1] / kv[1] < most
         assert fewer(of) == 1 - burst[1] / kv[1]
+        assert fewer_in_all(of, "kv") == 1 - sum(burst) / sum(kv)
+    assert fewer_as_published(128) == pytest.approx(0.373, abs=5e-4)
+    assert fewer_in_all(EXAMPLES["MHA, 8 GPUs"], PEERS["ring-li-2021"]) < 0  # with a reduce-scatter it needs no more
 
 
 class Alone(RankGroup):

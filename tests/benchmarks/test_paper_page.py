@@ -150,3 +150,19 @@ def test_one_gpu_is_compared_as_shown(tmp_path):
     assert CLAIMS["On"].judge(written(tmp_path, **{ATTENTION: rows})).verdict == claims.CONFIRMED
     rows["accuracy/4096/mha/causal/ours@1"]["errors"]["o"] = 3e-3
     assert CLAIMS["On"].judge(written(tmp_path, **{ATTENTION: rows})).verdict == claims.NOT_CONFIRMED
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict"),
+    [
+        ((1.1, 1.1, 1.2), claims.CONFIRMED),
+        ((0.7, 1.1, 1.2), "confirmed from 32K on, not at 4K"),
+        ((0.7, 0.9, 1.2), claims.NOT_CONFIRMED),
+    ],
+)
+def test_first_tokens_are_judged_by_length(tmp_path, ratios, verdict):
+    rows = {}
+    for tokens, ratio in zip((4096, 32768, 131072), ratios, strict=True):
+        key = f"prompt/llama-2-7b/{tokens}/causal"
+        rows |= {f"{key}/{m}@2": {"first_token_seconds": s} for m, s in (("heads", 2.0), ("tensor-v1", 2.0 * ratio))}
+    assert CLAIMS["First"].judge(written(tmp_path, **{INFERENCE: rows})).verdict == verdict
