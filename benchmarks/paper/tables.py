@@ -246,10 +246,7 @@ def readme_lengths(records: Recorded) -> list[str]:
         name = direction.replace("_", " + ")
         alone = [_number(n) for n in facts[f"flash_{direction}"]]
         theirs = [f"{a:,} ({b})" for a, b in zip(facts[direction], alone, strict=True)]
-        ours, show = [], partial(_round, name=direction)
-        for tokens in facts["tokens"]:
-            two, one = (said(records.row(PAPER, f"sequence/{tokens}/mha/{m}"), show) for m in ("ours@2", "one-gpu@1"))
-            ours.append("-" if two == one == "-" else f"{two} ({one})")
+        ours = [_two_and_one(records, f"sequence/{tokens}", direction) for tokens in facts["tokens"]]
         lines += [(f"8 A100, {name}", theirs), (f"2 H200, {name}", ours)]
     return [*grid("ms, in brackets one GPU", facts["tokens"], lines), f"{facts['hardware']}. {records.where(PAPER)}"]
 
@@ -261,9 +258,16 @@ def readme_batches(records: Recorded) -> list[str]:
     for direction in ("forward", "forward_backward"):
         name = direction.replace("_", " + ")
         lines.append((f"8 A100, {name}", [f"{n:,}" for n in facts[f"batch_{direction}"]]))
-        rows = [records.row(PAPER, f"batch/{n}x65536/mha/ours@2") for n in facts["batches"]]
-        lines.append((f"2 H200, {name}", [said(row, partial(_round, name=direction)) for row in rows]))
-    return [*grid("ms, 64K tokens, batch", facts["batches"], lines), records.where(PAPER)]
+        texts = [_two_and_one(records, f"batch/{n}x65536", direction) for n in facts["batches"]]
+        lines.append((f"2 H200, {name}", texts))
+    return [*grid("ms, 64K tokens, in brackets one GPU, batch", facts["batches"], lines), records.where(PAPER)]
+
+
+def _two_and_one(records: Recorded, what: str, direction: str) -> str:
+    """Return milliseconds on two GPUs and, in brackets, on one."""
+    show = partial(_round, name=direction)
+    two, one = (said(records.row(PAPER, f"{what}/mha/{method}"), show) for method in ("ours@2", "one-gpu@1"))
+    return "-" if two == one == "-" else f"{two} ({one})"
 
 
 def _round(row: Row, name: str) -> str:

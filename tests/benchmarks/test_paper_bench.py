@@ -60,7 +60,7 @@ def test_two_ranks_measure_every_suite(tmp_path, monkeypatch):
     words = ["--ranks", "2", "--tokens", "64", "--repeats", "1", "--cell-seconds", "0.01", "--dtype", "bfloat16"]
     assert main(["bench", "paper", *words, "--output", str(tmp_path / "r.json")]) == 0
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert len(rows) == 15 and {row["status"] for row in rows.values()} == {OK}
+    assert len(rows) == 19 and {row["status"] for row in rows.values()} == {OK}
     for heads, kv_heads in (("mha", 32), ("gqa", 8)):
         of = Shape(ranks=2, tokens=64, heads=32, kv_heads=kv_heads)
         for method in ("kv", "burst"):

@@ -15,6 +15,7 @@ from bmburst.comm.local import run_ranks
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, ReferenceKernel
 from bmburst_ops.merge import row_dots
 from bmburst_ops.pattern import Band
+from tests.live_bytes import LiveBytes
 
 
 def random(*shapes):
@@ -76,6 +77,24 @@ def moved(call, given):
         run(replace(call, comm=counting), given)
         found.append(counting.received)
     return found
+
+
+def test_partial_results_of_all_ranks_are_kept_until_the_end():
+    """Merged as they come, one is there at a time, however many ranks there are."""
+
+    def peaks(comm):
+        q, k, v = (torch.randn(1, 64, 8, 64) for _ in range(3))
+        call = decide(comm, q, k, v, None, AttentionOptions(mask="full", layout="contiguous", strategy="burst"))
+        found = []
+        for forward in (ring_forward, forward_at_the_end):
+            with LiveBytes() as live:
+                forward(call, q, k, v)
+            found.append(live.peak / q.nbytes)
+        return found
+
+    few, many = (min(run_ranks(ranks, peaks)) for ranks in (3, 7))
+    online, at_the_end = (b - a for a, b in zip(few, many, strict=True))
+    assert abs(online) < 1 and at_the_end > 3
 
 
 def test_a_waiting_ring_has_arrived_before_work_begins():
