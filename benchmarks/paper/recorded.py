@@ -77,7 +77,8 @@ def said(row: Row | None, show: Callable[[Row], str]) -> str:
     if asked:
         return "out of memory" + (f", {asked[1]} more" if asked[1] else "")
     fit = re.search(r"would not fit: about (\d+ GiB)", reason)
-    return f"would not fit: {fit[1]}" if fit else f"not run: {reason}"
+    least = re.search(r"takes (\d+ s) at least", reason)
+    return f"would not fit: {fit[1]}" if fit else f"not run: {least[1] if least else reason}"
 
 
 def grid(head: str, columns: Sequence[int], lines: Iterable[tuple[str, Iterable[str]]]) -> list[str]:

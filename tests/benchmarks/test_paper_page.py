@@ -78,6 +78,9 @@ def test_first_tokens_stand_beside_the_papers(tmp_path):
     assert line(found, "8 A100: Burst") == "| 8 A100: Burst | 0.44 | 0.84 | 1.68 | 3.27 | 6.49 | 16.01 | 49.32 |"
     assert line(found, "2 H200, causal: heads (default)").endswith("| - | - | - | - | - | 5.110 | - |")
     assert not any("no mask" in text for text in found)
+    slow = {"status": "refused", "reason": "an answer takes 20 s at least, more than --cell-seconds 8"}
+    records = written(tmp_path, **{INFERENCE: {f"{key}/no-lao@2": slow}})
+    assert line(tables.first_token(records, "llama-2-7b"), "2 H200, causal: no LAO").endswith("| not run: 20 s | - |")
 
 
 def test_the_readmes_tables_have_two_gpus_and_one(tmp_path):
