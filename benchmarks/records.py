@@ -2,6 +2,7 @@
 
 - The tables of attention, training, strategies and cross-attention, from the JSON beside them. What stands above the
   first is written by hand.
+- The tables of `docs/paper.md`, from the JSON of its records; see `benchmarks.paper.page`.
 - The planner's rows of this project's runs, `bmburst/plan/data/measured.toml`: their numbers. Rows are added by hand.
 - What `bmburst plan --check` prints, below the line in `results/plan_accuracy_*.md`.
 
@@ -21,6 +22,8 @@ from typing import Any
 from benchmarks import cross, strategies
 from benchmarks.engine.kind import KINDS, Results, load_kind
 from benchmarks.engine.report import markdown
+from benchmarks.paper import page
+from benchmarks.paper.recorded import Recorded
 from bmburst.plan import accuracy
 
 _ROOT = Path(__file__).parents[1]
@@ -48,9 +51,10 @@ def derived() -> Iterator[tuple[Path, str]]:
     """Yield each file that repeats recorded runs, and what it should say; the planner's accuracy after its rows."""
     for name in KINDS:
         for path in sorted(_RESULTS.glob(f"{name}_*.md")):
-            head, _, _ = path.read_text(encoding="utf-8").partition("\n## ")
+            text = path.read_text(encoding="utf-8")
+            head = "" if text.startswith("## ") else text.partition("\n## ")[0] + "\n"  # none: as the run wrote it
             tables = markdown(Results.read(load_kind(name), path.with_suffix(".json")))
-            yield path, f"{head}\n{tables.rstrip()}\n"
+            yield path, f"{head}{tables.rstrip()}\n"
     for path in sorted(_RESULTS.glob("strategies_*.md")):
         head, _, _ = path.read_text(encoding="utf-8").partition("\n| ")
         yield path, f"{head}\n{strategies.table(_rows(path.with_suffix('.json').name))}\n"
@@ -58,6 +62,7 @@ def derived() -> Iterator[tuple[Path, str]]:
         found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         head, _, _ = path.read_text(encoding="utf-8").partition(f"\n{found['queries']:,} queries x ")
         yield path, f"{head}\n{cross.table(found, found['machine']['ranks'])}\n"
+    yield page.PAGE, page.filled(page.PAGE.read_text(encoding="utf-8"), Recorded(_RESULTS))
     yield _MEASURED, _with_rows(_MEASURED.read_text(encoding="utf-8"))
     for path in sorted(_RESULTS.glob("plan_accuracy_*.md")):
         head, line, _ = path.read_text(encoding="utf-8").partition("\n---\n")

@@ -192,6 +192,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "attention": "benchmarks.attention.kind",
         "train": "benchmarks.training.kind",
         "inference": "benchmarks.inference.kind",
+        "paper": "benchmarks.paper.kind",
     }
 )
 """The module of each kind, which has it as `KIND`, by its name in `bmburst bench NAME`."""

@@ -18,6 +18,7 @@ from bmburst_ops.constants import ATTENTION_BACKWARD
 _KIB = 1024
 STEPS = {"loss": 30, "curve": 60}  # that are trained; of a step's cell, what the command line says is measured
 OURS = "ours"
+ZERO, STAGES = 3, (2, 3)  # the stage of ZeRO that is measured by default, and those that BMTrain has
 
 
 class TrainSuite(NamedTuple):
@@ -64,7 +65,7 @@ SHAPES: Mapping[str, LlamaConfig] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCell(BaseCell):
-    """One measurement: all ranks of the run train one sequence a step.
+    """One measurement: all ranks of the run share each sequence of a step.
 
     Attributes:
         suite: One of `SUITES`.
@@ -74,12 +75,16 @@ class TrainCell(BaseCell):
         layers: Of the model, where they are fewer than the preset's, too.
         tokens: Of a sequence.
         recompute: Policy of `bmburst.recompute`; "" leaves it to the method.
+        batch: Sequences of a step, all computed at once.
+        zero: ZeRO stage: 3, or 2, which keeps the gathered weights from forward to backward.
     """
 
     preset: str
     layers: int
     tokens: int
     recompute: str = ""
+    batch: int = 1
+    zero: int = ZERO
 
     @property
     def model(self) -> LlamaConfig:
@@ -99,13 +104,15 @@ class TrainCell(BaseCell):
 
     @property
     def name(self) -> str:
-        """For example `step/llama-3-8b-x2/131072/ours`; globs are matched against it."""
-        return f"{self.suite}/{self.model_name}/{self.tokens}/{self.method}"
+        """For example `step/llama-3-8b-x2/131072/ours` or `step/llama-2-7b/8x4096/ours`; globs take it."""
+        tokens = f"{self.batch}x{self.tokens}" if self.batch > 1 else f"{self.tokens}"
+        return f"{self.suite}/{self.model_name}/{tokens}/{self.method}"
 
     @property
     def key(self) -> str:
-        """See `BaseCell.key`; with the recompute policy, where one is asked for: `...@8-block`."""
-        return super().key + (f"-{self.recompute}" if self.recompute else "")
+        """See `BaseCell.key`; with the recompute policy and ZeRO-2, where asked for: `...@8-block-zero2`."""
+        stage = "" if self.zero == ZERO else f"-zero{self.zero}"
+        return super().key + (f"-{self.recompute}" if self.recompute else "") + stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,18 +123,29 @@ class TrainSelection(BaseSelection):
         presets: Models.
         layers: Numbers of layers, in place of the preset's.
         recompute: Policy for all methods, or "".
+        batches: Sequences of a step, of the suite step.
+        stages: Stages of ZeRO, likewise.
 
     Raises:
-        UserError: A preset is unknown, it has not so many layers, or a length does not divide.
+        UserError: A preset is unknown, it has not so many layers, a length does not divide, or there is no such batch
+            or stage.
     """
 
     presets: tuple[str, ...] | None = None
     layers: tuple[int, ...] | None = None
     recompute: str = ""
+    batches: tuple[int, ...] = (1,)
+    stages: tuple[int, ...] = (ZERO,)
 
     def __post_init__(self) -> None:
         for name in self.presets or ():
             require_known("preset", name, SHAPES)
+        for batch in self.batches:
+            if batch < 1:
+                raise UserError(f"--batch {batch}\nallowed: at least 1\nfix: for example --batch 1,2,4,8")
+        for stage in self.stages:
+            if stage not in STAGES:
+                raise UserError(f"--zero {stage}\nallowed: 2, 3 or 2,3\nfix: leave it out for ZeRO-3")
         most = max(SHAPES[name].num_layers for name in self.presets or SUITES["step"].presets)
         for layers in self.layers or ():
             if not 1 <= layers <= most:
@@ -145,9 +163,11 @@ def _cells(selection: TrainSelection, name: str) -> Iterator[TrainCell]:
     suite = SUITES[name]
     first = None if name == "step" else 1  # for losses one model is trained
     dtypes = suite.dtypes if selection.dtype is None else ()
-    for dtype, tokens, preset in product(
+    for dtype, tokens, batch, stage, preset in product(
         dtypes or (selection.plain_dtype,),
         selection.tokens or suite.tokens,  # before models: what cells leave in memory only grows
+        selection.batches if name == "step" else (1,),
+        selection.stages if name == "step" else (ZERO,),
         (selection.presets or suite.presets)[:first],
     ):
         layers = (selection.layers or (SHAPES[preset].num_layers,))[:first]
@@ -163,6 +183,8 @@ def _cells(selection: TrainSelection, name: str) -> Iterator[TrainCell]:
                     device=selection.device,
                     dtype=dtype,
                     recompute=selection.recompute,
+                    batch=batch,
+                    zero=stage,
                 )
 
 
@@ -211,8 +233,8 @@ class Bound:
 def bound(cell: TrainCell, rates: Rates) -> Bound:
     """Return the bound of a cell's step, spread evenly over its ranks."""
     model = cell.model
-    attention = model.num_layers * attention_flops(model, cell.tokens) * (1 + ATTENTION_BACKWARD)
-    products = WEIGHT_FLOPS * multiplied(model) * cell.tokens
+    attention = cell.batch * model.num_layers * attention_flops(model, cell.tokens) * (1 + ATTENTION_BACKWARD)
+    products = WEIGHT_FLOPS * multiplied(model) * cell.tokens * cell.batch
     return Bound(
         attention=attention / rates.attention / cell.ranks,
         matmul=products / rates.matmul / cell.ranks,
@@ -233,8 +255,19 @@ def utilisation(cell: TrainCell, seconds: float, peak: float, *, attention_backw
 
 def flops(cell: TrainCell, *, attention_backward: float = 2.0) -> float:
     """Return the FLOPs of a cell's step as utilisation counts them."""
-    task = Task(model=cell.model, preset=cell.preset, sequence=cell.tokens, gpus=cell.ranks)
-    return model_flops(task, attention_backward=attention_backward)
+    return model_flops(task_of(cell), attention_backward=attention_backward)
+
+
+def task_of(cell: TrainCell) -> Task:
+    """Return a cell's step as the planner knows it."""
+    return Task(
+        model=cell.model,
+        preset=cell.preset,
+        sequence=cell.tokens,
+        gpus=cell.ranks,
+        batch=cell.batch,
+        micro_batch=cell.batch,
+    )
 
 
 def to_all_layers(measured: Mapping[int, float], layers: int) -> float | None:

@@ -37,6 +37,8 @@ def _configure(group: argparse._ArgumentGroup) -> None:
         default="",
         help="recompute policy of all methods (default: that of each method)",
     )
+    add("--batch", metavar="N,...", default="1", help="sequences of a step of the suite step (default: 1)")
+    add("--zero", metavar="N,...", default="3", help="stages of ZeRO of the suite step, 2 or 3 (default: 3)")
     add(
         "--steps",
         type=int,
@@ -63,6 +65,8 @@ def _select(args: argparse.Namespace, device: str, ranks: tuple[int, ...]) -> tu
             presets=None if args.preset is None else tuple(args.preset.split(",")),
             layers=None if args.layers is None else numbers("--layers", args.layers),
             recompute=args.recompute,
+            batches=numbers("--batch", args.batch),
+            stages=numbers("--zero", args.zero),
             **selection_of(args, device, ranks, list(METHODS)),
         )
     )
@@ -105,7 +109,7 @@ KIND = Kind(
     name="train",
     format="bmburst training benchmark 1",
     cell=TrainCell,
-    own_options=("preset", "layers", "recompute", "steps", "text"),
+    own_options=("preset", "layers", "recompute", "batch", "zero", "steps", "text"),
     defaults={"repeats": 5, "cell_seconds": 30.0, "cell_timeout": 600.0},
     configure=_configure,
     select=_select,

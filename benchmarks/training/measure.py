@@ -55,6 +55,8 @@ def build_trainer(cell: TrainCell, setting: Setting, data: DataConfig, folder: P
         preset=None,
         model=cell.model,
         sequence_length=cell.tokens,
+        batch_size=cell.batch,
+        micro_batch_size=cell.batch,
         steps=steps,
         dtype=cell.dtype,  # type: ignore[arg-type]  # check_fields looks
         recompute=method.recompute(cell),
@@ -70,7 +72,7 @@ def build_trainer(cell: TrainCell, setting: Setting, data: DataConfig, folder: P
 
         replicate(trainer.model)
     if method.peer:
-        _put(trainer.model, all_methods(cell.device)[method.peer].bind(attention_cell(cell), setting))
+        put(trainer.model, all_methods(cell.device)[method.peer].bind(attention_cell(cell), setting))
     return trainer
 
 
@@ -82,6 +84,7 @@ def attention_cell(cell: TrainCell) -> Cell:
         ranks=cell.ranks,
         device=cell.device,
         tokens=cell.tokens,
+        batch=cell.batch,
         heads=cell.model.num_heads,
         kv_heads=cell.model.num_kv_heads,
         head_dim=cell.model.head_dim,
@@ -105,7 +108,8 @@ class _Peer(torch.nn.Module):
         return self._attend(q, k, v)
 
 
-def _put(model: torch.nn.Module, attend: Attend) -> None:
+def put(model: torch.nn.Module, attend: Attend) -> None:
+    """Put a peer's attention into all blocks of a model, in place."""
     from bmburst.blocks.transformer import SelfAttention
 
     places = [module for module in model.modules() if isinstance(module, SelfAttention)]
@@ -235,9 +239,10 @@ def _steps(trainer: Trainer, run: TrainRun) -> tuple[list[float], list[float], l
 
 
 def _data(cell: TrainCell, run: TrainRun) -> DataConfig:
-    path = run.folder / f"random-{cell.model.vocab_size}-{cell.tokens}.tokens"
+    tokens = cell.tokens * cell.batch
+    path = run.folder / f"random-{cell.model.vocab_size}-{tokens}.tokens"
     if run.rank == 0 and not path.exists():
-        write_random_tokens(path, tokens=cell.tokens, vocab_size=cell.model.vocab_size)
+        write_random_tokens(path, tokens=tokens, vocab_size=cell.model.vocab_size)
     run.from_all(None)  # the others read it
     return DataConfig(source=str(path), cache=run.folder)
 
@@ -272,7 +277,7 @@ def _judged(cell: TrainCell, times: Times, rates: Rates, device: torch.device) -
     known, machine = hardware_of(name), machine_of(name)
     row: Row = {
         "milliseconds": asdict(times),
-        "tokens_per_second": cell.tokens / seconds / cell.ranks,
+        "tokens_per_second": cell.tokens * cell.batch / seconds / cell.ranks,
         "bound": asdict(least) | {"total": least.total},
         "ratio": seconds / least.total,
     }
@@ -310,7 +315,7 @@ def _measure_rates(cell: TrainCell, setting: Setting) -> Rates:
     FLOPs, or of 128K tokens where that is more; matrices are 8192 x 8192. They are called in turns.
     """
     tokens = min(_LONGEST, max(1, int(cell.tokens / math.sqrt(cell.ranks))))
-    one = one_gpu_cell(replace(attention_cell(cell), ranks=1, tokens=tokens))
+    one = one_gpu_cell(replace(attention_cell(cell), ranks=1, tokens=tokens, batch=1))
     attention = prepare(OneGpu(), one, setting)
     width, dtype = _WIDTH[cell.device], getattr(torch, cell.dtype)
     left, right, out = (torch.randn(width, width, device=setting.group.device).to(dtype) for _ in range(3))

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from benchmarks.training.cells import OURS, TrainCell
+from benchmarks.training.cells import OURS, TrainCell, task_of
 from bmburst.amounts import GIB
 from bmburst.errors import UserError
-from bmburst.plan.candidates import Candidate, Task, candidates, with_attention_choice
+from bmburst.plan.candidates import Candidate, candidates, with_attention_choice
 from bmburst.plan.search import Prediction, predict
 from bmburst.recompute.policy import Policy
 from bmburst.schedule.hardware import Hardware, load_hardware
@@ -29,6 +29,7 @@ class TrainMethod:
         layout: Which rank holds which tokens.
         strategy: Of our attention.
         by_messages: Whether our attention's blocks go by NCCL, on CPUs by gloo, in place of what is fastest.
+        stores_scores: Whether attention stores each rank's rows of scores, which the planner does not count.
     """
 
     name: str
@@ -38,6 +39,7 @@ class TrainMethod:
     layout: str = "zigzag"
     strategy: str = "auto"
     by_messages: bool = False
+    stores_scores: bool = False
 
     def tensor(self, cell: TrainCell) -> int:
         """Return how many ranks share each matrix."""
@@ -58,12 +60,13 @@ class TrainMethod:
             layout=self.layout,  # type: ignore[arg-type]  # check_fields looks
             strategy=self.strategy,  # type: ignore[arg-type]
             transport=messages if self.by_messages else "auto",  # type: ignore[arg-type]
+            zero_level=cell.zero,  # type: ignore[arg-type]
         )
 
     def refusal(self, cell: TrainCell) -> str | None:
         """Return why the cell cannot run, as far as it is known before any tensor is made, or None."""
         model = cell.model
-        if self.peer and (model.num_heads % cell.ranks or model.num_kv_heads % cell.ranks):
+        if self.peer and not self.stores_scores and (model.num_heads % cell.ranks or model.num_kv_heads % cell.ranks):
             return f"{model.num_heads} query and {model.num_kv_heads} KV heads cannot be dealt to {cell.ranks} ranks"
         try:
             model.require_mesh(MeshShape(1, cell.ranks // self.tensor(cell), self.tensor(cell)))
@@ -73,24 +76,24 @@ class TrainMethod:
         return None
 
     def predict(self, cell: TrainCell, machine: str) -> Prediction | None:
-        """Return what the planner says of a cell; None of other types than bfloat16, and of what is refused.
+        """Return what the planner says of a cell; None of other types than bfloat16, and of what it cannot price.
 
         Args:
             cell: What is asked for.
             machine: A name of `bmburst.schedule.hardware.shipped`.
         """
         policy = self.recompute(cell)
-        if cell.dtype != "bfloat16" or self.refusal(cell) is not None:
+        if cell.dtype != "bfloat16" or self.stores_scores or self.refusal(cell) is not None:
             return None
         hardware = load_hardware(machine)
-        task = Task(model=cell.model, preset=cell.preset, sequence=cell.tokens, gpus=cell.ranks)
-        ways = self._ways(cell, task, policy, hardware)
+        ways = self._ways(cell, policy, hardware)
         return min((predict(way, hardware) for way in ways), key=lambda found: found.seconds)
 
-    def _ways(self, cell: TrainCell, task: Task, policy: str, hardware: Hardware) -> list[Candidate]:
+    def _ways(self, cell: TrainCell, policy: str, hardware: Hardware) -> list[Candidate]:
+        task = task_of(cell)
         if self.name == OURS:
-            return candidates(task, recompute=(policy,), zero=(3,), tensor=(1,))
-        alone = Candidate(task=task, tensor=self.tensor(cell), recompute=policy, transport="nccl")
+            return candidates(task, recompute=(policy,), zero=(cell.zero,), tensor=(1,))
+        alone = Candidate(task=task, tensor=self.tensor(cell), recompute=policy, zero=cell.zero, transport="nccl")
         spread = "heads" if self.peer else self.strategy
         return [with_attention_choice(alone, spread, None, hardware)]
 
@@ -114,7 +117,7 @@ class TrainMethod:
         """Return the bytes of tokens that other ranks hold too: every block's input, and the stream at work."""
         if not self.replicated:
             return 0.0
-        others = cell.tokens - cell.tokens // cell.ranks
+        others = cell.batch * (cell.tokens - cell.tokens // cell.ranks)
         at_work = 2  # the stream inside a block, and its gradient
         return 2.0 * others * cell.model.hidden_size * (cell.layers + at_work)
 
@@ -130,6 +133,8 @@ METHODS: Mapping[str, TrainMethod] = MappingProxyType(
             # Megatron tensor parallelism: with all-reduces (arXiv:1909.08053), and without (arXiv:2205.05198)
             TrainMethod(name="tensor-v1", shares_matrices=True, replicated=True, layout="contiguous"),
             TrainMethod(name="tensor-v3", shares_matrices=True, layout="contiguous"),
+            # K, then V around a ring, rows of scores in memory (arXiv:2105.13120)
+            TrainMethod(name="ring-li", peer="ring-li-2021", layout="contiguous", stores_scores=True),
         )
     }
 )

@@ -23,7 +23,7 @@ from benchmarks.engine.report import (
     scale_heights,
     spread_name,
 )
-from benchmarks.training.cells import Rates, TrainCell, bound, to_all_layers
+from benchmarks.training.cells import ZERO, Rates, TrainCell, bound, to_all_layers
 from bmburst.amounts import short
 
 SHOWN_STEPS = 10  # of a curve, evenly
@@ -46,6 +46,7 @@ def tables(results: Results[TrainCell], notes: dict[str, int]) -> list[str]:
     """Return all tables as lines; see `grid` for the notes."""
     shown = (
         (over_tokens, _steps),
+        (over_batches, partial(_steps, by_batch=True)),
         (extrapolated, _derived),
         (over_ranks, _scaling),
         (partial(trained, suite="loss"), _losses),
@@ -61,17 +62,31 @@ def tables(results: Results[TrainCell], notes: dict[str, int]) -> list[str]:
 def over_tokens(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCell]]]:
     """Yield a title and rows for every model and number of ranks: methods are compared over lengths."""
     yield from groups(
-        results.cell_rows("step"),
-        lambda cell: (cell.preset, cell.layers, cell.ranks, cell.device, cell.dtype, cell.recompute),
+        [(cell, row) for cell, row in results.cell_rows("step") if cell.batch == 1],
+        lambda cell: (cell.preset, cell.layers, cell.ranks, cell.device, cell.dtype, cell.recompute, cell.zero),
         lambda cell: f"Training step over sequence length: {_model(cell)}, {ranks_name(cell)}{_how(cell)}",
     )
+
+
+def over_batches(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCell]]]:
+    """Yield the same for every model and length that was measured with several sequences a step."""
+    for title, rows in groups(
+        results.cell_rows("step"),
+        lambda cell: (cell.preset, cell.layers, cell.tokens, cell.ranks, cell.device, cell.dtype, cell.zero),
+        lambda cell: (
+            f"Training step over batch size: {_model(cell)}, {short(cell.tokens)} tokens, {ranks_name(cell)}"
+            f"{_how(cell)}"
+        ),
+    ):
+        if any(cell.batch > 1 for cell, _ in rows):
+            yield title, rows
 
 
 def over_ranks(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCell]]]:
     """Yield the same for every model and length that was measured on several numbers of ranks."""
     for title, rows in groups(
-        results.cell_rows("step"),
-        lambda cell: (cell.preset, cell.layers, cell.tokens, cell.device, cell.dtype, cell.recompute),
+        [(cell, row) for cell, row in results.cell_rows("step") if cell.batch == 1],
+        lambda cell: (cell.preset, cell.layers, cell.tokens, cell.device, cell.dtype, cell.recompute, cell.zero),
         lambda cell: f"Training step over GPUs: {_model(cell)}, {short(cell.tokens)} tokens{_how(cell)}",
     ):
         if len({cell.ranks for cell, _ in rows}) > 1:
@@ -81,8 +96,8 @@ def over_ranks(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCel
 def extrapolated(results: Results[TrainCell]) -> Iterator[tuple[str, Rows[TrainCell]]]:
     """Yield the same for what was measured with several numbers of layers, none of them all."""
     for title, rows in groups(
-        results.cell_rows("step"),
-        lambda cell: (cell.preset, cell.ranks, cell.device, cell.dtype, cell.recompute),
+        [(cell, row) for cell, row in results.cell_rows("step") if cell.batch == 1],
+        lambda cell: (cell.preset, cell.ranks, cell.device, cell.dtype, cell.recompute, cell.zero),
         lambda cell: (
             f"Derived, not measured: {cell.preset} with all {cell.all_layers} layers, {ranks_name(cell)}{_how(cell)}"
         ),
@@ -117,9 +132,9 @@ def curve_name(cell: TrainCell) -> str:
     return f"{cell.method}, {ranks_name(cell)}"
 
 
-def _steps(rows: Rows[TrainCell], notes: dict[str, int]) -> list[str]:
+def _steps(rows: Rows[TrainCell], notes: dict[str, int], *, by_batch: bool = False) -> list[str]:
     def column(cell: TrainCell) -> int:
-        return cell.tokens
+        return cell.batch if by_batch else cell.tokens
 
     def times(row: Row) -> str:
         return f"{row['milliseconds']['median'] / 1e3:.3f} / {row['bound']['total']:.3f} / {row['ratio']:.3f}"
@@ -131,17 +146,17 @@ def _steps(rows: Rows[TrainCell], notes: dict[str, int]) -> list[str]:
         *grid("s a step / bound / ratio to the bound", rows, column, times, notes),
         *grid("tokens/s a GPU / MFU / MFU, attention's backward x 2.5", rows, column, speeds, notes),
         *grid("peak GiB a GPU / by the planner, torch's alone", rows, column, _memory, notes),
-        *_how_ours(rows),
+        *_how_ours(rows, column),
         *_rates(rows),
-        *_same_losses(rows),
+        *_same_losses(rows, column),
     ]
 
 
-def _how_ours(rows: Rows[TrainCell]) -> list[str]:
-    """Return what ours chose where there was a choice, by length."""
+def _how_ours(rows: Rows[TrainCell], column: Callable[[TrainCell], int]) -> list[str]:
+    """Return what ours chose where there was a choice, by column."""
     said = [
-        f"{short(cell.tokens)} {spread_name(cell.ranks, row['strategy'])} by {row['transport']}, {row['recompute']}"
-        for cell, row in sorted(rows, key=lambda pair: pair[0].tokens)
+        f"{short(column(cell))} {spread_name(cell.ranks, row['strategy'])} by {row['transport']}, {row['recompute']}"
+        for cell, row in sorted(rows, key=lambda pair: column(pair[0]))
         if "strategy" in row
     ]
     return [f"ours: {'; '.join(said)}.", ""] if said else []
@@ -159,12 +174,12 @@ def _rates(rows: Rows[TrainCell]) -> list[str]:
     return [f"Rates of one GPU that the bounds were made with, TFLOP/s: {', '.join(spans)}.", ""]
 
 
-def _same_losses(rows: Rows[TrainCell]) -> list[str]:
-    """Return how far the first losses of methods on one length are apart: they train one model on one sequence."""
+def _same_losses(rows: Rows[TrainCell], column: Callable[[TrainCell], int]) -> list[str]:
+    """Return how far the first losses of methods on the same tokens are apart: they train one model on them."""
     first: dict[int, list[float]] = {}
     for cell, row in rows:
         if row["status"] == OK:
-            first.setdefault(cell.tokens, []).append(row["losses"][0])
+            first.setdefault(column(cell), []).append(row["losses"][0])
     apart = [(max(losses) - min(losses)) / min(losses) for losses in first.values() if len(losses) > 1]
     return [f"First losses of the methods differ by {max(apart):.1e} at most, relative.", ""] if apart else []
 
@@ -293,6 +308,7 @@ def _model(cell: TrainCell) -> str:
 
 def _how(cell: TrainCell, dtype: str | None = None) -> str:
     words = [cell.dtype if dtype is None else dtype, f"recompute {cell.recompute}" if cell.recompute else ""]
+    words += ["" if cell.zero == ZERO else f"ZeRO-{cell.zero}"]
     return "".join(f", {word}" for word in words if word)
 
 
@@ -390,5 +406,5 @@ def _path(stem: Path, rows: Rows[TrainCell], what: str) -> Path:
     device = "" if cell.device == "cuda" else cell.device
     where = {"tokens": f"-{cell.ranks}{device}", "gpus": f"-{short(cell.tokens)}{device}"}.get(what, device)
     dtype = "" if cell.dtype == "bfloat16" else f"-{cell.dtype}"
-    recompute = f"-{cell.recompute}" if cell.recompute else ""
+    recompute = (f"-{cell.recompute}" if cell.recompute else "") + ("" if cell.zero == ZERO else f"-zero{cell.zero}")
     return stem.with_name(f"{stem.name}-{what}-{cell.model_name}{where}{dtype}{recompute}")

@@ -95,6 +95,33 @@ def test_names_say_model_length_and_method():
     )
 
 
+def test_batches_and_stages_of_zero_are_of_the_suite_step():
+    listed = list_cells(selection(batches=(1, 8), stages=(3, 2), tokens=(4096,), layers=(2,)))
+    keys = [at.key for at in listed]
+    assert len(keys) == len(set(keys))
+    assert "step/llama-3-8b-x2/8x4096/ours@4-zero2" in keys and "step/llama-3-8b-x2/4096/ours@4" in keys
+    assert all(at.batch == 1 and at.zero == 3 for at in listed if at.suite != "step")
+    one, eight = cell(tokens=4096), cell(tokens=4096, batch=8, zero=2)
+    assert flops(eight) == pytest.approx(8 * flops(one))
+    assert bound(eight, RATES).total == pytest.approx(8 * bound(one, RATES).total)
+    parallel = METHODS["ours"].parallel(eight)
+    assert parallel.zero_level == 2 and METHODS["ours"].predict(eight, "h200").candidate.zero == 2
+    # whole weights of two layers in place of a quarter; eight sequences' activations
+    three = METHODS["ours"].predict(cell(tokens=4096, batch=8), "h200")
+    assert METHODS["ours"].predict(eight, "h200").memory.total > three.memory.total
+    assert three.memory.total > METHODS["ours"].predict(one, "h200").memory.total
+    for changes, words in (({"batches": (0,)}, "--batch 0 | at least 1"), ({"stages": (1,)}, "--zero 1 | 2, 3 or 2,3")):
+        with refused(words):
+            selection(**changes)
+
+
+def test_a_method_that_stores_scores_is_tried_whatever_the_planner_says():
+    at = cell("ring-li", tokens=1 << 20, ranks=16)
+    assert METHODS["ring-li"].refusal(at) is None  # 8 KV heads are not dealt out
+    assert METHODS["ring-li"].memory_refusal(at, "h200", 1.0) is None
+    assert list(METHODS)[-1] == "ring-li"  # it may end out of memory
+
+
 def test_choices_that_cannot_work_are_refused():
     for changes, words in (
         ({"presets": ("llama-8b",)}, "preset | 'llama-8b' | llama-3-8b"),
@@ -204,6 +231,17 @@ def test_tables_show_times_bounds_speeds_memory_and_what_is_derived():
     assert "TFLOP/s: attention 600 to 610, matmul 690 to 700" in text
     assert "1.100 of the bound, 43691 tokens/s/GPU" in row_line(made, cell())
     assert shown_steps(50) == [1, 6, 12, 17, 23, 28, 34, 39, 45, 50] and shown_steps(2) == [1, 2]
+
+
+def test_tables_over_the_batch_are_apart_from_those_over_the_length():
+    rows = [(at := cell(tokens=4096, batch=n), measured(at, seconds=n)) for n in (1, 4)]
+    at = cell(tokens=4096, zero=2)
+    text = markdown(results(*rows, (at, measured(at, peak=77.0))))
+    assert "## Training step over batch size: llama-3-8b, 2 of 32 layers, 4K tokens, 4 GPUs, bfloat16\n" in text
+    assert "| peak GiB a GPU / by the planner, torch's alone | 1 | 4 |" in text
+    assert text.count("## Training step over sequence length") == 2 and ", bfloat16, ZeRO-2\n" in text
+    over_length = text.split("## Training step over batch size")[0]
+    assert "| ours | 77.0 (76.0) / 77.0 |" in over_length and "4.000 /" not in over_length
 
 
 def test_layers_are_not_derived_where_all_were_measured():
@@ -345,6 +383,8 @@ def test_the_same_command_starts_nothing_more(run, monkeypatch):
         (("--ranks", "2", "--text", "no/such"), "--text no/such | does not exist"),
         (("--ranks", "2", "--dtype", "float16"), "--dtype float16"),
         (("--ranks", "2", "--steps", "-1"), "--steps -1"),
+        (("--ranks", "2", "--batch", "0"), "--batch 0"),
+        (("--ranks", "2", "--zero", "4"), "--zero 4"),
         (("--gpus", "2"), "no GPU | fix: --ranks"),
     ],
 )

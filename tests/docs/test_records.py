@@ -1,11 +1,14 @@
 """What repeats recorded runs says what they say, and `python -m benchmarks.records` sees to it."""
 
+import json
 import re
 import sys
 
 import pytest
 
 from benchmarks import records
+from benchmarks.engine.kind import Results, load_kind
+from benchmarks.engine.report import markdown
 
 
 def test_what_repeats_records_is_up_to_date():
@@ -23,6 +26,23 @@ def test_the_planners_rows_get_the_numbers_of_the_records():
     assert [block for block in mended.split("\n\n") if block not in left] == [
         block for block in text.split("\n\n") if "main_job" not in block
     ]
+
+
+@pytest.mark.parametrize("head", ["", "# A title\n\nBy hand.\n\n"])
+def test_a_record_keeps_what_stands_above_its_tables(tmp_path, monkeypatch, head):
+    """A run writes no title; where one was added by hand, it stays."""
+    source = records._RESULTS / "cross_2xh200_202611.json"
+    monkeypatch.setattr(records, "_RESULTS", tmp_path)
+    run = json.loads(source.read_text())["machine"]
+    cell = {"suite": "backward", "method": "kv", "ranks": 2, "device": "cuda", "dtype": "bfloat16", "tokens": 64}
+    row = {"cell": cell | {"batch": 1, "heads": 32, "kv_heads": 32}, "run": 0, "status": "refused", "reason": "no"}
+    content = {"format": load_kind("paper").format, "running": None, "runs": [run], "rows": {"k": row, "l": row}}
+    (tmp_path / "paper_x.json").write_text(json.dumps(content))
+    tables = markdown(Results.read(load_kind("paper"), tmp_path / "paper_x.json"))
+    (tmp_path / "paper_x.md").write_text(head + tables)
+    path, text = next(records.derived())
+    assert path == tmp_path / "paper_x.md" and text == head + tables.rstrip() + "\n"
+    assert tables.startswith("## ") and text.count("\n## ") + text.startswith("## ") == 3
 
 
 @pytest.mark.parametrize("check", [True, False])

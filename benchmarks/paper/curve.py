@@ -1,0 +1,166 @@
+"""Draws predictions for 8, 32 and 64 A100 beside the paper's points: `python -m benchmarks.paper.curve`.
+
+Predictions are those of `bmburst plan`: arithmetic: no GPU takes part.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from benchmarks.engine.report import blank, save_figure
+from benchmarks.paper.recorded import RESULTS
+from benchmarks.paper.tables import FACTS
+from bmburst.amounts import short
+from bmburst.blocks.config import LlamaConfig
+from bmburst.blocks.presets import PRESETS
+from bmburst.plan.candidates import Candidate, Task, candidates
+from bmburst.plan.counts import attention_flops
+from bmburst.plan.search import predict
+from bmburst.schedule.hardware import Hardware, load_hardware
+from bmburst_ops.constants import ATTENTION_BACKWARD
+
+MODEL, POLICY = "llama-2-7b", "block-keep-attention"
+CLUSTERS: Mapping[int, int] = MappingProxyType({8: 1, 32: 4, 64: 8})  # GPUs: nodes
+LENGTHS = tuple(1024 << n for n in range(12))  # 1K to 2M
+_PCIE = 20e9  # bytes/s between two GPUs, and of collectives: assumed
+_NODE_LINK = 0.88 * 75e9  # bytes/s of a node: the paper's 600 Gb/s, as much of the line rate as in the hardware files
+_COLOURS = {8: "#b2182b", 32: "#2166ac", 64: "#1b7837"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="folder (default: the records')")
+    options = parser.parse_args(arguments)
+    for path in (
+        draw_attention(options.output / "paper_prediction-attention.png"),
+        draw_training(options.output / "paper_prediction-training.png"),
+    ):
+        print(path)
+    return 0
+
+
+def attention_rate(gpus: int, tokens: int) -> float:
+    """Return TFLOP/s a GPU, forward and backward, of a ring in which queries move in backward, NVLink in a node."""
+    model = LlamaConfig(
+        vocab_size=64,
+        hidden_size=4096,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=32,
+        num_kv_heads=32,
+        max_position_embeddings=tokens,
+    )
+    nodes = CLUSTERS[gpus]
+    task = Task(model=model, sequence=tokens, gpus=gpus, nodes=nodes)
+    outer = "ring" if nodes == 1 else "double-ring"
+    way = Candidate(task=task, outer=outer, ring_tensors="q", transport="nccl")
+    cost = way.attention_cost(load_hardware("a100"))
+    seconds = cost.forward.total + cost.backward.total
+    return attention_flops(model, tokens) * (1 + ATTENTION_BACKWARD) / gpus / seconds / 1e12
+
+
+def published_rates() -> dict[int, float]:
+    """Return the README's TFLOP/s a GPU by length: all scores counted, since its times fit attention without a mask."""
+    facts = FACTS["readme"]
+    rates = {}
+    for tokens, ms in zip(facts["tokens"], facts["forward_backward"], strict=True):
+        rates[tokens] = 4.0 * tokens**2 * 4096 * (1 + ATTENTION_BACKWARD) / 8 / (ms / 1e3) / 1e12
+    return rates
+
+
+@cache
+def gain(gpus: int, tokens: int, *, pcie: bool = False) -> float:
+    """Return how many times as fast as tensor parallelism v3 over all GPUs ours trains a step of 7B.
+
+    Several nodes have the links of the paper's; tensor parallelism across them is as fast as a node's link.
+    """
+    task = Task(
+        model=replace(PRESETS[MODEL], max_position_embeddings=tokens),
+        preset=MODEL,
+        sequence=tokens,
+        gpus=gpus,
+        nodes=CLUSTERS[gpus],
+    )
+    hardware, nodes = _machine(pcie=pcie), CLUSTERS[gpus]
+    each = _NODE_LINK / (gpus // nodes)
+    if nodes > 1:
+        hardware = replace(hardware, inter_bandwidth=each, inter_lone_bandwidth=each)
+    ways = candidates(task, recompute=(POLICY,), zero=(3,), tensor=(1,))
+    tensor = Candidate(task=task, tensor=min(gpus, task.model.num_heads), recompute=POLICY, transport="nccl")
+    across = hardware if nodes == 1 else replace(hardware, collective_bandwidth=_NODE_LINK)
+    return predict(tensor, across).seconds / min(predict(way, hardware).seconds for way in ways)
+
+
+def _machine(*, pcie: bool) -> Hardware:
+    hardware = load_hardware("a100")
+    if not pcie:
+        return hardware
+    return replace(
+        hardware,
+        peer_bandwidth=_PCIE,
+        nccl_bandwidth=_PCIE,
+        all_to_all_bandwidth=_PCIE,
+        collective_bandwidth=_PCIE,
+    )
+
+
+def table() -> list[str]:
+    """Return the predicted gains over tensor parallelism beside what the paper claims."""
+    lines = ["| 7B, a step over TP v3's | predicted, NVLink | predicted, PCIe | the paper, PCIe |", "|---|---|---|---|"]
+    claimed = {(point["gpus"], point["tokens"]): point["over_tensor_v3"] for point in FACTS["speedups"]}
+    for gpus, tokens in ((8, 32768), (8, 131072), (32, 32768), (32, 131072)):
+        found = claimed.get((gpus, tokens))
+        said = "-" if found is None else f"{found:.1f}"
+        slow = f"{gain(gpus, tokens, pcie=True):.2f}" if CLUSTERS[gpus] == 1 else "-"
+        lines.append(f"| {gpus} A100, {short(tokens)} | {gain(gpus, tokens):.2f} | {slow} | {said} |")
+    return [*lines, ""]
+
+
+def draw_attention(path: Path) -> Path:
+    """Draw attention's rate over the length, and return the picture's path."""
+    figure = blank(8, 5)
+    axes = figure.subplots()
+    columns = LENGTHS[5:]
+    for gpus in CLUSTERS:
+        rates = [attention_rate(gpus, tokens) for tokens in columns]
+        axes.plot(range(len(columns)), rates, color=_COLOURS[gpus], label=f"predicted, {gpus} A100")
+    points = published_rates()
+    places = [columns.index(tokens) for tokens in points]
+    axes.plot(places, list(points.values()), "o", color=_COLOURS[8], label="README of Burst-Attention, 8 A100")
+    _finish(axes, columns, "attention forward + backward, TFLOP/s a GPU, 32 heads")
+    return save_figure(figure, path)
+
+
+def draw_training(path: Path) -> Path:
+    """Draw the gain over tensor parallelism over the length, and return the picture's path."""
+    figure = blank(8, 5)
+    axes = figure.subplots()
+    columns = LENGTHS[2:9]
+    for gpus, pcie, style in ((8, False, "-"), (8, True, "--"), (32, False, "-")):
+        gains = [gain(gpus, tokens, pcie=pcie) for tokens in columns]
+        label = f"predicted, {gpus} A100, {'PCIe' if pcie else 'NVLink'}"
+        axes.plot(range(len(columns)), gains, style, color=_COLOURS[gpus], label=label)
+    for point in FACTS["speedups"]:
+        place, height = columns.index(point["tokens"]), point["over_tensor_v3"]
+        axes.plot([place], [height], "o", color=_COLOURS[point["gpus"]], label=f"the paper, {point['gpus']} A100")
+    _finish(axes, columns, f"{MODEL}: time of a step by tensor parallelism v3 over ours")
+    return save_figure(figure, path)
+
+
+def _finish(axes: Any, columns: Sequence[int], title: str) -> None:
+    axes.set_xticks(range(len(columns)), [short(n) for n in columns])
+    axes.set_xlabel("tokens")
+    axes.set_title(title, fontsize=11)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Bytes that attention moves between GPUs, keeps and writes to memory, by formula: the paper's table 1 and ours.
+
+One layer, one rank of G, nothing hidden by a mask. B sequences of N tokens, Z query and Zk KV heads of d features, h
+bytes a number, w bytes of a number in fp32. `tests/benchmarks/test_overheads.py` counts what the formulas say. Imports
+no torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """An attention over ranks.
+
+    Attributes:
+        ranks: G.
+        batch: B.
+        tokens: N, of the whole sequence.
+        heads: Z.
+        kv_heads: Zk.
+        head_dim: d.
+        itemsize: h: 2 in bfloat16.
+        wide: w: bytes of what is summed up, and of statistics.
+    """
+
+    ranks: int
+    batch: int = 1
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    itemsize: int = 2
+    wide: int = 4
+
+    @property
+    def q(self) -> float:
+        """Bytes of a rank's queries: B N Z d h / G."""
+        return self.batch * self.tokens / self.ranks * self.heads * self.head_dim * self.itemsize
+
+    @property
+    def k(self) -> float:
+        """Bytes of a rank's keys: B N Zk d h / G."""
+        return self.q * self.kv_heads / self.heads
+
+    @property
+    def statistics(self) -> float:
+        """Bytes of a number for each of a rank's queries and heads: B N Z w / G."""
+        return self.q / self.head_dim / self.itemsize * self.wide
+
+    @property
+    def scores(self) -> float:
+        """Bytes of a rank's rows of scores, in the inputs' dtype: B N^2 Z h / G."""
+        return self.q / self.head_dim * self.tokens
+
+    @property
+    def rise(self) -> float:
+        """w / h."""
+        return self.wide / self.itemsize
+
+
+Bytes = Callable[[Shape], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """What one method moves, keeps and writes.
+
+    Attributes:
+        paper: Its communication in the paper, forward / backward, in numbers; "" where the paper has none.
+        forward: Bytes that a rank receives in forward.
+        backward: Likewise in backward.
+        formulas: Both, in letters.
+        kept: Bytes that a rank keeps of a layer's attention for backward.
+        kept_formula: The same, in letters.
+        scores: Bytes of scores and weights that forward writes to the GPU's memory.
+    """
+
+    paper: str
+    forward: Bytes
+    backward: Bytes
+    formulas: tuple[str, str]
+    kept: Bytes
+    kept_formula: str
+    scores: Bytes = lambda _: 0.0
+
+
+def _hops(s: Shape) -> int:
+    return s.ranks - 1
+
+
+def _ours(s: Shape) -> float:
+    return 2 * s.q + 2 * s.k + s.statistics
+
+
+def _copies(s: Shape) -> float:
+    """Return how often a KV head is sent in a head exchange: to every rank that has query heads of it."""
+    return max(1.0, s.ranks / s.kv_heads)
+
+
+def _tile_scores(s: Shape) -> float:
+    """Return the bytes of all tiles of a rank without LAO: scores as the product gives them, in fp32, and weights."""
+    return s.scores * (2 + s.rise)
+
+
+_KEPT = "q, k, v, o, lse: B N d h (2 Z + 2 Zk) / G + B N Z w / G"
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "RingAttention (Li et al.)": Method(
+            paper="2 BZNd / 6 BZNd",
+            forward=lambda s: 2 * s.k * _hops(s),
+            backward=lambda s: 4 * s.k * _hops(s),
+            formulas=("2 k (G - 1)", "4 k (G - 1)"),
+            kept=lambda s: s.q + 2 * s.k + s.scores,
+            kept_formula="q, k, v, weights: B N d h (Z + 2 Zk) / G + B N^2 Z h / G",
+            scores=lambda s: 2 * s.scores,
+        ),
+        "tensor parallel v1, attention's half": Method(
+            paper="4 BZNd / 4 BZNd with the MLP",
+            forward=lambda s: 2 * s.q * _hops(s),
+            backward=lambda s: 2 * s.q * _hops(s),
+            formulas=("2 q (G - 1), an all-reduce", "2 q (G - 1)"),
+            kept=_ours,
+            kept_formula=f"{_KEPT}, of own heads",
+        ),
+        "tensor parallel v3, attention's half": Method(
+            paper="4 BZNd / 4 BZNd with the MLP",
+            forward=lambda s: 2 * s.q * _hops(s),
+            backward=lambda s: 2 * s.q * _hops(s),
+            formulas=("2 q (G - 1), all-gather and reduce-scatter", "2 q (G - 1)"),
+            kept=_ours,
+            kept_formula=f"{_KEPT}, of own heads",
+        ),
+        "burst": Method(
+            paper="2 BZNd / 3 BZNd + 2 BZN",
+            forward=lambda s: 2 * s.k * _hops(s),
+            backward=lambda s: 2 * (s.q + s.statistics) * _hops(s) + s.rise * s.q * s.ranks,
+            formulas=("2 k (G - 1)", "2 (q + statistics) (G - 1) + q w/h G"),
+            kept=_ours,
+            kept_formula=_KEPT,
+        ),
+        "burst without LAO": Method(
+            paper="2 BZNd / 3 BZNd + 2 BZN",
+            forward=lambda s: 2 * s.k * _hops(s),
+            backward=lambda s: 2 * (s.q + s.statistics) * _hops(s) + s.rise * s.q * s.ranks,
+            formulas=("2 k (G - 1)", "2 (q + statistics) (G - 1) + q w/h G"),
+            kept=_ours,
+            kept_formula=f"{_KEPT}; at work one tile of B N^2 Z / G^2 scores",
+            scores=_tile_scores,
+        ),
+        "kv": Method(
+            paper="",
+            forward=lambda s: 2 * s.k * _hops(s),
+            backward=lambda s: 2 * s.k * _hops(s) + 2 * s.rise * s.k * s.ranks,
+            formulas=("2 k (G - 1)", "2 k (G - 1) + 2 k w/h G"),
+            kept=_ours,
+            kept_formula=_KEPT,
+        ),
+        "heads (Ulysses), the default": Method(
+            paper="",
+            forward=lambda s: (2 * s.q + 2 * s.k * _copies(s) + s.statistics) * _hops(s) / s.ranks,
+            backward=lambda s: (3 * s.q + 4 * s.k * _copies(s) + 2 * s.statistics) * _hops(s) / s.ranks,
+            formulas=("(2 q + 2 k c + statistics) (G - 1) / G", "(3 q + 4 k c + 2 statistics) (G - 1) / G"),
+            kept=_ours,
+            kept_formula=_KEPT,
+        ),
+        "gather": Method(
+            paper="",
+            forward=lambda s: 2 * s.k * _hops(s),
+            backward=lambda s: 4 * s.k * _hops(s),
+            formulas=("2 k (G - 1)", "4 k (G - 1)"),
+            kept=_ours,
+            kept_formula=_KEPT,
+        ),
+    }
+)
+EXAMPLES: Mapping[str, Shape] = MappingProxyType(
+    {
+        "MHA, 2 GPUs": Shape(ranks=2, tokens=65536, heads=32, kv_heads=32),
+        "MHA, 8 GPUs": Shape(ranks=8, tokens=65536, heads=32, kv_heads=32),
+        "GQA 32/8, 8 GPUs": Shape(ranks=8, tokens=65536, heads=32, kv_heads=8),
+    }
+)
+
+
+def fewer(shape: Shape) -> float:
+    """Return by which share burst receives fewer bytes in backward than kv; negative where it receives more."""
+    return 1 - METHODS["burst"].backward(shape) / METHODS["kv"].backward(shape)
+
+
+def fewer_a_hop(shape: Shape) -> float:
+    """Return the same of one hop of blocks and their gradients, gradients in the inputs' dtype as the paper counts."""
+    return 1 - (3 * shape.q + 2 * shape.statistics) / (4 * shape.k)
+
+
+def fewer_in_all(shape: Shape, other: str) -> float:
+    """Return by which share burst receives fewer bytes in forward and backward together than another of `METHODS`."""
+    burst, than = (METHODS[name].forward(shape) + METHODS[name].backward(shape) for name in ("burst", other))
+    return 1 - burst / than
+
+
+def fewer_as_published(head_dim: int) -> float:
+    """Return the same over RingAttention by the paper's own counts: 5 BZNd + 2 BZN of 8 BZNd."""
+    return 1 - (5 + 2 / head_dim) / 8

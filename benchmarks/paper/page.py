@@ -1,0 +1,54 @@
+"""Writes the tables of `docs/paper.md`, between its markers, from recorded JSON and formulas.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; `python -m benchmarks.records` writes them all again.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from benchmarks.paper import claims, curve, tables
+from benchmarks.paper.recorded import Recorded
+
+PAGE = Path(__file__).parents[2] / "docs" / "paper.md"
+_TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
+TABLES: Mapping[str, Callable[[Recorded], list[str]]] = MappingProxyType(
+    {
+        "communication": lambda _: tables.communication(),
+        "memory": lambda _: tables.memory(),
+        "burst-and-kv": lambda _: tables.burst_and_kv(),
+        "backward": tables.backward,
+        "slow-link": tables.slow_link,
+        "merge": tables.merge,
+        "tile": tables.tile,
+        "first-token-7b": partial(tables.first_token, model="llama-2-7b"),
+        "first-token-13b": partial(tables.first_token, model="llama-2-13b"),
+        "perplexity": tables.perplexity,
+        "training-7b": partial(tables.training, model="llama-2-7b"),
+        "training-13b": partial(tables.training, model="llama-2-13b"),
+        "zero": tables.zero,
+        "scaling": tables.scaling,
+        "batches": tables.batches,
+        "readme-lengths": tables.readme_lengths,
+        "readme-batches": tables.readme_batches,
+        "prediction": lambda _: curve.table(),
+        "claims": claims.table,
+    }
+)
+
+
+def filled(text: str, records: Recorded) -> str:
+    """Return the page with its tables as the records say.
+
+    Args:
+        text: The page.
+        records: What was recorded.
+    """
+
+    def table(found: re.Match[str]) -> str:
+        lines = "\n".join(TABLES[found[2]](records)).rstrip()
+        return f"{found[1]}\n{lines}\n\n{found[3]}"
+
+    return _TABLE.sub(table, text)

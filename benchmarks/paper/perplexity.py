@@ -1,0 +1,229 @@
+"""Perplexity of one model by every method: `python -m benchmarks.paper.perplexity --ranks 2 --output FILE.json`.
+
+The text is the held-out part of what a run trains on. All methods evaluate the same weights on the same sequences, in
+fp32 on CPUs over gloo, in bfloat16 on GPUs. `--model` takes a checkpoint of `bmburst train` or a directory of a Hugging
+Face LLaMA, with its tokenizer; without it a small model is first trained on the standard library, as the record says.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.engine.machine import describe_run
+from benchmarks.training.cells import TrainCell
+from benchmarks.training.methods import METHODS, TrainMethod
+from bmburst.amounts import tokens as read_tokens
+from bmburst.runtime.launch import LaunchSpec, launch
+from bmburst.train.config import DataConfig, ParallelConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from benchmarks.attention.methods import Attend
+    from bmburst.train.trainer import Trainer
+
+MODULE = "benchmarks.paper.perplexity"
+_TRAINED = ("--preset", "llama-tiny", "--seed", "1", "--sequence-length", "512")
+# The ways of the paper's table 4, ours by heads, and one rank. "no-lao" is a ring whose kernel writes scores to memory.
+BURST, NO_LAO, ALONE = "burst", "no-lao", "alone"
+WAYS: dict[str, TrainMethod] = {
+    ALONE: METHODS["ours"],
+    **METHODS,
+    BURST: TrainMethod(name=BURST, strategy="burst", by_messages=True),
+    NO_LAO: TrainMethod(name=NO_LAO, strategy="burst", by_messages=True),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, metavar="N", help="ranks that share a sequence (default: 2)")
+    add("--model", type=Path, metavar="DIR", help="checkpoint or Hugging Face directory (default: train a small model)")
+    add("--steps", type=int, default=80, metavar="N", help="steps of the model that is trained (default: 80)")
+    add("--data", default="stdlib", metavar="TEXT", help="text, as of bmburst train (default: stdlib)")
+    add("--tokenizer", metavar="NAME", help="as of bmburst train (default: the model's, else bytes)")
+    add("--tokens", type=read_tokens, default=1024, metavar="N", help="of a sequence (default: 1024)")
+    add("--sequences", type=int, default=8, metavar="N", help="held-out sequences (default: 8)")
+    add("--output", type=Path, metavar="FILE", help="JSON file of the results; a table is written beside it")
+    add("--rank", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rank is not None:
+        run_rank(**json.loads(options.rank))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="bmburst-perplexity-") as folder:
+        found = _measure(options, Path(folder))
+    text = table(found)
+    print(text)
+    if options.output is not None:
+        options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        options.output.with_suffix(".md").write_text(f"# Perplexity by method\n\n{text}\n", encoding="utf-8")
+    return 0
+
+
+def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train the model if none is given, evaluate it by every way, and return the record."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, trained = options.model, None
+    if model is None:
+        trained = ["train", *_TRAINED, "--steps", str(options.steps)]
+        trained += ["--eval-every", "0", "--sample-tokens", "0", "--checkpoint-every", "0"]
+        where = ["--output", str(folder / "run"), "--data.cache", str(folder)]
+        _start(LaunchSpec(nproc=1, host_runtime=True), ["-m", "bmburst", *trained, *where])
+        model = max((folder / "run" / "checkpoints").iterdir())
+    shared = {
+        "model": str(model.absolute()),
+        "data": options.data,
+        "tokenizer": options.tokenizer,
+        "tokens": options.tokens,
+        "sequences": options.sequences,
+        "folder": str(folder),
+    }
+    rows: dict[str, Any] = {}
+    for ranks, tensor in ((1, 1), (options.ranks, 1), (options.ranks, options.ranks)):
+        names = [name for name, way in WAYS.items() if _belongs(name, way, ranks, tensor)]
+        setting = shared | {"ways": names, "tensor": tensor}
+        _start(LaunchSpec(nproc=ranks, host_runtime=True), ["-m", MODULE, "--rank", json.dumps(setting)])
+        rows |= json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    return {
+        "machine": describe_run(["python", "-m", MODULE, *sys.argv[1:]], device, options.ranks),
+        "trained": None if trained is None else "bmburst " + " ".join(trained),
+        "model": "the trained model" if trained is not None else str(options.model),
+        **{name: shared[name] for name in ("data", "tokens", "sequences")},
+        "rows": {name: rows[name] for name in WAYS if name in rows},
+    }
+
+
+def _belongs(name: str, way: TrainMethod, ranks: int, tensor: int) -> bool:
+    """Return whether a way is evaluated in the start of so many ranks, of which so many share each matrix."""
+    return (name == ALONE) == (ranks == 1) and way.shares_matrices == (tensor > 1)
+
+
+def _start(spec: LaunchSpec, words: list[str]) -> None:
+    status = launch(spec, words)
+    if status:
+        raise SystemExit(status)
+
+
+def run_rank(
+    model: str,
+    data: str,
+    tokenizer: str | None,
+    tokens: int,
+    sequences: int,
+    folder: str,
+    ways: list[str],
+    tensor: int,
+) -> None:
+    """Evaluate the model by each of the ways on this rank; the first writes their rows."""
+    from benchmarks.engine.timing import start_ranks
+    from bmburst.runtime import start
+    from bmburst.train.resolve import read_hugging_face_config
+
+    runtime = start(seed=0, tensor=tensor)
+    where = Path(folder)
+    # A meeting place of its own: the launcher's store is BMTrain's.
+    meeting = where / f"meeting-{runtime.world_size}-{tensor}"
+    start_ranks(init_method=meeting.as_uri(), rank=runtime.rank, world_size=runtime.world_size)
+    shape = read_hugging_face_config(Path(model))
+    config = TrainConfig(
+        preset=None,
+        model=replace(shape, max_position_embeddings=max(tokens, shape.max_position_embeddings)),
+        init_from=Path(model),
+        sequence_length=tokens,
+        steps=1,
+        dtype="bfloat16" if runtime.device.type == "cuda" else "float32",
+        eval_sequences=sequences,
+        output=where / "evaluated",
+        data=DataConfig(source=data, tokenizer=tokenizer, cache=where),
+    )
+    rows = {name: evaluate(name, config, runtime.world_size, runtime.device.type) for name in ways}
+    if runtime.rank == 0:
+        (where / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+def evaluate(name: str, config: TrainConfig, ranks: int, device: str) -> dict[str, Any]:
+    """Return loss in nats a token, perplexity and labels of the held-out text by one way. Every rank calls it."""
+    from benchmarks.training.measure import put
+    from bmburst.train.trainer import Trainer
+
+    way = WAYS[name]
+    trainer = Trainer(replace(config, parallel=_parallel(way, ranks, device)))
+    trainer.restore()
+    if way.replicated:
+        from benchmarks.training.tensor_v1 import replicate
+
+        replicate(trainer.model)
+    if way.peer:
+        put(trainer.model, _peer(way.peer, trainer, ranks, device))
+    if name == NO_LAO:
+        put(trainer.model, _without_lao(trainer))
+    found = trainer.evaluate()
+    return {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens, "ranks": ranks}
+
+
+def _peer(name: str, trainer: "Trainer", ranks: int, device: str) -> "Attend":
+    """Return a method of the attention benchmark, bound to the trainer's shapes."""
+    import torch.distributed as dist
+
+    from benchmarks.attention.cells import Cell
+    from benchmarks.attention.methods import LocalKernel, Setting, all_methods
+    from benchmarks.engine.timing import RankGroup
+
+    shape, world = trainer.model.config, dist.group.WORLD
+    assert world is not None  # `run_rank` began it
+    cell = Cell(
+        suite="sequence",
+        method=name,
+        ranks=ranks,
+        device=device,
+        dtype=trainer.config.dtype,
+        tokens=trainer.config.sequence_length,
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    group = RankGroup(process_group=world, rank=dist.get_rank(), size=ranks, device=trainer.runtime.device)
+    return all_methods(device)[name].bind(cell, Setting(group=group, kernel=LocalKernel()))
+
+
+def _without_lao(trainer: "Trainer") -> "Attend":
+    """Return a ring whose kernel writes the scores of each tile to memory; it has no backward."""
+    from benchmarks.paper.variants import WholeTile
+    from bmburst.attention.call import decide
+    from bmburst.attention.options import AttentionOptions
+    from bmburst.attention.ring import ring_forward
+
+    options = AttentionOptions(strategy="burst")
+
+    def attend(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
+        call = decide(trainer.mesh.sequence, q, k, v, None, options)
+        return ring_forward(replace(call, kernel=WholeTile()), q, k, v).out
+
+    return attend
+
+
+def _parallel(way: TrainMethod, ranks: int, device: str) -> ParallelConfig:
+    cell = TrainCell(
+        suite="step", method=way.name, ranks=ranks, device=device, preset="llama-tiny", layers=1, tokens=2 * ranks
+    )
+    return way.parallel(cell)
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the record as Markdown."""
+    lines = ["| method | ranks | loss, nats a token | perplexity |", "|---|---|---|---|"]
+    for name, row in found["rows"].items():
+        lines.append(f"| {name} | {row['ranks']} | {row['loss']:.6f} | {row['perplexity']:.4f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

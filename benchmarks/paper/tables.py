@@ -1,0 +1,290 @@
+"""The tables of `docs/paper.md`, each from recorded JSON or from the formulas; see `benchmarks.paper.page`."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.inference.report import paper as first_token_facts
+from benchmarks.paper import overheads
+from benchmarks.paper.recorded import (
+    FIRST,
+    INFERENCE,
+    MISSING,
+    PAPER,
+    PERPLEXITY,
+    SLOW_LINK,
+    TRAIN,
+    Recorded,
+    Row,
+    grid,
+    said,
+)
+
+_KIB = 1024
+FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "facts.json").read_text(encoding="utf-8"))
+TRAINED = ("ours", "ulysses", "zigzag-ring-nccl", "tensor-v1", "tensor-v3", "ring-li")
+LENGTHS = tuple(_KIB * n for n in (1, 4, 16, 32, 64, 128))
+_MIB, _LI = 1 << 20, "RingAttention (Li et al.)"
+
+
+def communication() -> list[str]:
+    """Return table 1's communication: the paper's formulas, ours, and MiB that a rank receives."""
+    names = list(overheads.EXAMPLES)
+    lines = [
+        f"| method | the paper, numbers | forward, bytes | backward, bytes | {' | '.join(names)} |",
+        "|---" * 7 + "|",
+    ]
+    for name, method in overheads.METHODS.items():
+        moved = (
+            f"{method.forward(s) / _MIB:.0f} / {method.backward(s) / _MIB:.0f}" for s in overheads.EXAMPLES.values()
+        )
+        cells = (name, method.paper or "-", *method.formulas, *moved)
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", "The last three columns: MiB that a GPU receives in forward / backward, 64K tokens, bf16.", ""]
+
+
+def memory() -> list[str]:
+    """Return table 1's memory: what a rank keeps of a layer's attention, and the scores that forward writes."""
+    shape = overheads.EXAMPLES["MHA, 8 GPUs"]
+    lines = ["| method | kept for backward | MiB, 64K, 8 GPUs | scores written in forward, MiB |", "|---|---|---|---|"]
+    for name, method in overheads.METHODS.items():
+        kept, written = method.kept(shape) / _MIB, method.scores(shape) / _MIB
+        lines.append(f"| {name} | {method.kept_formula} | {kept:,.0f} | {written:,.0f} |")
+    return [*lines, ""]
+
+
+def burst_and_kv() -> list[str]:
+    """Return by how much burst and kv differ in backward, by formula."""
+    mha = overheads.EXAMPLES["MHA, 8 GPUs"]
+    lines = [
+        "| burst receives fewer bytes than | in | by |",
+        "|---|---|---|",
+        f"| kv, MHA, gradients in 16 bits, a hop | backward | {overheads.fewer_a_hop(mha):.1%} |",
+    ]
+    for name, shape in overheads.EXAMPLES.items():
+        lines.append(f"| kv, {name}, gradients in fp32 as they are sent | backward | {overheads.fewer(shape):.1%} |")
+    for other in ("kv", _LI):
+        lines.append(f"| {other}, MHA, 8 GPUs | forward and backward | {overheads.fewer_in_all(mha, other):.1%} |")
+    published = overheads.fewer_as_published(mha.head_dim)
+    lines.append(f"| {_LI}, MHA, as the paper counts both | forward and backward | {published:.1%} |")
+    return [*lines, ""]
+
+
+def backward(records: Recorded) -> list[str]:
+    """Return bytes and milliseconds of backward's transfers over NCCL, by what travels."""
+    keys = {(h, m): f"backward/65536/{h}/{m}@2" for h in ("mha", "gqa") for m in ("kv", "burst")}
+    if not records.has(PAPER, keys.values()):
+        return [records.where(PAPER)]
+    lines = ["| heads | what moves | MB received | ms, transfers alone | ms, backward |", "|---|---|---|---|---|"]
+    for (heads, method), key in keys.items():
+        row = records.row(PAPER, key)
+        texts = [
+            said(row, lambda r: f"{r['bytes'] / 1e6:.1f}"),
+            said(row, lambda r: _ms(r, "transfers")),
+            said(row, lambda r: _ms(r, "backward")),
+        ]
+        lines.append(f"| {heads} | {method} | {' | '.join(texts)} |")
+    return [*lines, "", records.where(PAPER, keys.values())]
+
+
+def slow_link(records: Recorded) -> list[str]:
+    """Return the same over a slow link between processes."""
+    found = records.record(SLOW_LINK)
+    if found is None:
+        return [records.where(SLOW_LINK)]
+    from benchmarks.paper.slow_link import table
+
+    return [table(found), "", records.where(SLOW_LINK)]
+
+
+def merge(records: Recorded) -> list[str]:
+    """Return the ablation of the global optimization."""
+    return _ablation(records, "merge", ("online", "at-the-end", "no-overlap"), (32 * _KIB, 128 * _KIB))
+
+
+def tile(records: Recorded) -> list[str]:
+    """Return the ablation of the local optimization."""
+    return _ablation(records, "tile", ("flash", "whole-tile"), tuple(_KIB * n for n in (4, 8, 16, 32, 64)))
+
+
+def _ablation(records: Recorded, suite: str, methods: Sequence[str], tokens: Sequence[int]) -> list[str]:
+    def line(method: str, show: Callable[[Row], str]) -> tuple[str, Iterable[str]]:
+        return method, (said(records.row(PAPER, f"{suite}/{n}/mha/{method}@2"), show) for n in tokens)
+
+    keys = [f"{suite}/{n}/mha/{method}@2" for n in tokens for method in methods]
+    if not records.has(PAPER, keys):
+        return [f"{MISSING.capitalize()}."]
+    times = grid("ms, forward / backward", tokens, (line(m, _both_ms) for m in methods))
+    peaks = grid("peak GiB, forward / backward", tokens, (line(m, _peaks) for m in methods))
+    return [*times, *peaks, records.where(PAPER, keys)]
+
+
+def _ms(row: Row, name: str) -> str:
+    return f"{row['milliseconds'][name]['median']:.2f}"
+
+
+def _both_ms(row: Row) -> str:
+    return f"{_ms(row, 'forward')} / {_ms(row, 'backward')}"
+
+
+def _peaks(row: Row) -> str:
+    return " / ".join("?" if peak is None else f"{peak:.1f}" for peak in row["peak_gib"].values())
+
+
+def first_token(records: Recorded, model: str) -> list[str]:
+    """Return tables 2 or 3: seconds to the first token, the paper's on 8 A100 and ours on 2 H200."""
+    facts = first_token_facts()
+    tokens, lines = facts["tokens"], []
+    for name, seconds in facts["models"][model].items():
+        lines.append((f"8 A100: {name}", ["out of memory" if s is None else f"{s:.2f}" for s in seconds]))
+    ways = {
+        "heads": "heads (default)",
+        "tokens": "ring",
+        "no-lao": "no LAO",
+        "tensor-v1": "TP v1",
+        "tensor-v3": "TP v3",
+        "ring-li": "Li et al.",
+    }
+    for mask in ("causal", "full"):
+        for method, title in ways.items():
+            rows = [records.row(INFERENCE, f"prompt/{model}/{n}/{mask}/{method}@2") for n in tokens]
+            texts = [said(row, lambda r: f"{r['first_token_seconds']:.3f}") for row in rows]
+            lines.append((f"2 H200, {'causal' if mask == 'causal' else 'no mask'}: {title}", texts))
+    return [*grid("seconds", tokens, lines), records.where(INFERENCE)]
+
+
+def perplexity(records: Recorded) -> list[str]:
+    """Return table 4: the paper's perplexities, and ours by method."""
+    facts = FACTS["perplexity"]
+    lines = ["| the paper, C4 | perplexity |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in facts.items() if name != "hardware"]
+    found = records.record(PERPLEXITY)
+    if found is None:
+        return [*lines, "", records.where(PERPLEXITY)]
+    from benchmarks.paper.perplexity import table
+
+    labels = max(row["tokens"] for row in found["rows"].values())
+    text = f"{found['sequences']} held-out sequences of {found['tokens']} tokens of {found['data']}, {labels:,} labels."
+    trained = f" The model: `{found['trained']}`." if found["trained"] else f" The model: {found['model']}."
+    return [*lines, "", table(found), "", text + trained, "", records.where(PERPLEXITY)]
+
+
+def training(records: Recorded, model: str) -> list[str]:
+    """Return figures 2 and 3: seconds and memory of a step over lengths, two layers of the model, by method."""
+    keys = [f"step/{model}-x2/{n}/{method}@2" for n in LENGTHS for method in TRAINED]
+    if not records.has(TRAIN, keys):
+        return [f"{MISSING.capitalize()}."]
+    columns = [n for n in LENGTHS if records.has(TRAIN, (f"step/{model}-x2/{n}/{m}@2" for m in TRAINED))]
+
+    def lines(show: Callable[[Row], str]) -> Iterable[tuple[str, Iterable[str]]]:
+        for method in TRAINED:
+            yield method, (said(records.row(TRAIN, f"step/{model}-x2/{n}/{method}@2"), show) for n in columns)
+
+    return [
+        *grid("s a step, 2 layers, 2 H200", columns, lines(_seconds)),
+        *grid("peak GiB a GPU", columns, lines(_peak)),
+        records.where(TRAIN, keys),
+    ]
+
+
+def zero(records: Recorded) -> list[str]:
+    """Return the whole 7B model under ZeRO-3 and ZeRO-2."""
+    columns = (4 * _KIB, 32 * _KIB)
+    names = {"ZeRO-3": "", "ZeRO-2": "-zero2"}
+    keys = {name: [f"step/llama-2-7b/{n}/ours@2{end}" for n in columns] for name, end in names.items()}
+    if not records.has(TRAIN, [key for own in keys.values() for key in own]):
+        return [f"{MISSING.capitalize()}."]
+    lines = ((n, [said(records.row(TRAIN, key), _seconds_and_peak) for key in own]) for n, own in keys.items())
+    return [*grid("s a step / peak GiB, all 32 layers, ours, 2 H200", columns, lines), records.where(TRAIN)]
+
+
+def scaling(records: Recorded) -> list[str]:
+    """Return figure 4a: the first token of 13B at 64K on one GPU and on two, and steps of 7B."""
+    lines = []
+    if records.record(FIRST) is not None:
+        key = "prompt/llama-2-13b/65536/causal"
+        texts = {m: [_first(records, f"{key}/{m}@{n}") for n in (1, 2)] for m in ("heads", "tensor-v1", "tensor-v3")}
+        lines += grid("13B, 64K, first token, s, on GPUs", (1, 2), texts.items())
+        lines += [records.where(FIRST), ""]
+    columns = tuple(_KIB * n for n in (4, 32, 64))
+    keys = {n: [f"step/llama-2-7b-x2/{tokens}/ours@{n}" for tokens in columns] for n in (1, 2)}
+    if records.has(TRAIN, keys[1]):
+        texts = {f"{n} GPU{'s' * (n > 1)}": [said(records.row(TRAIN, k), _seconds) for k in keys[n]] for n in keys}
+        lines += [*grid("7B, 2 layers, s a step, ours", columns, texts.items()), records.where(TRAIN, keys[1])]
+    return lines or [f"{MISSING.capitalize()}."]
+
+
+def _first(records: Recorded, key: str) -> str:
+    return said(records.row(FIRST, key), lambda r: f"{r['first_token_seconds']:.3f}")
+
+
+def batches(records: Recorded) -> list[str]:
+    """Return figure 4b: tokens a second and memory over the batch size, 4K tokens a sequence."""
+    columns, methods = (1, 2, 4, 8), ("ours", "tensor-v3", "ring-li")
+    names = {m: [f"step/llama-2-7b-x2/{_batch(n)}4096/{m}@2" for n in columns] for m in methods}
+    if not records.has(TRAIN, [key for own in names.values() for key in own[1:]]):
+        return [f"{MISSING.capitalize()}."]
+
+    def shown(row: Row) -> str:
+        return f"{row['tokens_per_second']:,.0f} / {row['peak_memory_gib'] or 0:.1f}"
+
+    lines = ((m, [said(records.row(TRAIN, key), shown) for key in own]) for m, own in names.items())
+    return [*grid("tokens/s a GPU / peak GiB, 7B, 2 layers, batch", columns, lines), records.where(TRAIN)]
+
+
+def _batch(count: int) -> str:
+    return f"{count}x" if count > 1 else ""
+
+
+def readme_lengths(records: Recorded) -> list[str]:
+    """Return the README's table over lengths: forward, and forward with backward, in milliseconds."""
+    facts = FACTS["readme"]
+    lines = []
+    for direction in ("forward", "forward_backward"):
+        name = direction.replace("_", " + ")
+        alone = [_number(n) for n in facts[f"flash_{direction}"]]
+        theirs = [f"{a:,} ({b})" for a, b in zip(facts[direction], alone, strict=True)]
+        ours = [_two_and_one(records, f"sequence/{tokens}", direction) for tokens in facts["tokens"]]
+        lines += [(f"8 A100, {name}", theirs), (f"2 H200, {name}", ours)]
+    return [*grid("ms, in brackets one GPU", facts["tokens"], lines), f"{facts['hardware']}. {records.where(PAPER)}"]
+
+
+def readme_batches(records: Recorded) -> list[str]:
+    """Return the README's table over batch sizes, at 64K tokens."""
+    facts = FACTS["readme"]
+    lines = []
+    for direction in ("forward", "forward_backward"):
+        name = direction.replace("_", " + ")
+        lines.append((f"8 A100, {name}", [f"{n:,}" for n in facts[f"batch_{direction}"]]))
+        texts = [_two_and_one(records, f"batch/{n}x65536", direction) for n in facts["batches"]]
+        lines.append((f"2 H200, {name}", texts))
+    return [*grid("ms, 64K tokens, in brackets one GPU, batch", facts["batches"], lines), records.where(PAPER)]
+
+
+def _two_and_one(records: Recorded, what: str, direction: str) -> str:
+    """Return milliseconds on two GPUs and, in brackets, on one."""
+    show = partial(_round, name=direction)
+    two, one = (said(records.row(PAPER, f"{what}/mha/{method}"), show) for method in ("ours@2", "one-gpu@1"))
+    return "-" if two == one == "-" else f"{two} ({one})"
+
+
+def _round(row: Row, name: str) -> str:
+    return f"{row['milliseconds'][name]['median']:,.0f}"
+
+
+def _number(value: float | None) -> str:
+    return "out of memory" if value is None else f"{value:,}"
+
+
+def _seconds(row: Row) -> str:
+    return f"{row['milliseconds']['median'] / 1e3:.3f}"
+
+
+def _peak(row: Row) -> str:
+    return "?" if row["peak_memory_gib"] is None else f"{row['peak_memory_gib']:.1f}"
+
+
+def _seconds_and_peak(row: Row) -> str:
+    return f"{_seconds(row)} / {_peak(row)}"

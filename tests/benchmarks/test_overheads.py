@@ -1,0 +1,163 @@
+"""The formulas of the paper's table 1 and of ours are what attention moves, keeps and writes when it runs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.attention.cells import Cell
+from benchmarks.attention.methods import LocalKernel, Setting, all_methods
+from benchmarks.attention.methods.method import random_inputs
+from benchmarks.engine.timing import RankGroup
+from benchmarks.paper.overheads import EXAMPLES, METHODS, Shape, fewer, fewer_a_hop, fewer_as_published, fewer_in_all
+from benchmarks.paper.variants import Counting, WholeTile
+from bmburst.attention.api import burst_attention
+from bmburst.attention.call import decide
+from bmburst.attention.heads import executor_of
+from bmburst.attention.options import AttentionOptions
+from bmburst.comm.local import run_ranks
+from bmburst_ops.flash import FULL, BackwardInputs
+from bmburst_ops.merge import row_dots
+
+STRATEGIES = {"burst": "burst", "kv": "kv", "gather": "gather", "heads": "heads (Ulysses), the default"}
+PEERS = {
+    "ring-li-2021": "RingAttention (Li et al.)",
+    "tensor-parallel-v1": "tensor parallel v1, attention's half",
+    "tensor-parallel-v3": "tensor parallel v3, attention's half",
+}
+
+
+def shape(ranks, heads=12, kv_heads=12, itemsize=2):
+    return Shape(ranks=ranks, batch=2, tokens=5 * ranks, heads=heads, kv_heads=kv_heads, head_dim=8, itemsize=itemsize)
+
+
+def inputs(of, dtype):
+    local = of.tokens // of.ranks
+    return [torch.randn(of.batch, local, n, of.head_dim).to(dtype) for n in (of.heads, of.kv_heads, of.kv_heads)]
+
+
+def received(comm, strategy, of, dtype):
+    q, k, v = inputs(of, dtype)
+    call = decide(comm, q, k, v, None, AttentionOptions(mask="full", layout="contiguous", strategy=strategy))
+    counting = Counting(call.comm)
+    call = replace(call, comm=counting)
+    executor = executor_of(call)
+    out, lse = executor.forward(call, q, k, v)
+    forward, counting.received = counting.received, 0
+    executor.backward(call, BackwardInputs(torch.randn_like(out), q, k, v, lse, row_dots(out, out)))
+    return forward, counting.received
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("ranks", "kv_heads", "dtype"),
+    [(2, 12, torch.bfloat16), (3, 12, torch.float32), (4, 2, torch.bfloat16), (3, 3, torch.bfloat16)],
+)
+def test_our_strategies_receive_what_the_formulas_say(strategy, ranks, kv_heads, dtype):
+    of = shape(ranks, kv_heads=kv_heads, itemsize=dtype.itemsize)
+    method = METHODS[STRATEGIES[strategy]]
+    for found in run_ranks(ranks, received, strategy, of, dtype):
+        assert found == (method.forward(of), method.backward(of))
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_peers_receive_what_the_formulas_say(name, ranks):
+    """What a peer says that it receives is counted in test_methods."""
+    of, method = shape(ranks), METHODS[PEERS[name]]
+    said = all_methods("cpu")[name].traffic(cell(name, of))
+    assert said.forward == method.forward(of)
+    assert said.forward_backward - said.forward == method.backward(of)
+
+
+def cell(name, of):
+    sizes = {"tokens": of.tokens, "batch": of.batch, "heads": of.heads, "kv_heads": of.kv_heads}
+    return Cell(suite="sequence", method=name, ranks=of.ranks, device="cpu", mask="full", head_dim=of.head_dim, **sizes)
+
+
+def test_burst_moves_fewer_bytes_than_kv_with_mha_and_more_with_gqa():
+    """In one dtype of 32 bits what is counted nears the paper's quarter; in bf16 gradients travel in fp32 on top."""
+    assert fewer_a_hop(EXAMPLES["MHA, 8 GPUs"]) == pytest.approx(0.242, abs=5e-4)
+    for ranks, kv_heads, least, most in ((2, 32, 0.33, 0.34), (6, 32, 0.26, 0.28), (2, 8, -1.7, -1.6)):
+        of = Shape(ranks=ranks, tokens=2 * ranks, heads=32, kv_heads=kv_heads, itemsize=4)
+        (burst, *_), (kv, *_) = (run_ranks(ranks, received, name, of, torch.float32) for name in ("burst", "kv"))
+        assert least < 1 - burst[1] / kv[1] < most
+        assert fewer(of) == 1 - burst[1] / kv[1]
+        assert fewer_in_all(of, "kv") == 1 - sum(burst) / sum(kv)
+    assert fewer_as_published(128) == pytest.approx(0.373, abs=5e-4)
+    assert fewer_in_all(EXAMPLES["MHA, 8 GPUs"], PEERS["ring-li-2021"]) < 0  # with a reduce-scatter it needs no more
+
+
+class Alone(RankGroup):
+    """A group whose other ranks hold what this one does: a method runs without them."""
+
+    def all_gather(self, part):
+        return part.expand(self.size, *part.shape).contiguous()
+
+    def reduce_scatter(self, parts):
+        return parts.sum(0)
+
+    def all_reduce(self, tensor, op=None):
+        assert op is None  # a sum, of which the others have nothing
+        return tensor
+
+    def rotate(self, tensor):
+        return tensor.clone(), []
+
+
+def kept_by(attend, *given):
+    kept = []
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        attend(*given)
+    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in kept}.values())
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("kv_heads", [12, 4])
+def test_peers_keep_what_the_formulas_say(name, kv_heads):
+    of = shape(4, kv_heads=kv_heads, itemsize=4)
+    at, method = replace(cell(name, of), dtype="float32"), all_methods("cpu")[name]
+    group = Alone(process_group=None, rank=1, size=4, device=torch.device("cpu"))
+    q, k, v, _ = random_inputs(method, at, group.device, 0)
+    attend = method.bind(at, Setting(group=group, kernel=LocalKernel()))
+    assert kept_by(attend, q, k, v) == METHODS[PEERS[name]].kept(of)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ours_keeps_what_the_formulas_say(strategy):
+    of = shape(3, kv_heads=3, itemsize=4)
+
+    def kept(comm):
+        q, k, v = (t.requires_grad_() for t in inputs(of, torch.float32))
+        options = {"mask": "full", "layout": "contiguous", "strategy": strategy}
+        return kept_by(lambda *given: burst_attention(*given, group=comm, **options), q, k, v)
+
+    assert set(run_ranks(3, kept)) == {METHODS[STRATEGIES[strategy]].kept(of)}
+
+
+class Written(TorchDispatchMode):
+    """Counts the bytes of new tensors of a shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.nbytes, self._seen = shape, 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[-2:] == self.shape and result.dim() == 4:
+            if all(result.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() for t in self._seen):
+                self.nbytes += result.nbytes
+            self._seen.append(result)
+        return result
+
+
+@pytest.mark.parametrize("kv_heads", [12, 3])
+def test_without_lao_each_tile_writes_its_scores_to_memory(kv_heads):
+    of = shape(3, kv_heads=kv_heads)
+    q, k, v = inputs(of, torch.bfloat16)
+    with Written((5 * of.heads // kv_heads, 5)) as written:
+        WholeTile().forward(q, k, v, pattern=FULL, scale=0.3)
+    assert written.nbytes * of.ranks == METHODS["burst without LAO"].scores(of)  # a tile for every rank's keys
+    assert METHODS["burst"].scores(of) == 0

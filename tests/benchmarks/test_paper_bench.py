@@ -1,0 +1,93 @@
+"""`bmburst bench paper`: its cells, tables, and a run on two ranks of the CPU; predictions; perplexity by method."""
+
+import json
+
+import pytest
+
+from benchmarks.engine.kind import OK, BaseSelection, Results
+from benchmarks.engine.report import markdown
+from benchmarks.paper import curve, perplexity
+from benchmarks.paper.cells import METHODS, PaperCell, list_cells
+from benchmarks.paper.kind import KIND
+from benchmarks.paper.overheads import METHODS as FORMULAS
+from benchmarks.paper.overheads import Shape
+from bmburst.cli import main
+from tests.refusals import says
+
+RUN = {"date": "d", "command": "c", "ranks": 2, "device": "H200", "python": "3", "torch": "2", "bmburst": "0"}
+
+
+def selection(**changes):
+    return BaseSelection(**{"ranks": (2,), "device": "cuda", "methods": METHODS, **changes})
+
+
+def test_cells_are_of_the_suites_methods_and_one_gpu_is_one_rank():
+    keys = [cell.key for cell in list_cells(selection())]
+    assert len(keys) == len(set(keys)) and "backward/65536/gqa/burst@2" in keys and "batch/8x65536/mha/ours@2" in keys
+    assert "sequence/524288/mha/one-gpu@1" in keys and "sequence/1048576/mha/one-gpu@1" not in keys
+    assert [cell.key for cell in list_cells(selection(tokens=(64,), globs=("tile/*",)))] == [
+        "tile/64/mha/flash@2",
+        "tile/64/mha/whole-tile@2",
+    ]
+
+
+def test_tables_show_times_bytes_and_memory():
+    made = Results(KIND, runs=[RUN | {"commit": None, "packages": {}}])
+    at = PaperCell(suite="backward", method="burst", ranks=2, device="cuda", tokens=65536, heads=32, kv_heads=8)
+    names = ("forward", "backward", "transfers")
+    times = {name: {"median": 1.5 + n} for n, name in enumerate(names)}
+    row = {"milliseconds": times, "bytes": 5_000_000, "peak_gib": dict.fromkeys(names, 2.0), "peak_memory_gib": 2.0}
+    made.put(at, {"status": OK, "seconds": 1.0, **row})
+    text = markdown(made)
+    assert "## What moves in backward: 32 q / 8 kv heads, head dim 128, causal, bfloat16, 2 GPUs" in text
+    assert (
+        "| burst | 1.50 / 2.50 / 3.50 |" in text and "| burst | 5.0 |" in text and "| burst | 2.0 / 2.0 / 2.0 |" in text
+    )
+    assert KIND.describe(at, made.rows[at.key]).startswith("forward 1.50 ms, backward 2.50 ms")
+    assert KIND.estimate(made, at) == 1.0
+
+
+@pytest.mark.parametrize("ranks", ["1", "2,4"])
+def test_a_ring_needs_one_number_of_ranks_above_one(ranks, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["bench", "paper", "--ranks", ranks]) == 2
+    says(capsys.readouterr().err, f"{ranks} ranks", "2 or more", "fix: --gpus 2")
+
+
+@pytest.mark.long
+def test_two_ranks_measure_every_suite(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["--ranks", "2", "--tokens", "64", "--repeats", "1", "--cell-seconds", "0.01", "--dtype", "bfloat16"]
+    assert main(["bench", "paper", *words, "--output", str(tmp_path / "r.json")]) == 0
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert len(rows) == 19 and {row["status"] for row in rows.values()} == {OK}
+    for heads, kv_heads in (("mha", 32), ("gqa", 8)):
+        of = Shape(ranks=2, tokens=64, heads=32, kv_heads=kv_heads)
+        for method in ("kv", "burst"):
+            row = rows[f"backward/64/{heads}/{method}@2-cpu"]
+            assert row["bytes"] == FORMULAS[method].backward(of) and row["milliseconds"]["transfers"]["median"] > 0
+    assert set(rows["sequence/64/mha/one-gpu@1-cpu"]["milliseconds"]) == {"forward", "forward_backward"}
+    assert "no-overlap" in (tmp_path / "r.md").read_text()
+
+
+@pytest.mark.long
+def test_every_method_gives_one_perplexity(tmp_path):
+    words = ["--steps", "1", "--tokens", "32", "--sequences", "1", "--output", str(tmp_path / "p.json")]
+    assert perplexity.main(words) == 0
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert list(found["rows"]) == list(perplexity.WAYS) and found["trained"].startswith("bmburst train --preset")
+    losses = [row["loss"] for row in found["rows"].values()]
+    assert max(losses) - min(losses) < 1e-5
+    assert len({row["tokens"] for row in found["rows"].values()}) == 1
+
+
+def test_predictions_are_drawn_beside_what_is_published(tmp_path):
+    rates = curve.published_rates()
+    assert rates[524288] == pytest.approx(195, rel=0.01)  # as bmburst/plan/data/published.toml has it
+    assert curve.attention_rate(8, 524288) == pytest.approx(rates[524288], rel=0.05)
+    assert curve.attention_rate(64, 65536) < curve.attention_rate(8, 65536)  # eight nodes, short blocks
+    assert curve.gain(8, 32768, pcie=True) > curve.gain(8, 32768) > 1
+    assert curve.main(["--output", str(tmp_path)]) == 0
+    pictures = sorted(path.name for path in tmp_path.iterdir())
+    assert pictures == ["paper_prediction-attention.png", "paper_prediction-training.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
