@@ -16,6 +16,7 @@ from bmburst.comm.protocol import BlockMover, CompletedTransfer, Transfer
 from bmburst.schedule.exchange import Exchange
 from bmburst.schedule.ring_schedule import Step
 from bmburst_ops.flash import CAUSAL, FULL, BackwardInputs, Gradients, Partial
+from bmburst_ops.flash.limits import require_no_softcap
 from bmburst_ops.flash.memory import deliver_gradients, deliver_partial
 from bmburst_ops.merge import accumulation_dtype, merge_partials_
 from bmburst_ops.pattern import Need, Pattern
@@ -150,9 +151,18 @@ class WholeTile:
         return "it knows causal and full masks only" if needs else None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, scale: float, into: Partial | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pattern: Pattern,
+        scale: float,
+        softcap: float | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """See `Kernel.forward`."""
+        require_no_softcap(softcap, self.name)
         scores = _scores(q, k, pattern, scale)
         most = _finite(scores.amax(-1, keepdim=True))
         total = scores.sub_(most).exp_().sum(-1, keepdim=True)
@@ -169,9 +179,11 @@ class WholeTile:
         pattern: Pattern,
         scale: float,
         deterministic: bool,
+        softcap: float | None = None,
         into: Gradients | None = None,
     ) -> Gradients:
         """See `Kernel.backward`. P = exp(S - lse), dS = P * (dO V^T - delta) * scale (arXiv:2307.08691)."""
+        require_no_softcap(softcap, self.name)
         del deterministic  # always
         grad_out, q, k, v, lse, delta = given
         kv_heads = k.shape[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.engine.kind import OK, Kind, Results, selection_of
-from benchmarks.training import report
+from benchmarks.training import pictures, report
 from benchmarks.training.cells import STEPS, TrainCell, TrainSelection, flops, list_cells
 from benchmarks.training.methods import METHODS
 from bmburst.amounts import numbers
@@ -119,5 +119,5 @@ KIND = Kind(
     rank_run=_rank_run,
     describe=report.describe,
     tables=report.tables,
-    draw=report.draw,
+    draw=pictures.draw,
 )

@@ -23,7 +23,8 @@ from benchmarks.training.cells import (
 )
 from benchmarks.training.kind import KIND
 from benchmarks.training.methods import METHODS
-from benchmarks.training.report import draw, furthest, running_median, shown_steps
+from benchmarks.training.pictures import draw
+from benchmarks.training.report import furthest, running_median, shown_steps
 from bmburst.cli import main
 from bmburst.train.config import DataConfig
 from tests.refusals import refused, says
