@@ -274,7 +274,9 @@ def _round(row: Row, name: str) -> str:
     return f"{row['milliseconds'][name]['median']:,.0f}"
 
 
-def _number(value: float | None) -> str:
+def _number(value: float | str | None) -> str:
+    if isinstance(value, str):
+        return value
     return "out of memory" if value is None else f"{value:,}"
 
 
