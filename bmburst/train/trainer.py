@@ -121,8 +121,7 @@ class Trainer:
         self.config, self._host_memory = config.replace(recompute=recompute), HostMemory()
         if not self.runtime.on_host:  # both take long: they begin before all else
             self._host_memory.prepare(offloaded_pieces(self.config, self.runtime.world_size))
-            packed = config.pack == "documents"
-            compiling = compile_ahead(config.model, dtype, attention(), packed=packed)
+            compiling = compile_ahead(config.model, dtype, attention(), packed=config.pack == "documents")
         self.cut = causal_cut(self.mesh, config.sequence_length, parallel.layout)
         self.corpus = open_text(config, self.folder, self.runtime)
         self._held_out = sequences_of(self.corpus, config, "held_out")

@@ -87,9 +87,12 @@ def test_partial_results_of_all_ranks_are_kept_until_the_end():
         call = decide(comm, q, k, v, None, AttentionOptions(mask="full", layout="contiguous", strategy="burst"))
         found = []
         for forward in (ring_forward, forward_at_the_end):
-            with LiveBytes() as live:
-                forward(call, q, k, v)
-            found.append(live.peak / q.nbytes)
+            seen = []
+            for _ in range(8):  # a thread that is ahead of the others has more on its way
+                with LiveBytes() as live:
+                    forward(call, q, k, v)
+                seen.append(live.peak / q.nbytes)
+            found.append(min(seen))
         return found
 
     few, many = (min(run_ranks(ranks, peaks)) for ranks in (3, 7))

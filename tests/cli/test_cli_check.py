@@ -313,6 +313,7 @@ def test_a_resumed_runs_configuration_is_checked(launches, here, capsys):
         (["--config", "gone.yaml"], "gone.yaml | no such"),
         (["--json", "gone/found.json"], "--json gone/found.json | no such folder | fix: "),
         (["--json", "."], "--json . | cannot be written | Is a directory | fix: "),
+        (["--dtype", "float16"], "float16 | overflows | float32, bfloat16 | fix: --dtype bfloat16"),
         (["--resume"], "--resume | run"),
         (["--preset", "llama-2-7b", "--model.num_layers", "4000"], "GiB free"),
     ],

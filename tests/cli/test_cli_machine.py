@@ -9,6 +9,7 @@ import torch
 from bmburst.cli import main
 from bmburst.cli.check import runs_to_compare
 from bmburst.errors import UserError
+from bmburst.train.machine import require_dtype
 from bmburst.train.resolve import require_machine, resolve
 from bmburst_ops.flash import limits
 from tests.cli.commands import refused
@@ -153,6 +154,20 @@ def test_dtype_head_dim_mask_and_repetition_count_on_a_gpu(gpu):
     says(message(**half, pack="documents"), "'cudnn'", "packed segments", "auto, fa4", "fix: --kernel auto")
     says(message(**half, model__sliding_window="64"), "'cudnn'", "sliding window", "fix: --kernel auto")
     says(message(**half, parallel__deterministic="true"), "'cudnn'", "deterministic backward", "fix: --kernel auto")
+
+
+def test_a_gpu_without_bfloat16_trains_in_float16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    device = torch.device("cuda", 1)
+    for capability, dtypes in (((7, 0), ("float16", "float32")), ((8, 0), ("bfloat16", "float16"))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        for dtype in dtypes:
+            require_dtype(dtype, device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    require_dtype("bfloat16", torch.device("cpu"))
+    with pytest.raises(UserError) as caught:
+        require_dtype("bfloat16", device)
+    says(caught, "bfloat16", "Tesla V100", "7.5", "float16, float32", "fix: --dtype float16")
 
 
 def test_transports_of_a_gpu(gpu):

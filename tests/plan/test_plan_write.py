@@ -55,6 +55,22 @@ def test_adapters_of_a_directory_have_checkpoints_and_those_of_a_preset_none(tmp
 
 
 @pytest.mark.parametrize("lora", [[], ["--lora", "8"]], ids=["full", "lora"])
+def test_preference_training_is_planned_with_its_reference(capsys, lora):
+    """Its forward pass takes time and counts in MFU; without adapters its weights take memory; the command names it."""
+    given = ["--model", "llama-3-8b", "--seq", "64K", "--gpus", "8", "--hardware", "h100", "--tensor", "1", *lora]
+    given += ["--recompute", "block", "--zero", "3", "--ways", "1", "--json"]
+    (alone,), (ours,) = (json.loads(planned(capsys, *given, *more))["ways"] for more in ([], ["--dpo"]))
+    assert alone["parts"]["reference"] == 0 < ours["parts"]["reference"] < alone["seconds"] / 2
+    assert ours["mfu"] * ours["seconds"] == pytest.approx(4 / 3 * alone["mfu"] * alone["seconds"])
+    weights = 0 if lora else 2 * PRESETS["llama-3-8b"].num_parameters / 8
+    assert ours["memory"]["lines"].get("reference's weights", 0) == weights
+    words = shlex.split(ours["command"])
+    assert words[words.index("--dpo.beta") + 1] == "0.1" and ("--dpo.reference" in words) == (not lora)
+    assert main(["plan", "--generate", "--dpo", "--model", "llama-3-8b", "--seq", "1K"]) == 2
+    says(capsys.readouterr().err, "--dpo", "generation")
+
+
+@pytest.mark.parametrize("lora", [[], ["--lora", "8"]], ids=["full", "lora"])
 def test_a_written_recipe_is_the_printed_command(tmp_path, capsys, lora):
     where, path = directory(tmp_path / "base", PRESETS["llama-3-8b"]), tmp_path / "recipe.yaml"
     words = ["--model", where, "--seq", "128K", "--gpus", "2", *lora, "--write", str(path)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.programs import run_program
+from tests.docs.scripts import run_script
 from tests.runtime.programs import zero
 
 # Largest distance from plain torch in fp32 over six steps, measured on 1, 2 and 4 ranks, times two. The first loss is
@@ -43,6 +44,11 @@ def test_training_equals_plain_torch(size: int, tmp_path: Path) -> None:
             resumed = torch.load(tmp_path / f"resumed-{other}.model")
             for name, value in both.state.items():
                 torch.testing.assert_close(resumed[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+def test_a_pipeline_equals_plain_torch(tmp_path: Path) -> None:
+    assert run_script(tmp_path, 2, [str(Path(__file__).parent / "programs" / "pipeline.py")]).count("2 stages") == 1
 
 
 def test_ranks_keep_their_cores() -> None:

@@ -343,3 +343,17 @@ def test_what_may_and_may_not_change_on_resume(tmp_path):
     scaled = resolve((), {"model.rope_scaling.kind": "linear", "model.rope_scaling.factor": "2"})
     says(refusal_of(check_resumable, before, scaled, tmp_path), "model.rope_scaling")
     says(refusal_of(check_resumable, scaled, before, tmp_path), "model.rope_scaling")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer.loss_scale": "8"}, "loss_scale 8 | no effect | float32 | --dtype float16"),
+        ({"dtype": "bfloat16", "optimizer.loss_scale_steps": "9"}, "loss_scale_steps 9 | no effect | bfloat16"),
+        ({"dtype": "float16", "optimizer.loss_scale": "12"}, "loss_scale 12 | power of 2 | --optimizer.loss_scale 8"),
+        ({"dtype": "float16", "optimizer.kernel": "bmtrain"}, "kernel bmtrain | float16 | overflow | fix: | auto"),
+    ],
+)
+def test_a_loss_scale_is_for_float16_alone(options, words):
+    says(refusal_of(resolve, (), options), words)
+    resolve((), {"dtype": "float16", "optimizer.loss_scale": "8", "optimizer.loss_scale_steps": "9"})

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from bmburst.schedule.hardware import HOST, hardware_like
+from bmburst.train.planning import planned
 from bmburst.train.resolve import check_paths, resolve
 from bmburst.train.text import check_text
 from tests import chat, tiny
@@ -42,7 +44,10 @@ def test_pairs_have_defaults_of_records(folder):
     assert config.pack == "documents"
     assert config.data.tokenizer == str(folder / "model")
     assert config.reference == folder / "model"
-    assert resolve(options=options(folder) | {"lora.rank": "2"}).reference is None
+    adapted = resolve(options=options(folder) | {"lora.rank": "2"})
+    assert adapted.reference is None
+    tasks = [planned(each, 2, 1, hardware_like(HOST)).task for each in (config, adapted)]
+    assert [(task.pairs, task.second_model) for task in tasks] == [(True, True), (True, False)]
     check_paths(config)
     check_text(config)
     plain = resolve(options=options(folder, **{"dpo.beta": None}))
