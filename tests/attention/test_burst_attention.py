@@ -249,6 +249,7 @@ def test_the_signatures_are_the_documented_ones():
         "sink": None,
         "group": None,
         "scale": None,
+        "softcap": None,
         "kernel": "auto",
         "strategy": "auto",
         "transport": "auto",
