@@ -1,4 +1,7 @@
-"""`Part.loss` computes head and loss in one where a model lets it, and is the model's own loss in any case."""
+"""`Part.loss` computes head and loss in one where a model lets it, and is the model's own loss in any case.
+
+Where layers are compiled in parts, attention is between two graphs.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from transformers import PreTrainedModel
 
 from bmburst.comm.groups import single_rank_group
@@ -121,3 +125,17 @@ def test_autocast_multiplies_in_its_dtype() -> None:
     assert shapes == [ONE] and low.dtype == torch.float32
     assert 0 < abs(low.item() - wide.item()) < 0.02 * wide.item()
     assert model.lm_head.weight.grad is not None and model.lm_head.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.long
+def test_compiled_parts_of_layers_have_a_graph_before_attention_and_one_after() -> None:
+    model = _model("llama")
+    loss, _ = _expected(model)
+    shapes = _of_head(model, model.lm_head)
+    graphs = CompileCounter()
+    for layer in model.model.layers:
+        layer.self_attn.compile(backend=graphs)
+    split = SplitSequences(ALONE)
+    for _ in range(2):
+        assert split.part(IDS, labels=IDS).loss(model).item() == pytest.approx(loss.item(), rel=RELATIVE)
+    assert graphs.frame_count == 2 and shapes == [ONE, ONE]
