@@ -97,7 +97,8 @@ def test_partial_results_of_all_ranks_are_kept_until_the_end():
 
     few, many = (min(run_ranks(ranks, peaks)) for ranks in (3, 7))
     online, at_the_end = (b - a for a, b in zip(few, many, strict=True))
-    assert abs(online) < 1 and at_the_end > 3
+    # A block stays until the slowest thread has received it: up to two of them beside what a rank needs.
+    assert at_the_end > 3 and at_the_end - online > 1.5
 
 
 def test_a_waiting_ring_has_arrived_before_work_begins():
