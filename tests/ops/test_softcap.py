@@ -50,7 +50,9 @@ def able(needs):
 
 
 def takes_long(kernel, dtype, mask="", cap=""):
-    """Whether it is one more run of the interpreter, which shows little that the others do not."""
+    """Whether it is one more run of the interpreter or of FlashAttention-4's compiler that shows little more."""
+    if kernel.name == "fa4":
+        return (dtype, cap) != (torch.bfloat16, "bent") and mask != "windows of documents"
     is_interpreted = kernel.name == "triton" and not ON_GPU
     return is_interpreted and (dtype, cap) != (torch.float32, "bent") and mask != "windows of documents"
 
@@ -99,20 +101,19 @@ def test_equals_the_definition(kernel, dtype, mask, cap):
 )
 def test_scores_far_beyond_the_softcap(kernel, dtype):
     """They are the softcap or its negative, also where exp of a score is more than any number, and their slope is 0."""
-    tile = Masked(CAUSAL, *SIZE, dtype, softcap=2.0, spread=30.0)
+    tile = Masked(CAUSAL, *SIZE, dtype, softcap=0.7, spread=30.0)
     out, lse = tile.forward(kernel)
-    of_out, _, of_lse = bounds(kernel, dtype, 2.0)
+    of_out, _, of_lse = bounds(kernel, dtype, 0.7)
     assert error(out, tile.out) < of_out
     torch.testing.assert_close(lse.double().cpu(), tile.lse, rtol=0, atol=of_lse)
     assert all(gradient.isfinite().all() for gradient in tile.backward(kernel))
 
 
-@pytest.mark.parametrize("head_dim", [128, 256])
-@pytest.mark.parametrize("mask", ["causal", "window"])
+@pytest.mark.parametrize(("mask", "head_dim"), [("causal", 128), ("window", 256)])
 @pytest.mark.parametrize(("kernel", "dtype"), [each for each in ABLE if each[1] in (torch.bfloat16, torch.float64)])
 def test_heads_of_gemma_2(kernel, dtype, mask, head_dim):
     """Of 9 and 27 billion parameters: two query heads a KV head, each of 256 or 128."""
-    if takes_long(kernel, dtype):
+    if kernel.name == "triton" and not ON_GPU:
         return
     tile = Masked(MASKS[mask], *SIZE[:2], 4, 2, head_dim, dtype, softcap=50.0, spread=4.0)
     of_out, of_gradients, of_lse = bounds(kernel, dtype, 50.0)
