@@ -1,8 +1,8 @@
 """AdamW on 16-bit weights with fp32 state, each tensor read and written once. Importing it needs Triton.
 
 The arithmetic is that of BMTrain's kernel for bf16 weights (csrc/cuda/adam_cuda.cu, 1.0.1), which is its plain twin:
-the same state, and results that differ by what a compiler contracts. A thread of BMTrain's takes one number of each tensor; here it takes
-16 bytes, since nothing but these bytes takes time: 28 for each number.
+the same state, and results that differ by what a compiler contracts. A thread of BMTrain's takes one number of each
+tensor; here it takes 16 bytes, since nothing but these bytes takes time: 28 for each number.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
