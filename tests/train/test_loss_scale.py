@@ -2,10 +2,12 @@
 
 import json
 import math
+import shutil
 from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bmburst.blocks.lora import LoRAConfig
 from bmburst.checkpoint.files import newest_complete, read_progress
@@ -89,6 +91,10 @@ def run(trainer, bad=()):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fp16")
     tiny.save(folder / "model", program.SHAPE)
+    shutil.copytree(folder / "model", folder / "huge")
+    weights = load_file(folder / "huge" / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = 7e4  # one rank's
+    save_file(weights, folder / "huge" / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -104,6 +110,8 @@ def test_two_ranks(folder):
 def _two_ranks(folder):
     _overflow_skips_one_step(folder)
     _resumed_is_uninterrupted(folder)
+    with refused("huge", "model.layers.1.mlp.down_proj.weight", "65504", "fix: --dtype bfloat16"):  # on both ranks
+        make(folder, "refused", init_from=folder / "huge", checkpoint_every=None)
 
 
 @pytest.mark.long
