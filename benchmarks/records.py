@@ -1,7 +1,6 @@
 """Writes the tables of `results/` again after a JSON file there has changed: `python -m benchmarks.records`.
 
-- The tables of attention, training, strategies and cross-attention, from the JSON beside them. What stands above the
-  first is written by hand.
+- The tables of the benchmarks, from the JSON beside them. What stands above the first is written by hand.
 - The tables of `docs/paper.md`, from the JSON of its records; see `benchmarks.paper.page`.
 - The planner's rows of this project's runs, `bmburst/plan/data/measured.toml`: their numbers. Rows are added by hand.
 - What `bmburst plan --check` prints, below the line in `results/plan_accuracy_*.md`.
@@ -14,12 +13,13 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from benchmarks import cross, strategies
+from benchmarks import cross, hugging_face, logprobs, lora_peers, strategies
 from benchmarks.engine.kind import KINDS, Results, load_kind
 from benchmarks.engine.report import markdown
 from benchmarks.paper import page
@@ -28,6 +28,16 @@ from bmburst.plan import accuracy
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
+_TABLES: Mapping[str, Callable[[Any], str]] = MappingProxyType(
+    {
+        "cross": lambda found: cross.table(found, found["machine"]["ranks"]),
+        "hugging_face": lambda found: hugging_face.table(found, found["machine"]["ranks"], found["machine"]["device"]),
+        "logprobs": lambda found: logprobs.table(found, found["machine"]["ranks"]),
+        "lora_peers": lora_peers.table,
+    }
+)
+"""Tables of single measurements, by how the names of their records begin."""
+_BEGINNING = 5  # letters of a table by which it is found below what is written by hand
 _MEASURED = _ROOT / "bmburst" / "plan" / "data" / "measured.toml"
 
 
@@ -58,10 +68,11 @@ def derived() -> Iterator[tuple[Path, str]]:
     for path in sorted(_RESULTS.glob("strategies_*.md")):
         head, _, _ = path.read_text(encoding="utf-8").partition("\n| ")
         yield path, f"{head}\n{strategies.table(_rows(path.with_suffix('.json').name))}\n"
-    for path in sorted(_RESULTS.glob("cross_*.md")):
-        found = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        head, _, _ = path.read_text(encoding="utf-8").partition(f"\n{found['queries']:,} queries x ")
-        yield path, f"{head}\n{cross.table(found, found['machine']['ranks'])}\n"
+    for name, table in _TABLES.items():
+        for path in sorted(_RESULTS.glob(f"{name}_*.md")):
+            text = table(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
+            head, _, _ = path.read_text(encoding="utf-8").partition(f"\n{text[:_BEGINNING]}")
+            yield path, f"{head}\n{text}\n"
     yield page.PAGE, page.filled(page.PAGE.read_text(encoding="utf-8"), Recorded(_RESULTS))
     yield _MEASURED, _with_rows(_MEASURED.read_text(encoding="utf-8"))
     for path in sorted(_RESULTS.glob("plan_accuracy_*.md")):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.hugging_face import TRAINERS
 from benchmarks.strategies import predicted
 
 ROOT = Path(__file__).parents[2]
@@ -143,3 +144,58 @@ def test_what_policies_keep():
         )
     )
     assert f"{some} a step, or {none}; with 16 of its 32 layers computed again, {half}" in RECOMPUTE
+
+
+def page(name):
+    return " ".join((ROOT / f"docs/{name}.md").read_text().split())
+
+
+def metrics(record):
+    return [json.loads(line) for line in (ROOT / f"benchmarks/results/{record}.jsonl").read_text().splitlines()]
+
+
+def test_the_speed_of_transformers_under_fsdp2():
+    by = {(row["tokens"], row["compiled"]): row for row in rows("hugging_face_2xh200_202611")}
+    cells = [(tokens, compiled) for compiled in (True, False) for tokens in (32768, 131072)]
+    times = [f"{by[cell]['seconds']:.2f}" for cell in cells]
+    peaks = [f"{by[cell]['peak_allocated_gib']:.0f}" for cell in cells]
+    shares = [
+        f"{by[tokens, True]['tokens_per_second_a_rank'] / known[tokens]:.2f}"
+        for known in TRAINERS.values()
+        for tokens in (32768, 131072)
+    ]
+    said = page("fsdp2")
+    assert f"takes {times[0]} s at 32K tokens and {times[1]} s at 128K with compiled layers" in said
+    assert f"which is {shares[0]} and {shares[1]} of the tokens/s of `bmburst train`" in said
+    assert f"and {shares[2]} and {shares[3]} times DeepSpeed ALST's" in said
+    assert f"Without `torch.compile` it takes {times[2]} and {times[3]} s" in said
+    assert f"is {peaks[0]} and {peaks[1]} GiB a GPU compiled, {peaks[2]} and {peaks[3]} GiB without" in said
+
+
+def test_the_speed_of_adapters():
+    by = {row["method"]: row for row in rows("lora_peers_h100_202611")}
+    ours, liger, mixed = (by[name]["seconds"] for name in ("bmburst", "peft-liger-cudnn", "peft-bmburst"))
+    said, last = page("lora"), metrics("long_sequences_lora_2xh200_202611")[-1]
+    assert f"| 64K | {ours:.1f} | {65536 / ours:,.0f} | {by['bmburst']['peak_gib']:.1f} |" in said
+    assert f"| 256K | {last['seconds']:.1f} | {last['tokens_per_second']:,.0f} | {last['memory_gib']:.1f} |" in said
+    assert "31.31 GiB" in by["peft"]["out_of_memory"]
+    assert f"With Liger-Kernel they take {liger:.1f} s, {liger / ours:.2f} times as long" in said
+    assert f"they take {mixed:.1f} s" in said
+
+
+def test_the_speed_of_log_probabilities():
+    forward, both, _ = rows("logprobs_2xh200_202611")
+    words = [f"{row['seconds']:.1f} s and {row['peak_gib']:.1f} GiB" for row in (forward, both)]
+    assert f"a forward pass takes {words[0]} a GPU, forward and backward together {words[1]}" in page("preference")
+
+
+def test_the_first_steps_of_a_model():
+    losses = [step["loss"] for step in metrics("first_steps_2xh200_202611")]
+    assert f"from {losses[0]:.2f} to {losses[-1]:.2f} nats a token in its first {len(losses)} steps" in page("training")
+    (line,) = re.findall(
+        r"^\| loss, nats a token \| (.*) \|$",
+        (ROOT / "benchmarks/results/first_steps_2xh200_202611.md").read_text(),
+        re.M,
+    )
+    shown = (1, 2, 3, 5, 8, 10, 12, 15, 18, 20, 22, 25, 28, 30)
+    assert line.split(" | ") == [f"{losses[step - 1]:.2f}" for step in shown]
