@@ -89,7 +89,7 @@ def test_records_and_the_readme_are_pages(site: Path) -> None:
 
 
 def test_every_setting_is_in_the_table(site: Path) -> None:
-    page = (site / "settings.html").read_text()
+    page = (site / "settings.html").read_text().replace(' class="long"', "")
     names = [leaf.name for leaf in leaves(TrainConfig)]
     assert len(names) > 40
     assert [name for name in names if f"<td><code>{name}</code></td>" not in page] == []
@@ -163,6 +163,10 @@ def test_only_long_cells_and_long_code_may_have_several_lines() -> None:
     html = f"<td><code>short_name</code></td><td>{long}</td><td><code>{long}</code></td><pre><code>{long}</code></pre>"
     assert on_page_content('<th>all</th><td><a href="a-b">llama-3-8b</a> or -x</td>', None, None, None) == (
         '<th>all</th><td><a href="a-b"><span class="whole">llama-3-8b</span></a> or <span class="whole">-x</span></td>'
+    )
+    name = "model.rope_scaling.original_max_position_embeddings"  # may be broken in a sentence, not in a table's column
+    assert on_page_content(f"<p><code>{name}</code></p><td>{name}</td>", None, None, None) == (
+        f'<p><code class="long">{name}</code></p><td>{name}</td>'
     )
     marked = on_page_content(html, None, None, None)
     assert marked == (
