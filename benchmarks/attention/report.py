@@ -193,7 +193,7 @@ def _pictures(suite: str, title: str, rows: Rows[Cell], stem: Path) -> Iterator[
 
         start = _path(suite, rows[0][0], stem)
         for what, fill in (("ratio", ratios), ("tflops", rates)):
-            yield panel(start.with_name(f"{start.name}-{direction}-{what}.png"), name.capitalize(), title, fill)
+            yield panel(start.with_name(f"{start.name}-{direction}-{what}.png"), name, title, fill)
 
 
 def _path(suite: str, cell: Cell, stem: Path) -> Path:

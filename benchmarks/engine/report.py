@@ -144,7 +144,7 @@ def versions(run: Mapping[str, Any]) -> str:
 _ALONE = {"color": "#000000", "linestyle": "--", "marker": ""}
 _OURS = ("#b2182b", "#d6604d", "#f4a582", "#e08214", "#8c510a", "#bf812d", "#c51b7d", "#de77ae", "#762a83", "#9970ab")
 _PEERS = ("#2166ac", "#4393c3", "#1b7837", "#5aae61", "#35978f", "#01665e", "#636363", "#969696")
-_NAMES = MappingProxyType({"ours": "ours (bmburst)", ONE_GPU: "one GPU alone"})
+_NAMES = MappingProxyType({"ours": "ours (bmburst)", "heads": "heads (bmburst)", ONE_GPU: "one GPU alone"})
 _MARKERS = "os^vDPX*<>"
 
 
@@ -195,7 +195,8 @@ def scale_heights(axes: Any, *, logarithmic: bool = False) -> None:
 
 def set_title(figure: Any, says: str, setting: str) -> None:
     """Give a figure of that width a title in lines that fit."""
-    lines = [line for text in (says, setting) for line in textwrap.wrap(text, _LETTERS)]
+    begun = says[:1].upper() + says[1:]
+    lines = [line for text in (begun, setting) for line in textwrap.wrap(text, _LETTERS)]
     figure.suptitle("\n".join(lines), fontsize=10)
 
 

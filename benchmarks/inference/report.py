@@ -168,7 +168,7 @@ def _draw(title: str, rows: Rows[InferenceCell], start: Path) -> Iterator[Path]:
             axes.set_ylabel(name)
             axes.set_xlabel("prompts at once" if is_batch else "tokens of the prompt")
 
-        yield panel(start.with_name(f"{start.name}-{end}.png"), name.capitalize(), title, fill)
+        yield panel(start.with_name(f"{start.name}-{end}.png"), name, title, fill)
 
 
 def _draw_bound(axes: Any, rows: Rows[InferenceCell], column: Callable[[InferenceCell], int], what: str) -> None:

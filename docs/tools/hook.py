@@ -88,7 +88,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 def _cell(found: re.Match[str]) -> str:
     """Return a cell whose words are not broken at their hyphens, as browsers would."""
     kind, inside = found["kind"], found["inside"]
-    marked = ' class="long"' if _is_long(inside) else ""
+    marked = ' class="long"' if _is_long(inside) and re.search(r"\S\s+\S", _TAG.sub("", inside)) else ""
     pieces = _TAG.split(inside)
     whole = "".join(
         piece if i % 2 else _HYPHENED.sub(r'<span class="whole">\g<0></span>', piece) for i, piece in enumerate(pieces)
@@ -97,8 +97,7 @@ def _cell(found: re.Match[str]) -> str:
 
 
 def _is_long(html: str) -> bool:
-    text = unescape(_TAG.sub("", html)).strip()
-    return len(text) > _LONG and " " in text
+    return len(unescape(_TAG.sub("", html))) > _LONG
 
 
 def _in_repository(uri: str) -> str:
