@@ -83,7 +83,7 @@ def _panels(
             axes.set_ylabel(name)
             axes.set_xlabel("tokens of the sequence" if panels is _OVER_TOKENS else "GPUs")
 
-        yield panel(start.with_name(f"{start.name}-{end}.png"), name.capitalize(), title, fill)
+        yield panel(start.with_name(f"{start.name}-{end}.png"), name, title, fill)
 
 
 def _draw_curves(title: str, rows: Rows[TrainCell], start: Path) -> Iterator[Path]:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from bmburst.schedule.mask import Causal
-from docs.tools import journeys, scores
+from docs.tools import journeys, memory, scores
 from docs.tools.svg import Drawing
 
 FOLDER = Path(__file__).parents[1] / "figures"
@@ -23,6 +23,8 @@ FIGURES: dict[str, Callable[[], Drawing]] = {
     "ring_tensors": journeys.ring_tensors,
     "ring_single": partial(journeys.visits, double=False),
     "ring_double": partial(journeys.visits, double=True),
+    "memory_gpu": partial(memory.bytes_of, "gpu"),
+    "memory_host": partial(memory.bytes_of, "host"),
 }
 """One panel each, so that a page can put them beside or below each other, as its width allows."""
 
