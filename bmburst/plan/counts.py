@@ -247,6 +247,17 @@ def forward_flops(model: LlamaConfig, tokens: float, query_key_pairs: float) -> 
     return 2.0 * multiplied(model) * tokens + model.num_layers * _forward(model, query_key_pairs)
 
 
+def frozen_flops(model: LlamaConfig, tokens: float, adapters: int) -> float:
+    """Return the FLOPs that a step lacks where adapters are trained: frozen weights have no gradients, adapters do.
+
+    Args:
+        model: The shape.
+        tokens: Of all sequences.
+        adapters: Parameters of the adapters; 0 where the weights are trained.
+    """
+    return (2.0 * multiplied(model) - 6.0 * adapters) * tokens if adapters else 0.0
+
+
 def hardware_flops(model: LlamaConfig, tokens: float, query_key_pairs: float, recompute: str) -> float:
     """Return the FLOPs that are computed in a step: attention's backward as the kernel does it, and recomputation.
 

@@ -16,6 +16,7 @@ from bmburst.plan.counts import (
     block_parameters,
     causal_pairs,
     forward_flops,
+    frozen_flops,
     held_block,
     mlp_matrix,
     projections,
@@ -111,11 +112,12 @@ def step_time(
 def model_flops(task: Task, *, attention_backward: float = 2.0) -> float:
     """Return the FLOPs of a task's step: causal attention over whole sequences, or over the model's window.
 
-    The forward pass of a reference counts.
+    The forward pass of a reference counts, the gradients of frozen weights do not.
     """
     query_key_pairs = task.batch * causal_pairs([task.sequence], task.model.sliding_window)
     counted = task.model, float(task.batch * task.sequence), query_key_pairs
     done = step_flops(*counted, attention_backward=attention_backward)
+    done -= frozen_flops(*counted[:2], task.trained if task.lora else 0)
     return done + forward_flops(*counted) if task.pairs else done
 
 

@@ -12,7 +12,7 @@ import torch
 from bmburst.blocks.config import LlamaConfig
 from bmburst.comm.meter import WaitMeter
 from bmburst.mesh import Mesh
-from bmburst.plan.counts import forward_flops, hardware_flops, multiplied, step_flops, table
+from bmburst.plan.counts import forward_flops, frozen_flops, hardware_flops, step_flops, table
 from bmburst.runtime import host
 from bmburst.schedule.hardware import hardware_of
 from bmburst.train.config import TrainConfig
@@ -171,10 +171,10 @@ class FlopsMeter:
 
     def of(self, tokens: float, query_key_pairs: float, seconds: float) -> Utilisation:
         """Return what a step of so many tokens and query-key pairs (`bmburst.plan.counts.causal_pairs`) achieves."""
-        frozen = 2.0 * multiplied(self.model) - 6.0 * self.adapters if self.adapters else 0.0
+        frozen = frozen_flops(self.model, tokens, self.adapters)
         reference = forward_flops(self.model, tokens, query_key_pairs) if self.pairs else 0.0
         usual, kernel, done = (
-            flops - frozen * tokens + reference
+            flops - frozen + reference
             for flops in (
                 step_flops(self.model, tokens, query_key_pairs),
                 step_flops(self.model, tokens, query_key_pairs, attention_backward=ATTENTION_BACKWARD),

@@ -11,11 +11,13 @@ from bmburst.blocks.lora import LoRAConfig
 from bmburst.blocks.presets import PRESETS
 from bmburst.cli import main
 from bmburst.plan.candidates import Candidate, Offload, Task
+from bmburst.plan.counts import causal_pairs
 from bmburst.plan.longest import STEP, longest, where_bytes_lie
 from bmburst.plan.memory import memory_of, reserved_memory
 from bmburst.plan.presentation import options
 from bmburst.plan.search import predict, search, with_usable_memory
 from bmburst.schedule.hardware import load_hardware
+from bmburst.train.clock import FlopsMeter
 from bmburst.train.planning import planned
 from tests.plan.test_plan import read
 from tests.refusals import refused, says
@@ -122,6 +124,10 @@ def test_a_step_of_adapters():
     assert lora.time.matmul / full.time.matmul == pytest.approx(4 / 6, rel=0.01)
     assert lora.time.attention == full.time.attention
     assert lora.time.optimizer < 0.01 * full.time.optimizer
+    for found, adapters in ((full, 0), (lora, trained)):
+        meter = FlopsMeter(model=asked.model, recompute="none", ranks=2, peak=found.hardware.peak, adapters=adapters)
+        of_a_run = meter.of(asked.sequence, causal_pairs([asked.sequence]), found.seconds)
+        assert found.utilisation == pytest.approx(of_a_run.mfu)
     moved = 2 * ways[0].task.model.num_parameters / 2
     assert full.memory.lines["gradients"] == pytest.approx(moved)
     assert lora.memory.lines["gradients"] == trained
