@@ -34,7 +34,7 @@ def test_tiles_equal_the_definition_wherever_results_go(kernel, tiles, seen):
     keys, values = (t.repeat_interleave(2, 2) for t in (k, v))
     scores = (torch.einsum("bqhd,bkhd->bhqk", q, keys) * 0.3).masked_fill(~mask, -torch.inf)
     wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1).nan_to_num(), values), scores.logsumexp(-1)
-    call = SimpleNamespace(kernel=kernel, scale=0.3)
+    call = SimpleNamespace(kernel=kernel, scale=0.3, softcap=None)
     targets = room(q, some_heads, torch.float64)
     assert_same(local_forward(call, q, k, v, targets, tiles=tiles), targets)
     for results in (local_forward(call, q, k, v, tiles=tiles), targets):
@@ -54,5 +54,5 @@ class HeadsFirst(ReferenceKernel):
 @pytest.mark.parametrize("tiles", [WHOLE, SEVERAL], ids=len)
 def test_results_are_dense_in_the_dtype_of_the_queries(tiles, dtype):
     q, k, v = (some_heads(torch.ones(2, n, 2, 8, dtype=dtype)) for n in (QUERIES, KEYS, KEYS))
-    out, lse = local_forward(SimpleNamespace(kernel=HeadsFirst(), scale=0.3), q, k, v, tiles=tiles)
+    out, lse = local_forward(SimpleNamespace(kernel=HeadsFirst(), scale=0.3, softcap=None), q, k, v, tiles=tiles)
     assert out.is_contiguous() and out.dtype is dtype and lse.dtype is torch.float32
